@@ -25,7 +25,7 @@ def certain_run(name: str | None, action: str, yes: bool) -> RunStatus:
         Failed: the user declined.
     """
     from launcher.errors import BadInput, Failed
-    from launcher.runs.target import target_of
+    from launcher.runs.control import target_of
 
     target = target_of(name)
     status = target.status

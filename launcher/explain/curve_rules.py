@@ -31,7 +31,7 @@ BF16_STEP = 2.0**-9
 TYPICAL_WEIGHT = 0.02
 """Magnitude of a weight of a language model, the usual standard deviation of its initialisation."""
 LONG_ENOUGH = 50
-"""Steps after which a reward that is no higher than at the start is a finding, and at least half of those of the
+"""Steps after which a reward that is not higher than at the start is a finding, and at least half of those of the
 recipe: many runs that learn begin with a flat stretch, or a dip."""
 LOST = 0.3
 """Fall of the mean reward from its best window, as a share of the rise until then, that matters."""

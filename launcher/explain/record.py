@@ -103,7 +103,7 @@ def read_record(run: RunDir, *, answers: bool = True) -> Record:
 
 
 def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:
-    """Return the lines of a file, by step: those that do not follow the step before them are left out, too."""
+    """Return the lines of a file, by step: those that do not follow the previous step are left out, too."""
     found = read_lines(MetricsLine, path, PATIENCE_S)
     if isinstance(found, Unreadable):
         raise Failed(str(found))
@@ -116,5 +116,5 @@ def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:
         if not lines or line.step > lines[-1].step:
             lines.append(line)
     if late := len(found.records) - len(lines):
-        left_out.append(f"{path}: {late} lines are left out, because they do not follow the step before them")
+        left_out.append(f"{path}: {late} lines are left out, because they do not follow the previous step")
     return lines

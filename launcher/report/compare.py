@@ -66,9 +66,9 @@ class Comparison:
     @property
     def best(self) -> int | None:
         """Index of the best run; None if several are equally good, or no run has the metric."""
-        values = self.metrics[self.by]
-        first, *others = self.ranked or [None]
-        return None if first is None or any(values[at] == values[first] for at in others) else first
+        values, ranked = self.metrics[self.by], self.ranked
+        alone = ranked and all(values[at] != values[ranked[0]] for at in ranked[1:])
+        return ranked[0] if alone else None
 
 
 def compare(runs: Sequence[ComparedRun], by: str = "mean_reward", lowest: bool | None = None) -> Comparison:

@@ -19,9 +19,9 @@ from megatron_rl.contract.paths import RunDir
 
 
 def runs_of(names: Sequence[str]) -> list[RunDir]:
-    """Return the runs of names, directories or job ids: for a directory that is no run, the runs in it, by name; for
+    """Return the runs of names, directories or job ids: for a directory that is not a run, the runs in it, by name; for
     the beginning of several names, such as those of a sweep, all of these. Files are passed over if there is something
-    else: a pattern of the shell also finds the logs beside the runs. Raises BadInput where there is no run."""
+    else: a pattern of the shell also finds the logs beside the runs. Raises BadInput where there is none."""
     found: dict[Path, RunDir] = {}
     others = [name for name in names if not Path(name).is_file()]
     for name in others or names:
@@ -52,7 +52,7 @@ def _runs_in(folder: Path) -> list[RunDir]:
         raise BadInput(f"{folder}: {error.strerror}") from error
     runs = [RunDir(path) for path in paths if is_run(str(path))]
     if not runs:
-        raise BadInput(f"{folder}: is no run, and has none in it")
+        raise BadInput(f"{folder}: is not a run, and has none in it")
     return runs
 
 

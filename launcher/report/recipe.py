@@ -33,7 +33,7 @@ def differences(values: Mapping[str, Any], base: Mapping[str, Any], keys: Sequen
     Args:
         values: sections of resolved.yaml.
         base: sections of the base, with defaults.
-        keys: keys or sections that the run gives a value of its own.
+        keys: keys or sections that the run gives another value.
     """
     here, there = flat(values), flat(base)
     mine = [key for key in here if any(key == one or key.startswith(f"{one}.") for one in keys)]

@@ -53,8 +53,8 @@ to 1."""
 COLLAPSE = 0.5
 """Share of the rise of the mean reward that is lost in a collapse. Runs that recover lose up to a third."""
 COLLAPSE_ERRORS = 6.0
-"""Standard errors of means of WINDOW steps by which the reward has to rise and to fall: the best of many windows is
-high by chance. A fall below the start alone is no collapse: runs that learn often begin with one."""
+"""Standard errors of means of WINDOW steps by which the reward must rise and fall: the best of many windows is
+high by chance. A fall below the start alone is not a collapse: runs that learn often begin with one."""
 COLLAPSE_STEPS = 5 * WINDOW
 """Steps before the rewards are compared with their best."""
 

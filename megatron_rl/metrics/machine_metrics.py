@@ -82,8 +82,7 @@ MACHINES: dict[str, Metric] = {
         lambda step: step.seconds["log-probs"],
         unit="s",
         good="less than time/train_s",
-        advice="The reference model of `grpo.kl_beta` needs a pass of its own; without it, one update per step needs "
-        "none.",
+        advice="The reference model of `grpo.kl_beta` needs another pass; without it, one update per step needs none.",
     ),
     "time/train_s": Metric("seconds in forward, backward and update", lambda step: step.seconds["train"], unit="s"),
     "time/offload_s": Metric(

@@ -71,7 +71,7 @@ def text_of(run: str, step: int, values: Mapping[str, Any], at: float) -> str:
     """Return the content of the file.
 
     Args:
-        values: metrics by name; those that are no number are left out.
+        values: metrics by name; those that are not numbers are left out.
         at: unix time of the newest of them.
     """
     samples = [

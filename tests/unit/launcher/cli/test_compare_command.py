@@ -71,7 +71,7 @@ def test_equal_recipes_are_said_to_be_equal(sweep: Path):
     ("words", "error"),
     [
         (["{sweep}", "--by", "reward"], "--by reward: no run has this metric; newest steps have entropy, mean_reward"),
-        (["{sweep}/notes"], "is no run, and has none in it"),
+        (["{sweep}/notes"], "is not a run, and has none in it"),
         (["nowhere"], "nowhere"),
     ],
 )

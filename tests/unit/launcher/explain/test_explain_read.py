@@ -24,7 +24,7 @@ def test_damaged_lines_and_those_out_of_order_are_left_out_and_named(run: RunDir
     assert [line.step for line in record.lines] == [1, 5, 6]
     assert record.left_out == [
         f"{run.metrics}: 1 lines are left out: line 2 is torn or not JSON (NaN is not finite)",
-        f"{run.metrics}: 1 lines are left out, because they do not follow the step before them",
+        f"{run.metrics}: 1 lines are left out, because they do not follow the previous step",
     ]
 
 

@@ -10,7 +10,7 @@ from run_helpers import begin, end, submitted
 
 from launcher.errors import BadInput
 from launcher.host.record.identity import identify, note_submission
-from launcher.runs.target import target_of
+from launcher.runs.control import target_of
 
 
 @pytest.fixture(autouse=True)
