@@ -1,4 +1,4 @@
-"""Facts about the lesson in recorded groups: unrewarded right answers, rewards that follow length, learned ends."""
+"""Facts about recorded groups: unrewarded right answers, rewards that follow length, learned ends, missing formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from launcher.explain.facts import ends_with, explained_by_length, facts_of
+from launcher.explain.facts import Formats, ends_with, explained_by_length, facts_of, formats_of
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, SequenceLine
 
 
@@ -22,10 +22,9 @@ def row(*learned: int) -> AnswerLine:
     )
 
 
-def answer(text: str) -> AnswerLine:
-    return AnswerLine(
-        text, [SequenceLine([1, 2], ["", text], [[1, 2]], [False, True], [0.0, -1.0], [0.0, -1.0], [-1, 3])]
-    )
+def answer(text: str, prompt: str = "", calls: int | None = None) -> AnswerLine:
+    sequence = SequenceLine([1, 2], [prompt, text], [[1, 2]], [False, True], [0.0, -1.0], [0.0, -1.0], [-1, 3])
+    return AnswerLine(text, [sequence], tool_calls=calls)
 
 
 def group(
@@ -46,6 +45,13 @@ def group(
         answers=[*answers],
         right=right,
     )
+
+
+def asked(prompt: str, *texts: str, calls: int | None = None, reasons: tuple[str, ...] = ()) -> GroupLine:
+    """A group of answers to a prompt that is longer than the record's field for it."""
+    answers = [answer(text, f"{'x' * 500} {prompt}", calls) for text in texts]
+    ends = [*reasons, *["stop"] * (len(texts) - len(reasons))]
+    return group([0.0] * len(texts), answers=answers, reasons=ends)._replace(prompt="x" * 400)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +125,26 @@ def test_advantages_are_compared_with_lengths_within_their_groups():
 def test_learned_tokens_that_only_end_a_row_are_counted():
     found = facts_of([group([0.0], answers=[row(7)]), group([0.0], answers=[row(8, 9, 7, 7)])])
     assert (found.rows, found.learned, found.ends) == (2, 5, 3)
+
+
+def test_the_format_that_the_prompt_requests_is_looked_for():
+    boxed = asked("Put the answer into \\boxed{}.", "so \\boxed{3}", "it is 3", "it is 4")
+    tags = asked("Answer in <answer></answer>.", "<ANSWER>3</ANSWER>", "<answer>4")
+    line = asked("End with a line Answer: 42", "answer: 3", "3")
+    assert formats_of([boxed, tags, line]) == Formats(requested=7, missing=3, format="\\boxed")
+
+
+def test_a_prompt_without_a_request_and_cut_answers_count_nothing():
+    assert formats_of([asked("3+4=", "7", "8")]) == Formats()
+    assert formats_of([asked("\\boxed{}", "It is", "so \\boxed{1}", reasons=("length",))]) == Formats(requested=1)
+
+
+def test_a_call_that_called_nothing_did_not_parse():
+    broken = asked("3+4=", "<tool_call>{broken", "it is 7", "[TOOL_CALLS] []", calls=0)
+    right = asked("3+4=", "<tool_call>{}</tool_call> 7", calls=1)
+    without_tools = asked("3+4=", "<tool_call>{broken")
+    assert formats_of([broken, right, without_tools]) == Formats(offered=4, unparsed=2)
+
+
+def test_groups_without_tokens_count_nothing():
+    assert formats_of([asked("\\boxed{}", "3")._replace(answers=[])]) == Formats()
