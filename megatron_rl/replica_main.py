@@ -40,26 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def load() -> Work:
         from megatron_rl.config import read_config
+        from megatron_rl.replica.serve import run_start
 
-        config, which = read_config(run_dir), (run_dir, replica, start, world)
+        config = read_config(run_dir)
         if kind == TEACHER and config.teacher_vllm is not None:
-            from megatron_rl.vllm.teacher import run_teacher as run_teacher_front
+            from megatron_rl.vllm.teacher import open_teacher as opened
+        elif kind == TEACHER:
+            from megatron_rl.replica.own_engine import open_teacher as opened
+        elif config.inference.own_vllm is not None:
+            from megatron_rl.vllm.replica import open_policy as opened
+        else:
+            from megatron_rl.platform.implementation import choose_implementation
 
-            return partial(run_teacher_front, *which)
-        if kind == TEACHER:
-            from megatron_rl.replica.teacher import run_teacher
-
-            return partial(run_teacher, *which)
-        if config.inference.own_vllm is not None:
-            from megatron_rl.vllm.replica import run_replica as run_front
-
-            return partial(run_front, *which)
-        from megatron_rl.platform.implementation import choose_implementation
-
-        choose_implementation(config)  # before megatron-core is imported
-        from megatron_rl.replica.attempt import run_replica
-
-        return partial(run_replica, *which)
+            choose_implementation(config)  # before megatron-core is imported
+            from megatron_rl.replica.own_engine import open_policy as opened
+        return partial(run_start, opened, run_dir, replica, start, world)
 
     run_rank(replica, world, load, notifies_host=False)
 

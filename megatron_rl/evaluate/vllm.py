@@ -20,7 +20,7 @@ from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
 from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.standalone.source import Source
-from megatron_rl.vllm.answers import Answer, Answers, shared_streams
+from megatron_rl.vllm.answers import Answer, begun, shared_streams
 from megatron_rl.vllm.client import VllmClient
 from megatron_rl.vllm.command import Served, Sizes, serve_command, vllm_environment
 from megatron_rl.vllm.plugin import write_version
@@ -103,7 +103,7 @@ class VllmEngine:
         """Answer a prompt, as InferenceInterface says. Raises VllmGone too."""
         if beyond := request.beyond_training:
             raise Unsupported(f"{beyond} is not supported by vLLM in an evaluation")
-        answers = Answers(self._tokenizer.end_ids, self._tokenizer.decode).begin(request)
+        answers = begun(request, self._tokenizer.end_ids, self._tokenizer.decode)
         try:
             await asyncio.gather(*map(self._stream, shared_streams(answers, self._rows)))
         except VllmGone:

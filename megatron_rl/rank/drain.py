@@ -33,12 +33,12 @@ class DrainListener:
         self._files, self._notifies_host = files, notifies_host
         self._signal = "a request"
 
-    def listen(self, early: Callable[[], None]) -> None:
+    def listen(self, early: Callable[[], object]) -> None:
         """Notice signals from here on, even while the main thread waits for other ranks inside a library.
 
         early: called in a separate thread for a request before `started`.
         """
-        self._early: Callable[[], None] | None = early
+        self._early: Callable[[], object] | None = early
         request_pipe, written = os.pipe()
         os.set_blocking(written, False)
         for number in DRAIN_SIGNALS:
@@ -51,9 +51,14 @@ class DrainListener:
             self._request(DRAIN_SIGNAL, None)
             os.write(written, bytes([DRAIN_SIGNAL]))
 
-    def started(self) -> None:
-        """Defer requests to the next safe point from here on."""
-        self._early = None
+    def started(self, then: Callable[[], object] | None = None) -> None:
+        """Defer requests to the next safe point from here on.
+
+        then: called in a separate thread for each request from now on, and at once if there was one.
+        """
+        self._early = then
+        if then is not None and self.asked:
+            then()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name

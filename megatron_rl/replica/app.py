@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -18,24 +17,27 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.inference.api import EngineLoad, GenerationRequest
 from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
 from megatron_rl.refit.probe import Probe
-from megatron_rl.replica.driver_inbox import DriverInbox
+from megatron_rl.replica.driver_inbox import Asked, DriverInbox
+from megatron_rl.replica.serve import first_of
 from megatron_rl.server.access import with_token
-from megatron_rl.server.engine_thread import EngineGone, EngineThread, ServedEngine
+from megatron_rl.server.engine_thread import EngineGone
 
 logger = logging.getLogger(__name__)
 
-WAIT_EVERY_S = 5.0
-"""Seconds between two signs of life for the other ranks."""
+GONE_S = 60.0
+"""Seconds without a request of the run's first rank, which sends one every few seconds, after which the run is over."""
+LEFT_S = 2.0
+"""The same for a replica that was asked to leave."""
 
 Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[Body]]
 
 
-class ReplicaLeader(ServedEngine, Protocol):
-    """The engine of a replica and its weights. All methods belong to the engine's thread; the attributes may be read
-    from any other."""
+class ReplicaLeader(Protocol):
+    """The engine of a replica and its weights. All methods belong to the HTTP loop."""
 
     @property
     def version(self) -> int | None:
@@ -43,38 +45,43 @@ class ReplicaLeader(ServedEngine, Protocol):
         ...
 
     @property
-    def failure(self) -> Exception | None:
-        """Error that has ended the engine, and with it the replica."""
-        ...
+    def load(self) -> EngineLoad: ...
 
     @property
     def busy_s(self) -> float:
         """Seconds that the engine has computed so far."""
         ...
 
-    def join(self, epoch: dict[str, Any]) -> Future[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Run the engine as long as the context lasts."""
+        ...
+
+    async def watch(self) -> None:
+        """Give signs of life, however long there is nothing to do. Raises the error that has ended the engine."""
+        ...
+
+    def submit(self, request: GenerationRequest, news: asyncio.Event) -> Asked:
+        """Begin to answer a request. Raises one of REFUSED, or EngineGone.
+
+        news: set whenever there are new results.
+        """
+        ...
+
+    async def join(self, epoch: dict[str, Any]) -> asyncio.Future[None]:
         """Begin to join the transfer group of an epoch (`refit.epoch.Epoch.to_json`), and leave the previous one. It
         may fail with a RuntimeError."""
         ...
 
-    def receive(self, version: int) -> Future[None]:
+    async def receive(self, version: int) -> asyncio.Future[None]:
         """Begin to receive a version next to the weights in use, while the engine continues. It may fail with a
         RuntimeError."""
         ...
 
-    def swap(self, version: int, probe: Probe | None) -> None:
+    async def swap(self, version: int, probe: Probe | None) -> None:
         """Make the engine use the received weights, which are complete. Raises RuntimeError.
 
         probe: log-probs under these weights, which an engine that is probed must report (`capabilities`).
         """
-        ...
-
-    def wait(self) -> None:
-        """Give a sign of life, however long there is nothing to do."""
-        ...
-
-    def end(self) -> None:
-        """Leave the replica: no method is called afterwards."""
         ...
 
 
@@ -87,59 +94,58 @@ class NotThere(Exception):
 
 
 class ReplicaService:
-    """The replica, as ranks of the run use it. All methods belong to the HTTP loop."""
+    """A replica that generates, as ranks of the run use it. Implements `Service`."""
 
-    def __init__(self, leader: ReplicaLeader, address: ReplicaAddress) -> None:
-        """address: identifies the replica; its host and port are ignored."""
-        self.thread = EngineThread(leader)
+    def __init__(self, leader: ReplicaLeader, address: ReplicaAddress, token: str) -> None:
+        """
+        address: identifies the replica; its host and port are ignored.
+        token: the run's token.
+        """
+        self.address = address
+        self.app = application(self, token)
         self.heard_at: float | None = None
         """Time of the last request of the run's first rank (time.monotonic); None before the first."""
         self.attended = 0
         """Open requests of that rank; while it lives there is always one."""
         self.ended = asyncio.Event()
         """Set when the run no longer needs the replica."""
-        self.failure: BaseException | None = None
-        """Error that has ended a task of the replica, and so the replica."""
-        self._leader, self._address = leader, address
-        self._inbox = DriverInbox(self.thread)
+        self._leader = leader
+        self._inbox = DriverInbox(leader.submit)
         self._transfer: asyncio.Future[None] | None = None  # newest step of the transfer of weights
-        self._tasks: set[asyncio.Future[Any]] = set()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        self.thread.start()
-        self._watch(asyncio.ensure_future(self._inbox.deliver()))
-        self._watch(asyncio.ensure_future(self._wait_together()))
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._leader.running()
+
+    async def work(self) -> None:
+        await first_of(self._inbox.deliver(), self._leader.watch())
+
+    async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         try:
-            yield
+            await self._until_over(asked, limit_s)
         finally:
-            self.close()
-            for task in [*self._tasks]:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._inbox.close()
 
-    def close(self) -> None:
-        """Fail open requests, and end all waits for news."""
-        self.thread.stop("the replica leaves")
-        self._inbox.close()
-
-    def _watch(self, task: asyncio.Future[Any]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._note_end)
-
-    def _note_end(self, task: asyncio.Future[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self.failure = self.failure or task.exception()
-
-    async def _wait_together(self) -> None:
-        while True:
-            await self.thread.call(self._leader.wait)
-            await asyncio.sleep(WAIT_EVERY_S)
+    async def _until_over(self, asked: asyncio.Event, limit_s: float) -> None:
+        began = time.monotonic()
+        while not self.ended.is_set():
+            heard = self.heard_at
+            silent = 0.0 if self.attended else time.monotonic() - (began if heard is None else heard)
+            if asked.is_set() and (heard is None or silent > LEFT_S):
+                logger.info("the replica was asked to leave, and the run has left")
+                return
+            limit = limit_s if heard is None else GONE_S
+            if silent > limit:
+                logger.warning("the run has sent no request for %.0f s, so it is gone and this replica ends", silent)
+                return
+            # Requests meanwhile only postpone the end, so nothing is missed by sleeping until it would come.
+            if asked.is_set():
+                await first_of(self.ended.wait(), limit_s=LEFT_S - silent)
+            else:
+                await first_of(self.ended.wait(), asked.wait(), limit_s=limit - silent)
 
     def about(self) -> About:
-        load, its = self.thread.load, self._address
-        leader = self._leader
+        leader, its = self._leader, self.address
+        load = leader.load
         return About(
             replica=its.replica,
             start=its.start,
@@ -169,9 +175,9 @@ class ReplicaService:
         """Raise Garbled, or Conflict if the body comes from ranks with another configuration or protocol."""
         if body.get("protocol") != PROTOCOL:
             raise Conflict(f"protocol {body.get('protocol')}: this replica uses {PROTOCOL}")
-        if body.get("digest") != self._address.digest:
+        if body.get("digest") != self.address.digest:
             raise Conflict(
-                f"configuration {str(body.get('digest'))[:12]}: this replica runs {self._address.digest[:12]}"
+                f"configuration {str(body.get('digest'))[:12]}: this replica runs {self.address.digest[:12]}"
             )
         if type(body.get("driver")) is not int:
             raise Garbled("driver is not a number")
@@ -192,14 +198,12 @@ class ReplicaService:
         return encode_news(News(self.about(), last, [*pieces], [*refused]))
 
     async def _epoch(self, body: Body) -> Body:
-        epoch = body["epoch"]
-        return await self._begin(lambda: self._leader.join(epoch))
+        return await self._begin(self._leader.join(body["epoch"]))
 
     async def _receive(self, body: Body) -> Body:
         if self._transfer is None or (self._transfer.done() and self._transfer.exception()):
             raise NotThere("this replica is in no transfer group")
-        version = body["version"]
-        return await self._begin(lambda: self._leader.receive(version))
+        return await self._begin(self._leader.receive(body["version"]))
 
     async def _swap(self, body: Body) -> Body:
         """Use the weights once they are complete."""
@@ -210,7 +214,7 @@ class ReplicaService:
                 raise NotThere("no weights were received")
             try:
                 await asyncio.shield(self._transfer)
-                await self.thread.call(lambda: self._leader.swap(version, probe))
+                await self._leader.swap(version, probe)
             except RuntimeError as error:
                 raise NotThere(f"version {version} did not arrive: {error}") from error
             self._inbox.wake()
@@ -223,9 +227,9 @@ class ReplicaService:
     def _state(self) -> Body:
         return {"about": asdict(self.about())}
 
-    async def _begin(self, step: Callable[[], Future[None]]) -> Body:
+    async def _begin(self, step: Awaitable[asyncio.Future[None]]) -> Body:
         """Begin the next step of a transfer, after the previous ones."""
-        self._transfer = asyncio.wrap_future(await self.thread.call(step))
+        self._transfer = await step
         self._transfer.add_done_callback(_log_failure)
         return self._state()
 

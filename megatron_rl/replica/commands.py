@@ -88,8 +88,11 @@ def commands_over(ranks: EngineRanks) -> PlanBroadcast[Command] | None:
     return None if ranks.alone else PlanBroadcast[Command](ranks.control)
 
 
-def follow(commands: PlanBroadcast[Command], engine: LedEngine, weights: Weights, activity: Activity) -> None:
-    """Execute the first rank's commands, up to and including `End`. Raises RuntimeError if that rank is gone."""
+def follow(commands: PlanBroadcast[Command], engine: LedEngine, weights: Weights | None, activity: Activity) -> None:
+    """Execute the first rank's commands, up to and including `End`. Raises RuntimeError if that rank is gone.
+
+    weights: None for a model that does not change.
+    """
     while True:
         with activity.waits():
             command = commands.receive()
@@ -99,6 +102,7 @@ def follow(commands: PlanBroadcast[Command], engine: LedEngine, weights: Weights
             case Generate():
                 engine.follow(activity.waits)
             case Join() | Receive() | Swap():
+                assert weights is not None, "these weights do not change"
                 try:
                     carry_out(command, weights)
                 except RuntimeError as error:  # the first rank gets the same error, and reports it

@@ -5,19 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megatron_rl.inference.api import Delta, GenerationRequest
 from megatron_rl.inference.replicas.wire import OTHER_VERSION, REFUSED, Refusal, kind_of
-from megatron_rl.server.engine_thread import EngineGone, EngineThread, Subscription
+from megatron_rl.server.engine_thread import EngineGone
 
 logger = logging.getLogger(__name__)
 
 
+class Asked(Protocol):
+    """A request that an engine answers."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether all results have come and were read."""
+        ...
+
+    def unread(self) -> list[Delta]:
+        """Return all new results since the last call. Raises the engine's error when there are no more."""
+        ...
+
+    def close(self) -> None:
+        """Cancel the request, unless it is answered."""
+        ...
+
+
 @dataclass(slots=True)
 class _Driver:
-    asked: dict[str, Subscription] = field(default_factory=dict)
+    asked: dict[str, Asked] = field(default_factory=dict)
     """Requests that are not answered yet."""
     unseen: list[tuple[int, tuple[str, Delta] | Refusal]] = field(default_factory=list)
     """News with their numbers, which start at 1."""
@@ -31,11 +49,11 @@ class _Driver:
 
 
 class DriverInbox:
-    """Passes requests of drivers to the engine's thread, and keeps its news for them. All methods belong to the HTTP
-    loop."""
+    """Passes requests of drivers to the engine, and keeps its news for them. All methods belong to the HTTP loop."""
 
-    def __init__(self, thread: EngineThread) -> None:
-        self._thread = thread
+    def __init__(self, submit: Callable[[GenerationRequest, asyncio.Event], Asked]) -> None:
+        """submit: of a `ReplicaLeader`."""
+        self._submit = submit
         self._drivers: defaultdict[int, _Driver] = defaultdict(_Driver)
         self._news = asyncio.Event()
         self._closed = False
@@ -43,8 +61,8 @@ class DriverInbox:
     def forget(self, driver: int) -> None:
         """Reset a driver: cancel its requests, and drop the news that it has not seen."""
         if (before := self._drivers.pop(driver, None)) is not None:
-            for subscription in before.asked.values():
-                subscription.close()
+            for asked in before.asked.values():
+                asked.close()
             before.news.set()
 
     def ask(
@@ -59,13 +77,15 @@ class DriverInbox:
         its = self._drivers[driver]
         for request in requests:
             if version is not None:
-                message = f"the weights are of version {version}"
-                its.add(Refusal(request.id, OTHER_VERSION, message))
+                its.add(Refusal(request.id, OTHER_VERSION, f"the weights are of version {version}"))
             elif request.id not in its.asked:  # a request may arrive twice
-                its.asked[request.id] = self._thread.submit(request, True, self._news)
+                try:
+                    its.asked[request.id] = self._submit(request, self._news)
+                except REFUSED as error:
+                    its.add(Refusal(request.id, kind_of(error), str(error)))
         for request_id in cancelled:
-            if (subscription := its.asked.pop(request_id, None)) is not None:
-                subscription.close()
+            if (asked := its.asked.pop(request_id, None)) is not None:
+                asked.close()
 
     async def news(
         self, driver: int, seen: int, wait_s: float
@@ -100,12 +120,12 @@ class DriverInbox:
             await self._news.wait()
             self._news.clear()
             for its in self._drivers.values():
-                for request_id, subscription in list(its.asked.items()):
-                    self._read(its, request_id, subscription)
+                for request_id, asked in list(its.asked.items()):
+                    self._read(its, request_id, asked)
 
-    def _read(self, its: _Driver, request_id: str, subscription: Subscription) -> None:
+    def _read(self, its: _Driver, request_id: str, asked: Asked) -> None:
         try:
-            for delta in subscription.unread():
+            for delta in asked.unread():
                 its.add((request_id, delta))
         except REFUSED as error:
             its.add(Refusal(request_id, kind_of(error), str(error)))
@@ -116,6 +136,6 @@ class DriverInbox:
             logger.error("request %s: %r", request_id, error)
             del its.asked[request_id]
         else:
-            if subscription.answered:
+            if asked.answered:
                 del its.asked[request_id]
-                subscription.close()
+                asked.close()

@@ -1,14 +1,18 @@
-"""The first rank of a replica: it gets the requests, and directs the other ranks."""
+"""The first rank of a replica with this project's engine: it gets the requests, and directs the other ranks."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
 from megatron_rl.inference.broadcast import PlanBroadcast
+from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
@@ -24,15 +28,20 @@ from megatron_rl.replica.commands import (
     Weights,
     carry_out,
 )
+from megatron_rl.replica.driver_inbox import Asked
+from megatron_rl.replica.serve import STOP_S, first_of
+from megatron_rl.server.engine_thread import EngineThread
 
 NEXT_S = TRANSFER_TIMEOUT.total_seconds()
 """Seconds after a step of a transfer in which the next one must be requested; then the transfer counts as given up."""
 REPORT_EVERY_S = 1.0
 """Seconds between two reports of unfinished answers; each synchronises the device with the host."""
+WAIT_EVERY_S = 5.0
+"""Seconds between two signs of life for the other ranks."""
 
 
 class Leader:
-    """Implements `ReplicaLeader` on the first rank. All methods belong to the engine's thread.
+    """Implements `ServedEngine` on the first rank. All methods belong to the engine's thread.
 
     Requests are reported as deltas: finished ones at once, the others every REPORT_EVERY_S.
     """
@@ -40,18 +49,19 @@ class Leader:
     def __init__(
         self,
         engine: LedEngine,
-        weights: Weights,
+        weights: Weights | None,
         commands: PlanBroadcast[Command] | None,
         activity: Activity,
         report_every_s: float = REPORT_EVERY_S,
         *,
         holds: bool = False,
     ) -> None:
-        """holds: whether the engine pauses while weights are on their way, see refit/overlapped.py."""
+        """
+        weights: None for a model that does not change.
+        holds: whether the engine pauses while weights are on their way, see refit/overlapped.py.
+        """
         self.version: int | None = None
         """Policy version of the weights; None before the first ones."""
-        self.failure: Exception | None = None
-        """Error that has ended the engine, and with it the replica."""
         self._engine, self._weights, self._commands, self._activity = engine, weights, commands, activity
         self._report_every_s = report_every_s
         self._holds = holds
@@ -99,15 +109,11 @@ class Leader:
 
     def step(self) -> None:
         self._activity.beat()
-        try:
-            if self._engine.busy:
-                self._have_follow(True)
-                self._engine.step()
-            if not self._engine.busy:
-                self._have_follow(False)
-        except Exception as error:  # the thread raises it in all callers, but the replica must learn of it too
-            self.failure = error
-            raise
+        if self._engine.busy:
+            self._have_follow(True)
+            self._engine.step()
+        if not self._engine.busy:
+            self._have_follow(False)
 
     def take_deltas(self) -> list[tuple[str, Delta]]:
         """Return the new tokens of all requests since the last report."""
@@ -117,9 +123,8 @@ class Leader:
             reported = self._reported.pop(request_id, [0] * len(answers))
             for sample, (first, one) in enumerate(zip(reported, answers, strict=True)):
                 tokens, logprobs, versions = one.tokens[first:], one.logprobs[first:], one.versions[first:]
-                deltas.append(
-                    (request_id, Delta(sample, tokens, logprobs, versions, None, one.finish_reason, one.stop))
-                )
+                end = (one.finish_reason, one.stop, one.prompt)
+                deltas.append((request_id, Delta(sample, tokens, logprobs, versions, None, *end)))
         if self._engine.busy and time.monotonic() - self._reported_at >= self._report_every_s:
             deltas += self._unfinished()
             self._reported_at = time.monotonic()
@@ -144,8 +149,8 @@ class Leader:
     def receive(self, version: int) -> Future[None]:
         return self._carry_out(Receive(version))
 
-    def swap(self, version: int, probe: Probe | None) -> None:
-        """Swap on all ranks. Weights that arrived complete are right here, so nothing is probed."""
+    def swap(self, version: int) -> None:
+        """Swap on all ranks. Raises RuntimeError."""
         self._carry_out(Swap(version))
         self.version = version
 
@@ -164,6 +169,7 @@ class Leader:
         self._have_follow(False)
         self._send(command)
         self._transfer = None
+        assert self._weights is not None, "these weights do not change"
         begun = carry_out(command, self._weights)
         if self._holds and not isinstance(command, Swap):
             self._transfer, self._next_by = begun, time.monotonic() + NEXT_S
@@ -180,3 +186,78 @@ class Leader:
     def _send(self, command: Command) -> None:
         if self._commands is not None:
             self._commands.send(command)
+
+
+class LedEngineThread:
+    """Implements `ReplicaLeader` and `Scorer` over a leader, whose engine computes in a thread."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+        self._thread = EngineThread(leader, self._fail)
+
+    @property
+    def version(self) -> int | None:
+        return self._leader.version
+
+    @property
+    def load(self) -> EngineLoad:
+        return self._thread.load
+
+    @property
+    def busy_s(self) -> float:
+        return self._leader.busy_s
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._thread.start()
+        try:
+            yield
+            await asyncio.wait_for(self._thread.call(self._leader.end), STOP_S)
+        finally:
+            self._thread.stop("the replica leaves")
+        await asyncio.to_thread(self._thread.join)
+
+    async def watch(self) -> None:
+        await first_of(self._failure, self._wait_together())
+
+    async def _wait_together(self) -> None:
+        while True:
+            await self._thread.call(self._leader.wait)
+            await asyncio.sleep(WAIT_EVERY_S)
+
+    def _fail(self, error: Exception) -> None:
+        """Note the error of a step. In the engine's thread."""
+        self._failure.get_loop().call_soon_threadsafe(self._note, error)
+
+    def _note(self, error: Exception) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    def submit(self, request: GenerationRequest, news: asyncio.Event) -> Asked:
+        return self._thread.submit(request, True, news)
+
+    async def join(self, epoch: dict[str, Any]) -> asyncio.Future[None]:
+        return asyncio.wrap_future(await self._thread.call(partial(self._leader.join, epoch)))
+
+    async def receive(self, version: int) -> asyncio.Future[None]:
+        return asyncio.wrap_future(await self._thread.call(partial(self._leader.receive, version)))
+
+    async def swap(self, version: int, probe: Probe | None) -> None:
+        """Use a version. Weights that arrived complete are right here, so nothing is probed."""
+        await self._thread.call(partial(self._leader.swap, version))
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Score a prompt, after which the engine also samples a token."""
+        news = asyncio.Event()
+        request = GenerationRequest(tokens, 1, Sampling(max_new_tokens=1), key=0, prompt_logprobs=0)
+        asked = self.submit(request, news)
+        try:
+            while True:
+                await news.wait()
+                news.clear()
+                for delta in asked.unread():
+                    if delta.prompt is not None:
+                        return delta.prompt.logprobs
+        finally:
+            asked.close()

@@ -1,57 +1,76 @@
-"""HTTP route of a replica that holds the teacher: log-probs of prompts, in the bodies of `mrl serve`."""
+"""A replica that holds the teacher, whose weights never change: log-probs of prompts, in the bodies of `mrl serve`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
-from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import Sampling
+from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.paths import Replica
 from megatron_rl.inference.openai import scoring_answer
+from megatron_rl.replica.serve import first_of
 from megatron_rl.server.access import with_token
-from megatron_rl.server.engine_thread import EngineGone, EngineThread
+from megatron_rl.server.engine_thread import EngineGone
 
-Score = Callable[[list[int]], Awaitable[list[float]]]
-"""Log-prob of each token after the first, given those before it. Raises ValueError for tokens that the model does not
-have, and EngineGone."""
+LOOK_S = 1.0
+"""Seconds between two looks for the outcome of the run, in a shared folder."""
 
 
-def scoring_application(score: Score, token: str) -> ASGIApp:
-    """Return the application, which admits requests with the run's token."""
+class Scorer(Protocol):
+    """An engine that scores prompts. All methods belong to the HTTP loop."""
 
-    async def completions(request: Request) -> Response:
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Run the engine as long as the context lasts."""
+        ...
+
+    async def watch(self) -> None:
+        """Give signs of life, however long there is nothing to do. Raises the error that has ended the engine."""
+        ...
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Log-prob of each token after the first, given those before it. Raises ValueError for tokens that the model
+        does not have, and EngineGone."""
+        ...
+
+
+class ScoringService:
+    """Implements `Service`."""
+
+    def __init__(self, scorer: Scorer, replica: Replica, address: ReplicaAddress, token: str) -> None:
+        """token: the run's, which every request must carry."""
+        self.address = address
+        self.app = with_token(
+            Starlette(routes=[Route("/v1/completions", self._completions, methods=["POST"])]), [token]
+        )
+        self._scorer, self._replica = scorer, replica
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._scorer.running()
+
+    async def work(self) -> None:
+        await self._scorer.watch()
+
+    async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
+        """Return when the ranks of the run have left, or are asked to leave; where they end otherwise, the host side
+        ends the replica."""
+        while not (asked.is_set() or await asyncio.to_thread(self._replica.attempt.outcome.exists)):
+            await first_of(asked.wait(), limit_s=LOOK_S)
+
+    async def _completions(self, request: Request) -> Response:
         try:
             tokens = [int(each) for each in (await request.json())["prompt"]]
-            return JSONResponse(scoring_answer(tokens, await score(tokens)))
+            return JSONResponse(scoring_answer(tokens, await self._scorer.score(tokens)))
         except EngineGone as error:
             return _error(503, error)
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, error)
 
-    return with_token(Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])]), [token])
-
 
 def _error(status: int, error: Exception) -> Response:
     return JSONResponse({"error": {"message": str(error) or repr(error)}}, status)
-
-
-async def score_by(thread: EngineThread, tokens: list[int]) -> list[float]:
-    """`Score` by an engine, which also samples a token."""
-    news = asyncio.Event()
-    request = GenerationRequest(tokens, 1, Sampling(max_new_tokens=1), key=0, prompt_logprobs=0)
-    subscription = thread.submit(request, streamed=False, news=news)
-    try:
-        while True:
-            await news.wait()
-            news.clear()
-            for delta in subscription.unread():
-                if delta.prompt is not None:
-                    return delta.prompt.logprobs
-    finally:
-        subscription.close()

@@ -1,4 +1,11 @@
-"""HTTP server of one start of a replica, from its address file until the run no longer needs it."""
+"""One start of a replica, whatever it holds and whichever engine computes it: from its configuration until the run no
+longer needs it.
+
+    opened(start)                 join the run or start vLLM, load the model        -> Service on the first rank
+    answering                     listen, and publish the address
+    service.until_over, work      answer, give signs of life
+    recorded                      note how it leaves
+"""
 
 from __future__ import annotations
 
@@ -7,73 +14,142 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from megatron_rl.config import RunConfig
+from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.attempt_records import Outcome, ReplicaAddress
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.files import once_there_is_room
-from megatron_rl.contract.paths import Replica
+from megatron_rl.contract.paths import Replica, RunDir
 from megatron_rl.contract.records import write
+from megatron_rl.inference.replicas.wire import PROTOCOL, digest_of, read_token
+from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.addresses import own_address
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.rendezvous import BACKLOG
-from megatron_rl.replica.app import ReplicaLeader, ReplicaService, application
+from megatron_rl.rank.world import World
 from megatron_rl.server.connections import HttpServer
 
 logger = logging.getLogger("megatron_rl")
 
-GONE_S = 60.0
-"""Seconds without a request of the run's first rank, which sends one every few seconds, after which the run is over."""
-LEFT_S = 2.0
-"""The same for a replica that was asked to leave."""
-POLL_S = 0.1
-"""Seconds between two checks whether the replica must end."""
-LOOK_S = 1.0
-"""Seconds between two looks for the outcome of the run, in a shared folder."""
+GRACE_S = 2
+"""Seconds that open requests have to end."""
+LISTENS_S = 0.1
+"""Seconds between two checks whether the server listens, which takes less."""
 STOP_S = 10.0
 """Seconds that connections, and work of the other ranks, have to end."""
 
 
-async def serve(
-    config: RunConfig,
-    replica: Replica,
-    address: ReplicaAddress,
-    leader: ReplicaLeader,
-    token: str,
-    drain: DrainListener,
-) -> str:
-    """Answer until the run no longer needs the replica, or is gone. Returns FINISHED or DRAINED, which it has recorded
-    as the outcome; raises the error that has ended the engine.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a replica, on one of its ranks."""
 
-    address: identifies the replica; its host and port are chosen here.
+    replica: Replica
+    number: int
+    """Earlier starts of this replica in this attempt."""
+    world: World
+    activity: Activity
+    drain: DrainListener
+    config: RunConfig
+    digest: str
+    token: str = field(repr=False)
+
+    def address(self, ranks: int, transport: str = "") -> ReplicaAddress:
+        """Address without host and port, which are known once the replica listens."""
+        which = (self.replica.number, self.number)
+        return ReplicaAddress(*which, "", 0, ranks, self.digest, PROTOCOL, time.time(), transport)
+
+
+class Service(Protocol):
+    """A replica as HTTP clients see it. All methods belong to the HTTP loop."""
+
+    address: ReplicaAddress
+    """Identifies the replica; its host and port are ignored."""
+    app: ASGIApp
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Run the engine as long as the context lasts."""
+        ...
+
+    async def work(self) -> None:
+        """Pass on results and give signs of life, forever. Raises the error that has ended the engine."""
+        ...
+
+    async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
+        """Return when the replica must end.
+
+        Args:
+            asked: set when the replica is asked to leave.
+            limit_s: seconds until the run must have sent its first request.
+        """
+        ...
+
+
+RankWork = Service | Callable[[], None] | None
+"""The service of the first rank, or what another rank does until that one leaves; None if the replica was asked to
+leave before it could serve."""
+
+
+def run_start(
+    opened: Callable[[Start], AbstractContextManager[RankWork]],
+    run_dir: RunDir,
+    replica: Replica,
+    number: int,
+    world: World,
+    activity: Activity,
+    drain: DrainListener,
+    timeline: Timeline,
+) -> str:
+    """Run a rank from start to exit. Returns FINISHED or DRAINED, after the first rank has written the outcome.
+
+    Args:
+        opened: context of the engine and its model.
+        number: of earlier starts of this replica in this attempt.
     """
-    service = ReplicaService(leader, address)
-    async with service.running(), answering(application(service, token), replica, address):
-        try:
-            await until_over(service, leader, drain, config.job.silence_limit_s)
-            await asyncio.wait_for(service.thread.call(leader.end), STOP_S)
-        finally:
-            service.close()
-    await asyncio.to_thread(service.thread.join)
-    return recorded(replica, drain)
+    config = read_config(run_dir)
+    digest, token = digest_of(run_dir.resolved), read_token(run_dir.token)
+    start = Start(replica, number, world, activity, drain, config, digest, token)
+    with opened(start) as served:
+        if served is None:
+            return DRAINED
+        activity.enter("serving", 0)
+        if callable(served):
+            served()
+            return DRAINED if drain.asked else FINISHED
+        asyncio.run(serve(start, served))
+        return recorded(replica, drain)
+
+
+async def serve(start: Start, service: Service) -> None:
+    """Answer until the run no longer needs the replica, or is gone. Raises the error that has ended the engine."""
+    asked = asyncio.Event()
+    start.drain.started(partial(asyncio.get_running_loop().call_soon_threadsafe, asked.set))
+    try:
+        async with service.running(), answering(service, start.replica):
+            await first_of(service.until_over(asked, start.config.job.silence_limit_s), service.work())
+    finally:
+        start.drain.started()
 
 
 @asynccontextmanager
-async def answering(app: ASGIApp, replica: Replica, address: ReplicaAddress) -> AsyncIterator[None]:
-    """Serve an application at an address of this node, and publish it, while the context lasts."""
+async def answering(service: Service, replica: Replica) -> AsyncIterator[None]:
+    """Serve at an address of this node, and publish it, while the context lasts."""
     with socket.create_server((own_address(), 0), backlog=BACKLOG) as listener:
         host, port = listener.getsockname()
         server = HttpServer(
-            app, interface="asgi3", lifespan="off", timeout_graceful_shutdown=int(LEFT_S), backlog=BACKLOG
+            service.app, interface="asgi3", lifespan="off", timeout_graceful_shutdown=GRACE_S, backlog=BACKLOG
         )
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         try:
             while not (server.started or serving.done()):
-                await asyncio.sleep(POLL_S)
-            write(replica.listener, address._replace(host=host, port=port, at=time.time()))
+                await asyncio.sleep(LISTENS_S)
+            write(replica.listener, service.address._replace(host=host, port=port, at=time.time()))
             logger.info("%s answers at %s:%d", replica.role, host, port)
             yield
         finally:
@@ -82,41 +158,21 @@ async def answering(app: ASGIApp, replica: Replica, address: ReplicaAddress) -> 
 
 
 def recorded(replica: Replica, drain: DrainListener) -> str:
-    """Return how a replica leaves in order, FINISHED or DRAINED, once it is recorded as the outcome."""
+    """Return how a replica leaves, FINISHED or DRAINED, once it is recorded as the outcome."""
     outcome = DRAINED if drain.asked else FINISHED
     with suppress(OSError):  # no decision depends on it
         once_there_is_room(replica.outcome, lambda: write(replica.outcome, Outcome(outcome)))
     return outcome
 
 
-async def until_over(service: ReplicaService, leader: ReplicaLeader, drain: DrainListener, limit_s: float) -> None:
-    """Return when the replica must end. Raises the error that has ended the engine.
-
-    limit_s: seconds until the run's first rank must have sent its first request.
-    """
-    began = time.monotonic()
-    while not service.ended.is_set():
-        if leader.failure is not None:
-            raise leader.failure
-        if service.failure is not None:
-            raise service.failure
-        heard = service.heard_at
-        silent = 0.0 if service.attended else time.monotonic() - (began if heard is None else heard)
-        if drain.asked and (heard is None or silent > LEFT_S):
-            logger.info("the replica was asked to leave, and the run has left")
-            return
-        if silent > (limit_s if heard is None else GONE_S):
-            logger.warning("the run has sent no request for %.0f s, so it is gone and this replica ends", silent)
-            return
-        await asyncio.sleep(POLL_S)
-
-
-async def until_run_is_over(replica: Replica, drain: DrainListener, alive: Callable[[], Awaitable[None]]) -> None:
-    """Return when the ranks of the run have left in order, or are asked to leave; where they end otherwise, the host
-    side ends the replica.
-
-    alive: gives a sign of life; raises the error that has ended the replica.
-    """
-    while not (drain.asked or await asyncio.to_thread(replica.attempt.outcome.exists)):
-        await alive()
-        await asyncio.sleep(LOOK_S)
+async def first_of(*works: Awaitable[Any], limit_s: float | None = None) -> None:
+    """Wait until the first of them has ended, at most `limit_s` seconds, and cancel the others. Raises its error."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from megatron_rl.inference.api import Delta, GenerationRequest
@@ -95,42 +95,17 @@ def shared_streams(answers: Iterable[Answer], most: int) -> list[list[Answer]]:
     return found
 
 
-class Answers:
-    """All answers of a replica that have not left."""
+def begun(request: GenerationRequest, end_ids: Collection[int], decode: Decode) -> list[Answer]:
+    """The answers to a request, of which some may have ended: all their tokens are known.
 
-    def __init__(self, end_ids: Collection[int], decode: Decode) -> None:
-        """end_ids: end tokens of the tokenizer. decode: finds stop strings in the text."""
-        self._end_ids, self._decode = end_ids, decode
-        self._of_requests: dict[str, list[Answer]] = {}
-
-    def __iter__(self) -> Iterator[Answer]:
-        return (answer for answers in self._of_requests.values() for answer in answers)
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._of_requests
-
-    def begin(self, request: GenerationRequest) -> list[Answer]:
-        """Add a request. Returns its answers, of which some may have ended: all their tokens are known."""
-        ends = frozenset(ends_of(request.sampling, self._end_ids))
-        answers = []
-        for sample in range(request.num_samples):
-            transcript = Transcript.begin(request, sample, ends, self._decode)
-            transcript.reported = len(transcript.tokens)  # the driver has them
-            answers.append(Answer(transcript, len(transcript.tokens)))
-        self._of_requests[request.id] = answers
-        return answers
-
-    def drop(self, request_id: str) -> list[Answer]:
-        """Forget a request. Returns its answers; none if it is unknown."""
-        return self._of_requests.pop(request_id, [])
-
-    def deltas(self, *, unfinished: bool) -> list[tuple[str, Delta]]:
-        """New tokens with their request ids, of finished answers and, if wanted, of unfinished ones."""
-        found = []
-        for request_id, answers in [*self._of_requests.items()]:
-            for answer in answers:
-                if (unfinished or answer.ended) and (delta := answer.delta()) is not None:
-                    found.append((request_id, delta))
-            if all(answer.left for answer in answers):
-                del self._of_requests[request_id]
-        return found
+    Args:
+        end_ids: end tokens of the tokenizer.
+        decode: finds stop strings in the text.
+    """
+    ends = frozenset(ends_of(request.sampling, end_ids))
+    answers = []
+    for sample in range(request.num_samples):
+        transcript = Transcript.begin(request, sample, ends, decode)
+        transcript.reported = len(transcript.tokens)  # the driver has them
+        answers.append(Answer(transcript, len(transcript.tokens)))
+    return answers

@@ -4,224 +4,127 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
+from megatron_rl.inference.api import EngineLoad, GenerationRequest
 from megatron_rl.inference.request_limits import RequestLimits
-from megatron_rl.inference.text import Decode
-from megatron_rl.rank.activity import Activity
+from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.refit.epoch import GLOO, Epoch, TransferFailed
 from megatron_rl.refit.probe import Probe
-from megatron_rl.vllm.client import CONTROL_S, VllmClient, VllmStats
-from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmProcess, VllmRefused
-from megatron_rl.vllm.streams import Streams
+from megatron_rl.vllm.client import CONTROL_S
+from megatron_rl.vllm.process import VllmGone, VllmRefused
+from megatron_rl.vllm.running import RunningVllm
+from megatron_rl.vllm.streams import AskedVllm, Streams
 from megatron_rl.vllm.swap import WeightSwap
 
 logger = logging.getLogger("megatron_rl")
 
-T = TypeVar("T")
-
-REPORT_EVERY_S = 1.0
-"""Seconds between two reports of unfinished answers."""
-NEWS_S = 0.02
-"""Longest wait for tokens before other work of the thread is done, in seconds."""
 NEXT_S = 120.0
 """Seconds that generation stays paused for a step of a transfer, if it pauses for those."""
-POLL_S = 2.0
-"""Seconds between two looks at vLLM."""
-SILENT_S = 60.0
-"""Seconds after which a vLLM that reports no figures counts as gone."""
 
 
 class VllmLeader:
-    """Implements `ReplicaLeader`. All methods belong to the engine's thread; `failure` may be read anywhere.
-
-    Streams and control requests run in an asyncio loop in a thread of their own.
-    """
+    """Implements `ReplicaLeader`."""
 
     def __init__(
         self,
-        process: VllmProcess,
-        client: VllmClient,
+        vllm: RunningVllm,
         limits: RequestLimits,
-        end_ids: Collection[int],
-        decode: Decode,
-        activity: Activity,
+        tokenizer: Tokenizer,
         setting: dict[str, Any],
         most_samples: int,
-        silence_limit_s: float,
         *,
         holds: bool = False,
         profiled: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """
-        client: not used yet.
-        end_ids, decode: the tokenizer's.
         setting: what vLLM's workers have to know of the run, see weight_engine.setting_of.
         most_samples: answers that one request to vLLM may ask for.
-        silence_limit_s: seconds after which idle workers that do not react count as gone.
         holds: whether vLLM pauses while weights are on their way over NCCL, see refit/overlapped.py.
         profiled: policy version -> name of its profile.
         """
         self.version: int | None = None
-        self.failure: Exception | None = None
-        self._process, self._client, self._limits = process, client, limits
-        self._activity, self._setting, self._holds = activity, setting, holds
+        self._vllm, self._client, self._limits = vllm, vllm.client, limits
+        self._setting, self._holds, self._profiled = setting, holds, profiled
         self._over_nccl = True  # whether the transfers of this epoch are
-        self._silence_limit_s = silence_limit_s
-        self._profiled = profiled
-        self._streams = Streams(client, end_ids, decode, most_samples, self._fail)
-        self._weights = WeightSwap(client, self._streams)
+        self._streams = Streams(vllm, tokenizer, most_samples)
+        self._weights = WeightSwap(self._client, self._streams)
         self._swaps = False  # whether a swap is under way
-        self._stats = VllmStats()  # of a few seconds ago
-        self._beat_at = 0.0
-        self._reported_at = time.monotonic()
-        self._held_until: float | None = None
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
-        self._begin(self._watch())
-
-    # The engine, as EngineThread drives it
-
-    @property
-    def busy(self) -> bool:
-        return self._streams.busy
-
-    @property
-    def busy_s(self) -> float:
-        return self._streams.busy_s
+        self._paused: asyncio.TimerHandle | None = None  # resumes if the next step of a transfer is not requested
+        self._tasks: set[asyncio.Future[None]] = set()
 
     @property
     def load(self) -> EngineLoad:
-        unfinished, stats = self._streams.unfinished, self._stats
+        unfinished, stats = self._streams.unfinished, self._vllm.stats
         free = round(stats.pages * (1.0 - stats.cache_used))
         waiting = min(stats.waiting, unfinished)
         return EngineLoad(unfinished - waiting, waiting, free, stats.pages, stats.preemptions)
 
     @property
-    def answered(self) -> Sequence[str]:
-        return ()  # reported as deltas
+    def busy_s(self) -> float:
+        return self._streams.busy_s
 
-    def take(self, request_id: str) -> list[Completion] | None:
-        return None
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self._vllm.running():
+            try:
+                yield
+            finally:
+                self._keep_paused()
+                await self._streams.end()
 
-    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
+    async def watch(self) -> None:
+        await self._vllm.watch(lambda: self._streams.busy or self._swaps)
+
+    def submit(self, request: GenerationRequest, news: asyncio.Event) -> AskedVllm:
         self._limits.check(request)
-        self._loop.call_soon_threadsafe(self._streams.begin, self._streams.add(request))
-        return request.id
+        return self._streams.add(request, news)
 
-    def cancel(self, request_id: str) -> None:
-        self._loop.call_soon_threadsafe(self._streams.end, self._streams.drop(request_id))
-
-    def step(self) -> None:
-        """Wait a moment for tokens. Raises VllmGone if vLLM has ended."""
-        self._streams.news.wait(NEWS_S)
-        self._streams.news.clear()
-        self._check()
-
-    def take_deltas(self) -> list[tuple[str, Delta]]:
-        unfinished = time.monotonic() - self._reported_at >= REPORT_EVERY_S
-        if unfinished:
-            self._reported_at = time.monotonic()
-        return self._streams.deltas(unfinished=unfinished)
-
-    # Weights
-
-    def join(self, epoch: dict[str, Any]) -> Future[None]:
+    async def join(self, epoch: dict[str, Any]) -> asyncio.Future[None]:
         self._over_nccl = Epoch.from_json(epoch).backend != GLOO
-        return self._begin(self._watched(self._step({"epoch": epoch, "setting": self._setting})))
+        return self._begin(self._step({"epoch": epoch, "setting": self._setting}))
 
-    def receive(self, version: int) -> Future[None]:
-        return self._begin(self._watched(self._step({"version": version})))
+    async def receive(self, version: int) -> asyncio.Future[None]:
+        return self._begin(self._step({"version": version}))
 
-    def swap(self, version: int, probe: Probe | None) -> None:
+    async def swap(self, version: int, probe: Probe | None) -> None:
         """Use a version once it has arrived. Raises RuntimeError: TransferFailed if it has not, in which case vLLM
         continues with its weights; any other error ends the replica."""
-        self._held_until = None
+        self._keep_paused()
         self._swaps = True
         try:
-            self._begin(self._weights.to(version, probe)).result(CONTROL_S)
+            async with asyncio.timeout(CONTROL_S):
+                await self._weights.to(version, probe)
         except TransferFailed:
             raise
         except Exception as error:  # whatever it is, the weights may be half loaded
-            self._fail(error)
-            raise RuntimeError(str(error)) from error
+            self._vllm.fail(error)
+            raise RuntimeError(str(error) or f"vLLM has not used version {version} within {CONTROL_S:.0f} s") from error
         finally:
             self._swaps = False
         before, self.version = self.version, version
         if version in self._profiled or before in self._profiled:
             self._begin(self._profile(before in self._profiled, self._profiled.get(version)))
-        self._activity.beat()
+        self._vllm.activity.beat()
 
-    def wait(self) -> None:
-        """Give a sign of life, unless vLLM owes tokens and has sent none since the last one."""
-        self._check()
-        if self._held_until is not None and time.monotonic() > self._held_until:
-            self._held_until = None
-            self._begin(self._watched(self._client.resume()))
-        if not self.busy or self._streams.came_at > self._beat_at:
-            self._beat_at = time.monotonic()
-            self._activity.beat()
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Do some work of vLLM. If it does not answer, the replica ends: a server whose engine has died refuses new
+        requests."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
 
-    def end(self) -> None:
-        """Nothing: the process is ended by its owner."""
-
-    def close(self) -> None:
-        """End all streams and the loop."""
-        self._begin(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    # In the loop
-
-    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do some work. If vLLM does not answer, the replica ends: a server whose engine has died may wait for open
-        requests forever, while it refuses new ones."""
-        try:
-            await work
-        except VllmGone as error:
-            self._fail(error)
-            raise
-
-    async def _watch(self) -> None:
-        """Read vLLM's figures again and again, and notice its end, which no open request may show. While it has nothing
-        to do, its workers must react; while it computes, its tokens and the limit of a swap show whether it does."""
-        answered_at = reacted_at = time.monotonic()
-        while self.failure is None:
-            try:
-                self._process.check()
-                self._stats = await self._client.stats()
-                answered_at = time.monotonic()
-                if not (self.busy or self._swaps):
-                    await self._client.reach_workers()
-                reacted_at = time.monotonic()
-            except VllmGone as error:
-                now = time.monotonic()
-                silent = now - answered_at > SILENT_S or now - reacted_at > self._silence_limit_s
-                if silent or isinstance(error, VllmClosed):
-                    self._fail(error)
-            await asyncio.sleep(POLL_S)
-
-    def _fail(self, error: Exception) -> None:
-        """Note the error that ends the replica, with vLLM's own reason."""
-        if self.failure is None:
-            gone = isinstance(error, VllmGone | VllmRefused)
-            self.failure = VllmGone(self._process.explained(str(error))) if gone else error
-        self._streams.news.set()
+    def _note_end(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), VllmGone):
+            self._vllm.fail(error)
 
     async def _profile(self, ends: bool, name: str | None) -> None:
-        """End the profile of the version before if it `ends`, and begin that of the present one if it has a name."""
+        """End the profile of the previous version if it `ends`, and begin that of the present one if it has a name."""
         try:
             if ends:
                 await self._client.stop_profile()
@@ -233,5 +136,14 @@ class VllmLeader:
     async def _step(self, step: dict[str, Any]) -> None:
         if self._holds and self._over_nccl:
             await self._client.pause()
-            self._held_until = time.monotonic() + NEXT_S
+            self._keep_paused()
+            self._paused = asyncio.get_running_loop().call_later(NEXT_S, self._resume)
         await self._client.begin_step(step)
+
+    def _resume(self) -> None:
+        self._begin(self._client.resume())
+
+    def _keep_paused(self) -> None:
+        if self._paused is not None:
+            self._paused.cancel()
+            self._paused = None

@@ -1,121 +1,128 @@
-"""Unfinished answers of a replica as streams of vLLM."""
+"""Unfinished requests of a replica as streams of vLLM, in one asyncio loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
 from megatron_rl.inference.api import Delta, GenerationRequest
 from megatron_rl.inference.config import ends_of
 from megatron_rl.inference.request_limits import refuse_duplicate
-from megatron_rl.inference.text import Decode
-from megatron_rl.vllm.answers import Answer, Answers, shared_streams
-from megatron_rl.vllm.client import Piece, VllmClient
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.vllm.answers import Answer, begun, shared_streams
+from megatron_rl.vllm.client import Piece
+from megatron_rl.vllm.running import RunningVllm
 
 logger = logging.getLogger("megatron_rl")
 
+REPORT_EVERY_S = 1.0
+"""Seconds between two reports of unfinished answers."""
+
+
+class AskedVllm:
+    """Implements `Asked`. Finished answers are reported at once, the others every REPORT_EVERY_S."""
+
+    def __init__(self, answers: list[Answer], news: asyncio.Event, close: Callable[[], None]) -> None:
+        self.answers, self.news, self.close = answers, news, close
+        self.reports = False
+        """Whether unfinished answers are to be reported."""
+
+    @property
+    def answered(self) -> bool:
+        return all(answer.left for answer in self.answers)
+
+    def unread(self) -> list[Delta]:
+        reports, self.reports = self.reports, False
+        found = (answer.delta() for answer in self.answers if reports or answer.ended)
+        return [delta for delta in found if delta is not None]
+
 
 class Streams:
-    """Coroutines, and methods that say so, belong to the loop of the client; all others to any thread."""
+    """All requests of a replica that are not answered."""
 
-    def __init__(
-        self,
-        client: VllmClient,
-        end_ids: Collection[int],
-        decode: Decode,
-        most_samples: int,
-        fail: Callable[[Exception], None],
-    ) -> None:
+    def __init__(self, vllm: RunningVllm, tokenizer: Tokenizer, most_samples: int) -> None:
         """
-        end_ids, decode: the tokenizer's.
+        vllm: fails if a stream does, since another replica can continue its answers.
         most_samples: answers that one request to vLLM may ask for.
-        fail: takes an error that ends the replica, since another one can continue its answers. Called in the loop.
         """
         self.busy_s = 0.0
-        self.came_at = time.monotonic()
-        """Time of the last tokens, or of the first request."""
-        self.news = threading.Event()
-        """Set when tokens have come or may leave."""
-        self._client, self._end_ids, self._most_samples, self._fail = client, end_ids, most_samples, fail
-        self._lock = threading.Lock()
-        self._answers = Answers(end_ids, decode)
+        self._vllm, self._tokenizer, self._most_samples = vllm, tokenizer, most_samples
+        self._asked: dict[str, AskedVllm] = {}
+        self._came_at = time.monotonic()  # time of the last tokens, or of the first request
+        self._report: asyncio.TimerHandle | None = None  # next report of unfinished answers
         self._label = -1  # version of the weights that sample now
         self._checked = True  # whether those weights were checked
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the answer's id(); for the loop
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the answer's id()
 
     @property
     def busy(self) -> bool:
         """Whether answers have not left."""
-        with self._lock:
-            return any(not answer.left for answer in self._answers)
+        return any(not answer.left for answer in self._answers())
 
     @property
     def unfinished(self) -> int:
         """Answers that vLLM has not ended."""
-        with self._lock:
-            return sum(not answer.ended for answer in self._answers)
+        return sum(not answer.ended for answer in self._answers())
 
-    def add(self, request: GenerationRequest) -> list[Answer]:
-        """Add a request, whose answers the loop must begin. Raises ValueError if it is there already."""
-        with self._lock:
-            refuse_duplicate(request, self._answers)
-            if not any(True for _ in self._answers):
-                self.came_at = time.monotonic()
-            return self._answers.begin(request)
+    def add(self, request: GenerationRequest, news: asyncio.Event) -> AskedVllm:
+        """Have vLLM answer a request. Raises ValueError if it is there already."""
+        refuse_duplicate(request, self._asked)
+        if not self._asked:
+            self._came_at = time.monotonic()
+        answers = begun(request, self._tokenizer.end_ids, self._tokenizer.decode)
+        asked = self._asked[request.id] = AskedVllm(answers, news, partial(self._drop, request.id))
+        if any(answer.ended for answer in answers):
+            news.set()
+        self._begin(answers)
+        return asked
 
-    def drop(self, request_id: str) -> list[Answer]:
-        """Forget a request, whose answers the loop must end."""
-        with self._lock:
-            return self._answers.drop(request_id)
+    def label(self, version: int, *, checked: bool) -> None:
+        """Tokens that come from now on are of this version, and leave once its weights are checked."""
+        self._label, self._checked = version, checked
 
-    def deltas(self, *, unfinished: bool) -> list[tuple[str, Delta]]:
-        """New tokens that may leave; see Answers.deltas."""
-        with self._lock:
-            return self._answers.deltas(unfinished=unfinished)
+    def check(self) -> None:
+        """The weights are the trainer's: all tokens may leave."""
+        self._checked = True
+        for answer in self._answers():
+            answer.check()
+        self._tell(reports=False)
 
-    def begin(self, answers: Sequence[Answer]) -> None:
-        """Have vLLM continue answers. In the loop."""
+    async def restart(self) -> None:
+        """Drop the tokens that were not checked, and let vLLM continue from the others."""
+        await self.end()
+        answers = [*self._answers()]
+        for answer in answers:
+            answer.drop_unchecked()
+        self._begin(answers)
+
+    async def end(self) -> None:
+        """End all streams."""
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _answers(self) -> Iterator[Answer]:
+        return (answer for asked in self._asked.values() for answer in asked.answers)
+
+    def _drop(self, request_id: str) -> None:
+        """Forget a request, and cancel what vLLM has not answered."""
+        if (asked := self._asked.pop(request_id, None)) is not None:
+            for answer in asked.answers:
+                if not answer.ended and (task := self._tasks.get(id(answer))) is not None:
+                    task.cancel()
+
+    def _begin(self, answers: Sequence[Answer]) -> None:
+        """Have vLLM continue answers."""
         for together in shared_streams(answers, self._most_samples):
             task = asyncio.ensure_future(self._stream(together))
             for answer in together:
                 self._tasks[id(answer)] = task
             task.add_done_callback(partial(self._forget, together))
-
-    def end(self, answers: Sequence[Answer]) -> None:
-        """Cancel answers. In the loop."""
-        for answer in answers:
-            if (task := self._tasks.get(id(answer))) is not None:
-                task.cancel()
-
-    def label(self, version: int, *, checked: bool) -> None:
-        """Tokens that come from now on are of this version, and leave once its weights are checked."""
-        with self._lock:
-            self._label, self._checked = version, checked
-
-    def check(self) -> None:
-        """The weights are the trainer's: all tokens may leave."""
-        with self._lock:
-            self._checked = True
-            for answer in self._answers:
-                answer.check()
-        self.news.set()
-
-    async def restart(self) -> None:
-        """Drop the tokens that were not checked, and let vLLM continue from the others."""
-        tasks = [*self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        with self._lock:
-            for answer in self._answers:
-                answer.drop_unchecked()
-            answers = [*self._answers]
-        self.begin(answers)
 
     def _forget(self, answers: Sequence[Answer], task: asyncio.Task[None]) -> None:
         for answer in answers:
@@ -126,23 +133,34 @@ class Streams:
         """Take the tokens of answers that continue one prompt."""
         first = answers[0]
         sampling = first.transcript.request.sampling
-        ends = ends_of(sampling, self._end_ids)
-        pieces = self._client.generate(first.prompt, sampling, ends, len(answers), first.known)
+        ends = ends_of(sampling, self._tokenizer.end_ids)
+        pieces = self._vllm.client.generate(first.prompt, sampling, ends, len(answers), first.known)
         try:
             async with aclosing(pieces):
                 async for piece in pieces:
                     self._take(answers[piece.sample], piece)
                     if all(answer.ended for answer in answers):
                         return
-        except Exception as error:  # noqa: BLE001 - raised where the replica is driven
-            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - raised where the replica is watched
+            self._vllm.fail(error)
 
     def _take(self, answer: Answer, piece: Piece) -> None:
-        with self._lock:
-            answer.take(piece, self._label, checked=self._checked)
-            now = time.monotonic()
-            self.busy_s += now - self.came_at
-            self.came_at = now
+        answer.take(piece, self._label, checked=self._checked)
+        now = time.monotonic()
+        self.busy_s += now - self._came_at
+        self._came_at = now
+        self._vllm.activity.beat()
         if answer.relabelled and piece.versions is not None:
             logger.warning("%d tokens left under another policy version than vLLM's", answer.relabelled)
-        self.news.set()
+        if answer.ended:
+            self._tell(reports=False)
+        elif self._report is None:
+            self._report = asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._tell)
+
+    def _tell(self, *, reports: bool = True) -> None:
+        """Have results read. reports: also of unfinished answers."""
+        if reports:
+            self._report = None
+        for asked in self._asked.values():
+            asked.reports = asked.reports or reports
+            asked.news.set()

@@ -53,8 +53,9 @@ from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.probe import Probe
-from megatron_rl.replica.app import ReplicaService, application
-from megatron_rl.replica.leader import Leader
+from megatron_rl.replica.app import ReplicaService
+from megatron_rl.replica.leader import Leader, LedEngineThread
+from megatron_rl.replica.serve import first_of
 from megatron_rl.rollout.window import begun_below
 
 WORK = Work(prompts=12, group_size=4, prompt_tokens=20, lengths=Lognormal.with_mean(100, 300))
@@ -218,13 +219,13 @@ def serve(attempt: Attempt, number: int, start: int, costs: Costs) -> None:
     leader = Leader(engine, PacedWeights(engine, busy_file(attempt, number)), None, Activity(replica, published=False))
     leader.version = 0
     address = ReplicaAddress(number, start, "127.0.0.1", listener.getsockname()[1], 1, DIGEST, PROTOCOL, time.time())
-    service = ReplicaService(leader, address)
-    config = uvicorn.Config(application(service, TOKEN), interface="asgi3", lifespan="off", log_level="error")
+    service = ReplicaService(LedEngineThread(leader), address, TOKEN)
+    config = uvicorn.Config(service.app, interface="asgi3", lifespan="off", log_level="error")
 
     async def run() -> None:
         async with service.running():
             write(replica.listener, address)
-            await uvicorn.Server(config).serve(sockets=[listener])
+            await first_of(uvicorn.Server(config).serve(sockets=[listener]), service.work())
 
     asyncio.run(run())
 

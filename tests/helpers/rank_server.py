@@ -19,7 +19,7 @@ IMPORTED = (
     "megatron_rl.run.partitioned",
     "megatron_rl.platform.cpu",
     "megatron_rl.rank_main",
-    "megatron_rl.replica.attempt",
+    "megatron_rl.replica.own_engine",
     "megatron_rl.replica_main",
     "pytest",
     "reasoning_gym.arithmetic.chain_sum",

@@ -21,8 +21,9 @@ from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest,
 from megatron_rl.inference.replicas.wire import PROTOCOL
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.rank.activity import Activity
-from megatron_rl.replica.app import ReplicaService, application
-from megatron_rl.replica.leader import Leader
+from megatron_rl.replica.app import ReplicaService
+from megatron_rl.replica.leader import Leader, LedEngineThread
+from megatron_rl.replica.serve import first_of
 
 DIGEST = "0123456789abcdef"
 TOKEN = "a-token-of-a-run-with-32-characters-or-more"
@@ -176,8 +177,8 @@ class ScriptedReplica:
         self.leader.version = version
         address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, protocol, 0.0, transport)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.service = ReplicaService(self.leader, address)
-        self._app = application(self.service, token)
+        self.thread = LedEngineThread(self.leader)
+        self.service = ReplicaService(self.thread, address, token)
         self._loop = asyncio.new_event_loop()
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -201,7 +202,6 @@ class ScriptedReplica:
     def die(self) -> None:
         """Close all its connections."""
         self.hang_up()
-        self.service.thread.stop("killed")
         self._thread.join(30)
 
     def hang_up(self) -> None:
@@ -211,12 +211,12 @@ class ScriptedReplica:
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         while self.mute:
             await asyncio.sleep(0.01)
-        await self._app(scope, receive, send)
+        await self.service.app(scope, receive, send)
 
     async def _serve(self) -> None:
         self._server.capture_signals = _nothing  # type: ignore[method-assign]  # we are in a thread
         async with self.service.running():
-            await self._server.serve(sockets=[self._listener])
+            await first_of(self._server.serve(sockets=[self._listener]), self.service.work())
 
 
 def _nothing() -> Any:

@@ -40,7 +40,7 @@ def test_engine_pauses_from_the_epoch_to_the_swap(holds: bool) -> None:
     computes.append(leader.busy)
     replica.steps[1].set_result(None)
     computes.append(leader.busy)
-    leader.swap(1, None)
+    leader.swap(1)
     computes.append(leader.busy)
     assert computes == ([True, False, False, False, False, True] if holds else [True] * 6)
 

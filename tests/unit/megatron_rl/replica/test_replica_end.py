@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_rl.replica.serve import GONE_S, LEFT_S, until_over
+from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.replica.app import GONE_S, LEFT_S, ReplicaService
+from megatron_rl.replica.serve import Start, serve
 
 
-def over(limit_s: float = 1000.0, asked: bool = False, engine: Exception | None = None, **service: Any) -> bool:
+def over(limit_s: float = 1000.0, *, leaves: bool = False, told: bool = False, **heard: Any) -> bool:
     """Return whether it ends."""
-    now = time.monotonic()
-    silent = service.pop("silent", None)
-    its: Any = SimpleNamespace(
-        ended=asyncio.Event(), failure=None, attended=0, heard_at=None if silent is None else now - silent
-    )
-    vars(its).update(service)
-    leader: Any = SimpleNamespace(failure=engine)
-    drain: Any = SimpleNamespace(asked=asked)
+    leader: Any = SimpleNamespace(submit=None)
+    address: Any = None
 
     async def ends() -> bool:
+        service, asked = ReplicaService(leader, address, "token"), asyncio.Event()
+        if (silent := heard.get("silent")) is not None:
+            service.heard_at = time.monotonic() - silent
+        service.attended = heard.get("attended", 0)
+        if leaves:
+            asked.set()
+        if told:
+            service.ended.set()
         try:
             async with asyncio.timeout(0.0):
-                await until_over(its, leader, drain, limit_s)
+                await service.until_over(asked, limit_s)
         except TimeoutError:
             return False
         return True
@@ -38,24 +47,57 @@ def test_replica_serves_as_long_as_the_run_asks() -> None:
     assert not over(silent=GONE_S / 2)
     assert not over(silent=GONE_S * 2, attended=1)
     assert not over(), "the run may take long to start"
-    assert not over(asked=True, silent=GONE_S * 2, attended=1), "the run leaves in its own time"
+    assert not over(leaves=True, silent=GONE_S * 2, attended=1), "the run leaves in its own time"
 
 
 def test_replica_ends_on_request_or_when_the_run_is_gone() -> None:
-    told = asyncio.Event()
-    told.set()
-    assert over(ended=told)
+    assert over(told=True)
     assert over(silent=GONE_S * 2)
-    assert over(asked=True, silent=LEFT_S * 2)
-    assert over(asked=True)
+    assert over(leaves=True, silent=LEFT_S * 2)
+    assert over(leaves=True)
     assert over(limit_s=-1.0)
 
 
-def test_replica_fails_with_its_engine() -> None:
+class Endless:
+    """A service that never ends by itself."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.app: Any = None
+        self.address = ReplicaAddress(0, 0, "", 0, 1, "", 1, 0.0)
+        self._error = error
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        yield
+
+    async def work(self) -> None:
+        if self._error is not None:
+            raise self._error
+        await asyncio.Event().wait()
+
+    async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
+        await asked.wait()
+
+
+def served(tmp_path: Path, error: Exception | None = None) -> None:
+    """Serve, with a request to leave once it answers."""
+    replica = RunDir(tmp_path).attempt(1).replica(0)
+    replica.folder.mkdir(parents=True)
+    drain = DrainListener(replica)
+    config: Any = SimpleNamespace(job=SimpleNamespace(silence_limit_s=1000.0))
+    parts: Any = (replica, 0, None, None, drain, config, "", "")
+    drain.asked = error is None
+    asyncio.run(serve(Start(*parts), Endless(error)))
+    assert replica.listener.exists()
+
+
+def test_replica_fails_with_its_engine(tmp_path: Path) -> None:
     with pytest.raises(MemoryError):
-        over(engine=MemoryError("out of memory"))
-    with pytest.raises(RuntimeError):
-        over(failure=RuntimeError("the other ranks are gone"))
+        served(tmp_path, MemoryError("out of memory"))
+
+
+def test_replica_that_was_asked_to_leave_while_it_started_does_so(tmp_path: Path) -> None:
+    served(tmp_path)
 
 
 def test_limits_exceed_the_interval_of_requests() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 import httpx
@@ -11,11 +10,14 @@ import pytest
 import torch
 from core_helpers import CPU, END, full_forward, tiny_model, tiny_policy
 
+from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.paths import TEACHER, RunDir
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.openai import scores, scoring_body
-from megatron_rl.replica.scoring import score_by, scoring_application
-from megatron_rl.server.engine_thread import EngineThread
+from megatron_rl.rank.activity import Activity
+from megatron_rl.replica.leader import Leader, LedEngineThread
+from megatron_rl.replica.scoring import ScoringService
 
 TOKEN = "0123456789abcdef" * 2
 LONGEST = 48
@@ -25,16 +27,17 @@ def asked(engine: Engine, *prompts: list[int], token: str = TOKEN) -> list[httpx
     """Responses to concurrent requests."""
 
     async def run() -> list[httpx.Response]:
-        thread = EngineThread(engine)
-        thread.start()
-        app = scoring_application(partial(score_by, thread), TOKEN)
+        replica = RunDir("/nonexistent").attempt(1).replica(0, TEACHER)
+        scorer = LedEngineThread(Leader(engine, None, None, Activity(replica, published=False)))
+        service = ScoringService(scorer, replica, ReplicaAddress(0, 0, "", 0, 1, "", 1, 0.0), TOKEN)
         headers = {"Authorization": f"Bearer {token}"}
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t", headers=headers) as http:
+        transport = httpx.ASGITransport(service.app)
+        async with (
+            service.running(),
+            httpx.AsyncClient(transport=transport, base_url="http://t", headers=headers) as http,
+        ):
             bodies = [scoring_body(prompt, "teacher") for prompt in prompts]
-            answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
-        thread.stop("the test is over")
-        await asyncio.to_thread(thread.join)
-        return answers
+            return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
 
     return asyncio.run(run())
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_rl.inference.api import AnswerPrefix, Delta, GenerationRequest
 from megatron_rl.inference.config import Sampling
-from megatron_rl.vllm.answers import Answer, Answers, shared_streams
+from megatron_rl.vllm.answers import Answer, begun, shared_streams
 from megatron_rl.vllm.client import Piece
 
 END = 9
@@ -21,68 +21,67 @@ def spell(tokens: Sequence[int]) -> str:
     return "".join("abcdefghij"[token] for token in tokens)
 
 
-def begun(asked: GenerationRequest) -> tuple[Answers, list[Answer]]:
-    answers = Answers([END], spell)
-    return answers, answers.begin(asked)
+def answers_to(asked: GenerationRequest) -> list[Answer]:
+    return begun(asked, [END], spell)
 
 
 def piece(tokens: list[int], versions: list[int] | None = None) -> Piece:
     return Piece(0, tokens, [-0.5] * len(tokens), versions)
 
 
-def left(answers: Answers) -> list[Delta]:
-    return [delta for _, delta in answers.deltas(unfinished=True)]
+def left(*answers: Answer) -> list[Delta]:
+    return [delta for answer in answers if (delta := answer.delta()) is not None]
 
 
 def test_unchecked_tokens_stay_until_the_weights_are_checked() -> None:
-    answers, [answer] = begun(request())
+    [answer] = answers_to(request())
     answer.take(piece([3]), 1, checked=True)
     answer.take(piece([4, END], [1, 2, 2]), 2, checked=False)
-    assert [delta.tokens for delta in left(answers)] == [[3]]
+    assert [delta.tokens for delta in left(answer)] == [[3]]
     answer.check()
-    [delta] = left(answers)
+    [delta] = left(answer)
     assert (delta.tokens, delta.versions, delta.finish_reason) == ([4, END], [2, 2], "stop")
-    assert not list(answers)
+    assert answer.left
 
 
 def test_tokens_of_weights_that_fail_their_check_are_sampled_again() -> None:
-    answers, [answer] = begun(request())
+    [answer] = answers_to(request())
     answer.take(piece([3]), 1, checked=True)
     answer.take(piece([4, END]), 2, checked=False)
     answer.drop_unchecked()
     assert answer.prompt == [1, 2, 3]
     assert answer.known == 1
     answer.take(piece([5, END], [2, 2]), 2, checked=True)
-    [delta] = left(answers)
+    [delta] = left(answer)
     assert (delta.tokens, delta.versions) == ([3, 5, END], [1, 2, 2])
 
 
 def test_versions_of_tokens_that_have_not_left_are_those_of_vllm() -> None:
-    answers, [answer] = begun(request())
+    [answer] = answers_to(request())
     answer.take(piece([3, 4]), 1, checked=True)
-    left(answers)
+    left(answer)
     answer.take(piece([5, END], [1, 2, 2, 2]), 1, checked=True)
-    [delta] = left(answers)
+    [delta] = left(answer)
     assert delta.versions == [2, 2]
     assert answer.relabelled == 1
 
 
 def test_an_answer_whose_known_tokens_are_complete_ends_at_once() -> None:
     known = {0: AnswerPrefix([4, END], [-1.0, -1.0], [3, 3]), 1: AnswerPrefix([4], [-1.0], [3])}
-    answers, both = begun(request(3, known))
+    both = answers_to(request(3, known))
     assert [answer.ended for answer in both] == [True, False, False]
-    assert [(delta.sample, delta.tokens, delta.finish_reason) for delta in left(answers)] == [(0, [], "stop")]
+    assert [(delta.sample, delta.tokens, delta.finish_reason) for delta in left(*both)] == [(0, [], "stop")]
     assert [[answer.transcript.sample for answer in stream] for stream in shared_streams(both, 8)] == [[1], [2]]
 
 
 def test_answers_to_one_prompt_share_a_request_of_bounded_size() -> None:
-    _, five = begun(request(5))
+    five = answers_to(request(5))
     assert [len(stream) for stream in shared_streams(five, 3)] == [3, 2]
 
 
 def test_answers_with_stop_strings_end_at_the_token_that_completes_one() -> None:
-    answers, [first, second] = begun(request(2, stop=["de"]))
+    [first, second] = answers_to(request(2, stop=["de"]))
     assert len(shared_streams([first, second], 8)) == 2
     first.take(piece([2, 3, 4, 5]), 1, checked=True)
-    [delta] = left(answers)
+    [delta] = left(first, second)
     assert (delta.tokens, delta.stop, delta.finish_reason) == ([2, 3, 4], "de", "stop")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.inference.config import Sampling
 from megatron_rl.refit.epoch import Epoch, Member
+from megatron_rl.vllm import streams
+from megatron_rl.vllm.client import Piece
 from megatron_rl.vllm.leader import VllmLeader
+from megatron_rl.vllm.streams import Streams
 
 SAME, OTHER = "nccl 2.29.7", "nccl 2.27.3"
 
@@ -33,17 +40,53 @@ class Client:
         (OTHER, ["epoch", "version"]),  # weights come by TCP
     ],
 )
-def test_vllm_pauses_for_weights_that_come_over_nccl(
-    trainers: str, requests: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def watches_nothing(_: VllmLeader) -> None: ...
-
-    monkeypatch.setattr(VllmLeader, "_watch", watches_nothing)
-    client: Any = Client()
-    anything: Any = SimpleNamespace(check=lambda: None, beat=lambda: None)
-    leader = VllmLeader(anything, client, anything, [], anything, anything, {}, 1, 60.0, holds=True)
+def test_vllm_pauses_for_weights_that_come_over_nccl(trainers: str, requests: list[str]) -> None:
+    client, anything = Client(), SimpleNamespace()
+    vllm: Any = SimpleNamespace(client=client)
+    given: Any = (vllm, anything, anything)
+    leader = VllmLeader(*given, {}, 1, holds=True)
     epoch = Epoch(1, "host", 1, "key", 1, (Member(0, 0, 4, SAME),), trainers)
-    leader.join(epoch.to_json()).result(9)
-    leader.receive(1).result(9)
-    leader._loop.call_soon_threadsafe(leader._loop.stop)
+
+    async def transfer() -> None:
+        await (await leader.join(epoch.to_json()))
+        await (await leader.receive(1))
+
+    asyncio.run(transfer())
     assert client.requests == requests
+
+
+class Streamed(Client):
+    """A vLLM whose answers to one prompt come token by token, each when the test gives the word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self.cancelled = False
+
+    async def generate(self, *asked: Any) -> AsyncGenerator[Piece, None]:
+        try:
+            while True:
+                yield await self.pieces.get()
+        finally:
+            self.cancelled = True
+
+
+def test_finished_answers_are_reported_at_once_and_the_others_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "REPORT_EVERY_S", 0.0)
+    tokenizer: Any = SimpleNamespace(end_ids=[9], decode=lambda tokens: "")
+
+    async def ask() -> tuple[list[list[int]], bool]:
+        client, news, found = Streamed(), asyncio.Event(), list[list[int]]()
+        vllm: Any = SimpleNamespace(client=client, activity=SimpleNamespace(beat=lambda: None))
+        asked = Streams(vllm, tokenizer, 8).add(GenerationRequest([1], 2, Sampling(max_new_tokens=4), key=0), news)
+        for piece in (Piece(0, [3], [-1.0]), Piece(1, [9], [-1.0], [0]), Piece(0, [4], [-1.0])):
+            client.pieces.put_nowait(piece)
+            await news.wait()
+            news.clear()
+            found.append([token for delta in asked.unread() for token in delta.tokens])
+        asked.close()
+        while not client.cancelled:
+            await asyncio.sleep(0)
+        return found, asked.answered
+
+    assert asyncio.run(ask()) == ([[3], [9], [4]], False)

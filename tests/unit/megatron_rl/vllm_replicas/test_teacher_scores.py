@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,15 +22,10 @@ class Client:
         return [0.0] * (len(tokens) - 1)
 
 
-class Silent:
-    def beat(self) -> None:
-        pass
-
-
 def test_a_token_beyond_the_teachers_vocabulary_is_refused_and_not_passed_on() -> None:
-    client, other = Client(), Silent()
-    given: Any = (client, other, other)
-    scores = Scores(*given, limit_s=1.0, vocabulary=16)
+    client = Client()
+    vllm: Any = SimpleNamespace(client=client, activity=SimpleNamespace(beat=lambda: None))
+    scores = Scores(vllm, limit_s=1.0, vocabulary=16)
     assert asyncio.run(scores.score([3, 15])) == [0.0]
     with pytest.raises(ValueError, match="token 16 is none of the teacher's, which has 16"):
         asyncio.run(scores.score([3, 16]))
