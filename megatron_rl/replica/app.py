@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ from megatron_rl.inference.api import EngineLoad, GenerationRequest
 from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
 from megatron_rl.refit.probe import Probe
 from megatron_rl.replica.driver_inbox import Asked, DriverInbox
-from megatron_rl.replica.serve import first_of
+from megatron_rl.replica.serve import Running, first_of
 from megatron_rl.server.access import with_token
 from megatron_rl.server.engine_thread import EngineGone
 
@@ -36,7 +35,7 @@ Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[Body]]
 
 
-class ReplicaLeader(Protocol):
+class ReplicaLeader(Running, Protocol):
     """The engine of a replica and its weights. All methods belong to the HTTP loop."""
 
     @property
@@ -50,14 +49,6 @@ class ReplicaLeader(Protocol):
     @property
     def busy_s(self) -> float:
         """Seconds that the engine has computed so far."""
-        ...
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        """Run the engine as long as the context lasts."""
-        ...
-
-    async def watch(self) -> None:
-        """Give signs of life, however long there is nothing to do. Raises the error that has ended the engine."""
         ...
 
     def submit(self, request: GenerationRequest, news: asyncio.Event) -> Asked:
@@ -109,19 +100,13 @@ class ReplicaService:
         """Open requests of that rank; while it lives there is always one."""
         self.ended = asyncio.Event()
         """Set when the run no longer needs the replica."""
-        self._leader = leader
+        self.engine = leader
         self._inbox = DriverInbox(leader.submit)
         self._transfer: asyncio.Future[None] | None = None  # newest step of the transfer of weights
 
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._leader.running()
-
-    async def work(self) -> None:
-        await first_of(self._inbox.deliver(), self._leader.watch())
-
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         try:
-            await self._until_over(asked, limit_s)
+            await first_of(self._until_over(asked, limit_s), self._inbox.deliver())
         finally:
             self._inbox.close()
 
@@ -144,18 +129,18 @@ class ReplicaService:
                 await first_of(self.ended.wait(), asked.wait(), limit_s=limit - silent)
 
     def about(self) -> About:
-        leader, its = self._leader, self.address
-        load = leader.load
+        engine, its = self.engine, self.address
+        load = engine.load
         return About(
             replica=its.replica,
             start=its.start,
             ranks=its.ranks,
-            version=leader.version,
+            version=engine.version,
             running=load.running,
             waiting=load.waiting,
             cache_used=load.cache_used,
             preemptions=load.preemptions,
-            busy_s=leader.busy_s,
+            busy_s=engine.busy_s,
         )
 
     @property
@@ -188,7 +173,7 @@ class ReplicaService:
 
     async def _ask(self, body: Body) -> Body:
         requests = [decode_request(each) for each in body["requests"]]
-        version = -1 if self._leader.version is None else self._leader.version
+        version = -1 if self.engine.version is None else self.engine.version
         older = version if version < body["version"] else None
         self._inbox.ask(body["driver"], requests, body["cancel"], older)
         return self._state()
@@ -198,23 +183,23 @@ class ReplicaService:
         return encode_news(News(self.about(), last, [*pieces], [*refused]))
 
     async def _epoch(self, body: Body) -> Body:
-        return await self._begin(self._leader.join(body["epoch"]))
+        return await self._begin(self.engine.join(body["epoch"]))
 
     async def _receive(self, body: Body) -> Body:
         if self._transfer is None or (self._transfer.done() and self._transfer.exception()):
             raise NotThere("this replica is in no transfer group")
-        return await self._begin(self._leader.receive(body["version"]))
+        return await self._begin(self.engine.receive(body["version"]))
 
     async def _swap(self, body: Body) -> Body:
         """Use the weights once they are complete."""
         version = body["version"]
         probe = None if body["probe"] is None else Probe.decode(body["probe"])
-        if self._leader.version != version:
+        if self.engine.version != version:
             if self._transfer is None:
                 raise NotThere("no weights were received")
             try:
                 await asyncio.shield(self._transfer)
-                await self._leader.swap(version, probe)
+                await self.engine.swap(version, probe)
             except RuntimeError as error:
                 raise NotThere(f"version {version} did not arrive: {error}") from error
             self._inbox.wake()

@@ -13,23 +13,14 @@ from typing import Any
 from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
 from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.inference.config import Sampling
+from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
-from megatron_rl.replica.commands import (
-    Command,
-    End,
-    Generate,
-    Join,
-    LedEngine,
-    Receive,
-    Swap,
-    Wait,
-    Weights,
-    carry_out,
-)
+from megatron_rl.replica.commands import Command, carry_out
 from megatron_rl.replica.driver_inbox import Asked
 from megatron_rl.replica.serve import STOP_S, first_of
+from megatron_rl.replica.weights import ReceivedWeights
 from megatron_rl.server.engine_thread import EngineThread
 
 NEXT_S = TRANSFER_TIMEOUT.total_seconds()
@@ -48,8 +39,8 @@ class Leader:
 
     def __init__(
         self,
-        engine: LedEngine,
-        weights: Weights | None,
+        engine: Engine,
+        weights: ReceivedWeights | None,
         commands: PlanBroadcast[Command] | None,
         activity: Activity,
         report_every_s: float = REPORT_EVERY_S,
@@ -144,41 +135,40 @@ class Leader:
     # Commands for all ranks
 
     def join(self, epoch: dict[str, Any]) -> Future[None]:
-        return self._carry_out(Join(epoch))
+        return self._carry_out(Command("join", epoch))
 
     def receive(self, version: int) -> Future[None]:
-        return self._carry_out(Receive(version))
+        return self._carry_out(Command("receive", version))
 
     def swap(self, version: int) -> None:
         """Swap on all ranks. Raises RuntimeError."""
-        self._carry_out(Swap(version))
+        self._carry_out(Command("swap", version))
         self.version = version
 
     def wait(self) -> None:
         """Give the other ranks a sign of life, however long there is nothing to do."""
         self._activity.beat()
         if not self._followed:
-            self._send(Wait())
+            self._send(Command("wait"))
 
     def end(self) -> None:
         """Make the other ranks leave."""
         self._have_follow(False)
-        self._send(End())
+        self._send(Command("end"))
 
-    def _carry_out(self, command: Join | Receive | Swap) -> Future[None]:
+    def _carry_out(self, command: Command) -> Future[None]:
         self._have_follow(False)
         self._send(command)
         self._transfer = None
-        assert self._weights is not None, "these weights do not change"
         begun = carry_out(command, self._weights)
-        if self._holds and not isinstance(command, Swap):
+        if self._holds and command.name != "swap":
             self._transfer, self._next_by = begun, time.monotonic() + NEXT_S
         self._activity.beat()
         return begun
 
     def _have_follow(self, follows: bool) -> None:
         if follows and not self._followed:
-            self._send(Generate())
+            self._send(Command("generate"))
         elif self._followed and not follows:
             self._engine.release_followers()
         self._followed = follows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -14,7 +13,7 @@ from starlette.routing import Route
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Replica
 from megatron_rl.inference.openai import scoring_answer
-from megatron_rl.replica.serve import first_of
+from megatron_rl.replica.serve import Running, first_of
 from megatron_rl.server.access import with_token
 from megatron_rl.server.engine_thread import EngineGone
 
@@ -22,16 +21,8 @@ LOOK_S = 1.0
 """Seconds between two looks for the outcome of the run, in a shared folder."""
 
 
-class Scorer(Protocol):
-    """An engine that scores prompts. All methods belong to the HTTP loop."""
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        """Run the engine as long as the context lasts."""
-        ...
-
-    async def watch(self) -> None:
-        """Give signs of life, however long there is nothing to do. Raises the error that has ended the engine."""
-        ...
+class Scorer(Running, Protocol):
+    """An engine that scores prompts."""
 
     async def score(self, tokens: list[int]) -> list[float]:
         """Log-prob of each token after the first, given those before it. Raises ValueError for tokens that the model
@@ -48,13 +39,7 @@ class ScoringService:
         self.app = with_token(
             Starlette(routes=[Route("/v1/completions", self._completions, methods=["POST"])]), [token]
         )
-        self._scorer, self._replica = scorer, replica
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._scorer.running()
-
-    async def work(self) -> None:
-        await self._scorer.watch()
+        self.engine, self._replica = scorer, replica
 
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         """Return when the ranks of the run have left, or are asked to leave; where they end otherwise, the host side
@@ -65,7 +50,7 @@ class ScoringService:
     async def _completions(self, request: Request) -> Response:
         try:
             tokens = [int(each) for each in (await request.json())["prompt"]]
-            return JSONResponse(scoring_answer(tokens, await self._scorer.score(tokens)))
+            return JSONResponse(scoring_answer(tokens, await self.engine.score(tokens)))
         except EngineGone as error:
             return _error(503, error)
         except (ValueError, KeyError, TypeError) as error:

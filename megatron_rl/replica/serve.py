@@ -3,7 +3,7 @@ longer needs it.
 
     opened(start)                 join the run or start vLLM, load the model        -> Service on the first rank
     answering                     listen, and publish the address
-    service.until_over, work      answer, give signs of life
+    service.until_over, watch     answer, give signs of life
     recorded                      note how it leaves
 """
 
@@ -66,6 +66,16 @@ class Start:
         return ReplicaAddress(*which, "", 0, ranks, self.digest, PROTOCOL, time.time(), transport)
 
 
+class Running(Protocol):
+    """An engine that runs while its context lasts. All methods belong to the HTTP loop."""
+
+    def running(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def watch(self) -> None:
+        """Give signs of life, however long there is nothing to do. Raises the error that has ended the engine."""
+        ...
+
+
 class Service(Protocol):
     """A replica as HTTP clients see it. All methods belong to the HTTP loop."""
 
@@ -73,16 +83,11 @@ class Service(Protocol):
     """Identifies the replica; its host and port are ignored."""
     app: ASGIApp
 
-    def running(self) -> AbstractAsyncContextManager[None]:
-        """Run the engine as long as the context lasts."""
-        ...
-
-    async def work(self) -> None:
-        """Pass on results and give signs of life, forever. Raises the error that has ended the engine."""
-        ...
+    @property
+    def engine(self) -> Running: ...
 
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
-        """Return when the replica must end.
+        """Answer until the replica must end.
 
         Args:
             asked: set when the replica is asked to leave.
@@ -131,8 +136,8 @@ async def serve(start: Start, service: Service) -> None:
     asked = asyncio.Event()
     start.drain.started(partial(asyncio.get_running_loop().call_soon_threadsafe, asked.set))
     try:
-        async with service.running(), answering(service, start.replica):
-            await first_of(service.until_over(asked, start.config.job.silence_limit_s), service.work())
+        async with service.engine.running(), answering(service, start.replica):
+            await first_of(service.until_over(asked, start.config.job.silence_limit_s), service.engine.watch())
     finally:
         start.drain.started()
 

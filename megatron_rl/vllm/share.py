@@ -7,7 +7,6 @@ costs little next to the way from the training ranks, because they are on one no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,11 +18,10 @@ from torch import Tensor
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import OUTPUT, sources, weights
 from megatron_rl.model.sharded_names import weight_name
-from megatron_rl.refit.background import BackgroundSteps
-from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
+from megatron_rl.refit.epoch import ReplicaStart, TransferFailed
 from megatron_rl.refit.plan import Share
+from megatron_rl.refit.receiving import Receiving
 from megatron_rl.refit.transfer import Receiver
-from megatron_rl.refit.transfer_group import TransferGroup
 from megatron_rl.vllm.whole_weights import hugging_face_tensors
 
 
@@ -54,8 +52,8 @@ class Setting:
     """Tokens of the model, without the rows that pad the embedding."""
 
 
-class WeightShare:
-    """One worker's share over the transfer groups of successive membership epochs."""
+class WeightShare(Receiving):
+    """One worker's share of each version."""
 
     def __init__(
         self,
@@ -66,29 +64,15 @@ class WeightShare:
     ) -> None:
         """
         host_memory: see Platform.host_memory. The share is staged there.
-        beside: see Platform.beside. Context of transfers, which run in threads of their own.
+        beside: see Receiving.
         """
+        receiver = Receiver(Share(workers.rank, workers.size), host_memory)
+        super().__init__(receiver, setting.replica, workers.rank, setting.timeout, beside)
         self._setting, self._workers = setting, workers
-        self._receiver = Receiver(Share(workers.rank, workers.size), host_memory)
-        self._group: TransferGroup | None = None
-        self._steps = BackgroundSteps(beside)
-        self._received: int | None = None
-
-    def join(self, epoch: dict[str, Any]) -> Future[None]:
-        """Begin to join the transfer group of an epoch, and leave the previous one."""
-        return self._steps.begin(lambda: self._join(Epoch.from_json(epoch)))
-
-    def receive(self, version: int) -> Future[None]:
-        """Begin to receive a version, while the engine continues."""
-        return self._steps.begin(lambda: self._receive(version))
 
     def wait(self, version: int) -> None:
         """Return once the version has arrived on all workers. Collective. Raises TransferFailed."""
-        failure: BaseException | None = TransferFailed("this worker is in no transfer group")
-        if self._steps.newest is not None:
-            failure = self._steps.newest.exception()  # this waits; every wait of the transfer has a limit
-        if failure is None and self._received != version:
-            failure = TransferFailed(f"version {self._received} arrived instead of {version}")
+        failure = self.failure(version)
         if reasons := [each for each in self._workers.gather(None if failure is None else str(failure)) if each]:
             raise TransferFailed(f"version {version} has not arrived: {reasons[0]}")
 
@@ -99,7 +83,7 @@ class WeightShare:
 
         Raises ValueError if the shares of all workers together lack a tensor.
         """
-        staged, setting = self._receiver.staged(), self._setting
+        staged, setting = self.receiver.staged(), self._setting
         own = hugging_face_tensors(staged, setting.model, setting.vocabulary, device)
         owners = self._owners({box: box.dtype for box in staged})
         for name, (owner, dtype, shape) in owners.items():
@@ -112,12 +96,6 @@ class WeightShare:
             if self._workers.size > 1:
                 self._workers.broadcast(tensor, owner)
             yield name, tensor
-
-    def close(self) -> None:
-        """Leave the group, which ends the epoch."""
-        if self._group is not None and (newest := self._steps.newest) is not None and not newest.done():
-            self._group.abort()
-        self._leave()
 
     def _owners(self, dtypes: Mapping[Any, torch.dtype]) -> dict[str, tuple[int, torch.dtype, Sequence[int]]]:
         """The worker that has each tensor, with its dtype and shape, in the order of loading. Collective."""
@@ -137,21 +115,3 @@ class WeightShare:
                 found[source.name] = (owner, dtype, source.shape)
         assert found.keys() == sources(weights(model)).keys()
         return found
-
-    def _join(self, epoch: Epoch) -> None:
-        self._leave()
-        rank = epoch.member_rank(*self._setting.replica, self._workers.rank)
-        self._group = TransferGroup.join(epoch, rank, self._setting.timeout)
-        self._receiver.connect(self._group)
-
-    def _receive(self, version: int) -> None:
-        self._received = None
-        if self._group is None:
-            raise TransferFailed("this worker is in no transfer group")
-        self._receiver.receive(version)
-        self._received = version
-
-    def _leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()

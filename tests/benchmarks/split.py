@@ -223,9 +223,13 @@ def serve(attempt: Attempt, number: int, start: int, costs: Costs) -> None:
     config = uvicorn.Config(service.app, interface="asgi3", lifespan="off", log_level="error")
 
     async def run() -> None:
-        async with service.running():
+        async with service.engine.running():
             write(replica.listener, address)
-            await first_of(uvicorn.Server(config).serve(sockets=[listener]), service.work())
+            await first_of(
+                uvicorn.Server(config).serve(sockets=[listener]),
+                service.engine.watch(),
+                service.until_over(asyncio.Event(), 1e9),
+            )
 
     asyncio.run(run())
 

@@ -177,8 +177,7 @@ class ScriptedReplica:
         self.leader.version = version
         address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, protocol, 0.0, transport)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.thread = LedEngineThread(self.leader)
-        self.service = ReplicaService(self.thread, address, token)
+        self.service = ReplicaService(LedEngineThread(self.leader), address, token)
         self._loop = asyncio.new_event_loop()
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -215,8 +214,9 @@ class ScriptedReplica:
 
     async def _serve(self) -> None:
         self._server.capture_signals = _nothing  # type: ignore[method-assign]  # we are in a thread
-        async with self.service.running():
-            await first_of(self._server.serve(sockets=[self._listener]), self.service.work())
+        async with self.service.engine.running():
+            lives = self.service.until_over(asyncio.Event(), 1e9), self.service.engine.watch()
+            await first_of(self._server.serve(sockets=[self._listener]), *lives)
 
 
 def _nothing() -> Any:

@@ -33,12 +33,12 @@ def over(limit_s: float = 1000.0, *, leaves: bool = False, told: bool = False, *
             asked.set()
         if told:
             service.ended.set()
-        try:
-            async with asyncio.timeout(0.0):
-                await service.until_over(asked, limit_s)
-        except TimeoutError:
-            return False
-        return True
+        lives = asyncio.ensure_future(service.until_over(asked, limit_s))
+        for _ in range(20):  # turns of the loop, of which each step of the service takes one
+            await asyncio.sleep(0)
+        ends = lives.done()
+        lives.cancel()
+        return ends
 
     return asyncio.run(ends())
 
@@ -64,13 +64,13 @@ class Endless:
     def __init__(self, error: Exception | None) -> None:
         self.app: Any = None
         self.address = ReplicaAddress(0, 0, "", 0, 1, "", 1, 0.0)
-        self._error = error
+        self.engine, self._error = self, error
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    async def work(self) -> None:
+    async def watch(self) -> None:
         if self._error is not None:
             raise self._error
         await asyncio.Event().wait()

@@ -33,7 +33,7 @@ def asked(engine: Engine, *prompts: list[int], token: str = TOKEN) -> list[httpx
         headers = {"Authorization": f"Bearer {token}"}
         transport = httpx.ASGITransport(service.app)
         async with (
-            service.running(),
+            scorer.running(),
             httpx.AsyncClient(transport=transport, base_url="http://t", headers=headers) as http,
         ):
             bodies = [scoring_body(prompt, "teacher") for prompt in prompts]

@@ -76,5 +76,5 @@ def test_a_worker_joins_and_receives_on_its_own_gpu(engine_module: Any, monkeypa
     epoch = {"number": 1, "host": "h", "port": 1, "secret": "s", "training_ranks": 1, "replicas": [[0, 0, 1, "gloo"]]}
     engine.init_transfer_engine(engine_module.Step(epoch=epoch, setting=setting))
     engine.init_transfer_engine(engine_module.Step(version=1))
-    engine._share._steps.newest.result(9)
+    engine._share._newest.result(9)
     assert seen == [torch.device("cuda", 3)] * 2
