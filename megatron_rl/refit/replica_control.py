@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.inference.replicas.link import ReplicaGone
 from megatron_rl.inference.replicas.pool import ReplicaPool
@@ -21,30 +21,8 @@ MAX_SKIPPED = 63
 """Versions after which a failing replica gets another chance."""
 
 
-class ReplicaControl(Protocol):
-    """Replicas as the first training rank sees them."""
-
-    def live(self) -> Sequence[Member]:
-        """Replicas that answered recently; may be empty. Returns at once."""
-        ...
-
-    def begin_epoch(self, epoch: Epoch) -> None:
-        """Have all replicas of an epoch join it. Returns when all have accepted; joining continues. Raises
-        ReplicaLost."""
-        ...
-
-    def receive(self, version: int) -> None:
-        """Have all replicas of the epoch receive a version. Returns when all have begun. Raises ReplicaLost."""
-        ...
-
-    def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
-        """Have all replicas of the epoch generate with the received version, which passes the probe. Returns those that
-        do."""
-        ...
-
-
 class PoolControl:
-    """Implements `ReplicaControl` over the replicas of a pool."""
+    """The replicas of a pool, as the first training rank sees them."""
 
     def __init__(self, pool: ReplicaPool, timeout: timedelta) -> None:
         """timeout: of a collective of the training ranks, which wait for these requests."""
@@ -52,19 +30,25 @@ class PoolControl:
         self._members: frozenset[ReplicaStart] = frozenset()
 
     def live(self) -> list[Member]:
-        """Raises NoReplicaLeft if no replica will ever come back."""
+        """Replicas that answered recently; may be empty. Returns at once. Raises NoReplicaLeft if no replica will ever
+        come back."""
         if self._pool.given_up is not None and not self._pool.starts():
             raise NoReplicaLeft(f"all inference replicas are given up: {self._pool.given_up}")
         return [Member(each.replica, each.start, each.ranks, each.transport) for each in self._pool.starts().values()]
 
     def begin_epoch(self, epoch: Epoch) -> None:
+        """Have all replicas of an epoch join it. Returns when all have accepted; joining continues. Raises
+        ReplicaLost."""
         self._members = epoch.started
         self._require("epoch", {"epoch": epoch.to_json()})
 
     def receive(self, version: int) -> None:
+        """Have all replicas of the epoch receive a version. Returns when all have begun. Raises ReplicaLost."""
         self._require("receive", {"version": version})
 
     def swap(self, version: int, probe: Probe | None) -> frozenset[ReplicaStart]:
+        """Have all replicas of the epoch generate with the received version, which passes the probe. Returns those that
+        do."""
         body = {"version": version, "probe": None if probe is None else probe.encode()}
         return self._members - self._call("swap", body, self._timeout_s).keys()
 

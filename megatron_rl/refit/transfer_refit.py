@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart, TransferFailed
 from megatron_rl.refit.liveness import Listener
 from megatron_rl.refit.probe import Probe
-from megatron_rl.refit.replica_control import BackOff, ReplicaControl
+from megatron_rl.refit.replica_control import BackOff, PoolControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_group import TransferGroup
 
@@ -33,7 +33,7 @@ class TransferRefit:
         sender: Sender,
         control: dist.ProcessGroup,
         transport: str,
-        replicas: ReplicaControl | None,
+        replicas: PoolControl | None,
         leaves: Callable[[], bool],
         timeout: timedelta,
         no_replica_timeout: timedelta,

@@ -103,6 +103,7 @@ class ReplicaService:
         self.engine = leader
         self._inbox = DriverInbox(leader.submit)
         self._transfer: asyncio.Future[None] | None = None  # newest step of the transfer of weights
+        self._swaps = asyncio.Lock()
 
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         try:
@@ -194,15 +195,16 @@ class ReplicaService:
         """Use the weights once they are complete."""
         version = body["version"]
         probe = None if body["probe"] is None else Probe.decode(body["probe"])
-        if self.engine.version != version:
-            if self._transfer is None:
-                raise NotThere("no weights were received")
-            try:
-                await asyncio.shield(self._transfer)
-                await self.engine.swap(version, probe)
-            except RuntimeError as error:
-                raise NotThere(f"version {version} did not arrive: {error}") from error
-            self._inbox.wake()
+        async with self._swaps:  # a request that is repeated finds the version there
+            if self.engine.version != version:
+                if self._transfer is None:
+                    raise NotThere("no weights were received")
+                try:
+                    await asyncio.shield(self._transfer)
+                    await self.engine.swap(version, probe)
+                except RuntimeError as error:
+                    raise NotThere(f"version {version} did not arrive: {error}") from error
+                self._inbox.wake()
         return self._state()
 
     async def _end(self, body: Body) -> Body:

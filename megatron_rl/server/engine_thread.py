@@ -270,6 +270,8 @@ class EngineThread:
 
 
 def _do(work: Callable[[], T], done: Future[T]) -> None:
+    if not done.set_running_or_notify_cancel():
+        return  # nobody waits for it any more
     try:
         done.set_result(work())
     except Exception as error:  # noqa: BLE001 - raised where it is awaited

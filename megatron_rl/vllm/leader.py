@@ -73,7 +73,7 @@ class VllmLeader:
             try:
                 yield
             finally:
-                self._keep_paused()
+                self._forget_pause()
                 await self._streams.end()
 
     async def watch(self) -> None:
@@ -93,7 +93,7 @@ class VllmLeader:
     async def swap(self, version: int, probe: Probe | None) -> None:
         """Use a version once it has arrived. Raises RuntimeError: TransferFailed if it has not, in which case vLLM
         continues with its weights; any other error ends the replica."""
-        self._keep_paused()
+        self._forget_pause()
         self._swaps = True
         try:
             async with asyncio.timeout(CONTROL_S):
@@ -136,14 +136,14 @@ class VllmLeader:
     async def _step(self, step: dict[str, Any]) -> None:
         if self._holds and self._over_nccl:
             await self._client.pause()
-            self._keep_paused()
+            self._forget_pause()
             self._paused = asyncio.get_running_loop().call_later(NEXT_S, self._resume)
         await self._client.begin_step(step)
 
     def _resume(self) -> None:
         self._begin(self._client.resume())
 
-    def _keep_paused(self) -> None:
+    def _forget_pause(self) -> None:
         if self._paused is not None:
             self._paused.cancel()
             self._paused = None

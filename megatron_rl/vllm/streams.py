@@ -93,11 +93,13 @@ class Streams:
 
     async def restart(self) -> None:
         """Drop the tokens that were not checked, and let vLLM continue from the others."""
+        before = [*self._asked.items()]
         await self.end()
-        answers = [*self._answers()]
-        for answer in answers:
-            answer.drop_unchecked()
-        self._begin(answers)
+        for request_id, asked in before:
+            if self._asked.get(request_id) is asked:  # requests may come and go meanwhile
+                for answer in asked.answers:
+                    answer.drop_unchecked()
+                self._begin(asked.answers)
 
     async def end(self) -> None:
         """End all streams."""

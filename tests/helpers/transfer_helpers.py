@@ -85,7 +85,7 @@ class ThreadedReplica:
 
 
 class ThreadedReplicas:
-    """Implements `ReplicaControl`."""
+    """Stands in for `PoolControl`."""
 
     def __init__(self, *replicas: ThreadedReplica) -> None:
         self.replicas = {replica.started: replica for replica in replicas}

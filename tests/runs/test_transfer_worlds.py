@@ -151,7 +151,7 @@ def is_there(process: psutil.Process) -> bool:
 
 
 class ConnectedReplicas:
-    """Implements `ReplicaControl` over a connection to each rank."""
+    """Stands in for `PoolControl` over a connection to each rank."""
 
     def __init__(self, connections: Sequence[Sequence[Connection]]) -> None:
         self.connections = connections

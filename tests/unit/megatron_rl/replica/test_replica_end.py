@@ -14,18 +14,20 @@ import pytest
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.inference.api import EngineLoad
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.replica.app import GONE_S, LEFT_S, ReplicaService
 from megatron_rl.replica.serve import Start, serve
+
+ADDRESS = ReplicaAddress(0, 0, "", 0, 1, "", 1, 0.0)
 
 
 def over(limit_s: float = 1000.0, *, leaves: bool = False, told: bool = False, **heard: Any) -> bool:
     """Return whether it ends."""
     leader: Any = SimpleNamespace(submit=None)
-    address: Any = None
 
     async def ends() -> bool:
-        service, asked = ReplicaService(leader, address, "token"), asyncio.Event()
+        service, asked = ReplicaService(leader, ADDRESS, "token"), asyncio.Event()
         if (silent := heard.get("silent")) is not None:
             service.heard_at = time.monotonic() - silent
         service.attended = heard.get("attended", 0)
@@ -63,7 +65,7 @@ class Endless:
 
     def __init__(self, error: Exception | None) -> None:
         self.app: Any = None
-        self.address = ReplicaAddress(0, 0, "", 0, 1, "", 1, 0.0)
+        self.address = ADDRESS
         self.engine, self._error = self, error
 
     @asynccontextmanager
@@ -98,6 +100,41 @@ def test_replica_fails_with_its_engine(tmp_path: Path) -> None:
 
 def test_replica_that_was_asked_to_leave_while_it_started_does_so(tmp_path: Path) -> None:
     served(tmp_path)
+
+
+class Swapped:
+    """An engine that takes a while to use a version."""
+
+    load, busy_s, submit = EngineLoad(0, 0, 1, 1), 0.0, None
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.swaps = 0
+
+    async def receive(self, version: int) -> asyncio.Future[None]:
+        received: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        received.set_result(None)
+        return received
+
+    join = receive
+
+    async def swap(self, version: int, probe: object) -> None:
+        self.swaps += 1
+        await asyncio.sleep(0)
+        self.version = version
+
+
+def test_swap_that_is_requested_again_while_it_runs_is_done_once() -> None:
+    engine: Any = Swapped()
+
+    async def request() -> list[dict[str, Any]]:
+        routes = ReplicaService(engine, ADDRESS, "token").handlers
+        await routes["/epoch"]({"epoch": 1})
+        await routes["/receive"]({"version": 7})
+        return await asyncio.gather(*(routes["/swap"]({"version": 7, "probe": None}) for _ in range(2)))
+
+    assert [answer["about"]["version"] for answer in asyncio.run(request())] == [7, 7]
+    assert engine.swaps == 1
 
 
 def test_limits_exceed_the_interval_of_requests() -> None:
