@@ -28,19 +28,19 @@ from megatron_rl.replica.app import ReplicaService
 from megatron_rl.replica.commands import commands_over, follow
 from megatron_rl.replica.leader import Leader, LedEngineThread
 from megatron_rl.replica.scoring import ScoringService
-from megatron_rl.replica.serve import RankWork, Start
+from megatron_rl.replica.serve import RankWork, ReplicaRank
 from megatron_rl.replica.weights import ReceivedWeights
 from megatron_rl.standalone.policy import engine_ranks, load_policy
 from megatron_rl.standalone.source import find_source
 
 
 @contextmanager
-def open_policy(start: Start) -> Iterator[RankWork]:
+def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
     """Open an engine that waits for the weights of the run. Raises ConfigurationError."""
-    config, world, activity = start.config, start.world, start.activity
+    config, world, activity = here.config, here.world, here.activity
     platform = select(config.job, world.local_rank, choose_implementation(config))
     tp = config.placement.inference.tp or config.placement.training.tp
-    groups = _connected(start, platform, tp, "placement.inference.tp")
+    groups = _connected(here, platform, tp, "placement.inference.tp")
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     ranks = EngineRanks.form(groups, tp, timeout)
     try:
@@ -57,11 +57,11 @@ def open_policy(start: Start) -> Iterator[RankWork]:
         ranks,
         decode=tokenizer.decode,
     )
-    engine.profiler = generation_profiler(start.replica.attempt, config, platform, world.rank, start.replica.number)
+    engine.profiler = generation_profiler(here.replica.attempt, config, platform, world.rank, here.replica.number)
     weights = ReceivedWeights(
         engine,
         ranks,
-        (start.replica.number, start.number),
+        (here.replica.number, here.number),
         min(timeout, TRANSFER_TIMEOUT),
         recompute_cache=config.asynchronous.recompute_cache,
         changed=config.placement.inference.transfer == "changed",
@@ -70,7 +70,7 @@ def open_policy(start: Start) -> Iterator[RankWork]:
     if commands is None or ranks.drives:
         holds = not (ranks.alone or platform.transfers_beside_collectives)
         leader = LedEngineThread(Leader(engine, weights, commands, activity, holds=holds))
-        yield ReplicaService(leader, start.address(world.size, offered(platform.backend)), start.token)
+        yield ReplicaService(leader, here.address(world.size, offered(platform.backend)), here.token)
     else:
         yield partial(follow, commands, engine, weights, activity)
     engine.profiler.end()
@@ -79,14 +79,14 @@ def open_policy(start: Start) -> Iterator[RankWork]:
 
 
 @contextmanager
-def open_teacher(start: Start) -> Iterator[RankWork]:
+def open_teacher(here: ReplicaRank) -> Iterator[RankWork]:
     """Open an engine with the teacher's weights. Raises ConfigurationError if the teacher cannot be used here."""
-    config, activity = start.config, start.activity
+    config, activity = here.config, here.activity
     assert config.distill is not None and config.teacher_replicas is not None
-    platform = select(config.job, start.world.local_rank)
+    platform = select(config.job, here.world.local_rank)
     with _teachers_faults():
         source = find_source(config.distill.teacher, config.model.dtype)
-    groups = _connected(start, platform, config.teacher_replicas.tp, "distill.replicas.tp")
+    groups = _connected(here, platform, config.teacher_replicas.tp, "distill.replicas.tp")
     ranks = engine_ranks(groups, config.teacher_replicas.tp)
     activity.enter("reading the teacher's weights", 0)
     with _teachers_faults():
@@ -97,7 +97,7 @@ def open_teacher(start: Start) -> Iterator[RankWork]:
     commands = commands_over(ranks)
     if commands is None or ranks.drives:
         scorer = LedEngineThread(Leader(engine, None, commands, activity))
-        yield ScoringService(scorer, start.replica, start.address(start.world.size), start.token)
+        yield ScoringService(scorer, here.replica, here.address(here.world.size), here.token)
     else:
         yield partial(follow, commands, engine, None, activity)
     disconnect(platform)
@@ -112,13 +112,13 @@ def _teachers_faults() -> Iterator[None]:
         raise ConfigurationError(f"distill.teacher: {error}") from error
 
 
-def _connected(start: Start, platform: Platform, tp: int, key: str) -> Groups:
+def _connected(here: ReplicaRank, platform: Platform, tp: int, key: str) -> Groups:
     """Connect the ranks of the replica. Collective. Raises ConfigurationError.
 
     key: of `tp`.
     """
-    if start.world.size != tp:
-        raise ConfigurationError(f"{key} is {tp}, but this replica has {start.world.size} ranks")
-    start.drain.started()
-    rendezvous = start.replica.address(f"world-{start.number}")
-    return connect(start.world, start.config.job, TrainingLayout(tp=tp), platform.backend, rendezvous)
+    if here.world.size != tp:
+        raise ConfigurationError(f"{key} is {tp}, but this replica has {here.world.size} ranks")
+    here.drain.started()
+    rendezvous = here.replica.address(f"world-{here.number}")
+    return connect(here.world, here.config.job, TrainingLayout(tp=tp), platform.backend, rendezvous)

@@ -1,7 +1,7 @@
 """One start of a replica, whatever it holds and whichever engine computes it: from its configuration until the run no
 longer needs it.
 
-    opened(start)                 join the run or start vLLM, load the model        -> Service on the first rank
+    opened(here)                  join the run or start vLLM, load the model        -> Service on the first rank
     answering                     listen, and publish the address
     service.until_over, watch     answer, give signs of life
     recorded                      note how it leaves
@@ -47,8 +47,8 @@ STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """One start of a replica, on one of its ranks."""
+class ReplicaRank:
+    """One rank of one start of a replica."""
 
     replica: Replica
     number: int
@@ -102,7 +102,7 @@ leave before it could serve."""
 
 
 def run_start(
-    opened: Callable[[Start], AbstractContextManager[RankWork]],
+    opened: Callable[[ReplicaRank], AbstractContextManager[RankWork]],
     run_dir: RunDir,
     replica: Replica,
     number: int,
@@ -119,27 +119,27 @@ def run_start(
     """
     config = read_config(run_dir)
     digest, token = digest_of(run_dir.resolved), read_token(run_dir.token)
-    start = Start(replica, number, world, activity, drain, config, digest, token)
-    with opened(start) as served:
+    here = ReplicaRank(replica, number, world, activity, drain, config, digest, token)
+    with opened(here) as served:
         if served is None:
             return DRAINED
         activity.enter("serving", 0)
         if callable(served):
             served()
             return DRAINED if drain.asked else FINISHED
-        asyncio.run(serve(start, served))
+        asyncio.run(serve(here, served))
         return recorded(replica, drain)
 
 
-async def serve(start: Start, service: Service) -> None:
+async def serve(here: ReplicaRank, service: Service) -> None:
     """Answer until the run no longer needs the replica, or is gone. Raises the error that has ended the engine."""
     asked = asyncio.Event()
-    start.drain.started(partial(asyncio.get_running_loop().call_soon_threadsafe, asked.set))
+    here.drain.started(partial(asyncio.get_running_loop().call_soon_threadsafe, asked.set))
     try:
-        async with service.engine.running(), answering(service, start.replica):
-            await first_of(service.until_over(asked, start.config.job.silence_limit_s), service.engine.watch())
+        async with service.engine.running(), answering(service, here.replica):
+            await first_of(service.until_over(asked, here.config.job.silence_limit_s), service.engine.watch())
     finally:
-        start.drain.started()
+        here.drain.started()
 
 
 @asynccontextmanager

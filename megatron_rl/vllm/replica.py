@@ -19,7 +19,7 @@ from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.transport import offered
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService
-from megatron_rl.replica.serve import RankWork, Start
+from megatron_rl.replica.serve import RankWork, ReplicaRank
 from megatron_rl.vllm.client import VllmClient
 from megatron_rl.vllm.command import Served, replica_command, seed_of, vllm_environment
 from megatron_rl.vllm.leader import VllmLeader
@@ -31,9 +31,9 @@ from megatron_rl.vllm.start import started, version_in
 
 
 @contextmanager
-def open_policy(start: Start) -> Iterator[RankWork]:
+def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
     """Start a vLLM that waits for the weights of the run. Raises ConfigurationError, and VllmGone if it has ended."""
-    config, replica = start.config, start.replica
+    config, replica = here.config, here.replica
     tp = config.placement.inference.tp or config.placement.training.tp
     gpus = config.job.device == "cuda"
     try:
@@ -51,7 +51,7 @@ def open_policy(start: Start) -> Iterator[RankWork]:
         traces = replica.attempt.profile if profiled else None
         return served, replica_command(config, served, sys.executable, seed, traces)
 
-    with started_vllm(start, command, "inference.vllm.args") as vllm:
+    with started_vllm(here, command, "inference.vllm.args") as vllm:
         if vllm is None:
             yield None
             return
@@ -59,17 +59,17 @@ def open_policy(start: Start) -> Iterator[RankWork]:
             vllm,
             _limits(config, tokenizer),
             tokenizer,
-            _setting(start, tokenizer),
+            _setting(here, tokenizer),
             config.inference.max_batch,
             holds=gpus and tp > 1,
             profiled=profiled,
         )
-        yield ReplicaService(leader, start.address(tp, offered("nccl" if gpus else "gloo")), start.token)
+        yield ReplicaService(leader, here.address(tp, offered("nccl" if gpus else "gloo")), here.token)
 
 
 @contextmanager
 def started_vllm(
-    start: Start,
+    here: ReplicaRank,
     command: Callable[[Path, int], tuple[Served, Sequence[str]]],
     args_key: str,
     further: MappingProxyType[str, str] = MappingProxyType({}),
@@ -83,18 +83,18 @@ def started_vllm(
 
     Raises ConfigurationError if there is no vLLM that was tried or it refuses its options, and VllmGone.
     """
-    config, activity, world = start.config, start.activity, start.world
+    config, activity, world = here.config, here.activity, here.world
     if world.size != 1:
         raise ConfigurationError(f"a replica with vLLM is one process, but this one has {world.size}")
     found = version_in(sys.executable, os.environ)
-    start.drain.started()
+    here.drain.started()
 
     def goes_on() -> bool:
         activity.beat()
-        return not start.drain.asked
+        return not here.drain.asked
 
     with private_folder() as folder:
-        seed = seed_of(config, start.replica.attempt.number, start.replica.number, start.number)
+        seed = seed_of(config, here.replica.attempt.number, here.replica.number, here.number)
         served, words = command(folder, seed)
         write_version(served.plugins, found)
         environment = further | vllm_environment(
@@ -116,12 +116,12 @@ def _limits(config: RunConfig, tokenizer: Tokenizer) -> RequestLimits:
     )
 
 
-def _setting(start: Start, tokenizer: Tokenizer) -> dict[str, Any]:
-    config = start.config
+def _setting(here: ReplicaRank, tokenizer: Tokenizer) -> dict[str, Any]:
+    config = here.config
     timeout_s = min(config.job.collective_timeout_s, TRANSFER_TIMEOUT.total_seconds())
     return {
-        "replica": start.replica.number,
-        "start": start.number,
+        "replica": here.replica.number,
+        "start": here.number,
         "timeout_s": timeout_s,
         "model": config.model.model_dump(mode="json"),
         "vocabulary": tokenizer.vocab_size,

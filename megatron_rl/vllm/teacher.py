@@ -16,7 +16,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
 from megatron_rl.model.hub import local_folder
 from megatron_rl.replica.scoring import ScoringService
-from megatron_rl.replica.serve import RankWork, Start
+from megatron_rl.replica.serve import RankWork, ReplicaRank
 from megatron_rl.server.engine_thread import EngineGone
 from megatron_rl.vllm.command import Served, Sizes, teacher_command
 from megatron_rl.vllm.process import VllmGone, VllmRefused
@@ -30,10 +30,10 @@ FURTHER = MappingProxyType({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
 
 
 @contextmanager
-def open_teacher(start: Start) -> Iterator[RankWork]:
+def open_teacher(here: ReplicaRank) -> Iterator[RankWork]:
     """Start a vLLM with the teacher's weights. Raises ConfigurationError if it cannot hold them here, and VllmGone if
     it has ended."""
-    config = start.config
+    config = here.config
     assert config.teacher_replicas is not None
     weights, sizes = _weights(config)
 
@@ -41,12 +41,12 @@ def open_teacher(start: Start) -> Iterator[RankWork]:
         served = Served(weights, folder)
         return served, teacher_command(config, served, sizes, sys.executable, seed)
 
-    with started_vllm(start, command, "distill.replicas.vllm.args", FURTHER) as vllm:
+    with started_vllm(here, command, "distill.replicas.vllm.args", FURTHER) as vllm:
         if vllm is None:
             yield None
             return
         scores = Scores(vllm, config.teacher_replicas.answer_limit_s, sizes.model.vocab_size or 0)
-        yield ScoringService(scores, start.replica, start.address(sizes.tp), start.token)
+        yield ScoringService(scores, here.replica, here.address(sizes.tp), here.token)
 
 
 def _weights(config: RunConfig) -> tuple[Path, Sizes]:

@@ -17,7 +17,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import EngineLoad
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.replica.app import GONE_S, LEFT_S, ReplicaService
-from megatron_rl.replica.serve import Start, serve
+from megatron_rl.replica.serve import ReplicaRank, serve
 
 ADDRESS = ReplicaAddress(0, 0, "", 0, 1, "", 1, 0.0)
 
@@ -89,7 +89,7 @@ def served(tmp_path: Path, error: Exception | None = None) -> None:
     config: Any = SimpleNamespace(job=SimpleNamespace(silence_limit_s=1000.0))
     parts: Any = (replica, 0, None, None, drain, config, "", "")
     drain.asked = error is None
-    asyncio.run(serve(Start(*parts), Endless(error)))
+    asyncio.run(serve(ReplicaRank(*parts), Endless(error)))
     assert replica.listener.exists()
 
 
