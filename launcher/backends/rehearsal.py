@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.host.process.limited import run_limited
 from launcher.plan.placement import RankKind
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.children import module_command
@@ -74,22 +75,14 @@ def answer(kind: RankKind, said: str) -> Rehearsal:
 
 def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None) -> Rehearsal:
     try:
-        ran = subprocess.run(
-            COMMAND,
-            input=request(config, vocab, kind, teacher),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=LIMIT_S,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ran = run_limited(COMMAND, LIMIT_S, environ, request(config, vocab, kind, teacher).encode())
     except subprocess.TimeoutExpired:
         return Rehearsal(kind, 0, {}, Failure("start", f"did not end within {LIMIT_S:.0f} s", COMMAND[-1]))
     except OSError as refusal:  # no memory left for another process
         return Rehearsal(kind, 0, {}, Failure("start", str(refusal), COMMAND[-1]))
     if ran.returncode != 0:
-        said = [line for line in ran.stderr.splitlines() if line.strip()]
+        said = [line for line in ran.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         error = said[-1] if said else f"exit code {ran.returncode}"
         return Rehearsal(kind, 0, {}, Failure("start", error, COMMAND[-1]))
-    return answer(kind, ran.stdout)
+    return answer(kind, ran.stdout.decode("utf-8", "replace"))

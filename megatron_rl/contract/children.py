@@ -47,6 +47,11 @@ def death_with_parent(parent: int, signum: int = signal.SIGKILL) -> Callable[[],
     return request
 
 
+def how_ended(code: int) -> str:
+    """Describe an exit code: `exit code 3`, or `SIGKILL` for -9."""
+    return signal.Signals(-code).name if -code in {*map(int, signal.Signals)} else f"exit code {code}"
+
+
 def yield_memory() -> None:
     """Have the kernel end this process, and those that it starts, before all others when memory runs out."""
     with suppress(OSError):  # not Linux

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_rl.contract.children import module_command
+from megatron_rl.contract.children import how_ended, module_command
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE, PARENT_VARIABLE, STEP_VARIABLE
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.standalone_world import StandaloneWorld
@@ -93,8 +92,7 @@ class _Loss:
         last = next((line.strip() for line in reversed(self.stderr) if line.strip()), "")
         if self.is_refusal:
             return last
-        how = f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
-        return f"rank {self.rank} {how}{': ' if last else ''}{last}"
+        return f"rank {self.rank} has ended ({how_ended(self.code)}){': ' if last else ''}{last}"
 
 
 class _Siblings:

@@ -314,7 +314,7 @@ def test_several_ranks_answer_like_one_and_end_when_one_is_lost(
     os.kill(follower, signal.SIGKILL)
     _, errors = together.command.communicate(READY_S)
     assert together.command.returncode == EXIT_CRASHED
-    assert errors.splitlines()[-1] == "error: rank 1 was ended by SIGKILL"
+    assert errors.splitlines()[-1] == "error: rank 1 has ended (SIGKILL)"
     assert not Path(f"/proc/{server}").exists()
 
 

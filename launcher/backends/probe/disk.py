@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.backends.probe.command import Fact, ask
+from launcher.host.process.limited import run_limited
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.text import size
 
@@ -61,21 +62,13 @@ class Disk:
 
 def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
     """Measure `path`, which need not exist yet, without leaving anything there."""
-    child = subprocess.Popen(
-        [*module_command("launcher.backends.probe.disk"), str(path)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     try:
-        out, complaint = child.communicate(timeout=limit_s)
+        child = run_limited([*module_command("launcher.backends.probe.disk"), str(path)], limit_s)
     except subprocess.TimeoutExpired:
-        child.kill()  # without waiting: a child that hangs on a dead file system does not even die
         return _unknown(path, f"no answer within {limit_s:.0f} s")
     if child.returncode:
-        return _unknown(path, complaint.strip().rpartition("\n")[2])
-    measured = Measured(**json.loads(out.splitlines()[-1]))  # a sitecustomize may print something before it
+        return _unknown(path, child.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2])
+    measured = Measured(**json.loads(child.stdout.splitlines()[-1]))  # a sitecustomize may print something before it
     return Disk(path, measured, None, _quota(measured))
 
 

@@ -17,12 +17,12 @@ from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import dead_nodes
 from launcher.host.judge.nodes import replaced
 from launcher.host.process.limited import run_limited
-from launcher.host.process.processes import Child
 from launcher.host.record.evidence import Observed
 from launcher.host.record.logs import LONG_TAIL, signed, tail
 from launcher.host.slurm import orders
 from launcher.host.slurm.call import submitting_environment
 from megatron_rl.contract.attempt_records import NodeAssignment
+from megatron_rl.contract.child import Child
 from megatron_rl.contract.codes import ATTEMPT_VARIABLE, START_VARIABLE
 from megatron_rl.contract.paths import Attempt, Replica
 from megatron_rl.contract.records import write

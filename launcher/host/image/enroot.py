@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Callable
 
 from launcher.host.image.reference import ImageError, Reference
-from launcher.host.process.limited import end_session, run_limited
+from launcher.host.process.limited import run_limited
+from megatron_rl.contract.child import Child
 
 IMPORT_LIMIT = 7200.0  # seconds for one import: tens of GB over a slow link
 DIGEST_LIMIT = 120.0  # seconds for one query to the registry
@@ -50,27 +51,19 @@ def run_import(reference: Reference, output: Path, log: Path, report: Report) ->
     env.setdefault("ENROOT_SQUASH_OPTIONS", SQUASH_OPTIONS)
     with log.open("w+b") as output_log:
         try:
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output_log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that it can be killed with all that it started
-            )
+            process = Child(command, env, output=output_log)
         except FileNotFoundError:
             raise ImageError(_no_enroot()) from None
         give_up = time.monotonic() + IMPORT_LIMIT
         try:
             with log.open(encoding="utf-8", errors="replace") as reader:
-                while process.poll() is None and time.monotonic() < give_up:
+                while process.exit_code() is None and time.monotonic() < give_up:
                     time.sleep(TICK)
                     _pass_on(reader.read(), report)
                 _pass_on(reader.read(), report)
         finally:
-            code = process.poll()
-            if code is None:
-                end_session(process)
+            code = process.exit_code()
+            process.close()
     if code != 0:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
         late = code is None

@@ -16,13 +16,14 @@ OF_A_JOB = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def run_limited(
-    command: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None
+    command: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None, given: bytes | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command to its end, without standard input and shielded from signals to the job and from Ctrl-C.
+    """Run a command to its end, shielded from signals to the job and from Ctrl-C.
 
     Args:
         limit_s: seconds after which it is killed, with all that it has started.
         environ: its environment; default: this process's.
+        given: its standard input; default: none.
 
     Raises:
         subprocess.TimeoutExpired: it was killed.
@@ -33,7 +34,7 @@ def run_limited(
         process = subprocess.Popen(
             list(command),
             env=None if environ is None else dict(environ),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -41,7 +42,7 @@ def run_limited(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, ours)
     try:
-        out, err = process.communicate(timeout=limit_s)
+        out, err = process.communicate(given, timeout=limit_s)
     except BaseException:
         end_session(process)
         raise
@@ -55,6 +56,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=END_S)
-    for stream in (process.stdout, process.stderr):
+    for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):  # unread input
+                stream.close()

@@ -1,22 +1,16 @@
-"""Identity of a process across pid reuse, and children that leave nothing behind."""
+"""Identity of a process across pid reuse, and forks that may hang."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Callable
 
 from megatron_rl.contract.children import death_with_parent
-
-KILLED_S = 60.0  # seconds to wait for a killed process: freeing hundreds of gigabytes takes a while
 
 
 def start_time(pid: int) -> int | None:
@@ -28,83 +22,6 @@ def start_time(pid: int) -> int | None:
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may contain anything
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-class Child:
-    """A child in a session of its own, which signals from a terminal or to our process group do not reach.
-
-    It is reaped only by `close`: until then its pid, which is also its process group, cannot be reused, and `close` can
-    safely kill all that the child itself started.
-    """
-
-    def __init__(
-        self,
-        command: list[str],
-        env: dict[str, str],
-        output: str | None = None,
-        errors: str | None = None,
-        folder: str | None = None,
-        inherited: Sequence[int] = (),
-        ends_with_us: int | None = None,
-    ) -> None:
-        """
-        Args:
-            output: file that its output is appended to; default: this process's output.
-            errors: file that its standard error is appended to; default: the file of `output`.
-            folder: working directory; default: this process's.
-            inherited: descriptors that it keeps open, such as that of a lock.
-            ends_with_us: signal that it gets when this process ends first.
-
-        Raises:
-            OSError: it could not be started.
-        """
-        self._code: int | None = None
-        descriptors: list[int] = []
-        try:
-            files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in (output, errors) if path]
-            descriptors += files
-            self._process = subprocess.Popen(
-                command,
-                env=env,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=files[0] if output else None,
-                stderr=files[-1] if errors else subprocess.STDOUT if output else None,
-                start_new_session=True,
-                pass_fds=inherited,
-                preexec_fn=None if ends_with_us is None else death_with_parent(os.getpid(), ends_with_us),
-            )
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def exit_code(self) -> int | None:
-        """Exit code, negative for the signal that ended it; None while it runs."""
-        if self._code is None:
-            status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if status is not None:
-                ended_itself = status.si_code == os.CLD_EXITED
-                self._code = status.si_status if ended_itself else -status.si_status
-        return self._code
-
-    def send(self, signum: int) -> None:
-        """Signal the child alone; a no-op once it has ended."""
-        os.kill(self.pid, signum)
-
-    def close(self) -> None:
-        """Kill the child and its process group, and reap it. A child that hangs in the kernel is left behind."""
-        self.exit_code()
-        with contextlib.suppress(ProcessLookupError):  # between fork and setsid there is no group yet
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()
-        try:
-            self._process.wait(timeout=KILLED_S)
-        except subprocess.TimeoutExpired:
-            print(f"process {self.pid} does not end although it was killed", file=sys.stderr)
 
 
 class Fork:

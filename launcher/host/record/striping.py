@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 
+from launcher.host.process.limited import run_limited
 from megatron_rl.contract.paths import RunDir
 
 LIMIT_S = 10.0  # seconds for lfs
@@ -31,13 +32,7 @@ def make_checkpoints(run: RunDir) -> None:
 def _lfs(*arguments: str) -> str | None:
     """Output of lfs; None without lfs or Lustre, or where it does not answer."""
     try:
-        done = subprocess.run(
-            ("lfs", *arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=LIMIT_S,
-        )
+        done = run_limited(("lfs", *arguments), LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None

@@ -22,7 +22,7 @@ from uuid import uuid4
 from megatron_rl.agent.own_process.api import Unusable
 from megatron_rl.agent.own_process.printed import CHUNK, Printed
 from megatron_rl.agent.own_process.worker import END, END_S, SIGNALLED
-from megatron_rl.contract.children import module_command
+from megatron_rl.contract.children import how_ended, module_command
 
 WORKER = "megatron_rl.agent.own_process.worker"
 START_S = 600.0
@@ -212,7 +212,8 @@ class OwnProcess:
             self.ended = True
             code = await self._process.wait()
             await self._reading[1]
-            died = Died(_how(code), killed=code in (SIGNALLED + signal.SIGKILL, -signal.SIGKILL))
+            code = SIGNALLED - code if code > SIGNALLED else code
+            died = Died(how_ended(code), killed=code == -signal.SIGKILL)
             in_turn = not self.described.get("waits", True)
             for place, asked in enumerate(self._asked.values()):
                 if not asked.reply.done():
@@ -239,13 +240,6 @@ class OwnProcess:
                 asked.reply.set_result(Reply(asked.said, asked.printed, asked.alone))
             if self.turn_began is not None:
                 self._watch()
-
-
-def _how(code: int) -> str:
-    number = -code if code < 0 else code - SIGNALLED if code > SIGNALLED else 0
-    if number in {*map(int, signal.Signals)}:
-        return f"signal {signal.Signals(number).name}"
-    return f"exit code {code}"
 
 
 def _below(printed: str) -> str:

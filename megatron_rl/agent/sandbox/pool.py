@@ -25,6 +25,7 @@ from typing import Any
 from megatron_rl.agent.sandbox.api import Ending, ProcessLimits, ProcessResult
 from megatron_rl.agent.sandbox.child import LENGTH_DIGITS, OUT_OF_MEMORY
 from megatron_rl.agent.sandbox.process import ConfinedProcess, OutputTooLarge
+from megatron_rl.contract.children import how_ended
 
 logger = logging.getLogger(__name__)
 
@@ -204,9 +205,7 @@ def _last_line(text: bytes) -> str:
 
 
 def _describe_exit(code: int | None) -> str:
-    if code is None:
-        return "the kernel has not ended it"
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return "the kernel has not ended it" if code is None else how_ended(code)
 
 
 _warned = threading.Event()

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from contextlib import suppress
@@ -20,7 +19,8 @@ from typing import BinaryIO
 
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import waiting_for_export
-from megatron_rl.contract.children import module_command
+from megatron_rl.contract.child import Child
+from megatron_rl.contract.children import how_ended, module_command
 from megatron_rl.contract.codes import PARENT_VARIABLE
 from megatron_rl.contract.paths import RunDir
 
@@ -65,7 +65,7 @@ ExportOutcome = Exported | ExportFailed
 @dataclass(frozen=True, slots=True)
 class _RunningExport:
     step: int
-    process: subprocess.Popen[bytes]
+    process: Child
     output: BinaryIO
     started: float
 
@@ -144,13 +144,9 @@ class Exporter:
         arguments = ["megatron-to-hf", str(self._run_dir.checkpoint(step)), str(self._run_dir.export(step))]
         try:
             output = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
-            process = subprocess.Popen(
-                [*CONVERTER, *arguments, "--shard-bytes", str(SHARD_BYTES), "--trust"],  # just written: not verified
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **ENVIRONMENT, PARENT_VARIABLE: str(os.getpid())},
-                start_new_session=True,  # signals to the ranks' process group ask ranks to leave
+            arguments += ["--shard-bytes", str(SHARD_BYTES), "--trust"]  # just written: not verified
+            process = Child(
+                [*CONVERTER, *arguments], {**os.environ, **ENVIRONMENT, PARENT_VARIABLE: str(os.getpid())}, output
             )
         except OSError as error:
             if output is not None:
@@ -162,7 +158,7 @@ class Exporter:
     def _outcome(self, export: _RunningExport) -> ExportOutcome | None:
         """Outcome of an export; None while it is running."""
         seconds = time.monotonic() - export.started
-        code = export.process.poll()
+        code = export.process.exit_code()
         if code is None:
             if seconds < self._config.timeout_s:
                 return None
@@ -170,16 +166,14 @@ class Exporter:
             return self._failed(export.step, f"not done within save.timeout_s = {self._config.timeout_s} s")
         export.output.seek(0)
         lines = export.output.read().decode("utf-8", "replace").strip().splitlines()
-        export.output.close()
+        self._end(export)
         if code == 0:
             done = next(line for line in reversed(lines) if line.startswith("{"))
             return Exported(export.step, json.loads(done)["seconds"])
-        return self._failed(export.step, lines[-1] if lines else f"the process ended with exit code {code}")
+        return self._failed(export.step, lines[-1] if lines else f"the process ended ({how_ended(code)})")
 
     def _end(self, export: _RunningExport) -> None:
-        export.process.kill()
-        with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
-            export.process.wait(KILL_S)
+        export.process.close(KILL_S)
         export.output.close()
         self._clear(f".{self._run_dir.export(export.step).name}.*.tmp")
 

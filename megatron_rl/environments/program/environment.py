@@ -31,6 +31,7 @@ from megatron_rl.agent.datasets import Question, distinct, normalised, read_ques
 from megatron_rl.agent.hf_dataset import HELD_OUT, split
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.contract.children import how_ended
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
 from megatron_rl.endpoint.program_environment import program_environment
 from megatron_rl.environments.program.arguments import ProgramConfig, Rows
@@ -155,9 +156,8 @@ def why_lost(ended: Ended, timeout_s: float) -> str:
     if ended.raised:
         return f"program: {ended.raised}"
     if ended.code:
-        how = signal.Signals(-ended.code).name if ended.code < 0 else f"exit code {ended.code}"
         error = _unusable_command(ended.output) if ended.code in UNUSABLE else _error(ended.output)
-        return f"program: {how}" + (f": {error}" if error else "")
+        return f"program: {how_ended(ended.code)}" + (f": {error}" if error else "")
     return ""
 
 

@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 
-from megatron_rl.contract.children import module_command
+from megatron_rl.contract.child import Child
+from megatron_rl.contract.children import how_ended, module_command
 from megatron_rl.endpoint.agent import RolloutLost
 from megatron_rl.environments.program.wire import MESSAGE_BYTES, READY, Ended, Job, Program
 from megatron_rl.errors import ConfigurationError
@@ -37,7 +37,7 @@ class ProgramRunner:
     def __init__(self, program: Program, variables: Mapping[str, str]) -> None:
         """variables: the whole environment of the program, except what a job adds."""
         self._program, self._variables = program, variables
-        self._nursery: subprocess.Popen[bytes] | None = None
+        self._nursery: Child | None = None
         self._control: socket.socket | None = None
         self._folder: str | None = None
         self._starting = asyncio.Lock()
@@ -74,13 +74,13 @@ class ProgramRunner:
         if self._control is not None:
             self._control.close()
         if nursery is not None:
-            await asyncio.to_thread(_ended, nursery)
+            await asyncio.to_thread(_end, nursery)
         self._remove_folder()
 
     async def _hand_over(self, connection: socket.socket) -> None:
         """Give the nursery the end of a connection for one job. Raises OSError if it cannot take it."""
         async with self._starting:
-            if self._nursery is None or self._nursery.poll() is not None:
+            if self._nursery is None or self._nursery.exit_code() is not None:
                 await self._start()
             assert self._control is not None  # it was started
             socket.send_fds(self._control, [b"1"], [connection.fileno()])
@@ -88,27 +88,23 @@ class ProgramRunner:
     async def _start(self) -> None:
         """Start a nursery. Raises ConfigurationError if the program can never run."""
         if self._nursery is not None:
-            logger.warning("the process that starts programs has ended (%s); it is started again", _how(self._nursery))
+            how = how_ended(self._nursery.exit_code() or 0)
+            logger.warning("the process that starts programs has ended (%s); it is started again", how)
+            self._nursery.close()
         if self._control is not None:
             self._control.close()
         self._folder = self._folder or tempfile.mkdtemp(prefix=FOLDER)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            nursery = subprocess.Popen(
-                [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), self._folder],
-                env=dict(self._variables),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is meant for the run
-            )
+            command = [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), self._folder]
+            nursery = Child(command, self._variables, inherited=[theirs.fileno()])
         try:
             why_not = await self._prepared(self._control)
             if why_not is not None:
-                await asyncio.to_thread(_ended, nursery)
-                raise ConfigurationError(why_not or f"the process of the program has ended: {_how(nursery)}")
+                code = await asyncio.to_thread(_end, nursery)
+                raise ConfigurationError(why_not or f"the process of the program has ended: {how_ended(code)}")
         except BaseException:  # such as the cancellation by a drain
-            nursery.kill()
-            nursery.wait()
+            nursery.close()
             self._remove_folder()
             raise
         self._nursery = nursery
@@ -135,14 +131,8 @@ class ProgramRunner:
         return None if answer == READY else answer.decode()
 
 
-def _how(nursery: subprocess.Popen[bytes]) -> str:
-    code = nursery.returncode
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _ended(nursery: subprocess.Popen[bytes]) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        nursery.wait(LEAVE_S)
-        return
-    nursery.kill()
-    nursery.wait()
+def _end(nursery: Child) -> int:
+    """Let it end its programs and return its exit code. It is killed where that takes too long."""
+    code = nursery.wait(LEAVE_S)
+    nursery.close()
+    return -signal.SIGKILL if code is None else code

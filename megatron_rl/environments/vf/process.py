@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.contract.children import death_with_parent, yield_memory
+from megatron_rl.contract.children import death_with_parent, how_ended, yield_memory
 from megatron_rl.environments.vf.config import VERSIONS
 from megatron_rl.environments.vf.worker import END_S, LONGEST_LINE
 from megatron_rl.rank.marked_processes import MarkedProcesses
@@ -185,10 +185,9 @@ class _Process:
         finally:
             self.ended = True
             code = await self._exit_code(CLOSED_S)
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(WorkerGone(f"the process of verifiers ended ({how})"))
+                    waiting.set_exception(WorkerGone(f"the process of verifiers ended ({how_ended(code)})"))
 
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import subprocess
 import time
-from contextlib import suppress
 
+from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.errors import ConfigurationError
@@ -50,13 +49,13 @@ class Mirror:
         program = module_command("megatron_rl.metrics.wandb.upload")
         self._command = [*program, "--limit", str(FINISH_S), str(run_dir.root)]
         self._log = attempt.log(0, role="wandb")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._warned = False
         self._start()
 
     def restart_if_ended(self) -> None:
         """Restart a child that has ended, at most every RESTART_S. Returns at once."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and self._process.exit_code() is not None:
             self._end(self._process)
         if self._process is None and time.monotonic() >= self._again:
             self._start()
@@ -65,33 +64,23 @@ class Mirror:
         """End the child of a complete record, within FINISH_S + KILL_S seconds."""
         if self._process is None:
             return
-        assert self._process.stdin is not None  # a pipe
-        self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(FINISH_S + KILL_S)
+        self._process.let_go()
+        self._process.wait(FINISH_S + KILL_S)
         self._end(self._process)
 
     def _start(self) -> None:
         self._again = time.monotonic() + RESTART_S
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,  # signals to the ranks' process group must not end it before the ranks
-                )
+            self._log.unlink(missing_ok=True)
+            self._process = Child(self._command, output=self._log, life_line=True)
         except OSError as error:
             self._miss(f"does not start: {error}")
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        code = process.poll()
+    def _end(self, process: Child) -> None:
+        code = process.exit_code()
+        process.close(KILL_S)
         if code is None:
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(KILL_S)
             self._miss("did not end in time and was killed")
         elif code != 0:
             self._miss(f"ended: {self._last_line()}")

@@ -71,9 +71,9 @@ def test_siblings_end_with_the_body(rank: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was ended by SIGKILL"),
-        ("sys.stderr.write('out of memory\\n'); sys.exit(1)", "rank 1 ended with code 1: out of memory"),
-        ("", "rank 1 ended with code 0"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 has ended (SIGKILL)"),
+        ("sys.stderr.write('out of memory\\n'); sys.exit(1)", "rank 1 has ended (exit code 1): out of memory"),
+        ("", "rank 1 has ended (exit code 0)"),
     ],
 )
 def test_process_that_waits_for_a_lost_rank_ends_with_the_reason(rank: Path, end: str, said: str) -> None:
@@ -104,7 +104,7 @@ def test_failure_caused_by_a_lost_rank_is_reported_as_its_loss(rank: Path) -> No
     def lost(why: str) -> None:
         raise Ended(why)
 
-    with pytest.raises(Ended, match="rank 1 was ended by SIGKILL"):  # noqa: SIM117
+    with pytest.raises(Ended, match=r"rank 1 has ended \(SIGKILL\)"):  # noqa: SIM117
         with siblings("some_rank", str(rank), 2, lost):
             raise RuntimeError("connection closed by peer")
 

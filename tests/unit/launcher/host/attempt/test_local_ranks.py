@@ -7,7 +7,7 @@ import sys
 
 from launcher.host.attempt.local_ranks import LocalRanks, RankSettings, _Processes
 from launcher.host.attempt.runner import LEAVE_LIMIT_S
-from launcher.host.process.processes import KILLED_S, Child
+from megatron_rl.contract.child import KILLED_S, Child
 from megatron_rl.contract.paths import RunDir
 
 

@@ -36,7 +36,7 @@ class Node:
         self._resolves = resolves
         patch.setattr(program.signal, "signal", lambda *given: None)  # those of this process stay
         patch.setattr(enroot, "run_limited", self._ask)
-        patch.setattr(enroot.subprocess, "Popen", self._start)
+        patch.setattr(enroot, "Child", self._start)
 
     def ask(self, *words: str) -> int:
         """Import; the exit code."""
@@ -76,7 +76,7 @@ class Node:
         refused = kind == "refusal" or (command[:2] == ["enroot", "digest"] and not self._resolves)
         return subprocess.CompletedProcess(command, int(refused), said, b"no such command\n" if refused else b"")
 
-    def _start(self, command: list[str], stdout: Any, **options: Any) -> Import:
+    def _start(self, command: list[str], *given: Any, **options: Any) -> Import:
         kind = self._failing(command)
         if kind == "refusal":
             return Import(1)
@@ -89,17 +89,14 @@ class Node:
 class Import:
     """enroot, importing: it has ended, or never does."""
 
-    pid = 2**22 + 1  # of no process
-    stdout = stderr = None
-
     def __init__(self, code: int | None) -> None:
         self._code = code
 
-    def poll(self) -> int | None:
+    def exit_code(self) -> int | None:
         return self._code
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        return self._code
+    def close(self) -> None:
+        """It is gone."""
 
 
 def image(tag: int) -> bytes:

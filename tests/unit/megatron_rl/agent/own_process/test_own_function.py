@@ -192,9 +192,9 @@ def test_a_flood_of_output_is_cut(function: OwnFunction) -> None:
         ("sys_exit", "reward at reward.py:{line}: SystemExit: 3", True, "sys.exit(3)"),
         ("mute", "reward at reward.py:{line}: Mute: its text raises KeyError", True, "raise Mute"),
         ("network", "reward at reward.py:{line}: ConnectionResetError: gone", False, "raise ConnectionResetError"),
-        ("crash", "reward at reward.py:7: its process ended (signal SIGSEGV)", True, ""),
+        ("crash", "reward at reward.py:7: its process ended (SIGSEGV)", True, ""),
         ("leaves_and_exits", "reward at reward.py:7: its process ended (exit code 3)", True, ""),
-        ("killed", "reward at reward.py:7: its process ended (signal SIGKILL)", False, ""),
+        ("killed", "reward at reward.py:7: its process ended (SIGKILL)", False, ""),
     ],
 )
 def test_failure_names_the_line_and_says_whose_fault_it_is(
