@@ -8,8 +8,9 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from subprocess import PIPE
 from types import FrameType
 from typing import Any
 
@@ -26,20 +27,30 @@ class TookTooLong(Exception):
     """A child did not end within its limit, and was killed."""
 
 
-class Child:
-    """`python -m MODULE`, in a session of its own, so that Ctrl-C does not reach it directly. It ends with this
+class Interrupted(Exception):
+    """A child was asked to stop, and has stopped."""
+
+
+class ModuleProcess:
+    """`python -m MODULE ARGUMENTS`, which leads a session, so that Ctrl-C does not reach it directly. It ends with this
     process. Raises Failed where it cannot be started."""
 
-    def __init__(self, module: str, environ: Mapping[str, str] | None = None) -> None:
-        """environ: variables to change."""
+    def __init__(
+        self, module: str, *arguments: str, environ: Mapping[str, str] | None = None, errors: int | None = PIPE
+    ) -> None:
+        """
+        Args:
+            environ: variables to change.
+            errors: PIPE, to find the reason of a failure; None: its error output is this process's.
+        """
         self._module = module
         try:
             self.process = subprocess.Popen(
-                module_command(module),
+                [*module_command(module), *arguments],
                 env={**os.environ, **(environ or {}), **HASH_SEED, PARENT_VARIABLE: str(os.getpid())},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=errors,
                 text=True,
                 errors="replace",
                 start_new_session=True,
@@ -51,12 +62,11 @@ class Child:
         self._reader.start()
 
     def _read_complaints(self) -> None:
-        assert self.process.stderr
-        for line in self.process.stderr:
+        for line in self.process.stderr or ():
             if line.strip():
                 self._complaints.append(line.strip())
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> ModuleProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,6 +133,12 @@ class Child:
         self._reader.join()
         return code
 
+    def finish(self) -> None:
+        """Wait for its end. Raises BadInput or Failed unless it has done its work."""
+        code = self.wait()
+        if code != EXIT_FINISHED:
+            raise self.failure(code)
+
     def failure(self, code: int) -> BadInput:
         """Error for an exit code, with the child's last line on stderr."""
         last = self._complaints[-1] if self._complaints else ""
@@ -136,20 +152,44 @@ def tried(trial: Trial) -> Iterator[dict[str, Any]]:
 
     Raises BadInput where the environment cannot be built or the model not opened, Failed where the process fails.
     """
-    with Child("megatron_rl.standalone.trial") as child:
+    with ModuleProcess("megatron_rl.standalone.trial") as child:
         child.send(trial.model_dump_json())
         child.end_input()
         yield from child.said()
-        code = child.wait()
-        if code != EXIT_FINISHED:
-            raise child.failure(code)
+        child.finish()
 
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupted(Exception):
-    """The evaluation was asked to stop and has stopped; its answers so far are kept."""
+@contextmanager
+def interruptible(module: str, *arguments: str, errors: int | None = PIPE) -> Iterator[ModuleProcess]:
+    """Yield a child that Ctrl-C, SIGTERM and SIGHUP stop, not this process: the first asks it to end, the second kills
+    it. After the block it has ended.
+
+    Raises Interrupted where it was stopped, and BadInput or Failed where it failed.
+    """
+    received: list[int] = []
+    child: ModuleProcess | None = None
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if child is not None:
+            child.signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, stop) for number in STOPPING}
+    try:
+        with ModuleProcess(module, *arguments, errors=errors) as child:
+            if received:  # before the child existed
+                child.signal(signal.SIGTERM)
+            yield child
+            code = child.wait()
+            if code == EXIT_INTERRUPTED or (code != EXIT_FINISHED and received):
+                raise Interrupted
+            child.finish()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,43 +202,25 @@ class Done:
 
 
 def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]) -> Done:
-    """Evaluate on this machine. The first Ctrl-C, SIGTERM or SIGHUP is passed on, the second kills the child.
+    """Evaluate on this machine.
 
     Args:
         report: gets the progress, as megatron_rl.evaluate.blocks.Progress.
 
     Raises:
-        Interrupted: by one of these signals.
+        Interrupted: it was stopped; its answers so far are kept.
         BadInput: the evaluation is impossible as requested.
         Failed: something else went wrong.
     """
-    received: list[int] = []
-    child: Child | None = None
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if child is not None:
-            child.signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
-
-    before = {number: signal.signal(number, forward) for number in STOPPING}
-    try:
-        with Child("megatron_rl.evaluate") as child:
-            if received:  # before the child existed
-                child.signal(signal.SIGTERM)
-            child.send(evaluation.model_dump_json())
-            child.end_input()
-            done = None
-            for said in child.said():
-                if "progress" in said:
-                    report(said["progress"])
-                elif "result" in said:
-                    done = Done(from_json(EvaluationResult, said["result"]), said["out"])
-            code = child.wait()
-            if code == EXIT_FINISHED and done:
-                return done
-            if code == EXIT_INTERRUPTED or received:
-                raise Interrupted
-            raise child.failure(code)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    done = None
+    with interruptible("megatron_rl.evaluate") as child:
+        child.send(evaluation.model_dump_json())
+        child.end_input()
+        for said in child.said():
+            if "progress" in said:
+                report(said["progress"])
+            elif "result" in said:
+                done = Done(from_json(EvaluationResult, said["result"]), said["out"])
+    if done is None:
+        raise Failed("the evaluation ended without a result")
+    return done

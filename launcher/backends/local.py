@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from launcher.errors import Failed
 from launcher.host.attempt.local_ranks import LocalReplicas
 from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
+from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import INFER, TEACHER, Attempt, RunDir
 from megatron_rl.rank.config import JobConfig
@@ -111,15 +111,8 @@ class Supervisor:
         try:
             # An unnamed file: unlike a pipe it cannot break, and unlike a path it needs no removal.
             self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
-            # A session of its own shields it from the terminal's Ctrl-C and hang-up. Without our output it does not
-            # keep `mrl-submit --detach | tee log` from ending.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._said,
-                start_new_session=True,
-            )
+            # Without our output it does not keep `mrl-submit --detach | tee log` from ending.
+            self._process = Child(command, output=os.devnull, errors=self._said)
         except OSError as error:  # no more processes for this user, a full /tmp
             raise Failed(f"the supervisor of the run cannot be started: {error}") from error
 
@@ -129,7 +122,7 @@ class Supervisor:
 
     def ended(self) -> bool:
         """Whether it has ended."""
-        return self._process.poll() is not None
+        return self._process.exit_code() is not None
 
     def complaint(self) -> str:
         """Its error output before it opened its log."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from launcher.backends.child import Child
+from launcher.backends.child import ModuleProcess
 from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
@@ -61,13 +61,13 @@ def command(ctx: click.Context, path: str, **options: Any) -> None:
     path = prepare_policy(path, options["trust"])
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
     asked = {name: options[name] for name in ("system", "dtype", "device", "seed", "tp")}
-    with Child(MODULE) as child:
+    with ModuleProcess(MODULE) as child:
         child.send(json.dumps({"path": path, "sampling": sampling, **asked}))
         ctx.exit(_Conversation(child, options["system"]).run())
 
 
 class _Conversation:
-    def __init__(self, child: Child, system: str | None) -> None:
+    def __init__(self, child: ModuleProcess, system: str | None) -> None:
         self._child = child
         self._replies = child.said()
         self._system = [] if system is None else [{"role": "system", "content": system}]

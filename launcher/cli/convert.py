@@ -4,21 +4,18 @@ no torch."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import click
 
+from launcher.backends.child import Interrupted, interruptible
 from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
-from launcher.errors import BadInput, Failed
-from megatron_rl.contract.children import module_command
-from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, PARENT_VARIABLE
+from launcher.errors import Failed
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-CONVERTER = module_command("megatron_rl.checkpoint.hf")
+CONVERTER = "megatron_rl.checkpoint.hf"
 
 
 class Size(click.ParamType):
@@ -122,6 +119,17 @@ def megatron_to_hf(source: str, target: Path, adapters: bool, shard_size: int, f
     )
 
 
+def _warn_of_left(target: Path) -> None:
+    for left in _left_beside(target):
+        what, remedy = "was left by a killed conversion", "delete it"
+        if left.name.endswith(".old.tmp"):
+            what, remedy = f"is {click.format_filename(target)} from before a killed conversion", "rename it"
+        click.echo(
+            f"warning: {click.format_filename(left)} {what}: {remedy}, unless a conversion still runs elsewhere",
+            err=True,
+        )
+
+
 def _left_beside(target: Path) -> list[Path]:
     """Unfinished directories of earlier conversions to the same target; a conversion elsewhere may still write them."""
     try:
@@ -138,23 +146,15 @@ def _convert(
     options = [*options, "--shard-bytes", str(shard_size), *["--force"] * force]
     arguments = [direction, *options, "--", source, str(target)]
     try:
-        code, out, err = _run([*CONVERTER, *arguments])
-    except OSError as error:
-        raise Failed(f"the conversion cannot be started: {error}") from error
-    if code == EXIT_INTERRUPTED:
-        raise click.Abort
-    for left in _left_beside(target):
-        what, remedy = "was left by a killed conversion", "delete it"
-        if left.name.endswith(".old.tmp"):
-            what, remedy = f"is {click.format_filename(target)} from before a killed conversion", "rename it"
-        click.echo(
-            f"warning: {click.format_filename(left)} {what}: {remedy}, unless a conversion still runs elsewhere",
-            err=True,
-        )
-    if code != EXIT_FINISHED:
-        lines = err.strip().splitlines() or [f"the conversion ended with exit code {code}"]
-        raise (BadInput if code == EXIT_USAGE else Failed)(lines[-1])
-    done = json.loads(out.splitlines()[-1])
+        with interruptible(CONVERTER, *arguments) as child:
+            said = [*child.said()]
+    except Interrupted:
+        raise click.Abort from None
+    finally:
+        _warn_of_left(target)
+    if not said:
+        raise Failed("the conversion ended without a result")
+    done = said[-1]
     if as_json:
         click.echo(json.dumps(done))
         return
@@ -164,23 +164,3 @@ def _convert(
         f"{click.format_filename(target)}: {gigabytes:.3g} GB in {seconds:.3g} s, {gigabytes / seconds:.2g} GB/s, "
         f"{done['peak_memory_bytes'] / 1e9:.2g} GB of memory at most{source_note}"
     )
-
-
-def _run(command: list[str]) -> tuple[int, str, str]:
-    """Run a command and return its exit code, stdout and stderr. Raises OSError if it cannot be started."""
-    with subprocess.Popen(
-        command,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as child:
-        try:
-            out, err = child.communicate()
-        except KeyboardInterrupt:
-            child.terminate()  # Ctrl-C reaches the child too, but a signal to this process alone does not
-            child.communicate()
-            raise
-    return child.returncode, out, err

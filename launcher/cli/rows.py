@@ -78,8 +78,7 @@ def command(
             found.append(one)
             if not as_json:
                 click.echo("\n".join(count_lines(one) if whole else row_lines(one)))
-        if (code := child.wait()) != EXIT_FINISHED:
-            raise child.failure(code)
+        child.finish()
     if as_json:
         click.echo(json.dumps({"sets" if whole else "rows": found}, indent=1))
     context.exit(EXIT_CRASHED if any(map(is_faulty, found)) else EXIT_FINISHED)

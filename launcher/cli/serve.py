@@ -14,9 +14,8 @@ from launcher.cli.completion import complete_run
 from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy import prepare_policy
-from megatron_rl.contract.children import module_command
 
-SERVER = module_command("megatron_rl.server")
+SERVER = "megatron_rl.server"
 
 
 @click.command("serve", short_help="Serve a policy over HTTP with OpenAI's API.")
@@ -76,7 +75,7 @@ def command(path: str, token_file: Path | None, trust: bool, as_json: bool, open
     options |= {"token_file": tokens, "grace_s": options.pop("grace")}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
     given += ["--open-metrics"] if open_metrics else []
-    serve([*SERVER, *given, "--", path], tokens, None if as_json else _usage)
+    serve(SERVER, [*given, "--", path], tokens, None if as_json else _usage)
 
 
 def _usage(ready: dict[str, Any]) -> str:

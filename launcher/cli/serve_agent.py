@@ -14,11 +14,10 @@ from launcher.job.evaluation_request import checked_environment, parse_args
 from launcher.recipe.load import load_recipe, read_resolved
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import required_extras
-from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.config import TokenizerConfig
 
-SERVER = module_command("megatron_rl.server.agent")
+SERVER = "megatron_rl.server.agent"
 
 
 @click.command("serve-agent", short_help="Serve an environment to runs in other processes (environment: remote).")
@@ -78,7 +77,7 @@ def command(
         "--token-file": str(tokens),
     }
     given = [word for option in options.items() for word in option]
-    serve([*SERVER, *given], tokens, None if as_json else _usage)
+    serve(SERVER, given, tokens, None if as_json else _usage)
 
 
 def _tokenizer(asked: str) -> TokenizerConfig:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import stat
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import FrameType
 from typing import Any
 
 import click
 
+from launcher.backends.child import Interrupted, interruptible
 from launcher.cli.show.terminal import echo
-from launcher.errors import BadInput, Failed
-from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
+from launcher.errors import BadInput
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOKEN_BYTES = 32
 
 
@@ -48,8 +44,8 @@ def make_token_file(file: Path) -> None:
         raise BadInput(f"--token-file {file} cannot be created: {error.strerror}") from error
 
 
-def serve(command: list[str], tokens: Path, usage: Callable[[dict[str, Any]], str] | None) -> None:
-    """Run a server until it ends. It has a session of its own, so that each Ctrl-C reaches it once, from here.
+def serve(module: str, arguments: Sequence[str], tokens: Path, usage: Callable[[dict[str, Any]], str] | None) -> None:
+    """Run a server until it ends.
 
     Args:
         usage: formats the message that the server prints when it is ready; None: print that message as JSON.
@@ -58,53 +54,15 @@ def serve(command: list[str], tokens: Path, usage: Callable[[dict[str, Any]], st
         BadInput, Failed: the server refused its arguments, or failed.
         click.Abort: the server was interrupted before it was ready, or twice.
     """
-    child: subprocess.Popen[str] | None = None
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if child is not None and child.poll() is None:
-            child.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # the child inherits this until it can handle them
+    reason = ""
     try:
-        child = subprocess.Popen(
-            command,
-            env={**os.environ, **HASH_SEED, PARENT_VARIABLE: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        with child:
-            _watch(child, tokens, usage)
-    except OSError as error:
-        raise Failed(f"the server cannot be started: {error}") from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _watch(child: subprocess.Popen[str], tokens: Path, usage: Callable[[dict[str, Any]], str] | None) -> None:
-    """Print the usage when the server is ready, and wait for its end."""
-    assert child.stdout is not None
-    reason = None
-    for line in child.stdout:
-        try:
-            message = json.loads(line)
-        except ValueError:
-            continue  # output of a library
-        if not isinstance(message, dict):
-            continue
-        reason = message.get("error", reason)
-        if "address" in message:
-            message |= {"token_file": str(tokens.absolute())}
-            echo(usage(message) if usage else json.dumps(message))
-    code = child.wait()
-    if code == EXIT_FINISHED:
-        return
-    if code == EXIT_INTERRUPTED:
-        raise click.Abort
-    raise (BadInput if code == EXIT_USAGE else Failed)(reason or f"the server ended with exit code {code}")
+        with interruptible(module, *arguments, errors=None) as child:
+            for message in child.said():
+                reason = message.get("error", reason)
+                if "address" in message:
+                    message |= {"token_file": str(tokens.absolute())}
+                    echo(usage(message) if usage else json.dumps(message))
+    except Interrupted:
+        raise click.Abort from None
+    except BadInput as error:
+        raise type(error)(reason) if reason else error from None

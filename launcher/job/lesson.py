@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from launcher.backends.child import Child, TookTooLong
+from launcher.backends.child import ModuleProcess, TookTooLong
 from launcher.cluster.profile import Profile
 from launcher.doctor.files import unreadable
 from launcher.doctor.node_files import as_seen_here
@@ -92,7 +92,7 @@ class LessonCheck:
         self._recipe = recipe if run is None else with_date(recipe, run)
         self._profile, self._included, self._run, self._change = profile, included, run, change
         self._stack = ExitStack()
-        self._child: Child | None = None
+        self._child: ModuleProcess | None = None
         self._copied: RunDir | None = None
         self._key = ""
         self._missing = absent(recipe.config, profile)
@@ -137,7 +137,7 @@ class LessonCheck:
         reported = self._missing and not any(need.package for need in self._missing)  # as missing files
         return Verdict(notes=(self._why,) if self._why and not reported else ())
 
-    def _wait(self, child: Child) -> Verdict:
+    def _wait(self, child: ModuleProcess) -> Verdict:
         """Return the result, whose problems have no places yet."""
         try:
             said = [*child.said(LIMIT_S - (monotonic() - self._began))]
@@ -203,11 +203,11 @@ def _key(config: RunConfig, copies: RunDir | None, included: Sequence[Path]) -> 
     return json.dumps([sections, own, code, sizes, *map(str, included)])
 
 
-def rows_child(profile: Profile | None, included: Sequence[Path]) -> Child:
+def rows_child(profile: Profile | None, included: Sequence[Path]) -> ModuleProcess:
     """Start the process that reads rows, with the caches of the cluster. Raises Failed."""
     path = os.pathsep.join([*map(str, included), *filter(None, [os.environ.get("PYTHONPATH")])])
     home = {"HF_HOME": str(Cache.of(profile).huggingface)}
-    return Child("megatron_rl.standalone.rows", {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **home})
+    return ModuleProcess("megatron_rl.standalone.rows", environ={"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **home})
 
 
 def request_of(recipe: Recipe, profile: Profile | None, **more: Any) -> RowsRequest:

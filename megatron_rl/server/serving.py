@@ -77,7 +77,6 @@ def run_server(token_file: Path, host: str, port: int, work: Callable[[list[str]
     for number in SIGNALS:
         signal.signal(number, _interrupt)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts this process with them blocked
         tokens = read_tokens(token_file)
         with listening(host, port) as listener:
             return work(tokens, listener)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from launcher.backends.child import Child
+from launcher.backends.child import ModuleProcess
 from launcher.cli.serving import serve
 
 SAYS_ITS_ORDER = 'import json; print(json.dumps({"address": "", "order": list({f"task {i}" for i in range(20)})}))'
@@ -22,11 +21,11 @@ def test_each_draws_its_problems_in_one_order(
     (tmp_path / "says_its_order.py").write_text(SAYS_ITS_ORDER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    with Child("says_its_order") as child:
+    with ModuleProcess("says_its_order") as child:
         asked = [said["order"] for said in child.said()]
-    serve([sys.executable, "-c", SAYS_ITS_ORDER], tmp_path / "tokens", usage=None)
+    serve("says_its_order", [], tmp_path / "tokens", usage=None)
     served = json.loads(capsys.readouterr().out)["order"]
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    with Child("says_its_order") as child:
+    with ModuleProcess("says_its_order") as child:
         seed_0 = [said["order"] for said in child.said()]
     assert asked == [served] == seed_0

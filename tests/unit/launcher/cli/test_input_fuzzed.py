@@ -3,8 +3,10 @@ exit code."""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+import subprocess
 import time
 from dataclasses import fields, replace
 from itertools import chain
@@ -22,11 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import begin, end, submitted
 
-from launcher.backends import rehearsal
+from launcher.backends import child, rehearsal
 from launcher.backends.probe.command import Fact
 from launcher.backends.probe.node import NodeFacts
 from launcher.backends.slurm.facts import SlurmFacts
-from launcher.cli import convert, doctor, prefetch
+from launcher.cli import doctor, prefetch
 from launcher.cli.main import COMMANDS, main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cluster.choice import SHIPPED as CLUSTERS
@@ -285,19 +287,20 @@ SAID = st.text(max_size=30) | st.sampled_from(
 )
 
 
-class Child:
-    """A process that has ended, or cannot be started."""
+class Process:
+    """A process that has ended."""
+
+    pid = 2**22 + 1  # of no process
 
     def __init__(self, code: int, out: str, err: str) -> None:
-        self.returncode, self.stdout, self.stderr = code, out, err
+        self._code = code
+        self.stdin, self.stdout, self.stderr = io.StringIO(), io.StringIO(out), io.StringIO(err)
 
-    def __enter__(self) -> Child:
-        return self
+    def poll(self) -> int:
+        return self._code
 
-    def __exit__(self, *_: object) -> None: ...
-
-    def communicate(self) -> tuple[str, str]:
-        return self.stdout, self.stderr
+    def wait(self) -> int:
+        return self._code
 
 
 TYPED = WORD.filter(lambda word: "\0" not in word)  # which no program can be given
@@ -320,13 +323,13 @@ CONVERTED = '{"source": "a", "target": "b", "bytes": 1, "seconds": 0.5, "peak_me
 def test_arguments_of_convert(home, direction, switches, size, paths, code, said, is_there):
     out = f"{said[0]}\n{CONVERTED}" if code == 0 else said[0]
 
-    def start(command: list[str], **options: Any) -> Child:
+    def start(command: list[str], **options: Any) -> Process:
         assert "--" in command[:-2]
         if not is_there:
             raise OSError(12, "Cannot allocate memory")
-        return Child(code, out, said[1])
+        return Process(code, out, said[1])
 
-    with mock.patch.object(convert.subprocess, "Popen", start):
+    with mock.patch.object(child.subprocess, "Popen", start):
         tried(main, ["convert", direction, *chain(*switches), "--shard-size", size, "--", *paths])
 
 
@@ -346,10 +349,10 @@ REHEARSED = '{"parameters": 1, "phases": {"start": {"weights": 1}}, "failure": n
 def test_arguments_of_rehearse(home, head, place, overrides, more, code, said, is_there):
     out = f"{said[0]}\n{REHEARSED}" if code == 0 else said[0]
 
-    def run(command: tuple[str, ...], **options: Any) -> Child:
+    def run(command: tuple[str, ...], *given: Any) -> subprocess.CompletedProcess[bytes]:
         if not is_there:
             raise OSError(12, "Cannot allocate memory")
-        return Child(code, out, said[1])
+        return subprocess.CompletedProcess(command, code, out.encode(), said[1].encode())
 
-    with mock.patch.object(rehearsal.subprocess, "run", run):
+    with mock.patch.object(rehearsal, "run_limited", run):
         tried(main, ["rehearse", *head, *place, *overrides, *more])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launcher.backends.child import Child
+from launcher.backends.child import ModuleProcess
 from launcher.cli.mrl_submit import main
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
@@ -101,7 +101,7 @@ def test_check_that_takes_too_long_is_left_to_the_ranks(mine: Path, monkeypatch:
 
 
 def test_check_that_crashes_does_not_stop_the_run(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lesson, "rows_child", lambda *_: Child("megatron_rl.no_such_module"))
+    monkeypatch.setattr(lesson, "rows_child", lambda *_: ModuleProcess("megatron_rl.no_such_module"))
     found = checked(mine, None, "environment.args.split_seed=2")
     assert not found.problems and "No module named megatron_rl.no_such_module; rank 0 checks it" in found.notes[0]
 

@@ -96,7 +96,7 @@ class Import:
         return self._code
 
     def close(self) -> None:
-        """It is gone."""
+        """Do nothing: the process has ended."""
 
 
 def image(tag: int) -> bytes:
