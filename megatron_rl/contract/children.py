@@ -67,12 +67,21 @@ def adopt_orphans() -> None:
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_descendants(limit_s: float, reap: Callable[[], object] | None = None) -> None:
+def collect(pid: int = 0) -> int | None:
+    """Collect ended children; return the exit code of one of them, negative for a signal; None if it still runs."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == pid:
+                return os.waitstatus_to_exitcode(found[1])
+    return None
+
+
+def end_descendants(limit_s: float, reap: Callable[[], object] = collect) -> None:
     """Kill all descendants of this process, which has adopted orphans, and wait until they have ended.
 
     Args:
         limit_s: seconds that the kernel has; a process that hangs in a file system may need longer.
-        reap: collects ended children; default: their exit codes are discarded.
+        reap: collects ended children.
     """
     deadline = time.monotonic() + limit_s
     while not _childless() and time.monotonic() < deadline:
@@ -80,7 +89,7 @@ def end_descendants(limit_s: float, reap: Callable[[], object] | None = None) ->
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
-        (reap or _discard)()
+        reap()
 
 
 def _childless() -> bool:
@@ -89,12 +98,6 @@ def _childless() -> bool:
     except ChildProcessError:
         return True
     return False
-
-
-def _discard() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _descendants(pid: int) -> Iterator[int]:

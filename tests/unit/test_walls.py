@@ -17,7 +17,7 @@ OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python
 # From the bottom up: a room imports from itself and from earlier rooms. An entry is a room, a sub-room or a file.
 ORDER = {
     "megatron_rl": """
-        contract errors recipe inference.capabilities inference.vllm_options CONFIG
+        contract processes errors recipe inference.capabilities inference.vllm_options CONFIG
         model.hf_config inference.engine_limits sections contradictions config
         model.hub model.flops distill.teacher
         platform metrics rank model inference chat agent server endpoint environments algorithms rollout supervised

@@ -19,10 +19,10 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.environments.vf.config import VerifiersConfig
 from megatron_rl.environments.vf.environment import VerifiersEnvironment
+from megatron_rl.environments.vf.process import WORKER
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, load_pretrained_tokenizer
-from megatron_rl.rank.marked_processes import VARIABLE
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=200)
 LIMITS = RolloutLimits(60.0)
@@ -167,7 +167,7 @@ def test_the_death_of_verifiers_loses_its_rollouts_alone(verifiers_python, witho
 def test_nothing_is_left_of_a_worker_after_the_end(verifiers_python, without_renderer):
     store = environment(verifiers_python, without_renderer, "running-sum", env={"taskset": {"num_tasks": 1}})
     groups(store, without_renderer, right_sums, size=1)
-    assert not [one for one in psutil.Process().children(recursive=True) if VARIABLE in one.environ()]
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(WORKER) in (one.info["cmdline"] or ())]
 
 
 def test_a_rollout_over_its_time_is_lost(verifiers_python, without_renderer):

@@ -1,6 +1,6 @@
 """A function of the user's that scores answers in processes of its own, called from any event loop.
 
-    event loop of a rank -> thread with a loop of its own -> processes (process.py)
+    event loop of a rank -> thread with a loop of its own -> processes (worker.py)
 
 The thread keeps the processes busy, and their limits, while the rank trains. A plain function scores one answer at a
 time in each process, in the order of the calls; a coroutine awaits all of them at once.
@@ -9,7 +9,11 @@ time in each process, in the order of the calls; a coroutine awaits all of them 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping
@@ -18,15 +22,20 @@ from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from megatron_rl.agent.own_process.api import Call, NotScored, Scored, Unusable
-from megatron_rl.agent.own_process.printed import LogBudget
-from megatron_rl.agent.own_process.process import Died, Interrupted, Late, OwnProcess, Reply
+from megatron_rl.contract.children import module_command
+from megatron_rl.processes.answering import AnsweringProcess, Died, Interrupted, Language, Late, Reply
+from megatron_rl.processes.printed import LogBudget
 
 logger = logging.getLogger(__name__)
 
+WORKER = "megatron_rl.agent.own_process.worker"
 AHEAD = 32
 """Answers that a process holds, of which it scores one: so it need not wait for the rank between them."""
+START_S = 600.0
+"""Seconds to import the user's file, perhaps from a slow shared file system, with what it loads."""
 CLOSE_S = 15.0
 """Seconds that the processes have to end."""
 
@@ -142,6 +151,31 @@ class _Pool:
         return max([mean, *(slot.present_s(now) for slot in self._slots)])
 
 
+async def start_worker(file: Path, function: str) -> AnsweringProcess:
+    """Start a worker that has imported the function. Raises Unusable."""
+    mark = uuid4().hex
+    job = {"parent": os.getpid(), "file": str(file), "function": function, "path": sys.path, "mark": mark}
+    language = Language(lambda number, call: pickle.dumps((number, *(call or (None, None)))), mark)
+    try:
+        process = await AnsweringProcess.start([*module_command(WORKER), json.dumps(job)], language, START_S)
+    except TimeoutError:
+        raise Unusable(f"it is not imported after {START_S:g} s") from None
+    except OSError as error:
+        raise Unusable(f"its process cannot be started: {error}") from error
+    except Died as error:
+        raise Unusable(f"its process ended while it was imported ({error}){_below(error.printed)}") from error
+    if (why := process.described.get("unusable")) is not None:
+        await process.end()
+        lacks = process.described["lacks"]
+        lacking = ImportError(why, name=lacks) if lacks is not None else None
+        raise Unusable(f"{why}{_below(process.greeting.printed)}") from lacking
+    return process
+
+
+def _below(printed: str) -> str:
+    return f"\n{printed.rstrip()}" if printed.strip() else ""
+
+
 async def _complete(slot: _Slot, call: Call, done: asyncio.Future[Scored]) -> None:
     if done.done():  # cancelled
         return
@@ -160,17 +194,17 @@ class _Slot:
 
     def __init__(self, file: Path, name: str) -> None:
         self._file, self._name = file, name
-        self._process: OwnProcess | None = None
+        self._process: AnsweringProcess | None = None
         self._starting = asyncio.Lock()
         self._budget = LogBudget()
         self.answers, self.seconds = 0, 0.0
         self.described: Mapping[str, Any] = {}
 
-    async def started(self) -> OwnProcess:
+    async def started(self) -> AnsweringProcess:
         """Return the running process, started if need be. Raises Unusable."""
         async with self._starting:
             if self._process is None or self._process.ended:
-                self._process = await OwnProcess.start(self._file, self._name)
+                self._process = await start_worker(self._file, self._name)
                 self.described = self._process.described
             return self._process
 
@@ -189,7 +223,7 @@ class _Slot:
         while True:
             process = await self._running()
             try:
-                reply = await process.ask(call.positional, call.named, left_s)
+                reply = await process.ask((call.positional, call.named), left_s)
                 self.answers, self.seconds = self.answers + 1, self.seconds + reply.said["seconds"]
                 left_s -= reply.said["seconds"]
                 return self._scored(reply, call)
@@ -207,7 +241,7 @@ class _Slot:
             if failure.wrong or not attempts or left_s <= 0:
                 raise failure
 
-    async def _running(self) -> OwnProcess:
+    async def _running(self) -> AnsweringProcess:
         if self._process is not None and not self._process.ended:
             return self._process  # without a pause, so that answers keep their order
         try:
@@ -234,6 +268,6 @@ class _Slot:
             printed=printed,
         )
 
-    def _death(self, process: OwnProcess, error: Died) -> NotScored:
+    def _death(self, process: AnsweringProcess, error: Died) -> NotScored:
         kind = f"{self._name} at {self.described['place']}: its process ended"
         return NotScored(f"{kind} ({error})", kind=kind, fault=not error.killed, printed=process.printed())

@@ -1,14 +1,11 @@
 """Process that scores answers with a function of the user's, in its main thread.
 
-    rank --(pipes)--> guard --(fork)--> worker, and all that it starts
-
     stdin    pickles   (NUMBER, positional arguments, keyword arguments), or (NUMBER, None, None) to give that one up
     stdout   JSON      one line per answer, {"number": NUMBER, ...}; the first line describes the function
     stderr   text      what the function and its children print; after each answer a mark with its number
 
-The guard runs no code of the user's. It kills the worker and all descendants, also those in sessions of their own, when
-the worker ends, when the rank orders it, and when the rank ends in any way. Standard library only, so that a start
-takes as long as that of Python.
+A guard (processes/guard.py), which runs no code of the user's, ends it with all that it starts. Standard library only,
+so that a start takes as long as that of Python.
 """
 
 from __future__ import annotations
@@ -24,29 +21,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
-from megatron_rl.agent.own_process.outside import is_outside
 from megatron_rl.agent.reward_value import WrongReward, checked_reward
-from megatron_rl.contract.children import (
-    OUTSIDE_SIGNALS,
-    adopt_orphans,
-    death_with_parent,
-    end_descendants,
-    yield_memory,
-)
+from megatron_rl.contract.children import OUTSIDE_SIGNALS
 from megatron_rl.errors import task_location, task_traceback
+from megatron_rl.processes.guard import guard
 from megatron_rl.recipe.own_code import import_function, where_defined
 
-END = signal.SIGRTMIN
-"""Signal by which the rank, or the kernel at the rank's death, orders the guard to end everything."""
-END_S = 5.0
-"""Seconds that the kernel has to end killed processes; one that hangs in a file system may need longer."""
 TRACE_CHARACTERS = 4000
 TEXT_CHARACTERS = 500
-SIGNALLED = 128
-"""The guard's exit code is the worker's, or this plus the number of the signal that ended the worker."""
+INSIDE = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors of the operating system that a repetition does not heal."""
+CLIENTS = frozenset({"aiohttp", "anthropic", "grpc", "httpcore", "httpx", "litellm", "openai", "websockets"})
+"""Packages that speak to servers and whose exceptions are not of the operating system's kind, as those of requests and
+urllib are."""
 
 Function = Callable[..., Any]
 
@@ -54,51 +45,18 @@ Function = Callable[..., Any]
 def main() -> None:
     """Fork the worker and guard it."""
     job = json.loads(sys.argv[1])
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, END})
-    for each in OUTSIDE_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    adopt_orphans()
-    guard = os.getpid()
-    worker = os.fork()
-    if worker == 0:
-        _be_worker(job, guard)
-    death_with_parent(job["parent"], END)()
-    with Path(os.devnull).open("r+b") as nothing:
-        for number in range(3):
-            os.dup2(nothing.fileno(), number)  # the pipes close with the worker
-    code = None
-    while code is None and signal.sigwait({signal.SIGCHLD, END}) != END:
-        code = _ended(worker)
-    end_descendants(END_S)
-    os._exit(SIGNALLED + signal.SIGKILL if code is None else code if code >= 0 else SIGNALLED - code)
+    guard(job["parent"], partial(_be_worker, job))
 
 
-def _ended(worker: int) -> int | None:
-    """Collect ended children; return the worker's exit code, negative for a signal; None if it still runs."""
-    while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in (0, worker):
-            return os.waitstatus_to_exitcode(status) if pid else None
-
-
-def _be_worker(job: Mapping[str, Any], guard: int) -> NoReturn:
-    """Answer requests until stdin ends, and exit: nothing may return into the guard's code."""
-    code = 1
-    try:
-        death_with_parent(guard)()
-        yield_memory()  # not the rank, which loses far more
-        _set_signals()
-        requests, replies = _own_pipes(job["mark"])
-        sys.path[:] = job["path"]
-        function = _loaded(job["file"], job["function"], replies)
-        if function is not None:
-            serve = _serve_async if inspect.iscoroutinefunction(function) else _serve_plain
-            serve(function, requests, replies)
-        code = 0
-    except BaseException:  # noqa: BLE001 - as above
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(code)
+def _be_worker(job: Mapping[str, Any]) -> None:
+    """Answer requests until stdin ends."""
+    _set_signals()
+    requests, replies = _own_pipes(job["mark"])
+    sys.path[:] = job["path"]
+    function = _loaded(job["file"], job["function"], replies)
+    if function is not None:
+        serve = _serve_async if inspect.iscoroutinefunction(function) else _serve_plain
+        serve(function, requests, replies)
 
 
 def _set_signals() -> None:
@@ -108,7 +66,6 @@ def _set_signals() -> None:
     """
     for each in OUTSIDE_SIGNALS:
         signal.signal(each, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, END})
 
     def restore() -> None:
         for each in OUTSIDE_SIGNALS:
@@ -258,6 +215,13 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "trace": trace[-TRACE_CHARACTERS:],
         "outside": is_outside(error),
     }
+
+
+def is_outside(error: BaseException) -> bool:
+    """Whether an exception says that a server, a network or a limit of time failed, not the code that raised it."""
+    if isinstance(error, OSError):
+        return not isinstance(error, INSIDE)
+    return any(kind.__module__.partition(".")[0] in CLIENTS for kind in type(error).__mro__)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_rl.agent.own_process.printed import Tail
-from megatron_rl.contract.children import adopt_orphans, end_descendants
+from megatron_rl.contract.children import adopt_orphans, collect, end_descendants
 from megatron_rl.environments.program.launch import be_program
 from megatron_rl.environments.program.prepared import Prepared
 from megatron_rl.environments.program.wire import ENDING_BYTES, OUTPUT_CHARACTERS, Ended, Job
+from megatron_rl.processes.printed import Tail
 
 END_S = 5.0
 """Seconds that the kernel has to end killed processes; one that hangs in a file system may need longer."""
@@ -82,13 +82,8 @@ class Run:
 
     def reap(self) -> None:
         """Collect ended children, the program among them."""
-        with suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    break
-                if pid == self.pid:
-                    self.code = os.waitstatus_to_exitcode(status)
+        if (code := collect(self.pid)) is not None:
+            self.code = code
 
     def ask_to_end(self) -> None:
         with suppress(ProcessLookupError):

@@ -39,7 +39,10 @@ class VerifiersEnvironment(EndpointAgent):
         super().__init__(config, tokenizer)
         if not self.chat.has_template:
             raise ValueError("environment verifiers: its agents chat, and the tokenizer has no chat template")
-        from megatron_rl.environments.vf.process import Worker, list_tasks  # the launcher does not have psutil
+        from megatron_rl.environments.vf.process import (  # the launcher only checks arguments
+            VerifiersWorker,
+            list_tasks,
+        )
 
         variables = program_environment(config.variables)
         bound = None if config.tasks is None else config.tasks + config.held_out
@@ -65,7 +68,7 @@ class VerifiersEnvironment(EndpointAgent):
         if held_out:
             self._evaluated[HELD_OUT] = held_out
         self._folder = tokenizer.folder if isinstance(tokenizer, HuggingFaceTokenizer) else None
-        self._worker = Worker(config.python, environments, variables)
+        self._worker = VerifiersWorker(config.python, environments, variables)
 
     def training_problems(self) -> Sequence[Problem]:
         return self._trained

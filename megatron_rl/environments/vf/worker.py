@@ -3,10 +3,10 @@
     PYTHON -P worker.py      a JSON object per line, on stdin and on stdout
 
     <- {"environments": {NAME: {"id": ..., "env": {...}, "tasks": 100}}, "prompts": true}
-    -> {"version": "0.4.0", "prompts": {NAME: [...]}}          or {"error": ..., "version": ...}, and the worker ends
-    <- {"run": 1, "environment": NAME, "task": 5, "base_url": ..., "api_key": ..., "model": ..., ...}
+    -> {"number": 0, "version": "0.4.0", "prompts": {NAME: [...]}}   or {"error": ..., "version": ...}, and it ends
+    <- {"number": 1, "environment": NAME, "task": 5, "base_url": ..., "api_key": ..., "model": ..., ...}
     <- {"cancel": 1}
-    -> {"run": 1, "reward": 0.5, "components": {...}, "output": ...}   or {"run": 1, "lost": REASON}
+    -> {"number": 1, "reward": 0.5, "components": {...}, "output": ...}   or {"number": 1, "lost": REASON}
 
 Needs the standard library and verifiers, and nothing of mrl, so that any environment of Python can have it. The end of
 stdin ends the worker.
@@ -43,16 +43,16 @@ def main() -> None:
     try:
         installed = version("verifiers")
     except PackageNotFoundError:
-        replies.write({"version": None, "error": "verifiers is not installed"})
+        replies.write({"number": 0, "version": None, "error": "verifiers is not installed"})
         return
     request = json.loads(requests.readline())
     try:
         environments = {name: Loaded(**given) for name, given in request["environments"].items()}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's package may raise anything
-        replies.write({"version": installed, "error": f"{type(error).__name__}: {error}"})
+        replies.write({"number": 0, "version": installed, "error": f"{type(error).__name__}: {error}"})
         return
     prompts = {name: [prompt_of(task) for task in one.tasks] for name, one in environments.items()}
-    replies.write({"version": installed, "prompts": prompts if request["prompts"] else {}})
+    replies.write({"number": 0, "version": installed, "prompts": prompts if request["prompts"] else {}})
     if not request["prompts"]:
         asyncio.run(Worker(environments, replies).serve(requests))
 
@@ -163,7 +163,7 @@ class Worker:
             if task := self._running.get(request["cancel"]):
                 task.cancel()
             return
-        number = request["run"]
+        number = request["number"]
         task = self._running[number] = asyncio.create_task(self._answer(request))
         task.add_done_callback(lambda _: self._running.pop(number))
 
@@ -171,18 +171,18 @@ class Worker:
         try:
             found = await self._run(request)
         except asyncio.CancelledError:
-            self._replies.write({"run": request["run"], "lost": "cancelled"})
+            self._replies.write({"number": request["number"], "lost": "cancelled"})
             raise
         except Exception as error:  # noqa: BLE001 - an environment may raise anything, which loses this rollout alone
             found = {"lost": f"{type(error).__name__}: {error}"}
-        self._replies.write({"run": request["run"], **found})
+        self._replies.write({"number": request["number"], **found})
 
     async def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from verifiers.v1 import ModelContext
 
         one = self._environments[request["environment"]]
         # verifiers takes keys from variables. API_KEY in the name keeps this one from the programs of other rollouts.
-        variable = f"MRL_API_KEY_{request['run']}"
+        variable = f"MRL_API_KEY_{request['number']}"
         os.environ[variable] = request["api_key"]
         bypass_proxies(urlsplit(request["base_url"]).hostname or "")
         try:

@@ -18,8 +18,7 @@ from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_arguments
 from megatron_rl.environments.vf import process
 from megatron_rl.environments.vf.config import VerifiersConfig, merged
-from megatron_rl.environments.vf.process import Worker, WorkerGone, list_tasks
-from megatron_rl.rank.marked_processes import VARIABLE
+from megatron_rl.environments.vf.process import VerifiersWorker, WorkerGone, list_tasks
 
 SCRIPT = f"""#!{sys.executable}
 import json, os, subprocess, sys, threading, time
@@ -29,22 +28,22 @@ def write(reply):
     print(json.dumps(reply), flush=True)
 if GREETING is None:
     sys.exit()
-write({{"version": "0.4.0", "prompts": {{"train": ["one", "two"]}}, **GREETING}})
+write({{"number": 0, "version": "0.4.0", "prompts": {{"train": ["one", "two"]}}, **GREETING}})
 for line in sys.stdin if not request["prompts"] else ():
     asked = json.loads(line)
     task = asked.get("task")
     if task == "pid":
-        write({{"run": asked["run"], "reward": os.getpid()}})
+        write({{"number": asked["number"], "reward": os.getpid()}})
     elif task == "child":
         child = subprocess.Popen(["sleep", "300"], start_new_session=True, stdin=nothing, stdout=nothing)
-        write({{"run": asked["run"], "reward": child.pid}})
+        write({{"number": asked["number"], "reward": child.pid}})
     elif task == "die":
         os._exit(7)
     elif task == "cancelled":
-        write({{"run": asked["run"], "reward": last}})
+        write({{"number": asked["number"], "reward": last}})
     elif "cancel" in asked:
         last = asked["cancel"]
-        write({{"run": last, "lost": "cancelled"}})
+        write({{"number": last, "lost": "cancelled"}})
     elif task == "stick":
         time.sleep(300)
 """
@@ -71,7 +70,7 @@ def gone(pid: int) -> bool:
     return True
 
 
-async def asked(worker: Worker, task: str) -> Any:
+async def asked(worker: VerifiersWorker, task: str) -> Any:
     return (await worker.run({"task": task}))["reward"]
 
 
@@ -129,9 +128,9 @@ def test_a_worker_has_only_the_variables_that_it_is_given_and_ends_first_when_me
     monkeypatch.setenv("WANDB_API_KEY", "secret")
 
     async def test() -> None:
-        worker = Worker(script(tmp_path), {}, {"PATH": "/usr/bin:/bin"})
+        worker = VerifiersWorker(script(tmp_path), {}, {"PATH": "/usr/bin:/bin"})
         pid = await asked(worker, "pid")
-        assert {*psutil.Process(pid).environ()} - {"LC_CTYPE"} == {"PATH", VARIABLE}
+        assert {*psutil.Process(pid).environ()} - {"LC_CTYPE"} == {"PATH"}
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
         await worker.close()
 
@@ -140,7 +139,7 @@ def test_a_worker_has_only_the_variables_that_it_is_given_and_ends_first_when_me
 
 def test_the_death_of_a_worker_loses_its_rollouts_and_no_others(tmp_path):
     async def test() -> None:
-        worker = Worker(script(tmp_path), {}, {})
+        worker = VerifiersWorker(script(tmp_path), {}, {})
         first = await asked(worker, "pid")
         with pytest.raises(WorkerGone, match=r"the process of verifiers ended \(exit code 7\)"):
             await worker.run({"task": "die"})
@@ -154,7 +153,7 @@ def test_the_death_of_a_worker_loses_its_rollouts_and_no_others(tmp_path):
 
 def test_all_processes_of_a_worker_end_with_it(tmp_path):
     async def test() -> None:
-        worker = Worker(script(tmp_path), {}, {})
+        worker = VerifiersWorker(script(tmp_path), {}, {})
         child = await asked(worker, "child")
         with pytest.raises(WorkerGone):
             await worker.run({"task": "die"})
@@ -167,11 +166,11 @@ def test_all_processes_of_a_worker_end_with_it(tmp_path):
 
 def test_a_cancelled_rollout_is_cancelled_in_the_worker(tmp_path):
     async def test() -> None:
-        worker = Worker(script(tmp_path), {}, {})
-        await asked(worker, "pid")  # number 0
+        worker = VerifiersWorker(script(tmp_path), {}, {})
+        await asked(worker, "pid")  # number 1
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(worker.run({"task": "wait"}), 0.05)
-        assert await asked(worker, "cancelled") == 1
+        assert await asked(worker, "cancelled") == 2
         await worker.close()
 
     run(test())
@@ -181,11 +180,11 @@ def test_a_worker_that_does_not_give_up_a_cancelled_rollout_is_ended(tmp_path, m
     monkeypatch.setattr(process, "CANCEL_S", 0.1)
 
     async def test() -> None:
-        worker = Worker(script(tmp_path), {}, {})
+        worker = VerifiersWorker(script(tmp_path), {}, {})
         stuck = await asked(worker, "pid")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(worker.run({"task": "stick"}), 0.05)
-        with pytest.raises(WorkerGone, match="SIGKILL"):
+        with pytest.raises(WorkerGone, match="SIGTERM"):
             await worker.run({"task": "pid"})
         assert gone(stuck)
         assert await asked(worker, "pid") != stuck

@@ -9,8 +9,8 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.own_process.outside import is_outside
-from megatron_rl.agent.own_process.printed import PRINTED_CHARACTERS, LogBudget, Printed
+from megatron_rl.agent.own_process.worker import is_outside
+from megatron_rl.processes.printed import PRINTED_CHARACTERS, LogBudget, Printed
 
 MARK = "0123456789abcdef"
 TEXTS = st.lists(st.text(st.sampled_from("ab\n\0" + MARK[:3]), max_size=9), max_size=5)
@@ -38,7 +38,7 @@ def test_only_the_end_of_a_long_output_is_kept() -> None:
 
 
 def test_log_has_a_budget_for_each_period_and_says_what_it_withheld() -> None:
-    with mock.patch("megatron_rl.agent.own_process.printed.time.monotonic") as clock:
+    with mock.patch("megatron_rl.processes.printed.time.monotonic") as clock:
         clock.return_value = 5.0
         budget = LogBudget()
         assert budget.spend("x" * LogBudget.CHARACTERS) is not None

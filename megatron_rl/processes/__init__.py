@@ -1,0 +1,1 @@
+"""Processes that answer requests, and end with all that they have started."""
