@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from durations import Durations, WorkerDurations
 from examples import OF_A_COMMIT
 from hypothesis import settings
 
@@ -38,6 +39,16 @@ multiprocessing.set_forkserver_preload(["tests.helpers.rank_server"])
 
 # Imports create no garbage, and searching for it takes a third of the time of collecting the tests.
 gc.disable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-file", type=Path, help="write to this file how long each file of tests took")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if target := config.getoption("durations_file"):
+        worker = hasattr(config, "workerinput")
+        config.pluginmanager.register(WorkerDurations() if worker else Durations(config.rootpath / target))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
