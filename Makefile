@@ -35,7 +35,8 @@ demo: $(READY) ## train a tiny model on arithmetic while you watch, about two mi
 test: lint tests ## lint, unit tests, whole runs here and, if its packages are installed, on a real Slurm
 
 tests: $(READY)
-	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/unit tests/runs tests/slurm
+	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+	    --durations-file tests/durations.json tests/unit tests/runs tests/slurm
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
 	$(BIN)/pytest -m slow --timeout 3600 tests
@@ -84,9 +85,10 @@ docs: $(DOCS_READY) ## the documentation as a site with a search, in site/; fail
 	@echo "site/index.html; browsers search only what a server gives them: python3 -m http.server --bind 127.0.0.1 -d site"
 	@echo "to look at it while you write: .venv-docs/bin/mkdocs serve"
 
-lint: $(READY) ## style, format, types
+lint: $(READY) ## style, format, texts, types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/pytest -m "not slow" tests/lint
 	$(BIN)/mypy
 
 # vLLM pins its torch, so it has an environment of its own. PyPI's builds of torchvision and its siblings need CUDA's torch

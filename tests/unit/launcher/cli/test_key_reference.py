@@ -5,11 +5,6 @@ from __future__ import annotations
 from launcher.cli.show.keys import Keys
 
 
-def test_every_key_has_a_meaning():
-    keys = Keys()
-    assert not [path for path in keys.known if not keys.meaning(path)]
-
-
 def test_an_entry_has_type_unit_default_and_meaning():
     assert Keys().lines(("job", "silence_limit_s"))[:2] == [
         "job.silence_limit_s: an integer > 0, in seconds; default 1800",

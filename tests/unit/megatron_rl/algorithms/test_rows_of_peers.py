@@ -1,7 +1,7 @@
 """Each row about advantages and losses on the pages for users of verl, TRL and NeMo-RL is true: the peer's formula,
 written here in float64 from its documentation, has the loss and gradient of our keys in that row.
 
-`ROWS` names the test of each row; `tests/unit/test_pages_for_users_of_peers.py` fails for a row without one. Where a
+`ROWS` names the test of each row; `tests/lint/test_pages_for_users_of_peers.py` fails for a row without one. Where a
 peer's own functions run, or their results were recorded, it names that test. verl is 0.9.1 (core_algos.py,
 rollout_corr_helper.py), TRL 1.16.0, NeMo-RL its loss_functions.py at commit 0069079.
 """

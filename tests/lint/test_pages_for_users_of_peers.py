@@ -12,7 +12,8 @@ import pytest
 from launcher.cli.show.keys import Keys
 from megatron_rl.algorithms.config import BASELINES, POLICY_LOSSES
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PAGES = ("from-verl.md", "from-trl.md", "from-nemo-rl.md")
 OF_AN_ALGORITHM = ("grpo.", "curriculum.")
 ONLY_OURS = {"grpo.branches"}
@@ -34,7 +35,7 @@ def named(page: str) -> dict[str, str]:
 
 
 def rows_with_a_test() -> dict[str, dict[str, tuple[str, str]]]:
-    file = Path(__file__).parent / "megatron_rl" / "algorithms" / "test_rows_of_peers.py"
+    file = ROOT / "tests" / "unit" / "megatron_rl" / "algorithms" / "test_rows_of_peers.py"
     spec = importlib.util.spec_from_file_location("rows_of_peers", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -70,7 +71,7 @@ def test_every_row_about_advantages_and_losses_has_a_test_of_the_peers_formula(p
     expected = {re.findall(r"`([^`]*)`", one[0])[0] for one in cells if one[1] != "none"}
     assert {*ROWS[page]} == expected
     for file, name in ROWS[page].values():
-        assert f"def {name}(" in (DOCS.parent / "tests/unit/megatron_rl/algorithms" / file).read_text(), (file, name)
+        assert f"def {name}(" in (ROOT / "tests/unit/megatron_rl/algorithms" / file).read_text(), (file, name)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -94,6 +95,7 @@ def test_every_estimator_and_loss_of_ours_is_on_one_of_the_pages(names: tuple[st
     assert missing == ({"maxrl"} if key == "grpo.baseline" else set())  # neither project has it
 
 
+@pytest.mark.slow
 def test_the_names_of_trl_are_those_of_the_installed_version() -> None:
     pytest.importorskip("trl", reason="trl is an optional part of the benchmarks: pip install -e '.[bench]'")
     import trl

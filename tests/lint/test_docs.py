@@ -6,16 +6,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from launcher.cli.main import COMMANDS
 from launcher.cli.show.keys import Keys
 from launcher.cli.show.metrics import metrics_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def without_code(text: str) -> str:
@@ -33,23 +29,30 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@every_page
-def test_every_relative_link_leads_to_a_file_and_a_heading(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
-        if re.match(r"[a-z]+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
-        assert file.exists() and file.is_relative_to(ROOT), target
-        assert not anchor or anchor in anchors(file), target
+def problem_of(page: Path, target: str) -> str | None:
+    """Problem of a link to another place of the project."""
+    path, _, anchor = target.partition("#")
+    file = (page.parent / path).resolve() if path else page
+    if not (file.exists() and file.is_relative_to(ROOT)):
+        return "there is no such file"
+    return f"{file.name} has no such heading" if anchor and anchor not in anchors(file) else None
 
 
-@every_page
-def test_every_named_command_exists(page):
-    text = page.read_text()
-    lines = re.findall(r"^ {4,}(?:\$ )?(?:.*(?:&&|\||\$\() )?mrl ([a-z][a-z-]*)", text, flags=re.MULTILINE)
-    spans = re.findall(r"`mrl ([a-z][a-z-]*)[^`]*`", text)
-    assert not {*lines, *spans} - set(COMMANDS)
+def test_every_relative_link_leads_to_a_file_and_a_heading():
+    assert [
+        f"{page.name}: {target}: {problem}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text()))
+        if not re.match(r"[a-z]+:", target) and (problem := problem_of(page, target))
+    ] == []
+
+
+def test_every_named_command_exists():
+    for page in PAGES:
+        text = page.read_text()
+        lines = re.findall(r"^ {4,}(?:\$ )?(?:.*(?:&&|\||\$\() )?mrl ([a-z][a-z-]*)", text, flags=re.MULTILINE)
+        spans = re.findall(r"`mrl ([a-z][a-z-]*)[^`]*`", text)
+        assert not {*lines, *spans} - set(COMMANDS), page
 
 
 def test_the_readme_links_every_page():
@@ -57,13 +60,17 @@ def test_the_readme_links_every_page():
     assert not [page.name for page in PAGES[1:] if f"({page.relative_to(ROOT)}" not in readme]
 
 
-@every_page
-def test_no_page_installs_another_project_called_mrl(page):
-    assert not re.search(r"pip install (-\S+ )*'?mrl\b", page.read_text())
+def test_no_page_installs_another_project_called_mrl():
+    assert not [page for page in PAGES if re.search(r"pip install (-\S+ )*'?mrl\b", page.read_text())]
 
 
 def test_the_reference_of_keys_is_current():
     assert (ROOT / "docs" / "keys.md").read_text() == Keys().markdown(), "run `mrl help --markdown > docs/keys.md`"
+
+
+def test_every_key_has_a_meaning():
+    keys = Keys()
+    assert not [path for path in keys.known if not keys.meaning(path)]
 
 
 def test_the_reference_of_metrics_is_current():
