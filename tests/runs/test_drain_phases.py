@@ -19,10 +19,8 @@ from megatron_rl.contract.records import Unreadable, if_readable, read, read_lin
 from megatron_rl.contract.run_records import CheckpointPlan, PlanRecord
 
 STEPS = 6
-SLOW_S = 60.0
-"""Seconds that the interrupted phase would take."""
-SOON_S = 8.0
-"""Seconds from the signal to the exit of all ranks on a busy machine: far less than SLOW_S."""
+SLOW_S = 3600.0
+"""Seconds that the interrupted phase would take: far more than `exit_codes` waits for."""
 
 
 def recipe() -> dict[str, Any]:
@@ -179,12 +177,10 @@ def test_rank_leaves_soon_and_the_record_continues(
     own_cache = tmp_path / "empty" if phase.startswith("teaching") else cache
     first = Attempt(run_dir, own_cache, sabotage=partial(slow, tmp_path))
     wait_for(tmp_path / "here", first)
-    began = time.monotonic()
     for process in first.processes:
         process.terminate()
     (tmp_path / "go on").touch()
     assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
-    assert time.monotonic() - began < SOON_S
     outcome = outcome_of(first.files)
     assert outcome is not None
     assert outcome.outcome == DRAINED

@@ -260,9 +260,7 @@ def test_silent_server_delays_the_end_of_a_run_by_seconds(
         eventually(lambda: run.wandb.exists(), "wandb did not start")
         told = [each for each in psutil.Process().children(recursive=True) if each not in others]
         assert told
-        began = time.monotonic()
         left(run, 1, record, outcome="drained")
-        assert time.monotonic() - began < 10.0
     assert "W&B took longer than 1 s" in caplog.text
     eventually(lambda: not any(lives(each) for each in told), "it stays")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from launcher.backends.probe.command import Fact, ask
 
 
@@ -24,9 +22,7 @@ def test_a_missing_command():
 
 
 def test_a_silent_command_is_given_up():
-    began = time.monotonic()
-    assert ask(["sleep", "30"], limit_s=0.2).failure is not None
-    assert time.monotonic() - began < 10
+    assert ask(["sleep", "3600"], limit_s=0.2).failure is not None
 
 
 def test_the_users_formats_do_not_reach_slurm(monkeypatch):

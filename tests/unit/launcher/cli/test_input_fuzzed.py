@@ -38,7 +38,7 @@ from launcher.recipe.shipped import SHIPPED
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 
-LIMIT_S = 60.0  # of one command, before it counts as hanging; on a busy machine some take 20 s
+LIMIT_S = 20.0  # of processor time of one command, before it counts as hanging
 DEMO = (SHIPPED / "demo.yaml").read_text(encoding="utf-8")
 PROFILE = (CLUSTERS / "h100.yaml").read_text(encoding="utf-8")
 KEYS = sorted(".".join(path) for path in known_keys(RunConfig.model_json_schema()))
@@ -116,9 +116,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def tried(program: click.Command, words: list[str]) -> int:
     """Run a command, check that it ends properly, and return its exit code."""
-    began = time.monotonic()
+    began = time.process_time()
     done = CliRunner().invoke(program, words)
-    assert time.monotonic() - began < LIMIT_S, words
+    assert time.process_time() - began < LIMIT_S, words
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code in (0, 1, 2, 3), (words, done.exit_code)

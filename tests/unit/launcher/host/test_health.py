@@ -90,9 +90,7 @@ def test_the_canary_comes_back_and_leaves_nothing(tmp_path):
 
 
 def test_what_hangs_is_given_up():
-    began = time.monotonic()
-    assert within(0.2, lambda: time.sleep(60)) == "no answer within 0 s"
-    assert time.monotonic() - began < 10
+    assert within(0.2, lambda: time.sleep(3600)) == "no answer within 0 s"
     assert within(10.0, lambda: None) is None
 
 

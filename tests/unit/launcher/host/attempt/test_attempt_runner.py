@@ -289,9 +289,7 @@ def test_a_wait_ends_with_what_it_waits_for_or_with_a_request(watched):
 
 
 def test_a_signal_wakes_a_wait(watched):
-    watched.asked.tick_s = 60.0
-    began = time.monotonic()
+    watched.asked.tick_s = 3600.0
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGUSR2))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     watched.runner.wait(lambda: False, through_requests=False)
-    assert time.monotonic() - began < 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -64,8 +63,6 @@ def test_neither_a_file_system_nor_an_lfs_that_does_not_answer_is_an_error(run, 
     (tmp_path / "file").touch()
     make_checkpoints(RunDir(tmp_path / "file"))
     monkeypatch.setattr(striping, "LIMIT_S", 0.2)
-    lfs(tmp_path, monkeypatch, "exec sleep 60")
-    began = time.monotonic()
+    lfs(tmp_path, monkeypatch, "exec sleep 3600")
     make_checkpoints(run)
     assert run.checkpoints.is_dir()
-    assert time.monotonic() - began < 10
