@@ -16,23 +16,18 @@ from megatron_rl.agent.answer_format import FORMATS, FoundAnswer
 TABLE: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("answers_found.yaml").read_text("utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("name", "response", "answer", "follows"),
-    [(name, *row) for name in FORMATS for row in TABLE[name]],
-)
-def test_answer_is_found_as_the_table_expects(name: str, response: str, answer: str | None, follows: str) -> None:
-    expected = None if answer is None else FoundAnswer(answer, has_trailing_text=follows == "text")
-    assert FORMATS[name].find(response) == expected
+@pytest.mark.parametrize("name", FORMATS)
+def test_answer_is_found_as_the_table_expects(name: str) -> None:
+    for response, answer, follows in TABLE[name]:
+        expected = None if answer is None else FoundAnswer(answer, has_trailing_text=follows == "text")
+        assert FORMATS[name].find(response) == expected, response
 
 
-@pytest.mark.parametrize("ending", TABLE["harmless"])
-def test_harmless_ending_is_not_trailing_text(ending: str) -> None:
-    assert FORMATS["boxed"].find(rf"$\boxed{{42}}{ending}") == FoundAnswer("42", has_trailing_text=False)
-
-
-@pytest.mark.parametrize("ending", TABLE["harmful"])
-def test_other_ending_is_trailing_text(ending: str) -> None:
-    assert FORMATS["boxed"].find(rf"\boxed{{42}}{ending}") == FoundAnswer("42", has_trailing_text=True)
+def test_only_harmful_endings_are_trailing_text() -> None:
+    for ending in TABLE["harmless"]:
+        assert FORMATS["boxed"].find(rf"$\boxed{{42}}{ending}") == FoundAnswer("42", has_trailing_text=False), ending
+    for ending in TABLE["harmful"]:
+        assert FORMATS["boxed"].find(rf"\boxed{{42}}{ending}") == FoundAnswer("42", has_trailing_text=True), ending
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,8 @@ def test_request_has_openai_format_and_the_token() -> None:
     assert "It is {two}." in body["messages"][0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
+def test_last_verdict_counts() -> None:
+    for text, reward in [
         ("VERDICT: 3\nno,\nVERDICT: 10", 1.0),
         ("VERDICT: 2.5", 0.25),
         ("VERDICT: 7.", 0.7),
@@ -77,10 +76,8 @@ def test_request_has_openai_format_and_the_token() -> None:
         ('{"reason": "close", "verdict": 7}', 0.7),
         ("I end with VERDICT: and a number.\nVERDICT: 7", 0.7),
         ("VERDICT: 7\n(the verdict is final)", 0.7),
-    ],
-)
-def test_last_verdict_counts(text: str, reward: float) -> None:
-    assert judged(saying(text)) == pytest.approx(reward)
+    ]:
+        assert judged(saying(text)) == pytest.approx(reward), (text, reward)
 
 
 def test_fields_set_to_null_are_not_sent() -> None:

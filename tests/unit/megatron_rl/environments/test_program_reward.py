@@ -24,9 +24,8 @@ def test_the_last_line_is_the_reward_and_its_further_numbers_are_metrics(output:
     assert reward_in(output) == reward
 
 
-@pytest.mark.parametrize(
-    ("output", "reason"),
-    [
+def test_any_other_ending_is_no_reward_and_says_why() -> None:
+    for output, reason in [
         ("", "it printed nothing"),
         ("\n \n", "it printed nothing"),
         ("1.0\ndone", "its last line must be"),
@@ -43,13 +42,11 @@ def test_the_last_line_is_the_reward_and_its_further_numbers_are_metrics(output:
         ('{"reward": 1, "tokens per s": 2}', "letters, digits"),
         ("1" * 400, "too large"),
         ("[" * 100_000, "its last line must be"),
-    ],
-)
-def test_any_other_ending_is_no_reward_and_says_why(output: str, reason: str) -> None:
-    with pytest.raises(NoReward, match="reward") as raised:
-        reward_in(output)
-    assert reason in str(raised.value)
-    assert len(str(raised.value)) < 250
+    ]:
+        with pytest.raises(NoReward, match="reward") as raised:
+            reward_in(output)
+        assert reason in str(raised.value), (output, reason)
+        assert len(str(raised.value)) < 250, (output, reason)
 
 
 def test_a_function_returns_a_number_or_a_mapping_with_a_reward() -> None:

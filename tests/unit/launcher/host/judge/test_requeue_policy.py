@@ -150,14 +150,13 @@ TABLE: list[tuple[Verdict, str, list[AttemptEnd], int, str, str, float, str, int
 # fmt: on
 
 
-@pytest.mark.parametrize(
-    ("verdict", "cause", "before", "checkpoint", "outcome", "then", "delay_s", "without", "code"), TABLE
-)
-def test_what_becomes_of_the_job(verdict, cause, before, checkpoint, outcome, then, delay_s, without, code):
-    decision = decide(before, verdict, asked(cause), Facts(checkpoint))
-    told = (decision.outcome, decision.then, decision.delay_s, ",".join(decision.exclude), decision.exit_code)
-    assert told == (outcome, then, delay_s, without, code)
-    assert decision.message if then == "held" else True, "whoever has to look is told why"
+def test_what_becomes_of_the_job():
+    for row in TABLE:
+        verdict, cause, before, checkpoint, outcome, then, delay_s, without, code = row
+        decision = decide(before, verdict, asked(cause), Facts(checkpoint))
+        told = (decision.outcome, decision.then, decision.delay_s, ",".join(decision.exclude), decision.exit_code)
+        assert told == (outcome, then, delay_s, without, code), row
+        assert decision.message if then == "held" else True, "whoever has to look is told why"
 
 
 def asked(cause: str | None) -> Drain | None:
@@ -191,11 +190,12 @@ NODES: list[tuple[Verdict, str, list[AttemptEnd], Facts, str, str | None, str, s
 # fmt: on
 
 
-@pytest.mark.parametrize(("verdict", "cause", "before", "facts", "outcome", "said", "then", "without"), NODES)
-def test_nodes_that_are_bad_or_dead_are_left_behind(verdict, cause, before, facts, outcome, said, then, without):
-    decision = decide(before, verdict, asked(cause), facts)
-    told = (decision.outcome, decision.cause, decision.then, ",".join(decision.exclude))
-    assert told == (outcome, said, then, without)
+def test_nodes_that_are_bad_or_dead_are_left_behind():
+    for row in NODES:
+        verdict, cause, before, facts, outcome, said, then, without = row
+        decision = decide(before, verdict, asked(cause), facts)
+        told = (decision.outcome, decision.cause, decision.then, ",".join(decision.exclude))
+        assert told == (outcome, said, then, without), row
 
 
 @pytest.mark.parametrize(
