@@ -6,18 +6,21 @@ Adam's moments are set to a function of their weight, so the test sees whether e
 
 from __future__ import annotations
 
-import time
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
-from checkpoint_helpers import checkpointer, load, run_ranks
+from checkpoint_helpers import Ranks, checkpointer, load
 from core_helpers import stir, tiny_model
+from megatron.core import parallel_state
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -59,16 +62,11 @@ LAYOUTS = {
     "dp2-plain": Layout(2, distributed=False),
     "dp3-plain": Layout(3, distributed=False),
     "tp2-dp2-plain": Layout(4, tp=2, distributed=False),
+    "ep2": Layout(2, ep=2),
+    "tp2-ep2": Layout(4, tp=2, ep=2),
+    "dp4-ep2-plain": Layout(4, ep=2, distributed=False),  # two ranks hold the same experts
+    "one": ONE,
 }
-
-EVERY_KIND = ("cp2", "dp3", "tp2-pp2", "dp2-plain")
-"""Layouts that cover each way to cut a model; the others are combinations of them."""
-BACK = ("cp2", "tp2-pp2", "tp2-dp2-plain")
-"""Layouts whose own checkpoints one rank loads: one for each optimizer, and one in which ranks hold copies."""
-
-
-def slow_unless(quick: bool, *values: object, id: str) -> ParameterSet:
-    return pytest.param(*values, id=id, marks=() if quick else pytest.mark.slow)
 
 
 def a_model(dtype: str, tied: bool = False) -> ModelConfig:
@@ -77,13 +75,90 @@ def a_model(dtype: str, tied: bool = False) -> ModelConfig:
 
 
 EXPERTS = tiny_model(dtype="bf16", tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=20)
-# Parts of this rank are multiples of any vector: Adam may round the rest of a vector in another way.
-EXPERT_ADAPTERS = ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}})
+MODELS = {
+    "fp32": a_model("fp32"),
+    "bf16": a_model("bf16"),
+    "tied": a_model("bf16", tied=True),
+    "experts": EXPERTS,
+    "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
+}
+"""The adapters' parts are multiples of any vector: Adam may round the rest of a vector in another way."""
+
+
+class Begun(NamedTuple):
+    """A run that saves a checkpoint and continues to its end, both in the same layout."""
+
+    model: str
+    layout: str
+
+    @property
+    def ranks(self) -> int:
+        return LAYOUTS[self.layout].ranks
+
+    def folder(self, root: Path) -> Path:
+        return root / f"{self.model} {self.layout}"
+
+
+class Continued(NamedTuple):
+    """The same run, continued from its checkpoint in another layout."""
+
+    model: str
+    before: str
+    layout: str
+    with_optimizer: bool = True
+
+    @property
+    def begun(self) -> Begun:
+        return Begun(self.model, self.before)
+
+    @property
+    def ranks(self) -> int:
+        return LAYOUTS[self.layout].ranks
+
+    def folder(self, root: Path) -> Path:
+        return root / f"{self.model} {self.before} then {self.layout}, {self.with_optimizer}"
+
+
+class Outcome(NamedTuple):
+    matched: bool
+    """Whether each of Adam's moments moved with its weight."""
+    same_end: bool
+    """Whether the run ended with the bits of the run that stayed in its layout."""
+    read: list[int]
+    """Bytes of tensors that each rank read."""
+
+
+QUICK = (
+    *(Continued("bf16", "one", layout) for layout in ("cp2", "dp3", "tp2-pp2", "dp2-plain")),  # each way to cut a model
+    *(Continued("bf16", layout, "one") for layout in ("cp2", "tp2-pp2", "tp2-dp2-plain")),  # copies, each optimizer
+    *(Continued("bf16", *pair) for pair in (("dp2", "dp2"), ("dp2-plain", "dp2-plain"), ("dp2-plain", "dp3-plain"))),
+    Continued("bf16", "tp2-dp2", "pp2"),
+    Continued("fp32", "one", "tp2"),
+    Continued("tied", "tp2-pp2", "one"),  # the last stage of a pipeline has a copy of the embeddings
+    *(Continued("experts", "tp2-ep2", layout) for layout in ("one", "dp4-ep2-plain")),
+    *(Continued("adapters", "tp2-ep2", layout) for layout in ("one", "pp2")),
+)
+"""Each way to cut a model, from it and to it. Other pairs combine these."""
+DENSE = [name for name, layout in LAYOUTS.items() if layout.ep == 1 and layout != ONE]
+ALL = dict.fromkeys(
+    (
+        *QUICK,
+        *(Continued("bf16", "one", layout) for layout in DENSE),
+        *(Continued("bf16", layout, "one") for layout in DENSE),
+        *(Continued("fp32", "one", layout) for layout in ("dp3", "tp2-pp2")),
+        Continued("tied", "tp2-dp2", "one"),
+        *(Continued("experts", "ep2", layout) for layout in ("one", "dp4-ep2-plain")),
+        *(Continued("experts", "dp4-ep2-plain", layout) for layout in ("one", "dp4-ep2-plain")),
+        Continued("experts", "tp2-ep2", "tp2-pp2"),
+    )
+)
+NOT_LOADED = Continued("fp32", "one", "tp2", with_optimizer=False)
 
 
 class Training:
     def __init__(self, layout: Layout, model: ModelConfig) -> None:
         training = TrainingLayout(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
+        parallel_state.destroy_model_parallel()
         self.groups = cut(training, timedelta(seconds=30))
         platform = select(JobConfig(device="cpu"))
         platform.seed(1)
@@ -160,119 +235,38 @@ class Training:
         }
 
 
-def _begin(rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path) -> None:
-    """Save a checkpoint in `folder`, and the end of the run in the same layout in folder/end."""
-    training = Training(layout, model)
-    for number in range(SAVED):
-        training.update(number)
-    training.derive_moments_from_weights()
-    training.save(folder, SAVED)
-    for number in range(SAVED, LAST):
-        training.update(number)
-    training.save(folder / "end", LAST)
+def begin(rank: int, world_size: int, runs: Sequence[Begun], root: Path) -> list[bool]:
+    """Save a checkpoint of each run in its folder, and its end in folder/end."""
+    for run in runs:
+        training, folder = Training(LAYOUTS[run.layout], MODELS[run.model]), run.folder(root)
+        for number in range(SAVED):
+            training.update(number)
+        training.derive_moments_from_weights()
+        training.save(folder, SAVED)
+        for number in range(SAVED, LAST):
+            training.update(number)
+        training.save(folder / "end", LAST)
+    return [True] * len(runs)
 
 
-def _continue(
-    rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path, end: Path, with_optimizer: bool = True
-) -> bool:
+def go_on(rank: int, world_size: int, runs: Sequence[Continued], root: Path) -> list[tuple[bool, int]]:
+    """Continue each run and save its end. Returns whether moments moved with their weights, and the bytes read."""
     warnings.filterwarnings("error", message="c10d::broadcast_")  # autograd warns if weights are sent with gradients
-    training = Training(layout, model)
-    training.load(folder, SAVED, with_optimizer=with_optimizer)
-    matched = training.moments_match_weights()
-    for number in range(SAVED, LAST):
-        training.update(number)
-    training.save(end, LAST)
-    return matched
-
-
-def _read(rank: int, world_size: int, model: ModelConfig, *ends: Path) -> list[dict[str, torch.Tensor]]:
-    training = Training(ONE, model)
     found = []
-    for end in ends:
-        training.load(end, LAST)
-        found.append(training.everything())
+    for run in runs:
+        training = Training(LAYOUTS[run.layout], MODELS[run.model])
+        with bytes_read() as sizes:
+            training.load(run.begun.folder(root), SAVED, with_optimizer=run.with_optimizer)
+        found.append((training.moments_match_weights(), sum(sizes)))
+        for number in range(SAVED, LAST):
+            training.update(number)
+        training.save(run.folder(root), LAST)
     return found
 
 
-def _continue_and_read(
-    rank: int, world_size: int, model: ModelConfig, folder: Path
-) -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Continue on one rank. Returns whether moments moved with their weights, the end here, and that in its layout."""
-    training = Training(ONE, model)
-    training.load(folder, SAVED)
-    matched = training.moments_match_weights()
-    for number in range(SAVED, LAST):
-        training.update(number)
-    here = training.everything()
-    training.load(folder / "end", LAST)
-    return matched, here, training.everything()
-
-
-def ends(folder: Path, layout: Layout, model: ModelConfig, *, with_optimizer: bool = True) -> bool:
-    """Whether the run in `folder` has the same end in this layout as in its own; one rank reads both."""
-    end = folder / f"end-{time.monotonic_ns()}"
-    matched = run_ranks(folder, layout.ranks, _continue, layout, model, folder, end, with_optimizer)
-    assert all(matched) is with_optimizer
-    ((ours, theirs),) = run_ranks(folder, 1, _read, model, end, folder / "end")
-    return same(ours, theirs)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
-MODELS = {"fp32": a_model("fp32"), "bf16": a_model("bf16")}
-BF16 = MODELS["bf16"]
-
-
-class OneRankRun(NamedTuple):
-    """A run on one rank from start to end."""
-
-    folder: Path
-    model: ModelConfig
-
-
-@pytest.fixture(scope="module")
-def of_one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OneRankRun:
-    folder, model = tmp_path_factory.mktemp("one"), MODELS[request.param]
-    run_ranks(folder, 1, _begin, ONE, model, folder)
-    return OneRankRun(folder, model)
-
-
-@pytest.mark.parametrize(
-    ("of_one_rank", "layout"),
-    [slow_unless(name in EVERY_KIND, "bf16", name, id=f"bf16-{name}") for name in LAYOUTS]
-    + [slow_unless(name == "tp2", "fp32", name, id=f"fp32-{name}") for name in ("tp2", "dp3", "tp2-pp2")],
-    indirect=["of_one_rank"],
-)
-def test_run_of_one_rank_resumes_in_another_layout(of_one_rank: OneRankRun, layout: str) -> None:
-    assert ends(of_one_rank.folder, LAYOUTS[layout], of_one_rank.model)
-
-
-@pytest.mark.parametrize("layout", [slow_unless(name in BACK, layout, id=name) for name, layout in LAYOUTS.items()])
-def test_run_of_another_layout_resumes_on_one_rank(tmp_path: Path, layout: Layout) -> None:
-    check_resume_on_one_rank(tmp_path, layout, BF16)
-
-
-def check_resume_on_one_rank(folder: Path, layout: Layout, model: ModelConfig) -> None:
-    run_ranks(folder, layout.ranks, _begin, layout, model, folder)
-    ((matched, here, there),) = run_ranks(folder, 1, _continue_and_read, model, folder)
-    assert matched
-    assert same(here, there)
-
-
-@pytest.mark.parametrize("layout", [LAYOUTS["dp2"], LAYOUTS["dp2-plain"]], ids=["distributed", "plain"])
-def test_data_parallel_ranks_write_similar_amounts(tmp_path: Path, layout: Layout) -> None:
-    run_ranks(tmp_path, layout.ranks, _begin, layout, BF16, tmp_path)
-    written = [path.stat().st_size for path in sorted(RunDir(tmp_path).checkpoint(SAVED).glob("*.distcp"))]
-    assert len(written) == 2
-    assert max(written) < 1.15 * min(written)  # the unit is a whole tensor, and these are small
-
-
-def _bytes_read(rank: int, world_size: int, layout: Layout, model: ModelConfig, folder: Path) -> int:
-    """Bytes of tensors read while a checkpoint is loaded."""
-    training = Training(layout, model)
+@contextmanager
+def bytes_read() -> Iterator[list[int]]:
+    """Sizes of the tensors read while a checkpoint is loaded."""
     found: list[int] = []
     read_data = FileSystemReader.read_data
 
@@ -281,57 +275,94 @@ def _bytes_read(rank: int, world_size: int, layout: Layout, model: ModelConfig, 
         found.extend(self.storage_data[index].length for index in tensors)
         return read_data(self, plan, planner)
 
-    FileSystemReader.read_data = counted  # type: ignore[method-assign]
-    training.load(folder, SAVED)
-    return sum(found)
+    with mock.patch.object(FileSystemReader, "read_data", counted):
+        yield found
 
 
-@pytest.mark.parametrize(("before", "after"), [("dp2", "dp2"), ("dp2-plain", "dp2-plain"), ("dp2-plain", "dp3-plain")])
-def test_data_parallel_ranks_read_a_checkpoint_once_in_similar_amounts(tmp_path: Path, before: str, after: str) -> None:
-    run_ranks(tmp_path, LAYOUTS[before].ranks, _begin, LAYOUTS[before], BF16, tmp_path)
-    read = run_ranks(tmp_path, LAYOUTS[after].ranks, _bytes_read, LAYOUTS[after], BF16, tmp_path)
-    written = sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(SAVED).glob("*.distcp"))
-    assert sum(read) <= written
-    assert max(read) < 1.15 * min(read)
+def compare(rank: int, world_size: int, runs: Sequence[Continued], root: Path) -> list[bool]:
+    """Load both ends of each run on one rank, and return whether they have the same bits."""
+    found = []
+    for run in runs:
+        training = Training(ONE, MODELS[run.model])
+        training.load(run.folder(root), LAST)
+        ours = training.everything()
+        training.load(run.begun.folder(root) / "end", LAST)
+        theirs = training.everything()
+        assert ours.keys() == theirs.keys()
+        found.append(all(torch.equal(ours[name], theirs[name]) for name in ours))
+    return found
 
 
-def test_tensor_parallel_ranks_continue_as_pipeline_stages(tmp_path: Path) -> None:
-    before, after = LAYOUTS["tp2-dp2"], LAYOUTS["pp2"]
-    run_ranks(tmp_path, before.ranks, _begin, before, BF16, tmp_path)
-    assert ends(tmp_path, after, BF16)
+def outcomes(root: Path, runs: Sequence[Continued]) -> dict[Continued, Outcome]:
+    """Begin and continue all runs, in one world for each number of ranks."""
+
+    def by_ranks(function: Callable[..., Any], all_runs: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
+        for ranks, some in groupby(sorted(all_runs, key=attrgetter("ranks")), key=attrgetter("ranks")):
+            of_world = [*some]
+            results = Ranks(root, ranks, function, of_world, root).results(timeout_s=240)
+            for number, run in enumerate(of_world):
+                yield run, [each[number] for each in results]
+
+    dict(by_ranks(begin, dict.fromkeys(run.begun for run in runs)))
+    continued = dict(by_ranks(go_on, runs))
+    (same_ends,) = Ranks(root, 1, compare, runs, root).results(timeout_s=240)
+    return {
+        run: Outcome(all(matched for matched, _ in continued[run]), same, [read for _, read in continued[run]])
+        for run, same in zip(runs, same_ends, strict=True)
+    }
 
 
-@pytest.mark.parametrize("layout", [slow_unless(name == "tp2-pp2", name, id=name) for name in ("tp2-dp2", "tp2-pp2")])
-def test_tied_embeddings_resume_on_one_rank(tmp_path: Path, layout: str) -> None:
-    """The last stage of a pipeline has a copy of the embeddings."""
-    check_resume_on_one_rank(tmp_path, LAYOUTS[layout], a_model("bf16", tied=True))
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the runs of `make test`."""
+    return tmp_path_factory.mktemp("quick")
+
+
+@pytest.fixture(scope="module")
+def quick(root: Path) -> dict[Continued, Outcome]:
+    return outcomes(root, [*QUICK, NOT_LOADED])
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> dict[Continued, Outcome]:
+    return outcomes(tmp_path_factory.mktemp("slow"), [run for run in ALL if run not in QUICK])
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "run",
     [
-        slow_unless(False, Layout(2, ep=2), id="ep2"),
-        slow_unless(True, Layout(4, tp=2, ep=2), id="tp2-ep2"),
-        slow_unless(False, Layout(4, ep=2, distributed=False), id="dp4-ep2-plain"),
+        pytest.param(
+            run, id=f"{run.model}, {run.before} then {run.layout}", marks=() if run in QUICK else pytest.mark.slow
+        )
+        for run in ALL
     ],
 )
-def test_expert_parallel_run_resumes_on_one_rank_and_in_another_layout(tmp_path: Path, layout: Layout) -> None:
-    check_resume_on_one_rank(tmp_path, layout, EXPERTS)
-    assert ends(tmp_path, Layout(4, ep=2, distributed=False), EXPERTS)  # two ranks hold the same experts
+def test_run_resumes_in_another_layout_with_the_same_bits(run: Continued, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue("quick" if run in QUICK else "slow")[run]
+    assert found.matched and found.same_end
 
 
-@pytest.mark.slow
-def test_expert_parallel_run_resumes_as_pipeline_stages(tmp_path: Path) -> None:
-    before = Layout(4, tp=2, ep=2)
-    run_ranks(tmp_path, before.ranks, _begin, before, EXPERTS, tmp_path)
-    assert ends(tmp_path, Layout(4, tp=2, pp=2), EXPERTS)
+def test_comparison_detects_an_optimizer_that_was_not_loaded(quick: dict[Continued, Outcome]) -> None:
+    found = quick[NOT_LOADED]
+    assert not found.matched and not found.same_end
 
 
-def test_adapters_resume_on_one_rank_and_in_other_layouts(tmp_path: Path) -> None:
-    check_resume_on_one_rank(tmp_path, Layout(4, tp=2, ep=2), EXPERT_ADAPTERS)
-    assert ends(tmp_path, Layout(2, pp=2), EXPERT_ADAPTERS)
+@pytest.mark.parametrize("layout", ["dp2", "dp2-plain"])
+def test_data_parallel_ranks_write_similar_amounts(layout: str, quick: dict[Continued, Outcome], root: Path) -> None:
+    written = sizes_written(Begun("bf16", layout), root)
+    assert len(written) == 2
+    assert max(written) < 1.15 * min(written)  # the unit is a whole tensor, and these are small
 
 
-@pytest.mark.parametrize("of_one_rank", ["fp32"], indirect=True)
-def test_comparison_detects_an_optimizer_that_was_not_loaded(of_one_rank: OneRankRun) -> None:
-    assert not ends(of_one_rank.folder, LAYOUTS["tp2"], of_one_rank.model, with_optimizer=False)
+@pytest.mark.parametrize(("before", "after"), [("dp2", "dp2"), ("dp2-plain", "dp2-plain"), ("dp2-plain", "dp3-plain")])
+def test_data_parallel_ranks_read_a_checkpoint_once_in_similar_amounts(
+    before: str, after: str, quick: dict[Continued, Outcome], root: Path
+) -> None:
+    run = Continued("bf16", before, after)
+    read = quick[run].read
+    assert sum(read) <= sum(sizes_written(run.begun, root))
+    assert max(read) < 1.15 * min(read)
+
+
+def sizes_written(run: Begun, root: Path) -> list[int]:
+    return [path.stat().st_size for path in sorted(RunDir(run.folder(root)).checkpoint(SAVED).glob("*.distcp"))]

@@ -82,28 +82,33 @@ def test_undisturbed_run_settles_every_prompt_once(undisturbed: dict[bool, Recor
 # Deaths
 
 
+FEW = 4
+"""`make test` tries every fourth moment. A change of a file is two or three moments, so this meets all their kinds."""
+EVERY = pytest.mark.parametrize("every", [FEW, pytest.param(1, marks=pytest.mark.slow)])
+
+
 @pytest.mark.parametrize(
-    "dynamic",
+    ("dynamic", "every"),
     [
-        pytest.param(
-            False, id="all prompts", marks=pytest.mark.slow
-        ),  # dynamic sampling covers everything that can go wrong
-        pytest.param(True, id="dynamic sampling"),
+        pytest.param(True, FEW, id="dynamic sampling, some moments"),  # covers everything that can go wrong
+        pytest.param(True, 1, id="dynamic sampling", marks=pytest.mark.slow),
+        pytest.param(False, 1, id="all prompts", marks=pytest.mark.slow),
     ],
 )
 def test_run_that_dies_at_any_moment_ends_as_if_undisturbed(
-    make_run: MakeRun, undisturbed: dict[bool, Record], dynamic: bool
+    make_run: MakeRun, undisturbed: dict[bool, Record], dynamic: bool, every: int
 ) -> None:
     """Deaths come before every change of a file and in the middle of every write, with and without unsynced data."""
     whole = make_run(dynamic)
     assert whole.attempt(watch=True) == "finished"
     assert len(whole.disk.deaths) > 200
-    for state in distinct(whole.disk.deaths):
+    for state in distinct(whole.disk.deaths)[::every]:
         check_finished(make_run(dynamic, state), undisturbed[dynamic])
 
 
+@EVERY
 def test_restart_that_dies_at_any_moment_ends_as_if_undisturbed(
-    make_run: MakeRun, undisturbed: dict[bool, Record]
+    make_run: MakeRun, undisturbed: dict[bool, Record], every: int
 ) -> None:
     """The run died in step 4 with the checkpoint of step 2 half written, so the restart has a record to cut back,
     temporary files to delete, and a bank to read."""
@@ -120,7 +125,7 @@ def test_restart_that_dies_at_any_moment_ends_as_if_undisturbed(
     start = make_run(dynamic=True, left=left)
     assert start.attempt(ask_at=1, watch=True) == "drained"
     assert len(start.disk.deaths) > 20
-    for state in distinct(start.disk.deaths):
+    for state in distinct(start.disk.deaths)[::every]:
         check_finished(make_run(dynamic=True, left=state), undisturbed[True])
 
 
@@ -144,21 +149,22 @@ def test_run_may_die_repeatedly(
 
 
 @pytest.mark.parametrize(
-    "left_s",
+    ("left_s", "every"),
     [
-        pytest.param(None, id="time to finish the step"),
-        pytest.param(100.0, id="time to save, not to finish the step", marks=pytest.mark.slow),
-        pytest.param(0.0, id="no time", marks=pytest.mark.slow),
+        pytest.param(None, FEW, id="time to finish the step, some polls"),
+        pytest.param(None, 1, id="time to finish the step", marks=pytest.mark.slow),
+        pytest.param(100.0, 1, id="time to save, not to finish the step", marks=pytest.mark.slow),
+        pytest.param(0.0, 1, id="no time", marks=pytest.mark.slow),
     ],
 )
 def test_run_may_be_asked_to_leave_at_any_poll(
-    make_run: MakeRun, undisturbed: dict[bool, Record], left_s: float | None
+    make_run: MakeRun, undisturbed: dict[bool, Record], left_s: float | None, every: int
 ) -> None:
     whole = make_run(dynamic=True)
     assert whole.attempt() == "finished"
-    for look in range(1, whole.looks + 1):
+    for look in range(1, whole.looks + 1, every):
         run = make_run(dynamic=True)
-        if run.attempt(ask_at=look, left_s=left_s, behind=look % 5) == "drained":
+        if run.attempt(ask_at=look, left_s=left_s, behind=look // every % 5) == "drained":
             check_finished(run, undisturbed[True])
         else:  # too late
             assert run.record() == undisturbed[True]

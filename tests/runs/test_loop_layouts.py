@@ -125,19 +125,20 @@ def test_dropped_groups_and_rewards_of_drivers_are_counted_once(tmp_path: Path, 
 # Interruptions
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path, alone: RunDir) -> RunDir:
-    """After the run on one rank, which has taught the base model."""
-    return finished(prepare(tmp_path_factory.mktemp("runs") / "undisturbed", recipe(4, TP2_PP2)), cache, 4)
-
-
-@pytest.mark.slow  # two ranks below, and all moments in test_exactly_once.py
-@pytest.mark.parametrize("asked", [0, 1, 3], ids=["driver", "follower", "last stage"])
-def test_record_is_the_same_after_any_interruption(
-    asked: int, undisturbed: RunDir, tmp_path: Path, cache: Path
+@pytest.mark.slow  # the other tests show agreement with one rank, and test_exactly_once.py all moments
+@pytest.mark.parametrize(
+    ("ranks", "placement", "asked"),
+    [(4, TP2_PP2, [0, 1, 3]), (2, CP2, [1])],
+    ids=["driver, follower and last stage", "second driver"],
+)
+def test_record_is_the_same_bit_for_bit_after_any_interruption(
+    ranks: int, placement: dict[str, Any], asked: list[int], alone: RunDir, tmp_path: Path, cache: Path
 ) -> None:
-    interrupted = interrupt(prepare(tmp_path / "interrupted", recipe(4, TP2_PP2)), cache, 4, asked)
-    assert reproducible(finished(interrupted, cache, 4)) == reproducible(undisturbed)
+    """After the run on one rank, which has taught the base model."""
+    undisturbed = finished(prepare(tmp_path / "undisturbed", recipe(ranks, placement)), cache, ranks)
+    for rank in asked:
+        run_dir = interrupt(prepare(tmp_path / f"interrupted-{rank}", recipe(ranks, placement)), cache, ranks, rank)
+        assert reproducible(finished(run_dir, cache, ranks)) == reproducible(undisturbed), rank
 
 
 def interrupt(run_dir: RunDir, cache: Path, ranks: int, asked: int) -> RunDir:
@@ -156,14 +157,12 @@ def interrupt(run_dir: RunDir, cache: Path, ranks: int, asked: int) -> RunDir:
     return run_dir
 
 
-def test_context_parallel_run_agrees_with_one_rank_interrupted_or_not(
+def test_context_parallel_run_that_is_interrupted_agrees_with_one_rank(
     alone: RunDir, tmp_path: Path, cache: Path
 ) -> None:
     """Both ranks are drivers, and each trains on the groups of both. The second is asked to leave."""
-    undisturbed = finished(prepare(tmp_path / "undisturbed", recipe(2, CP2)), cache, 2)
-    agree(undisturbed, alone)
-    interrupted = interrupt(prepare(tmp_path / "interrupted", recipe(2, CP2)), cache, 2, asked=1)
-    assert reproducible(finished(interrupted, cache, 2)) == reproducible(undisturbed)
+    run_dir = interrupt(prepare(tmp_path / "interrupted", recipe(2, CP2)), cache, 2, asked=1)
+    agree(finished(run_dir, cache, 2), alone)
 
 
 @pytest.mark.slow

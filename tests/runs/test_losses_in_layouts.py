@@ -3,7 +3,9 @@ tokens are packed, cut into micro-batches and split over ranks."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,7 +55,25 @@ LOSSES: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coefficient": 0.3},
 }
 LAYOUTS = {"micro-batches": Layout(), "DP2": Layout(dp=2), "TP2": Layout(tp=2), "CP2": Layout(cp=2)}
+ONE_BATCH = "one batch"
 CLOSE = 1e-6
+IN_EVERY_LAYOUT = ("clip", "rejected answers", "own", "kl weighed")
+"""A loss of each kind: of tokens, of whole answers, somebody's own, with a reference."""
+ALSO = {
+    "CP2": ("gspo", "gspo token", "sapo", "geometric importance"),  # sums over answers, which CP splits
+    "DP2": ("dual clip", "cispo", "Dr. GRPO", "importance of tokens"),
+    "TP2": ("dppo", "reinforce", "entropy", "kl in the reward"),
+}
+
+
+def is_quick(layout: str, name: str) -> bool:
+    """Whether `make test` has this pair: each loss in micro-batches and in one way to split them over ranks."""
+    return layout == "micro-batches" or name in IN_EVERY_LAYOUT or name in ALSO[layout]
+
+
+def chosen(layout: str, quick: bool) -> list[str]:
+    """Losses that run in a layout, all in the same world."""
+    return [name for name in LOSSES if layout == ONE_BATCH or is_quick(layout, name) == quick]
 
 
 class Seen(NamedTuple):
@@ -76,8 +96,8 @@ def recipe(layout: Layout, keys: dict[str, Any], microbatch: int) -> RunConfig:
     )
 
 
-def seen(layout: Layout, microbatch: int, own: str) -> dict[str, Seen]:
-    """Loss and gradient of each policy loss for one model, whose weights before the step were others."""
+def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[str, Seen]:
+    """Loss and gradient of each of these policy losses for one model, whose weights before the step were others."""
     groups = layout.groups()
     config = recipe(layout, {"kl_beta": 0.1}, microbatch)
     platform, safe_points = select(config.job), quiet_safe_points()
@@ -88,8 +108,8 @@ def seen(layout: Layout, microbatch: int, own: str) -> dict[str, Seen]:
     models.optimizer.megatron.reload_model_params()
     models.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite, so that it is not applied
     found = {}
-    for name, keys in LOSSES.items():
-        keys = {key: own if value == "OWN" else value for key, value in keys.items()}
+    for name in losses:
+        keys = {key: own if value == "OWN" else value for key, value in LOSSES[name].items()}
         config = recipe(layout, keys, microbatch)
         reference = models.reference if config.grpo.kl_beta else None
         trainer = Trainer(models.policy, models.optimizer, reference, config, platform, groups, safe_points)
@@ -120,33 +140,48 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     return Seen(tally.reduce(groups.control).total["loss"], boxes(trainer.policy, lambda weight: weight.main_grad))
 
 
-def layouts_of(rank: int, ranks: int, own: str) -> dict[str, dict[str, Seen]]:
-    """Observations of this rank in each layout of this number of ranks; one of them also with all tokens at once."""
-    found = {name: seen(layout, 40, own) for name, layout in LAYOUTS.items() if layout.ranks == ranks}
-    return {**found, "one batch": seen(Layout(), 10_000, own)} if ranks == 1 else found
+def layouts_of(rank: int, ranks: int, own: str, quick: bool) -> dict[tuple[str, str], Seen]:
+    """Observations of this rank by layout of this number of ranks and loss; one rank also has all tokens at once."""
+    sizes = [(name, layout, 40) for name, layout in LAYOUTS.items() if layout.ranks == ranks]
+    if ranks == 1:
+        sizes.append((ONE_BATCH, Layout(), 10_000))
+    return {
+        (name, loss): found
+        for name, layout, microbatch in sizes
+        for loss, found in seen(layout, microbatch, own, chosen(name, quick)).items()
+    }
 
 
 @pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[float, dict[str, Tensor]]]]:
-    """Layout -> policy loss -> loss and whole gradient."""
-    folder = tmp_path_factory.mktemp("ranks")
-    own = folder / "own_loss.py"
-    own.write_text(OWN)
-    found = {}
-    for ranks in (1, 2):
-        of_ranks = Ranks(folder, ranks, layouts_of, f"{own}:loss").results(timeout_s=240)
-        for layout in of_ranks[0]:
-            found[layout] = {
-                name: (of_ranks[0][layout][name].loss, whole(each[layout][name].gradient for each in of_ranks))
-                for name in LOSSES
-            }
-    return found
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[tuple[str, str], Any]]:
+    """Layout and policy loss -> loss and whole gradient, of the quick or of the other pairs."""
+
+    @functools.cache
+    def observed(quick: bool) -> dict[tuple[str, str], tuple[float, dict[str, Tensor]]]:
+        folder = tmp_path_factory.mktemp("ranks")
+        own = folder / "own_loss.py"
+        own.write_text(OWN)
+        found = {}
+        for ranks in (1, 2):
+            of_ranks = Ranks(folder, ranks, layouts_of, f"{own}:loss", quick).results(timeout_s=240)
+            for pair, one in of_ranks[0].items():
+                found[pair] = (one.loss, whole(each[pair].gradient for each in of_ranks))
+        return found
+
+    return observed
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(layout, name, marks=() if is_quick(layout, name) else pytest.mark.slow)
+        for layout in LAYOUTS
+        for name in LOSSES
+    ],
+)
 def test_loss_and_gradient_are_those_of_one_batch_on_one_rank(observed: Any, layout: str, name: str) -> None:
-    (loss, gradient), (expected, of_one) = observed[layout][name], observed["one batch"][name]
+    pairs = observed(is_quick(layout, name))
+    (loss, gradient), (expected, of_one) = pairs[layout, name], pairs[ONE_BATCH, name]
     norm = math.hypot(*(float(each.norm()) for each in of_one.values()))
     assert norm > 0.01
     assert loss == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
