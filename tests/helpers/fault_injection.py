@@ -43,7 +43,8 @@ State = dict[str, bytes | None]
 """Content of each file, by path; None for a folder."""
 
 ONCE = 0.0
-OURS = (f"{os.sep}launcher{os.sep}", f"{os.sep}megatron_rl{os.sep}")
+PROJECT = Path(__file__).parents[2]
+OURS = (f"{PROJECT / 'launcher'}{os.sep}", f"{PROJECT / 'megatron_rl'}{os.sep}")
 _REAL = {name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))}
 _REAL_OPEN, _REAL_FLOCK = io.open, fcntl.flock
 
@@ -384,8 +385,7 @@ def _site() -> tuple[str, ...]:
 
 @functools.cache
 def _product_file(name: str) -> str | None:
-    ours = any(part in name for part in OURS) and f"{os.sep}tests{os.sep}" not in name
-    return os.path.basename(name) if ours else None
+    return os.path.basename(name) if name.startswith(OURS) else None
 
 
 def faults(

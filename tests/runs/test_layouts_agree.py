@@ -102,11 +102,12 @@ LAYOUTS = {
     "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 QUICK = {
-    *("DP2", "TP2 bf16", "TP2 SP", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied"),
+    *("TP2 bf16", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied"),
     *("TP2 SP adapters", "TP4 adapters", "grouped", "EP2 TP2 grouped adapters"),
-    *("TP2 DP2 overlapped", "PP2 DP2 overlapped"),
+    *("DP2 overlapped", "PP2 DP2 overlapped"),
 }
-"""Each way to split a model, and combinations of two; `make test-slow` runs the others."""
+"""Each way to split a model, alone or with another one; `make test-slow` runs the others. DP alone is in
+test_trainer_ranks.py."""
 
 
 class Seen(NamedTuple):
@@ -296,11 +297,13 @@ def without_sums_of_copies(layout: Layout) -> Any:
     return boxes(trainer.policy, lambda weight: weight.main_grad)
 
 
-def alone_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
-    """Observations of a single rank for each model."""
-    found: dict[str, Any] = {model: seen(Layout(), model, Layout().groups()) for model in MODELS}
-    found["taught"] = taught(Layout(), cache)
-    return found
+def alone_of(rank: int, ranks: int, model: str) -> Seen:
+    """Observations of a single rank."""
+    return seen(Layout(), model, Layout().groups())
+
+
+def taught_alone(rank: int, ranks: int, cache: Path) -> Any:
+    return taught(Layout(), cache)
 
 
 class Whole(NamedTuple):
@@ -347,10 +350,9 @@ def in_layout(run: Any) -> Callable[[str], Whole]:
 
 
 @pytest.fixture(scope="module")
-def alone(run: Any, cache: Path) -> dict[str, Whole]:
-    """Observations of a single rank for each model."""
-    (found,) = run(1, alone_of, cache)
-    return {model: Whole.of([found[model]]) for model in MODELS}
+def alone(run: Any) -> Callable[[str], Whole]:
+    """Observations of a single rank for a model."""
+    return functools.cache(lambda model: Whole.of(run(1, alone_of, model)))
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -375,21 +377,21 @@ EXACT = [
 
 @pytest.mark.parametrize("name", EXACT)
 def test_random_weights_are_the_same_in_every_layout(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[plain_model(name)].initial
+    expected = alone(plain_model(name)).initial
     assert in_layout(name).initial.keys() == expected.keys()
     assert all(torch.equal(in_layout(name).initial[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_logprobs_agree(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[plain_model(name)].logprobs
+    expected = alone(plain_model(name)).logprobs
     assert expected.std() > 0.5  # otherwise any values would be close
     torch.testing.assert_close(in_layout(name).logprobs, expected, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[plain_model(name)]
+    expected = alone(plain_model(name))
     assert distance(expected.gradients, in_layout(name).gradients) < CLOSE
     for key, whole_gradient in expected.gradients.items():  # separately: small ones are lost in the norm of all
         atol = 2 * CLOSE * float(whole_gradient.norm())
@@ -399,7 +401,7 @@ def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any
 
 @pytest.mark.parametrize("name", EXACT)
 def test_losses_of_adam_agree_over_two_steps(name: str, in_layout: Any, alone: Any) -> None:
-    expected = alone[plain_model(name)]
+    expected = alone(plain_model(name))
     for step, (ours, theirs) in enumerate(zip(in_layout(name).losses, expected.losses, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"
     assert distance(expected.after_adam, in_layout(name).after_adam) < 1e-4
@@ -408,7 +410,7 @@ def test_losses_of_adam_agree_over_two_steps(name: str, in_layout: Any, alone: A
 @pytest.mark.parametrize("name", [name for name, (model, _) in LAYOUTS.items() if model == "bf16"])
 def test_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, in_layout: Any, alone: Any) -> None:
     """Each layout rounds at different operations; tensor-parallel ones also round their sums."""
-    ours, expected, exact = in_layout(name), alone["bf16"], alone["dense"]
+    ours, expected, exact = in_layout(name), alone("bf16"), alone("dense")
     rounding = (expected.logprobs - exact.logprobs).norm()
     assert 0 < (ours.logprobs - exact.logprobs).norm() < 1.5 * rounding
     assert 0 < distance(exact.gradients, ours.gradients) < 1.5 * distance(exact.gradients, expected.gradients)
@@ -417,7 +419,7 @@ def test_bf16_layouts_are_as_near_to_fp32_as_one_rank(name: str, in_layout: Any,
 
 
 def test_taught_base_model_is_the_same_in_every_layout(run: Any, cache: Path) -> None:
-    expected = whole(each["taught"] for each in run(1, alone_of, cache))
+    expected = whole(run(1, taught_alone, cache))
     ours = whole(each["taught"] for each in run(4, more_of, cache))
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
 

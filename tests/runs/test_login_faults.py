@@ -190,7 +190,7 @@ CASES = {
     "requeue --now": Case(("requeue", "a", "--now"), "running", after_order(None, ["requeue"], None), (0, 1, 2)),
 }
 each_case = pytest.mark.parametrize("name", CASES)
-asking_slurm = pytest.mark.parametrize("name", [name for name in CASES if name not in ("submit here", "logs")])
+CASES_OF_SLURM = [name for name in CASES if name not in ("submit here", "logs")]
 
 
 def driven(case: Case, node: LoginNode, undisturbed: Ran | None, fault: Fault | None) -> tuple[Ran, list[str]]:
@@ -250,9 +250,11 @@ def sweep_files(site: Site, name: str, each: int | None, seconds: float) -> Tall
     return tally
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if name not in ("fork", "resume", "submit")]
-)  # these take longest
+LONG = ("fork", "resume", "submit")
+"""Commands that copy a run or the code, and take longest. `make test` has two of them with faults of Slurm."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LONG])
 def test_command_survives_the_failure_of_an_operation_on_its_files(site, record_property, name):
     sweep_files(site, name, 1, ONCE).report(f"mrl {name}, once", record_property)
 
@@ -274,12 +276,18 @@ def sweep_slurm(site: Site, name: str, lengths: tuple[float, ...]) -> Tally:
     return sweep(site, CASES[name], chosen, lambda at: node.commands[at].split()[0], of_slurm=True)
 
 
-@asking_slurm
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "fork" else ())  # submits as `submit` and `resume` do
+        for name in CASES_OF_SLURM
+    ],
+)
 def test_command_survives_a_useless_answer_of_slurm(site, record_property, name):
     sweep_slurm(site, name, (ONCE,)).report(f"mrl {name}, once", record_property)
 
 
 @pytest.mark.slow
-@asking_slurm
+@pytest.mark.parametrize("name", CASES_OF_SLURM)
 def test_command_survives_an_outage_of_slurm_of_ten_minutes(site, record_property, name):
     sweep_slurm(site, name, (VERY_LONG_S,)).report(f"mrl {name}, for {VERY_LONG_S:.0f} s", record_property)

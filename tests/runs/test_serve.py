@@ -41,13 +41,11 @@ class Served:
         self.address, self.model = self.said["address"], self.said["model"]
         self.token = self.token_file.read_text().strip()
         self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=self.token, max_retries=0, timeout=READY_S)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"}
+        self.headers = {"Authorization": f"Bearer {self.token}"}
+        self.reader = httpx.Client(headers=self.headers, timeout=READY_S)
 
     def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.address}/metrics", headers=self.headers, timeout=READY_S).text.splitlines()
+        lines = self.reader.get(f"{self.address}/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
     def begin(self, **body: Any) -> socket.socket:
@@ -71,7 +69,7 @@ def until(what: Callable[[], bool]) -> None:
     give_up = time.monotonic() + READY_S
     while not what():
         assert time.monotonic() < give_up
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
