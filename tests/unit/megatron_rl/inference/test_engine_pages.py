@@ -143,7 +143,8 @@ def test_on_a_gpu_found_and_cut_prefixes_are_read_in_place(policy: Policy, monke
     of_gpu = tiny_policy(ReadsPages(), scale=0.15)
     of_gpu.load_state_dict(policy.state_dict())
     engine = engine_of(of_gpu, prefill_tokens=8)
-    requests = [GenerationRequest(prompt, 3, PLAIN, i) for i, prompt in enumerate(PROMPTS)]
+    short = PLAIN.model_copy(update={"max_new_tokens": 3})  # kernels are interpreted
+    requests = [GenerationRequest(prompt, 2, short, i) for i, prompt in enumerate(PROMPTS)]
     assert_the_models(policy, requests, answers(engine, requests))
     assert engine.prefilled_tokens < sum(map(len, PROMPTS)), "no prefix was found"
 

@@ -53,7 +53,9 @@ class Reads:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # which is 0 for all of them
-@pytest.mark.parametrize("page_tokens", [32, 256], ids=["gathered", "recorded"])
+@pytest.mark.parametrize(
+    "page_tokens", [pytest.param(32, id="gathered", marks=pytest.mark.slow), pytest.param(256, id="recorded")]
+)
 def test_host_waits_at_most_once_in_eight_tokens(
     platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch, page_tokens: int
 ) -> None:

@@ -46,6 +46,7 @@ for kernel, parameters, constants, options in (
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     """Compiled kernels round to the nearest number of bf16, while the interpreter cuts off, and have as much shared
     memory as they need."""
