@@ -32,7 +32,9 @@ demo: $(READY) ## train a tiny model on arithmetic while you watch, about two mi
 
 # Three workers on two cores, because tests/runs and tests/slurm mostly wait. --no-loadscope-reorder keeps the order of
 # tests/conftest.py; otherwise pytest-xdist starts files with many tests first, and all workers wait for Slurm at the end.
-test: lint tests ## lint, unit tests, whole runs here and, if its packages are installed, on a real Slurm
+# Types are checked beside the tests, which wait for Slurm at first.
+test: $(READY) ## lint, unit tests, whole runs here and, if its packages are installed, on a real Slurm
+	@$(MAKE) --no-print-directory --jobs 2 lint tests
 
 tests: $(READY)
 	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder \

@@ -105,7 +105,7 @@ def test_killed_replicas_and_a_drain_during_generation_leave_the_record_unchange
     assert reproducible(run_dir) == by_themselves(tmp_path / "alone", cache, {"tp": 1}, {"tp": 1})
 
 
-AHEAD_STEPS, PROMPTS = 16, 5
+AHEAD_STEPS, PROMPTS = 11, 5
 
 
 @pytest.mark.parametrize("max_lag", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@ A death in a transfer ends no other process."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -40,8 +41,10 @@ LIMIT = timedelta(seconds=300)
 OF_TEST_S = 120.0
 
 WITH_EXPERTS = Layout(tp=2, ep=2, dp=2, sequence_parallel=True)
-LAYOUTS = [Layout(tp=2, pp=2), WITH_EXPERTS, Layout(dp=4), WITH_EXPERTS._replace(adapters=True)]
+LAYOUTS = (Layout(tp=2, pp=2), WITH_EXPERTS, WITH_EXPERTS._replace(adapters=True))
 """Layouts of four training ranks."""
+ALONE = (Layout(dp=4),)
+"""The layouts above have copies beside other ways to split a model."""
 
 
 def model(layout: Layout) -> Any:
@@ -283,10 +286,12 @@ def worlds(
     ]
 
 
-def publish_in_layouts(_rank: int, replicas: ConnectedReplicas | None) -> list[tuple[int, list[set[str]]]]:
+def publish_in_layouts(
+    layouts: Sequence[Layout], _rank: int, replicas: ConnectedReplicas | None
+) -> list[tuple[int, list[set[str]]]]:
     """Publish twice in each layout. Returns the bytes of a publication, and what is wrong on the replicas then."""
     seen = []
-    for layout in LAYOUTS:
+    for layout in layouts:
         policy, refit = refit_of(layout, replicas)
         for version in (1, 2):
             fill(policy, version)
@@ -296,26 +301,42 @@ def publish_in_layouts(_rank: int, replicas: ConnectedReplicas | None) -> list[t
     return seen
 
 
+Published = Callable[[Sequence[Layout]], dict[Layout, tuple[int, list[set[str]]]]]
+
+
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, tuple[int, list[set[str]]]]:
-    training, *replicas = worlds(tmp_path_factory.mktemp("worlds"), 4, [2, 1, 2], publish_in_layouts, [2])
-    results = training.results(OF_TEST_S)
-    for each in replicas:
-        each.results(OF_TEST_S)
-    assert {moved for moved, _ in results[0]} == {moved for moved, _ in results[3]}
-    return dict(zip(LAYOUTS, results[0], strict=True))
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """Publications in several layouts, all by the same worlds."""
+
+    @functools.cache
+    def published(layouts: Sequence[Layout]) -> dict[Layout, tuple[int, list[set[str]]]]:
+        work = functools.partial(publish_in_layouts, layouts)
+        training, *replicas = worlds(tmp_path_factory.mktemp("worlds"), 4, [2, 1, 2], work, [2])
+        results = training.results(OF_TEST_S)
+        for each in replicas:
+            each.results(OF_TEST_S)
+        assert {moved for moved, _ in results[0]} == {moved for moved, _ in results[3]}
+        return dict(zip(layouts, results[0], strict=True))
+
+    return published
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_replicas_in_any_layout_and_by_shares_have_the_trainers_weights(layout: Layout, published: Any) -> None:
-    moved, wrong = published[layout]
+@pytest.mark.parametrize(
+    ("layouts", "layout"),
+    [pytest.param(LAYOUTS, layout, id=str(layout)) for layout in LAYOUTS]
+    + [pytest.param(ALONE, layout, id=str(layout), marks=pytest.mark.slow) for layout in ALONE],
+)
+def test_replicas_in_any_layout_and_by_shares_have_the_trainers_weights(
+    layouts: Sequence[Layout], layout: Layout, published: Published
+) -> None:
+    moved, wrong = published(layouts)[layout]
     assert wrong == [{"[]"}] * 3
     assert moved > 0
 
 
-def test_later_versions_of_adapters_are_sent_without_their_base(published: Any) -> None:
-    whole, _ = published[WITH_EXPERTS]
-    adapters, _ = published[WITH_EXPERTS._replace(adapters=True)]
+def test_later_versions_of_adapters_are_sent_without_their_base(published: Published) -> None:
+    whole, _ = published(LAYOUTS)[WITH_EXPERTS]
+    adapters, _ = published(LAYOUTS)[WITH_EXPERTS._replace(adapters=True)]
     assert adapters < whole / 3
 
 
