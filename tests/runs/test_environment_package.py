@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+import commands
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -103,15 +104,19 @@ def test_new_program_is_tried_and_evaluated_with_a_model(tmp_path: Path) -> None
 
 def test_shipped_environment_is_tried_offline(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
-    mrl = [sys.executable, "-P", "-c", MRL, "environments", "try"]
-    code, out, said = run([*mrl, "dapo-math-17k", "--json", "-n", "9"], tmp_path)
+
+    def tried(*words: str) -> tuple[int, str, str]:
+        done = commands.run(["mrl", "environments", "try", *words], 240.0, cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, said = tried("dapo-math-17k", "--json", "-n", "9")
     assert (code, said) == (0, "")
     found = json.loads(out)["problems"]
     assert [(one["gold_reward"], one["wrong_reward"]) for one in found] == [(1.0, 0.0)] * 4
     data = tmp_path / "own.jsonl"
     data.write_text(json.dumps({"question": "2?", "input_output": json.dumps({"inputs": ["1"], "outputs": ["2"]})}))
-    code, out, said = run([*mrl, "code", "--env-args", f"train.path={data}"], tmp_path)
+    code, out, said = tried("code", "--env-args", f"train.path={data}")
     assert (code, said) == (0, "1 of 1 problems: no right answer is known, so none was scored\n")
     assert "right answer unknown, wrong answer 0" in out
-    code, out, said = run([*mrl, "dapo-math-17k", "--env-args", "answer_formt=tags"], tmp_path)
+    code, out, said = tried("dapo-math-17k", "--env-args", "answer_formt=tags")
     assert (code, out) == (2, "") and "answer_formt" in said

@@ -193,7 +193,7 @@ def test_failing_driver_ends_its_followers_and_reports_first(tmp_path: Path, cac
     first, second = (read_error(attempt, rank) for rank in (0, 1))
     assert first["error"].startswith("RuntimeError: the sandbox is gone (")
     assert (second["phase"], second["step"]) == ("waiting for the other ranks", first["step"])
-    assert first["at"] < second["at"] < first["at"] + 5
+    assert first["at"] < second["at"]
 
 
 def test_driver_that_waits_long_for_a_reward_is_reported_as_behind(tmp_path: Path, cache: Path) -> None:
