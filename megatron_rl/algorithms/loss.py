@@ -1,5 +1,7 @@
-"""The GRPO loss over the trained tokens of a micro-batch: policy loss, importance weights, KL penalty and entropy
-bonus."""
+"""The losses of the objectives over the trained tokens of a micro-batch: GRPO, alone or with a teacher, and supervised.
+
+Each returns a scalar whose sum over micro-batches and ranks is the loss of the global batch, and its statistics.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from torch import Tensor
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.importance import importance_weights, kept
 from megatron_rl.algorithms.kl import kl_penalty
-from megatron_rl.algorithms.losses.choice import LOSSES, OwnPolicyLoss, as_losses, own_policy_loss
-from megatron_rl.algorithms.losses.token_loss import TokenLoss
-from megatron_rl.algorithms.trained_tokens import TrainedTokens
+from megatron_rl.algorithms.own_policy_loss import as_losses, own_policy_loss
+from megatron_rl.algorithms.policy_losses import LOSSES, TokenLoss
+from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
 from megatron_rl.metrics.stats import LossStats
 from megatron_rl.recipe.own_code import is_own
 
@@ -42,7 +44,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
 
         w (u L + kl_beta KL - entropy_coefficient H)
 
-        L: the policy loss (`losses.choice`); one of the user's is w L already
+        L: the policy loss (`policy_losses`); one of the user's is w L already
         u: see `importance.importance_weights`, of old - inference; else 1. Tokens that `importance.kept` rejects have a
             term of 0
         KL: see `kl.kl_penalty`, times r = exp(log_prob - old) with `kl_importance`; with `kl_in: reward` it is
@@ -53,15 +55,10 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
     probability) is excluded and counted: its term is 0, like a masked token's. Otherwise the gradient of the whole
     update would be NaN.
 
-    Returns:
-        The loss, a scalar whose sum over micro-batches and ranks is the loss of the global batch, and its statistics.
-
     Raises:
         ValueError: kl_beta is above 0 without ref_logprobs, importance or rejection is per answer without
             answer_log_ratios, or a loss of the user's returns something else than one value for each token.
     """
-    if config.kl_beta > 0 and tokens.ref_logprobs is None:
-        raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
     carries_loss = tokens.weights != 0
     trained = carries_loss & _finite(tokens, config)
     tokens = _only(tokens, trained)
@@ -79,14 +76,11 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         tokens = _only(tokens, trained)
     kl = None
     if config.kl_beta > 0:
-        assert tokens.ref_logprobs is not None
-        penalised = tokens.logprobs if config.kl_in == "loss" else tokens.old_logprobs
-        kl = kl_penalty(penalised, tokens.ref_logprobs, config.kl_estimator)
+        kl = _kl(tokens, config)
         per_token["kl"] = kl.detach()
         if config.kl_in == "reward":
             tokens = replace(tokens, advantages=tokens.advantages - config.kl_beta * kl)
-    own = own_policy_loss(config)
-    policy_loss = LOSSES[config.policy_loss](tokens, config) if own is None else TokenLoss(_called(own, tokens, config))
+    policy_loss = _policy_loss(tokens, config)
     token_loss = policy_loss.values
     for name, clipped in (("clip_low", policy_loss.clip_low), ("clip_high", policy_loss.clip_high)):
         if clipped is not None:
@@ -96,7 +90,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         token_loss = token_loss * weight
         per_token["importance_weight"] = weight * trained
     # A loss of the user's is weighted already.
-    share, weights = (1.0, tokens.weights) if own is None else (tokens.weights, 1.0)
+    share, weights = (tokens.weights, 1.0) if is_own(config.policy_loss) else (1.0, tokens.weights)
     if kl is not None and config.kl_in == "loss":
         token_loss = token_loss + config.kl_beta * (kl * tokens.ratio if config.kl_importance else kl) * share
     if config.entropy_coefficient > 0:
@@ -105,9 +99,64 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
     return loss, loss_statistics(loss.detach(), per_token)
 
 
-def _called(own: OwnPolicyLoss, tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
-    """Return the result of a loss of the user's. Raises ValueError if it is not one value for each token."""
-    return as_losses(own(tokens, config), tokens)
+def distillation_loss(
+    tokens: TrainedTokens, teacher_logprobs: Tensor, config: GrpoConfig, weight: float
+) -> tuple[Tensor, LossStats]:
+    """Return `grpo_loss` with weight * `teacher_advantages` added to the advantages."""
+    taught = teacher_advantages(teacher_logprobs, tokens.old_logprobs)
+    loss, stats = grpo_loss(replace(tokens, advantages=tokens.advantages + weight * taught), config)
+    return loss, replace(stats, teacher_kl=-taught.masked_fill(tokens.weights == 0, 0.0).sum())
+
+
+def teacher_advantages(teacher_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return log p_teacher - log p_old of the sampled tokens, [tokens].
+
+    Times the score of a token that p_old sampled, this is an unbiased estimate of minus the gradient of
+    KL(p || p_teacher) at p = p_old, the reverse KL divergence of that position (arXiv 2306.08543):
+
+        E[(log p_teacher - log p) grad log p] = -grad KL(p || p_teacher), because E[grad log p] = 0
+
+    Its negative is the k1 estimate of that divergence. Values are clamped like log-ratios, and a value that is not a
+    number, which neither side should give, counts as 0.
+
+    Args:
+        teacher_logprobs, old_logprobs: [tokens] log-probs of the teacher, and of the policy before the step.
+    """
+    difference = (teacher_logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.nan_to_num(difference, nan=0.0)
+
+
+def supervised_loss(tokens: TrainedTokens) -> tuple[Tensor, LossStats]:
+    """Return the weighted sum of the negative log-probs, -weight * log p(token): the cross-entropy of the rows.
+
+    A token whose log-prob is not finite is left out and counted, as in `grpo_loss`.
+    """
+    carries_loss = tokens.weights != 0
+    learned = carries_loss & tokens.logprobs.isfinite()
+    loss = -(torch.where(learned, tokens.logprobs, 0.0) * torch.where(learned, tokens.weights, 0.0)).sum()
+    none = torch.zeros_like(tokens.weights)
+    per_token = {
+        "tokens": learned,
+        "nonfinite": carries_loss & ~learned,
+        "entropy": torch.where(learned, tokens.entropy, 0.0),
+        **dict.fromkeys(("ratio", "inference_difference"), none),
+    }
+    return loss, loss_statistics(loss.detach(), per_token)
+
+
+def _kl(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
+    """Raises ValueError without ref_logprobs."""
+    if tokens.ref_logprobs is None:
+        raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
+    penalised = tokens.logprobs if config.kl_in == "loss" else tokens.old_logprobs
+    return kl_penalty(penalised, tokens.ref_logprobs, config.kl_estimator)
+
+
+def _policy_loss(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
+    """Raises ValueError if a loss of the user's does not return one value for each token."""
+    if (own := own_policy_loss(config)) is None:
+        return LOSSES[config.policy_loss](tokens, config)
+    return TokenLoss(as_losses(own(tokens, config), tokens))
 
 
 def _only(tokens: TrainedTokens, trained: Tensor) -> TrainedTokens:

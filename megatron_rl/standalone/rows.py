@@ -134,8 +134,8 @@ def _functions(config: RunConfig, copies: RunDir | None) -> Iterator[dict[str, A
         return
     try:
         # Imported here because it takes seconds.
-        from megatron_rl.algorithms.losses.choice import own_policy_loss
         from megatron_rl.algorithms.own_baseline import own_baseline
+        from megatron_rl.algorithms.own_policy_loss import own_policy_loss
     except ImportError as error:
         yield _fault(error)
         return

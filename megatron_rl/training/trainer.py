@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.distill import teacher_advantages
 from megatron_rl.algorithms.importance import answer_log_ratios
 from megatron_rl.algorithms.logprobs import predicted_logprobs
-from megatron_rl.algorithms.loss import grpo_loss
-from megatron_rl.algorithms.losses.choice import own_policy_loss
+from megatron_rl.algorithms.loss import grpo_loss, supervised_loss, teacher_advantages
 from megatron_rl.algorithms.own_baseline import own_baseline
+from megatron_rl.algorithms.own_policy_loss import own_policy_loss
 from megatron_rl.algorithms.reduction import token_weights
-from megatron_rl.algorithms.supervised import supervised_loss
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig

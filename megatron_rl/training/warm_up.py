@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.logprobs import predicted_logprobs
+from megatron_rl.algorithms.loss import supervised_loss
 from megatron_rl.algorithms.packing import pack
-from megatron_rl.algorithms.supervised import supervised_loss
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE

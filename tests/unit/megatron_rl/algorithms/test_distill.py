@@ -7,8 +7,7 @@ import math
 import torch
 
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.distill import teacher_advantages
-from megatron_rl.algorithms.loss import grpo_loss
+from megatron_rl.algorithms.loss import grpo_loss, teacher_advantages
 from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
 
 

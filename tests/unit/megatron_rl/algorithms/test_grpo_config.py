@@ -9,7 +9,7 @@ from core_helpers import tiny_run
 from pydantic import ValidationError
 
 from megatron_rl.algorithms.config import READ_BY, GrpoConfig
-from megatron_rl.algorithms.losses.choice import LOSSES
+from megatron_rl.algorithms.policy_losses import LOSSES
 from megatron_rl.config import RunConfig
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

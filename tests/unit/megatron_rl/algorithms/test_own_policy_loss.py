@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.loss import grpo_loss, has_gradient
-from megatron_rl.algorithms.losses.choice import check, own_policy_loss, sample_tokens
+from megatron_rl.algorithms.own_policy_loss import check, own_policy_loss, sample_tokens
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.errors import ConfigurationError
 

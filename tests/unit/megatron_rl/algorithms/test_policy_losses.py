@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.loss import grpo_loss
-from megatron_rl.algorithms.losses.choice import LOSSES
+from megatron_rl.algorithms.policy_losses import LOSSES
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 
 LENGTHS = [7, 1, 12, 0, 4, 9]

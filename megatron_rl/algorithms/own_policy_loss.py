@@ -1,38 +1,20 @@
-"""The policy loss that a recipe chooses: one of ours, or a function of the user's."""
+"""A policy loss of the user's, which `grpo.policy_loss` names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.losses.cispo import cispo
-from megatron_rl.algorithms.losses.clip import clip
-from megatron_rl.algorithms.losses.dppo import dppo
-from megatron_rl.algorithms.losses.gspo import gspo, gspo_token
-from megatron_rl.algorithms.losses.reinforce import reinforce
-from megatron_rl.algorithms.losses.sapo import sapo
-from megatron_rl.algorithms.losses.token_loss import TokenLoss
 from megatron_rl.algorithms.own_function import called, check_signature, own_function
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 
-PolicyLoss = Callable[[TrainedTokens, GrpoConfig], TokenLoss]
-"""Loss of ours: the losses of the tokens before their weights."""
 OwnPolicyLoss = Callable[[TrainedTokens, GrpoConfig], Tensor]
-"""Loss of the user's: [tokens], each token's loss times its weight."""
+"""Returns [tokens], each token's loss times its weight."""
 
-LOSSES: Mapping[str, PolicyLoss] = {
-    "clip": clip,
-    "gspo": gspo,
-    "gspo_token": gspo_token,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo": dppo,
-    "reinforce": reinforce,
-}
 SIGNATURE = "def loss(tokens: TrainedTokens, config: GrpoConfig) -> Tensor"
 
 

@@ -1,1 +1,0 @@
-"""Policy losses: what a recipe chooses by `grpo.policy_loss`, one formula a file."""
