@@ -13,6 +13,9 @@ from megatron_rl.inference.api import Completion, FinishReason
 OUTPUT_LIMIT = 4000
 """Characters of a program's output that a trajectory keeps."""
 
+UNSAMPLED = -1
+"""Policy version of tokens that the model did not sample."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -38,7 +41,7 @@ class Branch:
     logprobs: list[float]
     """[seq] log-probs of the engine; 0.0 for tokens that the model did not sample."""
     versions: list[int]
-    """[seq] policy version of the weights that sampled the token; -1 for tokens that the model did not sample."""
+    """[seq] policy version of the weights that sampled the token; UNSAMPLED if the model did not sample it."""
     turns: list[range]
     """Token range of each of the model's turns; the first turn follows the prompt."""
 
@@ -101,7 +104,7 @@ class Trajectory(Branch):
             tokens=prompt_tokens + completion.tokens,
             loss_mask=[False] * prompt + [True] * answer,
             logprobs=[0.0] * prompt + completion.logprobs,
-            versions=[-1] * prompt + completion.versions,
+            versions=[UNSAMPLED] * prompt + completion.versions,
             turns=[range(prompt, prompt + answer)],
             text=text,
             reward=reward,
@@ -252,7 +255,7 @@ class TrajectoryBuilder:
         self.tokens += tokens
         self._loss_mask += [False] * len(tokens)
         self._logprobs += [0.0] * len(tokens)
-        self._versions += [-1] * len(tokens)
+        self._versions += [UNSAMPLED] * len(tokens)
 
     def scored(
         self, text: str, reward: float, tool_calls: int | None = None, components: Mapping[str, float] | None = None

@@ -29,9 +29,11 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.engine import build_engine, build_inference_policy
 from megatron_rl.rollout.batch import RolloutBatch
+from megatron_rl.run.objective import objective_of
 from megatron_rl.training.batch import Agreed, training_batch, update_batch, update_part
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.training.schedule import ModelInput
@@ -186,7 +188,10 @@ class _Rank:
         self._memory.assign("weights", policy.parameters())  # the optimizer has moved them into its buffers
         safe_points = _SafePoints(self._phases)
         teacher = self._policy("teacher", of=self._teacher).requires_grad_(False) if self._teacher else None
-        return Trainer(policy, optimizer, reference, config, self._platform, self._groups, safe_points, teacher=teacher)
+        objective = objective_of(config, policy, reference, teacher)
+        run = RunDir(tempfile.gettempdir())
+        here = Here(run, run.attempt(1), self._platform, self._groups, safe_points)
+        return Trainer(policy, optimizer, objective, config, here)
 
     def _policy(self, holder: str, recompute: Recompute = "none", of: Taught | None = None) -> Policy:
         """Build the policy, or a teacher (`of`)."""

@@ -22,6 +22,7 @@ from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.own_code import kept
@@ -35,6 +36,7 @@ from megatron_rl.rollout.window import Drawn
 from megatron_rl.run.generation import Generation, generate_here
 from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import Models, build_models
+from megatron_rl.run.objective import objective_of
 from megatron_rl.run.problems import STALE_MOUNT_S, check_alike, check_unchanged, choose_problems, digests_of
 from megatron_rl.run.state import Counters, Driver, Run
 from megatron_rl.run.teacher import build_teacher
@@ -89,18 +91,10 @@ def set_up(
     models.optimizer.offload()
     teacher = build_teacher(run_dir, attempt, config, tokenizer, platform, groups, safe_points)
 
-    trainer = Trainer(
-        models.policy,
-        models.optimizer,
-        models.reference,
-        config,
-        platform,
-        groups,
-        safe_points,
-        policy_version=counters.policy_version,
-        nonfinite_in_a_row=counters.nonfinite_in_a_row,
-        teacher=teacher,
-    )
+    objective = objective_of(config, models.policy, models.reference, teacher)
+    here = Here(run_dir, attempt, platform, groups, safe_points)
+    progress = counters.policy_version, counters.nonfinite_in_a_row
+    trainer = Trainer(models.policy, models.optimizer, objective, config, here, *progress)
     generation = _generation(config, models, tokenizer, groups, safe_points, run_dir, attempt, pool, training_sets)
     if generation is not None:
         generation.refit.publish(counters.policy_version)

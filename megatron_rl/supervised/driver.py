@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from megatron_rl.agent.api import Environment, TrainingSet
-from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import UNSAMPLED, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.balance import balance
 from megatron_rl.config import RunConfig
 from megatron_rl.model.tokenizer import Tokenizer
@@ -138,7 +138,7 @@ def _trajectory(example: Example, tokenizer: Tokenizer) -> Trajectory:
         tokens=tokens,
         loss_mask=mask,
         logprobs=[0.0] * len(tokens),
-        versions=[-1] * len(tokens),
+        versions=[UNSAMPLED] * len(tokens),
         turns=turns,
         text=tokenizer.decode(tokens, special=True),
         reward=0.0,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.scoring import UNDECIDED
-from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
@@ -99,7 +99,7 @@ def training_batch(
         sequence_of_token=torch.repeat_interleave(torch.arange(len(sequences)), lengths).to(device),
         inference_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
         current=None
-        if config.supervised or set(versions) <= {policy_version}
+        if set(versions) <= {policy_version, UNSAMPLED}
         else torch.tensor([version == policy_version for version in versions], device=device),
     )
 

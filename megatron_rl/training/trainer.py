@@ -10,16 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.importance import answer_log_ratios
 from megatron_rl.algorithms.logprobs import predicted_logprobs
-from megatron_rl.algorithms.loss import grpo_loss, supervised_loss, teacher_advantages
-from megatron_rl.algorithms.own_baseline import own_baseline
-from megatron_rl.algorithms.own_policy_loss import own_policy_loss
 from megatron_rl.algorithms.reduction import token_weights
-from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
-from megatron_rl.distill.served import ServedTeacher
 from megatron_rl.metrics.stats import (
     BatchStats,
     DeviceStats,
@@ -32,9 +26,7 @@ from megatron_rl.metrics.stats import (
 )
 from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.api import Platform
-from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.here import Here
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.training.batch import (
@@ -47,10 +39,10 @@ from megatron_rl.training.batch import (
     update_batch,
     update_part,
 )
+from megatron_rl.training.objective import FirstPass, Objective, Scores, trained_tokens
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, UpdateInput, forward, forward_backward
-from megatron_rl.training.scores import Scores
 
 
 class GradientsNotFinite(RuntimeError):
@@ -64,38 +56,22 @@ class Trainer:
         self,
         policy: Policy,
         optimizer: PolicyOptimizer,
-        reference: Policy | None,
+        objective: Objective,
         config: RunConfig,
-        platform: Platform,
-        groups: Groups,
-        safe_points: SafePoints,
+        here: Here,
         policy_version: int = 0,
         nonfinite_in_a_row: int = 0,
-        teacher: Policy | ServedTeacher | None = None,
     ) -> None:
-        """
-        Args:
-            reference: initial policy for the KL penalty, if there is one. It may be `policy`, which without its
-                adapters is the initial one.
-            teacher: of on-policy distillation, if there is one.
-
-        Raises ConfigurationError for an unusable policy loss of the user's.
-        """
         self.policy = policy
         self.optimizer = optimizer
-        self.reference = reference
-        self.teacher = teacher
+        self.objective = objective
         self.config = config
-        self.platform = platform
-        self.groups = groups
-        self.safe_points = safe_points
+        self.platform, self.groups, self.safe_points = here.platform, here.groups, here.safe_points
         self.policy_version = policy_version
         self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True
         """False only within a step, when weights and optimizer are between two of its updates."""
-        self._pipeline = Pipeline(groups)
-        own_policy_loss(config.grpo)  # an unusable one is refused before the first step
-        own_baseline(config.grpo)
+        self._pipeline = Pipeline(here.groups)
 
     def train(
         self,
@@ -132,11 +108,12 @@ class Trainer:
         if self.groups.reports:
             environments = environment_stats(batch, rollouts.groups, ids)
         inputs = [self._input(batch, update) for update in mine]
-        first_pass = [each for update in inputs[: grpo.updates_per_pass] for each in update.inputs]
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs
         records = record is not None and record.is_sampled(step)
         with self.safe_points.phase("log-probs"):
-            scores = self._scores(batch, mine[: grpo.updates_per_pass], first_pass, records=records)
+            scores = self._scores(batch, mine[: grpo.updates_per_pass], inputs[: grpo.updates_per_pass])
+            if records and scores.before is None:
+                scores = replace(scores, recorded=torch.zeros_like(batch.inference_logprobs))
             self.platform.synchronize()
 
         losses: list[LossStats] = []
@@ -182,32 +159,14 @@ class Trainer:
         inputs = [ModelInput.of(self.policy, micro, self.groups.context) for micro in update.microbatches]
         return UpdateInput(inputs, per_sequence)
 
-    def _scores(
-        self,
-        batch: TrainingBatch,
-        updates: Sequence[UpdateBatch],
-        first_pass: Sequence[ModelInput],
-        *,
-        records: bool,
-    ) -> Scores:
-        """Score the batch before its first update. Collective, as `score` is.
+    def _scores(self, batch: TrainingBatch, updates: Sequence[UpdateBatch], inputs: Sequence[UpdateInput]) -> Scores:
+        """Score the batch before its first update. Collective.
 
-        Args:
-            updates, first_pass: updates of the first pass over the batch, and the inputs of their micro-batches.
-            records: whether the log-probs are recorded.
+        updates, inputs: of the first pass over the batch.
         """
-        before, answers, answer_tokens, reference = None, None, None, None
-        if self.config.scores_first:
-            before = self.score(self.policy, batch, first_pass)
-            if self.config.grpo.compares_answers:
-                ratios = before - batch.inference_logprobs
-                answers, answer_tokens = answer_log_ratios(ratios, batch.trajectory_lengths)
-        if self.reference is not None:
-            with self.reference.without_adapters():
-                reference = self.score(self.reference, batch, first_pass)
-        teacher = self._teacher_logprobs(batch, updates)
-        recorded = torch.zeros_like(batch.inference_logprobs) if records and before is None else None
-        return Scores(before, answers, answer_tokens, reference, teacher, recorded)
+        microbatches = [micro for update in updates for micro in update.microbatches]
+        read = [each for update in inputs for each in update.inputs]
+        return self.objective.scores(FirstPass(batch, microbatches, read, self.groups.context, self.score))
 
     def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
         """[trained tokens] log-probs under `policy`, without gradient: 0 for tokens outside `inputs`, for the rest of
@@ -219,23 +178,13 @@ class Trainer:
         def receive(hidden: Tensor, read: ModelInput) -> None:
             assert output is not None
             scores[read.trained], _ = predicted_logprobs(
-                hidden, output, read.targets, self.config.loss_temperature, entropy="none"
+                hidden, output, read.targets, self.objective.temperature, entropy="none"
             )
 
         forward(policy, inputs, receive, self._pipeline, stop=self._leaves)
         if self.groups.context.size() > 1:
             dist.all_reduce(scores, group=self.groups.context)
         return scores
-
-    def _teacher_logprobs(self, batch: TrainingBatch, updates: Sequence[UpdateBatch]) -> Tensor | None:
-        """[trained tokens] log-probs of the teacher, as `score` returns them; None without a teacher."""
-        if self.teacher is None:
-            return None
-        if isinstance(self.teacher, ServedTeacher):
-            return self.teacher.logprobs(batch.sequences, self.platform.device)
-        micros = [micro for update in updates for micro in update.microbatches]
-        inputs = [ModelInput.of(self.teacher, micro, self.groups.context) for micro in micros]
-        return self.score(self.teacher, batch, inputs)
 
     def _leaves(self) -> bool:
         """Record progress, and return whether this rank was asked to leave and may do so within a pass."""
@@ -256,53 +205,7 @@ class Trainer:
             unfinished_s: see SafePoints.agree.
             weights_change: see `train`.
         """
-        output = self.policy.output() if self._pipeline.last else None
-
-        def loss(hidden: Tensor, read: ModelInput) -> Tensor:
-            assert output is not None
-            logprobs, entropy = predicted_logprobs(
-                hidden,
-                output,
-                read.targets,
-                self.config.loss_temperature,
-                entropy="gradient" if self.config.grpo.entropy_coefficient > 0 else "value",
-            )
-            assert entropy is not None
-            index = read.trained
-            scored = scores.at(index)
-            sequence = batch.sequence_of_token[index]
-            weights, advantages = update.per_sequence[:, sequence]
-            inference = batch.inference_logprobs[index]
-            old = logprobs.detach() if scored.before is None else scored.before
-            if scores.recorded is not None:
-                scores.recorded[index] = logprobs.detach()
-            if batch.current is not None and not self.config.grpo.corrects:
-                # Log-probs of older weights are known from the engine alone.
-                old = torch.where(batch.current[index], old, inference)
-            taught = None
-            if scored.teacher is not None and self.config.distill is not None:
-                taught = teacher_advantages(scored.teacher, old)
-                advantages = advantages + self.config.distill.weight * taught
-            tokens = TrainedTokens(
-                logprobs=logprobs,
-                old_logprobs=old,
-                inference_logprobs=inference,
-                entropy=entropy,
-                advantages=advantages,
-                weights=weights,
-                ref_logprobs=scored.reference,
-                answer_log_ratios=scored.answers,
-                answer_tokens=scored.answer_tokens,
-                sequence=sequence,
-                sequences=len(batch.sequences),
-                context=self.groups.context,
-            )
-            value, stats = supervised_loss(tokens) if self.config.supervised else grpo_loss(tokens, self.config.grpo)
-            if taught is not None:
-                stats = replace(stats, teacher_kl=-taught.masked_fill(weights == 0, 0.0).sum())
-            losses.append(stats)
-            return value
-
+        loss = self._loss(batch, update, scores, losses)
         self.optimizer.zero_grad()
         first = unfinished_s is None  # later updates always finish: a half-done step cannot be saved
         replica = self.groups.data.rank(), self.groups.context.rank()
@@ -326,19 +229,31 @@ class Trainer:
         self._count(done)
         return done
 
+    def _loss(
+        self, batch: TrainingBatch, update: UpdateInput, scores: Scores, losses: list[LossStats]
+    ) -> Callable[[Tensor, ModelInput], Tensor]:
+        """Return the loss of a micro-batch as `forward_backward` calls it. It appends its statistics to `losses`."""
+        output = self.policy.output() if self._pipeline.last else None
+
+        def loss(hidden: Tensor, read: ModelInput) -> Tensor:
+            assert output is not None
+            objective, index = self.objective, read.trained
+            logprobs, entropy = predicted_logprobs(
+                hidden, output, read.targets, objective.temperature, entropy=objective.entropy
+            )
+            assert entropy is not None
+            if scores.recorded is not None:
+                scores.recorded[index] = logprobs.detach()
+            scored, context = scores.at(index), self.groups.context
+            tokens = trained_tokens(batch, index, update.per_sequence, scored, logprobs, entropy, context)
+            value, stats = objective.loss(tokens, scored)
+            losses.append(stats)
+            return value
+
+        return loss
+
     def _loss_stats(self, losses: Sequence[LossStats]) -> LossStats:
-        if self.groups.reports_losses:
-            return combined(losses)
-        grpo = self.config.grpo
-        absent = {
-            "clip_low": self.config.supervised or not grpo.is_bounded,
-            "clip_high": self.config.supervised or not grpo.is_bounded,
-            "kl": grpo.kl_beta == 0,
-            "importance_weight": grpo.importance is None,
-            "rejected": grpo.rejection is None,
-            "teacher_kl": self.teacher is None,
-        }
-        return uncounted(LossStats, *(name for name, is_absent in absent.items() if is_absent))
+        return combined(losses) if self.groups.reports_losses else uncounted(LossStats, *self.objective.absent)
 
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:
         """Return the device use of this step.

@@ -28,6 +28,7 @@ from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.cpu import CpuPlatform
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.run.setup import set_up
@@ -99,6 +100,12 @@ def quiet_safe_points() -> SafePoints:
     return SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
 
 
+def here_of(platform: Platform, groups: Any, safe_points: SafePoints | None = None) -> Here:
+    """Surroundings of a rank that writes no files and, by default, is never asked to leave."""
+    run = RunDir("/nonexistent")
+    return Here(run, run.attempt(1), platform, groups, safe_points or quiet_safe_points())
+
+
 @cache
 def _folders() -> tempfile.TemporaryDirectory[str]:
     """Folder for runs whose files no test reads. Created only on use: ranks would not delete theirs."""
@@ -113,8 +120,8 @@ def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float =
     run.trainer.optimizer.reload()
     run.trainer.optimizer.megatron.reload_model_params()
     run.trainer.optimizer.offload()
-    if run.trainer.reference is not None:
-        stir(run.trainer.reference, scale, seed=12)
+    if run.models.reference is not None:
+        stir(run.models.reference, scale, seed=12)
     return run
 
 

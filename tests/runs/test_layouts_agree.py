@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
-from core_helpers import batch_of, grouped_products, quiet_safe_points, random_groups, tiny_model, tiny_run
+from core_helpers import batch_of, grouped_products, here_of, quiet_safe_points, random_groups, tiny_model, tiny_run
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
@@ -32,10 +32,11 @@ from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
+from megatron_rl.run.objective import objective_of
 from megatron_rl.training import optimizer as optimizer_module
 from megatron_rl.training import overlap
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
-from megatron_rl.training.scores import Scores
+from megatron_rl.training.objective import Scores
 from megatron_rl.training.trainer import Trainer
 
 STEPS = 2
@@ -207,7 +208,9 @@ def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
         if is_adapter(shard.key):
             shard.data.detach().copy_(of_whole_model(shard, version=1))
     models.optimizer.megatron.reload_model_params()
-    return Trainer(models.policy, models.optimizer, models.reference, config, platform, groups, safe_points), initial
+    objective = objective_of(config, models.policy, models.reference, None)
+    here = here_of(platform, groups, safe_points)
+    return Trainer(models.policy, models.optimizer, objective, config, here), initial
 
 
 def share_of(config: RunConfig, groups: Groups, seed: int) -> RolloutBatch:
@@ -226,7 +229,7 @@ def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
     """Compute the gradient of the first update, summed over all ranks and not applied."""
     trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite, so that it is not applied
     batch, update = one_update(trainer, rollouts)
-    reference = trainer.score(trainer.reference, batch, update.inputs)
+    reference = trainer.score(trainer.objective.reference, batch, update.inputs)
     trainer._update(batch, update, Scores(reference=reference), [], None, lambda: None)
 
 

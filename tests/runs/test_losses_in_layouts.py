@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoint_helpers import Ranks
-from core_helpers import batch_of, quiet_safe_points, random_groups, tiny_model, tiny_run
+from core_helpers import batch_of, here_of, quiet_safe_points, random_groups, tiny_model, tiny_run
 from layout_helpers import Layout, boxes, sharpen, whole
 from torch import Tensor
 
@@ -24,8 +24,9 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
+from megatron_rl.run.objective import objective_of
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
-from megatron_rl.training.scores import Scores
+from megatron_rl.training.objective import Scores
 from megatron_rl.training.trainer import Trainer
 
 OWN = """
@@ -112,7 +113,8 @@ def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[s
         keys = {key: own if value == "OWN" else value for key, value in LOSSES[name].items()}
         config = recipe(layout, keys, microbatch)
         reference = models.reference if config.grpo.kl_beta else None
-        trainer = Trainer(models.policy, models.optimizer, reference, config, platform, groups, safe_points)
+        objective = objective_of(config, models.policy, reference, None)
+        trainer = Trainer(models.policy, models.optimizer, objective, config, here_of(platform, groups, safe_points))
         found[name] = one_update(trainer, groups)
     return found
 
@@ -132,7 +134,7 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     of_answers, tokens = None, None
     if grpo.compares_answers:
         of_answers, tokens = answer_log_ratios(before - batch.inference_logprobs, batch.trajectory_lengths)
-    reference = trainer.score(trainer.reference, batch, update.inputs) if trainer.reference else None
+    reference = trainer.score(kept, batch, update.inputs) if (kept := trainer.objective.reference) else None
     losses: list[Any] = []
     trainer._update(batch, update, Scores(before, of_answers, tokens, reference), losses, None, lambda: None)
     tally = Tally()

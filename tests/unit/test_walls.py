@@ -22,7 +22,7 @@ ORDER = {
         model.hub model.flops distill.teacher
         platform metrics rank model inference chat agent server endpoint environments algorithms rollout supervised
         distill checkpoint training refit standalone server.weights server.__main__ server.agent replica vllm evaluate
-        fabric rehearse run train_rl run.attempt rank_main replica_main
+        fabric run rehearse train_rl run.attempt rank_main replica_main
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host

@@ -101,9 +101,9 @@ def test_a_checkpoint_of_another_model_is_refused_even_if_its_tensors_fit(
 def test_the_kl_penalty_stays_towards_the_initial_weights(tmp_path: Path, platform: Any, groups: Any) -> None:
     began = Began(tmp_path, platform, groups, kl_beta=0.1)
     run = began.start(kl_beta=0.1)
-    assert run.trainer.reference is not None
+    assert run.models.reference is not None
     assert same(weights(run), began.weights)
-    assert not same([weight.detach() for weight in run.trainer.reference.parameters()], began.weights)
+    assert not same([weight.detach() for weight in run.models.reference.parameters()], began.weights)
     began.change_source(seed=2)
     with pytest.raises(
         ConfigurationError, match=r"model\.checkpoint \(or huggingface\) has changed since this run started"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import VOCAB, batch_of, quiet_safe_points, random_groups, tiny_model, tiny_run
+from core_helpers import VOCAB, batch_of, here_of, random_groups, tiny_model, tiny_run
 
 from launcher.plan.parameters import vocabulary
 from launcher.recipe.load import load_recipe
@@ -17,6 +17,7 @@ from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
 from megatron_rl.rehearse.routing import balanced_routing
 from megatron_rl.training.batch import training_batch, update_part
+from megatron_rl.training.objective import Grpo
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward
 from megatron_rl.training.trainer import Trainer
@@ -35,7 +36,8 @@ def test_scoring_stays_on_the_gpu_and_reads_no_value(platform: Any, groups: Any,
         platform = PhantomPlatform(gpu)
         policy = build_policy(config.model, VOCAB, platform)
         optimizer: Any = None
-        trainer = Trainer(policy, optimizer, None, config, platform, groups, quiet_safe_points())
+        here = here_of(platform, groups)
+        trainer = Trainer(policy, optimizer, Grpo(config, policy, None), config, here)
         batch = training_batch(rollouts.groups, config, 0, GPU)
         part = update_part(batch, range(len(batch.sequences)), config, platform)
         inputs = [ModelInput.of(policy, part.packing.microbatch(names)) for names in part.bins]

@@ -230,7 +230,7 @@ def assert_like_padded(
 ) -> StepStats:
     """Assert that one update has the loss and gradients of the padded implementation."""
     twin = witness(run.trainer.policy, config.model)
-    reference = witness(run.trainer.reference, config.model) if run.trainer.reference is not None else None
+    reference = witness(run.models.reference, config.model) if run.models.reference is not None else None
     expected = naive_loss(twin, reference, groups, config, policy_version)
     expected.backward()
 
@@ -400,7 +400,7 @@ def test_old_logprobs_are_those_before_the_first_of_several_updates(platform: An
 
 def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, groups: Any) -> None:
     run = build_run(tiny_run(), platform, groups)
-    assert run.trainer.reference is None
+    assert run.models.reference is None
     forwards = []
     hook = run.trainer.policy.decoder.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     stats = trained(run, GROUPS)
@@ -411,10 +411,10 @@ def test_without_kl_there_is_no_reference_and_no_second_forward(platform: Any, g
 
 def test_the_reference_does_not_change(platform: Any, groups: Any) -> None:
     run = build_run(tiny_run(grpo={"kl_beta": 0.1}), platform, groups)
-    assert run.trainer.reference is not None
-    before = [weight.detach().clone() for weight in run.trainer.reference.parameters()]
+    assert run.models.reference is not None
+    before = [weight.detach().clone() for weight in run.models.reference.parameters()]
     assert of_loss(trained(run, GROUPS)).kl > 0
-    assert all(torch.equal(a, b) for a, b in zip(before, run.trainer.reference.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.models.reference.parameters(), strict=True))
 
 
 def test_groups_without_signal_do_not_change_the_weights(platform: Any, groups: Any) -> None:
