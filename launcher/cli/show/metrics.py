@@ -43,8 +43,9 @@ WARNINGS = len(window_rules.RULES)
 RULES_OF_PAGE = f"""
 ## Rules
 
-What `mrl explain` looks for, and what to try. The first {WARNINGS} are also the warnings of a run while it trains, and
-look at its last {WINDOW} steps. The others read the recipe, the whole record and its answers too.
+What `mrl explain` looks for, and what to try. The first {WARNINGS} are also the warnings of a run while it trains: they
+look at its last {WINDOW} steps, and at the mean rewards of all. The others read the recipe, the whole record and its
+answers too.
 """
 CODE = re.compile(r"\(mrl [^)]+\)|mrl \w+ RUN@[^.]+(?:\.\w+)+=VALUE|\b[a-z_]+(?:\.[a-z_]+)+\b")
 """Commands and keys in the text of a rule, which a page shows as code."""
