@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -169,18 +169,6 @@ class InferenceInterface(Protocol):
             PromptTooLong: the request can never fit; nothing was computed.
             Unsupported: the request needs something that this engine cannot do.
             ValueError: no engine can do it, such as a token outside the vocabulary.
-        """
-        ...
-
-
-class StreamingInference(InferenceInterface, Protocol):
-    """An engine that reports tokens as they are sampled."""
-
-    def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Return the deltas of all samples, interleaved. Closing the iterator cancels the request, and so does
-        cancelling the task that iterates.
-
-        Raises as `generate` does, immediately.
         """
         ...
 

@@ -12,6 +12,19 @@ from megatron_rl.platform.layer_kernels import Slots
 from megatron_rl.platform.paged_attention import PagedAttention
 
 
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Sizes of a cache on one rank."""
+
+    layers: int
+    pages: int
+    page_tokens: int
+    kv_heads: int
+    head_size: int
+    gathered: bool
+    """Whether pages are gathered, see `Platform.gathers_pages`."""
+
+
 class KeyValueCache:
     """keys and values, each [layers, pages, page_tokens, kv_heads, head_size], or, if pages are gathered (see
     `Platform.gathers_pages`), [layers, pages, kv_heads, page_tokens, head_size]. pages.py assigns the pages.
@@ -19,20 +32,10 @@ class KeyValueCache:
     The slot of a token is page * page_tokens + its offset in the page.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        pages: int,
-        page_tokens: int,
-        kv_heads: int,
-        head_size: int,
-        gathered: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        kv_heads, page_tokens, gathered = shape.kv_heads, shape.page_tokens, shape.gathered
         of_page = (kv_heads, page_tokens) if gathered else (page_tokens, kv_heads)
-        both = torch.zeros(layers, 2, pages, *of_page, head_size, dtype=dtype, device=device)
+        both = torch.zeros(shape.layers, 2, shape.pages, *of_page, shape.head_size, dtype=dtype, device=device)
         self.keys, self.values = both.unbind(1)
         self._page_tokens = page_tokens
         self._gathered = gathered

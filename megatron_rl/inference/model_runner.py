@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import PromptScores
-from megatron_rl.inference.cache import ContinuedLayout, DecodeLayout, KeyValueCache, PrefillLayout
+from megatron_rl.inference.cache import CacheShape, ContinuedLayout, DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.decode_graphs import decode_graphs
 from megatron_rl.inference.row_state import DrawWork, RowState, to_device
@@ -65,17 +65,15 @@ class ModelRunner:
         # If ranks share a key/value head, the attention layer's own count includes the heads of other ranks.
         self._heads = model.num_attention_heads // policy.pg_collection.tp.size()
         self._kv_heads = attention.num_query_groups_per_partition
-        self._make_cache = partial(
-            KeyValueCache,
+        shape = CacheShape(
             layers=model.num_layers,
             pages=pages[0] + (spare_page is not None),
             page_tokens=self._page_tokens,
             kv_heads=self._kv_heads,
             head_size=attention.hidden_size_per_attention_head,
             gathered=policy.gathers_pages(self._page_tokens),
-            dtype=policy.cache_dtype,
-            device=policy.device,
         )
+        self._make_cache = partial(KeyValueCache, shape, policy.cache_dtype, policy.device)
         self.scores: PromptScores | None = None
         """Scores of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from megatron_rl.inference.api import Completion, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong, Unsupported
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -17,7 +17,7 @@ Answers = Sequence[str] | Callable[[str, int], str]
 
 
 class ScriptedInference:
-    """Implements `StreamingInference`.
+    """Implements `InferenceInterface`.
 
     A given text ends with the end token, unless a limit, a stop string or a stop token ends it earlier. Temperature,
     cuts and key have no effect, since nothing is drawn. Requests that need real sampling are refused.
@@ -37,12 +37,18 @@ class ScriptedInference:
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         samples = self._begin(request)
-        async for _ in self._work(samples):
-            pass
+        self.under_way += 1
+        try:
+            unfinished = samples
+            while unfinished:
+                await asyncio.sleep(0)
+                for answer, tokens in unfinished:
+                    if answer.finish_reason is None:
+                        answer.extend(RowAnswer(0, [tokens.pop(0)], [LOGPROB]), self.policy_version)
+                unfinished = [(answer, tokens) for answer, tokens in unfinished if answer.finish_reason is None]
+        finally:
+            self.under_way -= 1
         return [answer.completion() for answer, _ in samples]
-
-    def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        return self._work(self._begin(request))
 
     def _begin(self, request: GenerationRequest) -> list[tuple[Transcript, list[int]]]:
         """Return the samples of a request, each with the tokens that it has yet to sample."""
@@ -65,17 +71,3 @@ class ScriptedInference:
             tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_id]
             samples.append((answer, tokens[len(answer.tokens) :]))
         return samples
-
-    async def _work(self, samples: list[tuple[Transcript, list[int]]]) -> AsyncIterator[Delta]:
-        self.under_way += 1
-        try:
-            unfinished = list(samples)
-            while unfinished:
-                await asyncio.sleep(0)
-                for answer, tokens in unfinished:
-                    if answer.finish_reason is None:
-                        answer.extend(RowAnswer(0, [tokens.pop(0)], [LOGPROB]), self.policy_version)
-                    yield answer.delta()
-                unfinished = [(answer, tokens) for answer, tokens in unfinished if answer.finish_reason is None]
-        finally:
-            self.under_way -= 1

@@ -44,8 +44,8 @@ def build_engine(
 
         engine = MegatronEngine(policy, config.model, config.inference, end_ids, longest, ranks, decode)
     else:
-        keeps_cache = config.offload == "none"
-        engine = Engine(policy, config.model, config.inference, end_ids, longest, ranks, keeps_cache, decode)
+        engine = Engine(policy, config.model, config.inference, end_ids, longest, ranks, decode)
+        engine.keeps_cache = config.offload == "none"
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 
 

@@ -220,8 +220,8 @@ def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
         prompt = [key % engine.policy.vocabulary] * max(1, length - answer)
         requests.append(engine.submit(GenerationRequest(prompt, 1, fresh, key)))
     engine.step()
-    assert engine.cache is not None
-    memory.assign("KV cache", (engine.cache.keys, engine.cache.values))
+    assert engine.runner.cache is not None
+    memory.assign("KV cache", (engine.runner.cache.keys, engine.runner.cache.values))
     engine.step()
     for request in requests:
         engine.cancel(request)

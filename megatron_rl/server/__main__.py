@@ -72,7 +72,11 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
         from megatron_rl.server.app import Application
     except ImportError as error:
         return refused(f"serving needs `{install_command('serve')}`: {error}", EXIT_USAGE)
-    limits = ServerLimits(max_waiting=options.max_waiting, requests_per_minute=options.requests_per_minute)
+    limits = ServerLimits(
+        max_waiting=options.max_waiting,
+        requests_per_minute=options.requests_per_minute,
+        open_metrics=options.open_metrics,
+    )
     try:
         with open_with_followers(
             find_source(options.path, options.dtype),
@@ -90,7 +94,6 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                 tokens=tokens,
                 limits=limits,
                 failed=None if opened.ranks.alone else _end_of_ranks,
-                open_metrics=options.open_metrics,
             )
             allow_connections()
             gc.collect()

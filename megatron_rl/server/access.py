@@ -146,6 +146,8 @@ class ServerLimits:
     closed."""
     stall_s: float = 30.0
     """Longest time, in seconds, in which the reader of a stream takes nothing."""
+    open_metrics: bool = False
+    """Whether /metrics needs no token."""
 
 
 class Allowance:

@@ -45,14 +45,12 @@ class Application:
         tokens: Sequence[str],
         limits: ServerLimits | None = None,
         failed: Callable[[Exception], None] | None = None,
-        open_metrics: bool = False,
     ) -> None:
         """
         model: its name for clients.
         max_length: most tokens of a prompt and its answer together.
         tokens: bearer tokens, each of which gives access.
         failed: see EngineThread.
-        open_metrics: whether the metrics need no token.
         """
         limits = limits or ServerLimits()
         self.thread = EngineThread(engine, failed)
@@ -78,7 +76,7 @@ class Application:
             exception_handlers=ERROR_HANDLERS,
             lifespan=self._lifespan,
         )
-        open_routes = PROBED | {"/metrics"} if open_metrics else PROBED
+        open_routes = PROBED | {"/metrics"} if limits.open_metrics else PROBED
         self.guard = Guard(app, tokens, limits, self.metrics, routes, open_routes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

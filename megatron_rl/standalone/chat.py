@@ -120,7 +120,7 @@ async def _answer(
                 "min_new_tokens": min(sampling.min_new_tokens, room),
             }
         )
-        deltas = engine.stream(GenerationRequest(tokens, 1, fitting, stable_key("chat", *place)))
+        deltas = engine.callers.stream(GenerationRequest(tokens, 1, fitting, stable_key("chat", *place)))
     except ValueError as error:
         _say(refused=str(error))
         return

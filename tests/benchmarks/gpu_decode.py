@@ -94,9 +94,11 @@ def bytes_per_s(device: torch.device, size: int) -> float:
 def measured(policy: Policy, model: ModelConfig, rows: int, rate: float) -> dict[str, float]:
     """Milliseconds per token, in turns."""
     engines = {
-        name: Engine(policy, model, InferenceConfig(max_batch=rows, cuda_graphs=recorded), {END}, keeps_cache=False)
+        name: Engine(policy, model, InferenceConfig(max_batch=rows, cuda_graphs=recorded), {END})
         for name, recorded in (("recorded", True), ("told", False))
     }
+    for engine in engines.values():
+        engine.keeps_cache = False
     turns = {name: [turn(engine, rows) for _ in range(REPEATS)] for name, engine in engines.items()}
     table = policy.embedding.word_embeddings.weight  # a token reads one row of it, unless it is also the output layer
     weights = sum(weight.nbytes for weight in policy.parameters()) - table.nbytes * (not model.tied_embeddings)

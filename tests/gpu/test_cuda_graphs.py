@@ -32,8 +32,9 @@ def policy(platform: Any, groups: Any) -> Policy:
 
 
 def engine_of(policy: Policy, *, recorded: bool) -> Engine:
-    engine = Engine(policy, MODEL, InferenceConfig(max_batch=24, cuda_graphs=recorded), {END}, keeps_cache=False)
-    assert (engine._runner._graphs is not None) == (recorded and DEVICE == "cuda")
+    engine = Engine(policy, MODEL, InferenceConfig(max_batch=24, cuda_graphs=recorded), {END})
+    engine.keeps_cache = False
+    assert (engine.runner._graphs is not None) == (recorded and DEVICE == "cuda")
     return engine
 
 

@@ -89,7 +89,7 @@ def test_model_sampled_exactly_what_the_loss_mask_says(run: Run) -> None:
             sampled = [place in first or place in second for place in range(len(one.tokens))]
             assert one.loss_mask == sampled
             assert one.versions == [3 if each else -1 for each in sampled]
-            logprobs = full_forward(run.engine._runner.policy, one.tokens).log_softmax(-1)
+            logprobs = full_forward(run.engine.runner.policy, one.tokens).log_softmax(-1)
             expected = logprobs[:-1].gather(1, torch.tensor(one.tokens[1:])[:, None]).squeeze(1)
             mask = torch.tensor(one.loss_mask[1:])
             torch.testing.assert_close(torch.tensor(one.logprobs[1:]), expected * mask, rtol=1e-5, atol=1e-5)
@@ -128,7 +128,7 @@ def test_training_on_two_turns_makes_the_better_conversations_likelier(run: Run)
             mean = sum(one.reward for one in group.trajectories) / len(group.trajectories)
             for one in group.trajectories:
                 with torch.no_grad():
-                    logprobs = full_forward(run.engine._runner.policy, one.tokens).log_softmax(-1)
+                    logprobs = full_forward(run.engine.runner.policy, one.tokens).log_softmax(-1)
                 chosen = logprobs[:-1].gather(1, torch.tensor(one.tokens[1:])[:, None]).squeeze(1)
                 total += (one.reward - mean) * float(chosen[torch.tensor(one.loss_mask[1:])].sum())
         return total

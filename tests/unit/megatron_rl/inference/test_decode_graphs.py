@@ -90,7 +90,9 @@ def engine_of(
     policy: Policy, *, recorded: bool = True, keeps_cache: bool = True, model: ModelConfig = MODEL, **config: Any
 ) -> Engine:
     inference = InferenceConfig(**({"max_batch": 11, "page_tokens": 4} | config), cuda_graphs=recorded)
-    return Engine(policy, model, inference, {END}, keeps_cache=keeps_cache)
+    engine = Engine(policy, model, inference, {END})
+    engine.keeps_cache = keeps_cache
+    return engine
 
 
 def ask(
@@ -187,9 +189,9 @@ def test_unused_rows_stay_at_the_first_slot_of_the_spare_page(policy: Policy) ->
     engine = engine_of(policy)
     engine.submit(ask([1, 2], 3, **LONG))
     run(engine, 10**6)
-    rows, spare = engine._runner._rows, engine.load.pages
-    assert engine.cache is not None and engine.cache.keys[:, spare, :, 0].any()  # the fourth row wrote it
-    assert not engine.cache.keys[:, spare, :, 1:].any()
+    rows, spare = engine.runner._rows, engine.load.pages
+    assert engine.runner.cache is not None and engine.runner.cache.keys[:, spare, :, 0].any()  # the fourth row wrote it
+    assert not engine.runner.cache.keys[:, spare, :, 1:].any()
     assert rows.position[3:].tolist() == [0] * 8
     assert (rows.pages[3:] == spare).all()
 

@@ -146,7 +146,7 @@ def test_on_a_gpu_found_and_cut_prefixes_are_read_in_place(policy: Policy, monke
     short = PLAIN.model_copy(update={"max_new_tokens": 3})  # kernels are interpreted
     requests = [GenerationRequest(prompt, 2, short, i) for i, prompt in enumerate(PROMPTS)]
     assert_the_models(policy, requests, answers(engine, requests))
-    assert engine.prefilled_tokens < sum(map(len, PROMPTS)), "no prefix was found"
+    assert engine.scheduler.prefilled_tokens < sum(map(len, PROMPTS)), "no prefix was found"
 
 
 def test_evicted_answer_resumes_with_the_same_tokens(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +157,14 @@ def test_evicted_answer_resumes_with_the_same_tokens(policy: Policy, monkeypatch
     for request in requests:
         engine.submit(request)
     seen: dict[tuple[str, int], list[float]] = {}
-    evict = engine._scheduler.evict
+    evict = engine.scheduler.evict
 
     def noted(place: int, answers: Iterable[RowAnswer]) -> None:
-        answer = engine._scheduler._rows[place].answer
+        answer = engine.scheduler._rows[place].answer
         evict(place, answers)
         seen[answer.request.id, answer.sample] = [*answer.logprobs]
 
-    monkeypatch.setattr(engine._scheduler, "evict", noted)
+    monkeypatch.setattr(engine.scheduler, "evict", noted)
     while engine.busy:
         engine.step()
     assert len(seen) >= 2
@@ -182,7 +182,7 @@ def test_cached_prefix_is_not_recomputed(policy: Policy) -> None:
             answers(
                 engine, [GenerationRequest([*SYSTEM, key, 1], 2, PLAIN, key), GenerationRequest(SYSTEM, 1, PLAIN, 9)]
             )
-        return engine.prefilled_tokens
+        return engine.scheduler.prefilled_tokens
 
     whole = 3 * (len(SYSTEM) + 2) + 3 * len(SYSTEM)
     assert prefilled(share_prefixes=False) == whole
@@ -206,9 +206,9 @@ def test_next_phase_reuses_nothing_of_the_previous_one(policy: Policy) -> None:
     request = GenerationRequest(SYSTEM, 1, PLAIN, 0)
     answers(engine, [request])
     engine.end_phase()
-    before = engine.prefilled_tokens
+    before = engine.scheduler.prefilled_tokens
     answers(engine, [GenerationRequest(SYSTEM, 1, PLAIN, 0)])
-    assert engine.prefilled_tokens - before == len(SYSTEM)
+    assert engine.scheduler.prefilled_tokens - before == len(SYSTEM)
 
 
 def test_cache_has_the_configured_size() -> None:

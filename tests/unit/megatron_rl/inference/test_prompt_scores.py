@@ -100,7 +100,7 @@ def test_prompt_is_scored_again_if_the_weights_change_midway(policy: Policy, mon
         changed.step()
     (found,) = changed.take(request.id) or []
     check(policy, PROMPT, found, 2)
-    assert changed.prefilled_tokens == 16 + len(PROMPT)
+    assert changed.scheduler.prefilled_tokens == 16 + len(PROMPT)
 
 
 def test_stream_returns_the_scores_with_the_first_delta_of_a_sample(policy: Policy) -> None:

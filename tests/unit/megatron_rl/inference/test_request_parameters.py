@@ -61,7 +61,7 @@ def generate(engine: Engine, request: GenerationRequest) -> list[Completion]:
 
 def stream(engine: Engine, request: GenerationRequest) -> list[Delta]:
     async def read() -> list[Delta]:
-        return [delta async for delta in engine.stream(request)]
+        return [delta async for delta in engine.callers.stream(request)]
 
     return asyncio.run(asyncio.wait_for(read(), timeout=60))
 
@@ -230,7 +230,7 @@ def test_closing_a_stream_cancels_its_request(policy: Policy) -> None:
     engine = engine_of(policy)
 
     async def read_one() -> None:
-        deltas = engine.stream(ask())
+        deltas = engine.callers.stream(ask())
         assert (await anext(deltas)).tokens
         load = engine.load
         assert load.running > 8
@@ -249,7 +249,7 @@ def test_error_of_the_engine_reaches_the_reader_of_a_stream(policy: Policy, monk
     def fails(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine._runner, "execute", fails)
+    monkeypatch.setattr(engine.runner, "execute", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         stream(engine, ask())
     monkeypatch.undo()
@@ -259,7 +259,7 @@ def test_error_of_the_engine_reaches_the_reader_of_a_stream(policy: Policy, monk
 def test_versions_of_a_stream_show_new_weights(engine: Engine) -> None:
     async def read() -> list[Delta]:
         found = []
-        async for delta in engine.stream(ask(1, min_new_tokens=24)):
+        async for delta in engine.callers.stream(ask(1, min_new_tokens=24)):
             found.append(delta)
             engine.policy_version = 7
         return found
@@ -276,9 +276,9 @@ def test_versions_of_a_stream_show_new_weights(engine: Engine) -> None:
 def test_request_that_never_fits_is_refused_before_any_computation(policy: Policy) -> None:
     engine = engine_of(policy)
     with pytest.raises(PromptTooLong):
-        engine.stream(replace(ask(), prompt_tokens=[1] * 40))
+        engine.callers.stream(replace(ask(), prompt_tokens=[1] * 40))
     with pytest.raises(ValueError, match=r"prompt: 15 is no token; tokens are 0 to 14"):
-        engine.stream(replace(ask(), prompt_tokens=[1, 15, 2]))
+        engine.callers.stream(replace(ask(), prompt_tokens=[1, 15, 2]))
     with pytest.raises(ValueError, match=r"prompt: -1 is no token"):
         engine.submit(replace(ask(), prompt_tokens=[-1]))
     with pytest.raises(ValueError, match=r"sampling.stop_tokens: 99 is no token"):
@@ -303,7 +303,7 @@ def test_duplicate_request_is_refused_and_leaves_the_first_unaffected(policy: Po
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), timeout=60)
 
     async def streamed_twice() -> list[Delta]:
-        streams = [engine.stream(request), engine.stream(request)]
+        streams = [engine.callers.stream(request), engine.callers.stream(request)]
         found = [await anext(streams[0])]
         with pytest.raises(ValueError, match="already being answered"):
             await anext(streams[1])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from streams import joined
 
-from megatron_rl.inference.api import AnswerPrefix, Completion, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import LOGPROB, ScriptedInference
 from megatron_rl.model.tokenizer import CharacterTokenizer
@@ -24,15 +22,9 @@ def ask(prompt: str = "1+1=", samples: int = 1, **sampling: Any) -> GenerationRe
 
 
 def answer(engine: ScriptedInference, request: GenerationRequest) -> list[Completion]:
-    """Return the answers of both methods, which must agree."""
-
-    async def both() -> tuple[list[Completion], list[Delta]]:
-        return await engine.generate(request), [delta async for delta in engine.stream(request)]
-
-    whole, deltas = asyncio.run(both())
-    assert joined(deltas) == whole
+    found = asyncio.run(engine.generate(request))
     assert engine.under_way == 0
-    return whole
+    return found
 
 
 def test_sample_i_gets_answer_i_and_requests_are_recorded() -> None:
@@ -43,7 +35,7 @@ def test_sample_i_gets_answer_i_and_requests_are_recorded() -> None:
     assert (two.tokens, two.finish_reason) == ([2, END], "stop")
     assert (three.tokens, three.logprobs, three.versions) == ([3, 3, END], [LOGPROB] * 3, [7] * 3)
     assert again == two
-    assert engine.requests == [request, request]
+    assert engine.requests == [request]
 
 
 def test_answers_may_depend_on_the_prompt() -> None:
@@ -76,16 +68,17 @@ def test_unsupported_parameters_are_refused_by_name() -> None:
         (ask("1+1+1="), PromptTooLong, "12"),
     ):
         with pytest.raises(error, match=message):
-            engine.stream(wrong)
+            answer(engine, wrong)
 
 
-def test_closed_stream_no_longer_counts_as_being_answered() -> None:
-    async def read_one() -> None:
+def test_cancelled_request_no_longer_counts_as_being_answered() -> None:
+    async def leave() -> int:
         engine = ScriptedInference(TOKENIZER, ["123456"])
-        deltas = cast("AsyncGenerator[Delta]", engine.stream(ask()))
-        assert (await anext(deltas)).tokens == [1]
+        task = asyncio.ensure_future(engine.generate(ask()))
+        await asyncio.sleep(0)
         assert engine.under_way == 1
-        await deltas.aclose()
-        assert engine.under_way == 0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return engine.under_way
 
-    asyncio.run(read_one())
+    assert asyncio.run(leave()) == 0

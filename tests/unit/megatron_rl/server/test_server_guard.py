@@ -35,7 +35,7 @@ def test_probes_need_no_token_and_metrics_need_none_on_demand(token: str) -> Non
         limits = ServerLimits(requests_per_minute=1)
         response = ask(SayingEngine(), route, b"", method="GET", token=token, limits=limits)
         assert (response.status_code, response.json()) == (200, said)
-    found = ask(SayingEngine(), "/metrics", b"", method="GET", token=token, open_metrics=True)
+    found = ask(SayingEngine(), "/metrics", b"", method="GET", token=token, limits=ServerLimits(open_metrics=True))
     assert found.status_code == 200 and "mrl_open_requests" in found.text
     assert ask(SayingEngine(), "/metrics", b"", method="GET", token=token).status_code == 401
 
