@@ -17,7 +17,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.world import die_with_parent
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def main() -> int:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
         _converse(json.loads(sys.stdin.readline()))
-    except _refusals() as error:
+    except (ConfigurationError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
     return EXIT_FINISHED
@@ -47,17 +49,9 @@ def _leave(*_: object) -> NoReturn:
     sys.exit(EXIT_INTERRUPTED)
 
 
-def _refusals() -> tuple[type[Exception], ...]:
-    from megatron_rl.checkpoint.publish import CheckpointError
-    from megatron_rl.errors import ConfigurationError
-
-    return CheckpointError, ConfigurationError
-
-
 def _converse(asked: dict[str, Any]) -> None:
     """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-    from megatron_rl.errors import ConfigurationError
     from megatron_rl.inference.config import InferenceConfig, Sampling
     from megatron_rl.standalone.followers import open_with_followers
     from megatron_rl.standalone.siblings import end_process

@@ -25,6 +25,7 @@ from megatron_rl.agent.registry import build_environment, environment_class, wit
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
 from megatron_rl.agent.trial import CodePoints, first_problems, traces_of, try_answers, wrong_answer
+from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.endpoint.agent import EndpointAgent
 from megatron_rl.errors import ConfigurationError
@@ -50,7 +51,7 @@ def main() -> int:
         for found in tried(trial):
             output.write(json.dumps(found) + "\n")
             output.flush()
-    except _refusals() as error:
+    except (ValueError, ConfigurationError, CheckpointError) as error:
         if trace := getattr(error, "trace", ""):
             output.write(json.dumps({"trace": trace}) + "\n")
         sys.stderr.write(" ".join(str(error).split()) + "\n")
@@ -60,14 +61,6 @@ def main() -> int:
         sys.stderr.write(f"environment {trial.environment.name}: {error}{brought}\n")
         return EXIT_USAGE
     return EXIT_FINISHED
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    if "torch" not in sys.modules:
-        return ValueError, ConfigurationError
-    from megatron_rl.checkpoint.publish import CheckpointError
-
-    return ValueError, ConfigurationError, CheckpointError
 
 
 def tried(trial: Trial) -> Iterator[dict[str, Any]]:
