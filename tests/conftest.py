@@ -67,18 +67,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 NEED = {
+    "trl": ("rows_of_peers", "supervised_step", "trl_parity"),
+    "openai": (
+        *("conversations", "endpoint", "endpoint_agent", "endpoint_refusals", "endpoint_responses"),
+        *("first_rows", "published_templates", "rows", "turn_end"),
+    ),
     "datasets": ("datasets", "hf_dataset", "trial", "countdown", "math_environment", "reasoning_gym", "shipped_math"),
     "transformers": (
         *("tools", "hf_convert", "huggingface", "irregular_files", "text_stream", "parity", "model", "tokenizer"),
-        *(
-            "server_as_engine",
-            "server_chat",
-            "server_completions",
-            "server_connections",
-            "server_guard",
-            "server_weights",
-        ),
-        *("server_readers", "server_refusals", "standalone", "trainer", "lora", "lora_export"),
+        *("server_as_engine", "server_chat", "server_completions", "server_connections", "server_guard"),
+        *("server_readers", "server_refusals", "server_weights", "standalone", "trainer", "lora", "lora_export"),
     ),
 }
 """Packages that take seconds to import, and the test files that import them."""
