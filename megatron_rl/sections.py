@@ -12,7 +12,6 @@ from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import INFER, TEACHER
 from megatron_rl.distill.config import DistillConfig, TeacherReplicas
-from megatron_rl.evaluate.config import EvaluateConfig
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling
 from megatron_rl.metrics.config import LoggingConfig, NotifyConfig
@@ -91,8 +90,6 @@ class Sections(Section):
     """Notifications by a command or a webhook; default: none."""
     profile: ProfileConfig | None = None
     """Profiles of a few steps (torch.profiler); default: none."""
-    evaluate: EvaluateConfig | None = None
-    """Written by `mrl evaluate --cluster`: the job evaluates and trains nothing."""
 
     @property
     def supervised(self) -> bool:

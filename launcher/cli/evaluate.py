@@ -118,11 +118,9 @@ def command(ctx: click.Context, **options: Any) -> None:
         if given := [f"--{name.replace('_', '-')}" for name in JOB_ONLY if options[name]]:
             raise BadInput(f"{given[0]}: this option needs a job; add --cluster")
         evaluation = _evaluation(options, origin, device="cpu")
-        asked = evaluation.evaluate
-        refuse_unready(required_extras(evaluation.environment), asked.device, asked.tp * asked.replicas)
-        if asked.vllm_python and (
-            wrong := problems(vllm_findings(probe(asked.vllm_python), asked.device, "--vllm-python "))
-        ):
+        device, python = evaluation.device, evaluation.vllm_python
+        refuse_unready(required_extras(evaluation.environment), device, evaluation.tp * evaluation.replicas)
+        if python and (wrong := problems(vllm_findings(probe(python), device, "--vllm-python "))):
             raise BadInput(wrong)
         if options["out"]:
             _make_folder_of(options["out"].absolute())
@@ -205,7 +203,7 @@ def _as_job(evaluation: Evaluation, origin: Origin | None, cluster: str, options
 
     clusters = load_clusters()
     recipe = job_recipe(evaluation, origin, cluster, known_caches(clusters))
-    refuse_ranks(recipe.config, clusters.profile(cluster))
+    refuse_ranks(evaluation, recipe.config, clusters.profile(cluster))
     given = options["run_dir"]
     if given is not None:
         refuse_unusable(given)

@@ -52,16 +52,16 @@ def run_directory(run_dir: Path, profile: Profile) -> Iterator[Finding]:
 
 
 def _unseen(recipe: Recipe, profile: Profile, resumes: bool) -> Iterator[Finding]:
-    read = read_paths(recipe.config, resumes)
+    read = [*read_paths(recipe.config, resumes), *(one for one in _of_evaluation(recipe) if one.mark.read)]
     shared = f"put it below run_root, {profile.run_root}, or on another file system that all nodes see"
-    for named in _of_nodes(recipe.config):
+    for named in _of_nodes(recipe):
         path, key = named.path, ".".join(named.key)
         assert path is not None
         where = f"{place_of(recipe, key)}: {key}: {path}"
         on_host = _source_of(path, profile)
         if named in read and (found := file_error(recipe, named, on_host)):
             yield found
-        elif (named in read or key == "evaluate.out") and (why := _of_one_machine(on_host, Path(profile.run_root))):
+        elif (named in read or key == "out") and (why := _of_one_machine(on_host, Path(profile.run_root))):
             yield error("files", f"{where}: {why}, and the nodes do not see it", shared)
         elif profile.container is not None and {",", ":"} & {*str(path)}:
             yield error(
@@ -69,14 +69,20 @@ def _unseen(recipe: Recipe, profile: Profile, resumes: bool) -> Iterator[Finding
             )
 
 
-def _of_nodes(config: RunConfig) -> list[NamedPath]:
+def _of_nodes(recipe: Recipe) -> list[NamedPath]:
     """Paths that processes on the nodes read or write: not the image, which the host side fetches, programs, which may
     be those of an image, or code, which is copied into the run directory."""
     return [
         one
-        for one in named_paths(config)
+        for one in [*named_paths(recipe.config), *_of_evaluation(recipe)]
         if one.path is not None and one.mark.kind not in ("image", "program", "code") and one.key[0] != "code"
     ]
+
+
+def _of_evaluation(recipe: Recipe) -> list[NamedPath]:
+    """Paths of an evaluation that its recipe does not name."""
+    asked = named_paths(recipe.evaluation) if recipe.evaluation else []
+    return [one for one in asked if one.key in (("checkpoint",), ("out",))]
 
 
 def as_seen_here(config: RunConfig, profile: Profile | None) -> RunConfig:
@@ -121,7 +127,7 @@ def _existing(path: Path) -> Path:
     return next(one for one in (path, *path.parents) if one.exists())
 
 
-def to_mount(config: RunConfig, profile: Profile, run_dir: Path) -> tuple[Path, ...]:
+def to_mount(recipe: Recipe, profile: Profile, run_dir: Path) -> tuple[Path, ...]:
     """Paths to mount into the container beside `container.mounts`, each under its own name: the run root, the run
     directory, and paths that the recipe names elsewhere, with the targets of links. Of nested paths only the
     outermost."""
@@ -130,7 +136,7 @@ def to_mount(config: RunConfig, profile: Profile, run_dir: Path) -> tuple[Path, 
     targets = [target for _, target in _mounts_of(profile)]
     mounted = [*targets, *map(Path, OF_THE_KERNEL)]
     found = [Path(profile.run_root), run_dir]
-    for named in _of_nodes(config):
+    for named in _of_nodes(recipe):
         assert named.path is not None
         if not any(named.path.is_relative_to(target) for target in mounted):
             found += _with_targets(_whole(named))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.job.directories import disk_errors
-from launcher.recipe.changes import CHANGEABLE, Change, changes, with_remarks
-from launcher.recipe.load import Recipe, read_resolved
-from megatron_rl.config import RunConfig
+from launcher.recipe.changes import CHANGEABLE, Change, changes, differing, with_remarks
+from launcher.recipe.load import Recipe, read_resolved, recorded_evaluation
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read_lines
+from megatron_rl.recipe.values import flat
 
 
 def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
@@ -25,7 +25,7 @@ def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
     with disk_errors(root):
         # The templates slurm/*.sbatch call mrl-submit from inside the job that owns the run.
         refuse_owned(run, os.environ.get("SLURM_JOB_ID"))
-        return accepted_changes(run, with_date(recipe, run).config, change) if run.resolved.exists() else []
+        return accepted_changes(run, with_date(recipe, run), change) if run.resolved.exists() else []
 
 
 def refuse_foreign(run: RunDir) -> None:
@@ -82,12 +82,19 @@ def with_date(recipe: Recipe, run: RunDir) -> Recipe:
     return replace(recipe, config=recipe.config.model_copy(update={"tokenizer": tokenizer}))
 
 
-def corrections(run: RunDir, config: RunConfig) -> list[Change]:
-    """Changes of `config` to a run in which nothing was trained yet. Such a run may start over with any values. Empty
+def corrections(run: RunDir, recipe: Recipe) -> list[Change]:
+    """Changes of `recipe` to a run in which nothing was trained yet. Such a run may start over with any values. Empty
     for other runs."""
     if not run.resolved.exists() or has_work(run):
         return []
-    return changes(read_resolved(run.resolved), config)
+    return _changes(run, recipe)
+
+
+def _changes(run: RunDir, recipe: Recipe) -> list[Change]:
+    found = changes(read_resolved(run.resolved), recipe.config)
+    before, after = (flat(one.model_dump()) if one else {} for one in (recorded_evaluation(run), recipe.evaluation))
+    known = {one.key for one in found}  # the environment, which both have
+    return [*found, *(one for one in differing(before, after) if one.key not in known)]
 
 
 def has_work(run: RunDir) -> bool:
@@ -100,12 +107,12 @@ def has_work(run: RunDir) -> bool:
     return any(step > 0 for step in run.checkpoint_steps())
 
 
-def accepted_changes(run: RunDir, config: RunConfig, change: bool) -> list[Change]:
-    """Differences between `config` and the run's recipe. Raises BadInput where they are not allowed."""
-    if corrected := corrections(run, config):
+def accepted_changes(run: RunDir, recipe: Recipe, change: bool) -> list[Change]:
+    """Differences between `recipe` and the run's recipe. Raises BadInput where they are not allowed."""
+    if corrected := corrections(run, recipe):
         return corrected
-    before = read_resolved(run.resolved)
-    found = changes(before, config)
+    before, config = read_resolved(run.resolved), recipe.config
+    found = _changes(run, recipe)
     refused = [one for one in found if not one.allowed]
     if not change:
         or_else = "start a new run, or fork this one" if refused else "give --change"

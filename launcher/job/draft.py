@@ -101,7 +101,7 @@ def _planned(recipe: Recipe, cluster: str, profile: Profile, root: Path, sources
 def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
     """Return the job for another run directory, whose name is part of the plan too."""
     config, profile = job.recipe.config, job.profile
-    seen = to_mount(config, profile, root)
+    seen = to_mount(job.recipe, profile, root)
     record = with_argv(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root, seen)
     return replace(job, run_dir=root, seen=seen, plan_json=to_json(from_json(PlanRecord, record)))
 
@@ -109,7 +109,7 @@ def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
 def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]:
     """Sources of the code. A run that has a snapshot keeps its sources, wherever it is resumed from."""
     taken = read(CodeSnapshot, run.code_record)
-    if taken is ABSENT or corrections(run, recipe.config):
+    if taken is ABSENT or corrections(run, recipe):
         return code_sources(recipe, Path.cwd())
     if isinstance(taken, Unreadable):
         raise BadInput(f"{taken}, so the run's code is unknown")

@@ -32,7 +32,7 @@ from megatron_rl.evaluate.config import Evaluation
 MAX_NEW_TOKENS = 512
 """Default limit of an answer's tokens for a checkpoint of no run."""
 
-OPTIONS = {"evaluate.sets": "--set", "evaluate.checkpoint": "CHECKPOINT"}
+OPTIONS = {"sets": "--set", "checkpoint": "CHECKPOINT"}
 """Key -> option, where their names differ."""
 
 
@@ -67,7 +67,7 @@ def requested(
         environment: name; None: the run's. The run's own environment keeps its arguments.
         environment_args: laid over these, see `parse_args`.
         sampling: given values, laid over the run's.
-        asked: values of EvaluateConfig.
+        asked: the other values of Evaluation.
 
     Raises BadInput.
     """
@@ -82,7 +82,8 @@ def requested(
     given["args"] = {**given.get("args", {}), **parse_args(environment_args)}
     drawn: dict[str, Any] = config.sampling.model_dump() if config else {"max_new_tokens": MAX_NEW_TOKENS}
     values = {
-        "evaluate": {**asked, "code": code_version(given["name"])},
+        **asked,
+        "code": code_version(given["name"]),
         "environment": given,
         "sampling": {**drawn, **sampling},
     }
@@ -156,7 +157,7 @@ def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
 def _option(path: tuple[str, ...]) -> str:
     if not path:  # a conflict between several values
         return "mrl evaluate"
-    return OPTIONS.get(".".join(path[:2]), f"--{path[-1].replace('_', '-')}")
+    return OPTIONS.get(path[0], f"--{path[-1].replace('_', '-')}")
 
 
 def _validated(kind: Any, values: Mapping[str, Any], name: Any) -> Any:
@@ -196,30 +197,31 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
     Args:
         caches: Hugging Face caches, which may hold the config.json of published weights.
     """
-    asked = evaluation.evaluate
-    device = {"device": asked.device}
+    device = {"device": evaluation.device}
     if origin:
         values = origin.config.model_dump()
         values["job"] |= device
         native = {"engine": "native", "vllm": None}
         values["inference"] |= native  # works in one process, also on a CPU
+        if values["model"]["init"] == "supervised":  # the job needs no worked examples
+            values["model"]["init"] = "from-scratch"
     else:
-        folder = _published(asked.checkpoint)
+        folder = _published(evaluation.checkpoint)
         values = {
-            "model": {"init": "huggingface", "huggingface": folder, "dtype": asked.dtype or "bf16"},
+            "model": {"init": "huggingface", "huggingface": folder, "dtype": evaluation.dtype or "bf16"},
             "tokenizer": {"type": "huggingface", "path": folder},
             "optimizer": {"learning_rate": 1e-6},
             "training": {"steps": 1},
             "job": device,
         }
-    values["job"] |= {"nodes": 1, "gpus_per_node": asked.ranks, "spare_nodes": 0}
+    values["job"] |= {"nodes": 1, "gpus_per_node": evaluation.ranks, "spare_nodes": 0}
     values["training"] |= {"sequence_length": None}
-    of = origin.run.root.name if origin else Path(asked.checkpoint).name
+    of = origin.run.root.name if origin else Path(evaluation.checkpoint).name
     values |= {
         "name": f"evaluate-{re.sub('[^A-Za-z0-9._-]', '-', of)}",
         "cluster": cluster,
         # The layout of the model; a job that only generates has no other setting for it.
-        "placement": {"training": {"tp": asked.tp, "sequence_parallel": asked.tp > 1}},
+        "placement": {"training": {"tp": evaluation.tp, "sequence_parallel": evaluation.tp > 1}},
         "grpo": {},
         "distill": None,
         "save": {},
@@ -227,19 +229,18 @@ def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, cach
         "environment": evaluation.environment.model_dump(),
         "environments": None,
         "sampling": evaluation.sampling.model_dump(),
-        "evaluate": asked.model_dump(),
     }
     published = find_published(values, caches, lambda path: (_option(path), True))
     if published:
         values["model"] |= published.missing(values["model"])
     config: RunConfig = _validated(RunConfig, values, _option)
-    return Recipe("mrl evaluate", config, with_base(RecipeFile("mrl evaluate", dump_resolved(config), None)))
+    written = with_base(RecipeFile("mrl evaluate", dump_resolved(config), None))
+    return Recipe("mrl evaluate", config, written, evaluation=evaluation)
 
 
-def refuse_ranks(config: RunConfig, profile: Profile) -> None:
+def refuse_ranks(asked: Evaluation, config: RunConfig, profile: Profile) -> None:
     """Raise BadInput where a node of the cluster is too small for an evaluation's job."""
-    asked, model = config.evaluate, config.model
-    assert asked is not None
+    model = config.model
     if asked.ranks > profile.gpus_per_node:
         raise BadInput(
             f"--tp {asked.tp} --replicas {asked.replicas}: {asked.ranks} ranks are more than the "

@@ -94,8 +94,8 @@ def opened(
             recipe = with_date(recipe, run)
             altered: list[Change] = []
             if run.resolved.exists():
-                found.corrected = bool(corrections(run, recipe.config))
-                altered = accepted_changes(run, recipe.config, change)
+                found.corrected = bool(corrections(run, recipe))
+                altered = accepted_changes(run, recipe, change)
             found.finished = run.done.exists() and not altered
             found.changes = tuple(altered)
             found.run_id = _run_id(run)
@@ -140,7 +140,8 @@ def _set_aside(found: Opened) -> Iterator[None]:
 @contextmanager
 def _put_back_on_failure(found: Opened) -> Iterator[None]:
     run = found.run
-    files = (run.recipe, run.resolved, run.plan, run.script, run.changes, run.done, run.identity, run.job, run.wandb)
+    files = [run.recipe, run.resolved, run.evaluation_request, run.plan, run.script]
+    files += [run.changes, run.done, run.identity, run.job, run.wandb]
     before = {path: (_version_of(path), read_text(path) if path.exists() else None) for path in files}
     there = {path.name for path in run.root.iterdir()}
     code = _snapshot_of(run)
@@ -212,6 +213,8 @@ def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> Non
 def _write_recipe(run: RunDir, recipe: Recipe) -> None:
     if not run.recipe.exists():
         write_atomic(run.recipe, asked_text(recipe))
+    if recipe.evaluation:
+        write_atomic(run.evaluation_request, recipe.evaluation.model_dump_json(indent=2) + "\n")
     write_atomic(run.resolved, dump_resolved(recipe.config))
 
 

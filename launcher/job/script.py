@@ -239,9 +239,9 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         name=Shell("train"),
         options=_shell(geometry(config, job.profile, plan, train, "train")),
         command=Shell(f"{python} -P -m {TRAINING} {run}"),
-        shown=Shell("evaluate") if config.evaluate else None,
+        shown=Shell("evaluate") if job.recipe.evaluation else None,
         comment=Shell("Its ranks evaluate; in file names, and to mrl attach, they are train.")
-        if config.evaluate
+        if job.recipe.evaluation
         else None,
     )
     for kind, option in NUMBER_OPTIONS.items():
@@ -316,7 +316,9 @@ def _documents(job: PlannedJob) -> dict[str, str]:
     ranks = job.plan_json["ranks"]
     head = {key: value for key, value in job.plan_json.items() if key != "ranks"}
     rows = ",\n".join(json.dumps(row) for row in ranks)  # one line a rank, for readers
+    evaluation = job.recipe.evaluation
     return {
+        **({"evaluation_json": evaluation.model_dump_json(indent=2)} if evaluation else {}),
         "recipe_yaml": asked_text(job.recipe).rstrip("\n"),
         "resolved_yaml": dump_resolved(job.recipe.config).rstrip("\n"),
         "plan_json": f'{json.dumps(head)[:-1]}, "ranks": [\n{rows}\n]}}',

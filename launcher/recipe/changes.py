@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,14 +69,15 @@ class Change(NamedTuple):
 
 
 def changes(old: RunConfig, new: RunConfig) -> list[Change]:
-    """List every key with another value, in the order of the recipe; a key that only one side has counts as None."""
-    before, after = _written_out(old), _written_out(new)
+    """List every key with another value, in the order of the recipe, except those that any attempt may set."""
+    found = differing(_written_out(old), _written_out(new))
+    return [one for one in found if not any(fnmatchcase(one.key, pattern) for pattern in FREE)]
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """List every key with another value; a key that only one side has counts as None."""
     keys = [*before, *(key for key in after if key not in before)]
-    return [
-        Change(key, before.get(key), after.get(key))
-        for key in keys
-        if before.get(key) != after.get(key) and not any(fnmatchcase(key, pattern) for pattern in FREE)
-    ]
+    return [Change(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
 
 
 def _written_out(config: RunConfig) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.distill.teacher import TeacherFiles, against_teacher, teacher_files
 from megatron_rl.endpoint.config import EndpointConfig
+from megatron_rl.errors import ConfigurationError
+from megatron_rl.evaluate.config import Evaluation, read_evaluation
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
 from megatron_rl.recipe.removed import REMOVED
@@ -49,6 +51,8 @@ class Recipe:
     """Keys that the loader filled in, such as the shape of a published model -> source of their values."""
     implied: tuple[Override, ...] = ()
     """Overrides that follow from that of the engine; they are among those of `written`."""
+    evaluation: Evaluation | None = None
+    """Evaluation that the job runs; None: it trains."""
 
     @property
     def text(self) -> str:
@@ -108,7 +112,8 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
         except ValueError as error:
             raise BadInput(f"{locate((*place, 'args', 'file'))[0]}: {error}") from error
     _check_own_functions(config, run, locate)
-    return Recipe(asked, config, written, filled, more)
+    evaluation = recorded_evaluation(run) if Path(asked).name == run.resolved.name else None
+    return Recipe(asked, config, written, filled, more, evaluation)
 
 
 def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:
@@ -161,6 +166,14 @@ def read_resolved(path: Path) -> RunConfig:
         return RunConfig.model_validate(document.value)
     except ValidationError as error:
         raise BadInput(validation_problems(error, RunConfig, locator(str(path), document))) from error
+
+
+def recorded_evaluation(run: RunDir) -> Evaluation | None:
+    """Evaluation that the job of a directory runs; None for a run that trains. Raises BadInput."""
+    try:
+        return read_evaluation(run)
+    except ConfigurationError as error:
+        raise BadInput(str(error)) from error
 
 
 def _parse_overrides(texts: Sequence[str]) -> list[Override]:

@@ -50,15 +50,16 @@ class NoPath(ValueError):
         self.key = key
 
 
-def named_paths(config: RunConfig) -> list[NamedPath]:
-    """Every key of a recipe, arguments of its environments included, that names a file or directory, or may."""
+def named_paths(config: Section) -> list[NamedPath]:
+    """Every key of a section, such as a whole recipe, that names a file or directory, or may; arguments of environments
+    included."""
     found: list[NamedPath] = []
 
     def note(named: NamedPath) -> str:
         found.append(named)
         return named.value
 
-    _changed(config.model_dump(), RunConfig, (), note)
+    _changed(config.model_dump(), type(config), (), note)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -54,7 +55,6 @@ ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
 NO_LOG = -53  # exit code of a script whose output slurmd could not open (ExitCode=0:53, seen on 22.05)
 
 _CLUSTER = re.compile(r"^cluster: (?!null$)([A-Za-z][A-Za-z0-9._-]*)$", re.MULTILINE)
-_EVALUATES = re.compile(r"^evaluate:$", re.MULTILINE)
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,12})$", re.MULTILINE)
 
 
@@ -159,14 +159,12 @@ def resolved_values(run: RunDir) -> dict[str, Any]:
 
 
 def result_file(run: RunDir) -> Path | None:
-    """Result file of a job that evaluates; None for a run that trains, or whose recipe cannot be read."""
+    """Result file of a job that evaluates; None for a run that trains, or whose request cannot be read."""
     try:
-        if not _EVALUATES.search(read_text(run.resolved)):
-            return None
-        asked = resolved_values(run)["evaluate"]
-    except (BadInput, KeyError):
+        out = json.loads(read_text(run.evaluation_request))["out"]
+    except (BadInput, ValueError, LookupError, TypeError):
         return None
-    return Path(asked["out"]) if isinstance(asked, dict) and asked.get("out") else run.evaluation
+    return Path(out) if out else run.evaluation
 
 
 def last_line(run: RunDir) -> LedgerLine | None:

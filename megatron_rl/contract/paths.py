@@ -79,6 +79,8 @@ class RunDir:
         """LessonRecord."""
         self.evaluations = self.root / "evaluations.jsonl"
         """MetricsLine, one per evaluation; step 0 is the model before training."""
+        self.evaluation_request = self.root / "evaluation_request.json"
+        """Evaluation that a job runs (`evaluate.config.Evaluation`); a run that trains has none."""
         self.evaluation = self.root / "evaluation.json"
         """EvaluationResult of a job that evaluates another run's checkpoint; the answers are in the same folder."""
         self.evaluation_results = self.root / "evaluations"

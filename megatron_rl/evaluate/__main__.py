@@ -78,14 +78,13 @@ def _evaluate(text: str, world: str | None) -> None:
             return loop.run(work)
 
         evaluation = Evaluation.model_validate_json(text)
-        asked = evaluation.evaluate
         if world is not None:
             evaluate(evaluation, run, report, world_of(world))
             return
-        if asked.ranks > 1:  # a newer checkpoint must not appear between the starts of two ranks
-            pinned = str(find_source(asked.checkpoint, asked.dtype).folder)
-            evaluation = evaluation.model_copy(update={"evaluate": asked.model_copy(update={"checkpoint": pinned})})
-        with siblings("megatron_rl.evaluate", evaluation.model_dump_json(), asked.ranks, end_process) as first:
+        if evaluation.ranks > 1:  # a newer checkpoint must not appear between the starts of two ranks
+            pinned = str(find_source(evaluation.checkpoint, evaluation.dtype).folder)
+            evaluation = evaluation.model_copy(update={"checkpoint": pinned})
+        with siblings("megatron_rl.evaluate", evaluation.model_dump_json(), evaluation.ranks, end_process) as first:
             done = evaluate(evaluation, run, report, first)
     assert done is not None, "this rank can only be interrupted by a signal"
     result, out = done

@@ -15,7 +15,7 @@ from megatron_rl.contract.files import once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.evaluate.blocks import AnsweringEngine, Progress
-from megatron_rl.evaluate.config import Evaluation
+from megatron_rl.evaluate.config import read_evaluation
 from megatron_rl.evaluate.evaluator import evaluate
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
@@ -33,17 +33,12 @@ def run_evaluation(
 ) -> str:
     """Evaluate until all is answered, or a rank is asked to leave. Returns FINISHED or DRAINED, after rank 0 has
     written it; the step of the outcome is the number of answered problems."""
-    config = read_config(run_dir)
-    assert config.evaluate is not None
-    timeout = timedelta(seconds=config.job.collective_timeout_s)
+    evaluation = read_evaluation(run_dir)
+    assert evaluation is not None
+    evaluation = evaluation.model_copy(update={"out": evaluation.out or str(run_dir.evaluation)})
+    timeout = timedelta(seconds=read_config(run_dir).job.collective_timeout_s)
     store = meet(attempt.address("train"), world.rank, world.size, timeout)
     evaluation_world = StandaloneWorld(world.rank, world.size, world.local_rank, store)
-    out = config.evaluate.out or str(run_dir.evaluation)
-    evaluation = Evaluation(
-        evaluate=config.evaluate.model_copy(update={"out": out}),
-        environment=config.task,
-        sampling=config.sampling,
-    )
     safe_points = SafePoints(activity, drain, timeline)
     drain.started()
     activity.enter("loading the weights", 0)

@@ -141,8 +141,7 @@ class BlockRunner:
     @property
     def _modes(self) -> dict[str, int]:
         """Number of answers to each problem."""
-        asked = self.evaluation.evaluate
-        return {SAMPLED: asked.k} | ({GREEDY: 1} if asked.greedy else {})
+        return {SAMPLED: self.evaluation.k} | ({GREEDY: 1} if self.evaluation.greedy else {})
 
     def _answer(self, left: list[_Block], keep: Callable[[list[ProblemAnswers]], None]) -> bool:
         opened = self.opened
@@ -213,7 +212,7 @@ async def _answer(
             problems=[problem],
             sampling=sampling,
             samples_per_problem=samples,
-            key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.evaluate.seed, number),
+            key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.seed, number),
             inference=engine,
             limits=RolloutLimits.of(evaluation.environment),
         )

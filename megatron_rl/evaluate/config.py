@@ -1,18 +1,20 @@
-"""Request of an evaluation: by `mrl evaluate` for this machine, or as a section of the recipe of a job."""
+"""Request of an evaluation, which `mrl evaluate` writes: for a process here, or into the folder of a job."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import Sampling
 from megatron_rl.recipe.section import Day, HubPath, LaterPath, NonNegativeInt, PathMark, PositiveInt, Section
 
 
-class EvaluateConfig(Section):
-    """Makes the job evaluate instead of train; written by `mrl evaluate --cluster`."""
+class Evaluation(Section):
+    """A checkpoint, the problems it answers, and how."""
 
     checkpoint: HubPath
     """Run directory, checkpoint, or Hugging Face weights (directory or name on the hub) to evaluate."""
@@ -47,6 +49,8 @@ class EvaluateConfig(Section):
     """Tensor parallel size: ranks of a node that hold one copy of the model together."""
     replicas: PositiveInt = 1
     """Copies of the model that share the problems. The result is the same with any number of them."""
+    environment: EnvironmentConfig
+    sampling: Sampling
     code: str = ""
     """Version of mrl and of the environment's code, for the record."""
 
@@ -56,15 +60,17 @@ class EvaluateConfig(Section):
         return 1 if self.engine == "vllm" else self.tp * self.replicas
 
     @model_validator(mode="after")
-    def _vllm_fits(self) -> EvaluateConfig:
+    def _vllm_fits(self) -> Evaluation:
         if self.engine == "vllm" and self.replicas > 1:
             raise ValueError(f"replicas is {self.replicas}, and vLLM is one: leave it out, or use engine native")
         return self
 
 
-class Evaluation(Section):
-    """Evaluation with its environment and its sampling."""
-
-    evaluate: EvaluateConfig
-    environment: EnvironmentConfig
-    sampling: Sampling
+def read_evaluation(run_dir: RunDir) -> Evaluation | None:
+    """Read the request of a job that evaluates; None for a run that trains. Raises ConfigurationError."""
+    try:
+        return Evaluation.model_validate_json(run_dir.evaluation_request.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise ConfigurationError(f"{run_dir.evaluation_request}: {error}") from error

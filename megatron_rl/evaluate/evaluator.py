@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_rl.agent.api import Environment
@@ -43,79 +43,89 @@ def evaluate(
         CheckpointError: the checkpoint is damaged or cannot be read.
         OSError: the files cannot be written.
     """
-    asked, world = evaluation.evaluate, world or StandaloneWorld.single()
-    if world.size != asked.ranks:
+    world = world or StandaloneWorld.single()
+    if world.size != evaluation.ranks:
         raise ConfigurationError(
-            f"evaluate: {asked.replicas} replicas of {asked.tp} ranks need {asked.ranks} ranks, not {world.size}"
+            f"evaluate: {evaluation.replicas} replicas of {evaluation.tp} ranks need {evaluation.ranks} ranks, not "
+            f"{world.size}"
         )
-    source = find_source(asked.checkpoint, asked.dtype, asked.date)
+    source = find_source(evaluation.checkpoint, evaluation.dtype, evaluation.date)
     try:
         environment = build_environment(evaluation.environment, source.tokenizer)
-        sets = choose_sets(environment.evaluation_problems(), asked.sets, asked.prompts)
+        sets = choose_sets(environment.evaluation_problems(), evaluation.sets, evaluation.prompts)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     inference = source.recipe.inference if source.recipe else InferenceConfig(max_batch=ROWS)
-    # Answers of a block must not depend on what earlier blocks have left in the cache.
-    inference = inference.model_copy(update={"share_prefixes": False})
     longest, rows = _longest(sets, source, evaluation.sampling, environment), inference.max_batch
-
-    def answered(opened: Opened) -> tuple[EvaluationResult, Path] | None:
+    with _opened(evaluation, source, inference, longest, world, report, waits) as opened:
+        if opened is None:
+            return None
+        runner = BlockRunner(evaluation, environment, opened, sets, rows, run, report, waits)
         try:
-            return answered_by(BlockRunner(evaluation, environment, opened, sets, rows, run, report, waits))
+            if world.rank:
+                runner.run_share()
+                found = None
+            else:
+                found = _answered(runner)
+                if conclude:
+                    conclude(found is not None)
+            runner.leave()
+            return found
         finally:
             run(environment.close(), opened.engine)
 
-    def answered_by(runner: BlockRunner) -> tuple[EvaluationResult, Path] | None:
-        opened = runner.opened
-        if world.rank:
-            runner.run_share()
-            runner.leave()
-            return None
-        settings = settings_of(evaluation, opened, environment, sets, rows)
-        out = Path(asked.out) if asked.out else default_out(source, evaluation, sets, settings)
-        found = None
-        with kept_answers(out.with_suffix(".answers.jsonl"), settings) as answers:
-            if runner.run_all(answers):
-                sizes = {name: len(problems) for name, problems in sets.items()}
-                found = result(settings, sizes, answers.known, str(answers.path))
-                with naming(out):
-                    write(out, found)
-        if conclude:
-            conclude(found is not None)
-        runner.leave()
-        return found and (found, out)
 
-    if asked.engine == "vllm":
+@contextmanager
+def _opened(
+    evaluation: Evaluation,
+    source: Source,
+    inference: InferenceConfig,
+    longest: int,
+    world: StandaloneWorld,
+    report: Callable[[Progress], None],
+    waits: Waits,
+) -> Iterator[Opened | None]:
+    """Open the policy; None on a rank that has followed the first of its replica to the end."""
+    if evaluation.engine == "vllm":
         from megatron_rl.evaluate.vllm import open_vllm  # imports httpx
 
         def waits_for(what: str) -> None:
             report(Progress("", "", 0, 0, what))
 
-        with open_vllm(source, asked, longest, rows, waits_for) as opened:
-            return answered(opened)
+        with open_vllm(source, evaluation, longest, inference.max_batch, waits_for) as opened:
+            yield opened
+        return
     with open_policy(
         source,
-        device=asked.device,
-        threads=asked.threads,
+        device=evaluation.device,
+        threads=evaluation.threads,
         max_length=longest,
-        inference=inference,
-        tp=asked.tp,
+        # Answers of a block must not depend on what earlier blocks have left in the cache.
+        inference=inference.model_copy(update={"share_prefixes": False}),
+        tp=evaluation.tp,
         world=world,
     ) as policy:
-        ranks = policy.ranks
+        engine, ranks = policy.engine, policy.ranks
         if not ranks.drives:
-            policy.engine.follow(waits)
+            engine.follow(waits)
+            yield None
+            return
+        yield Opened(engine, source, policy.digest, replica=ranks.index, replicas=ranks.count, leaders=policy.leaders)
+
+
+def _answered(runner: BlockRunner) -> tuple[EvaluationResult, Path] | None:
+    """Answer all problems, on rank 0, and write the result. None if the evaluation was interrupted."""
+    evaluation, opened, sets = runner.evaluation, runner.opened, runner.sets
+    settings = settings_of(evaluation, opened, runner.environment, sets, runner.rows)
+    out = Path(evaluation.out) if evaluation.out else default_out(opened.source, evaluation, sets, settings)
+    with kept_answers(out.with_suffix(".answers.jsonl"), settings) as answers:
+        if not runner.run_all(answers):
             return None
-        return answered(
-            Opened(
-                policy.engine,
-                source,
-                policy.digest,
-                replica=ranks.index,
-                replicas=ranks.count,
-                leaders=policy.leaders,
-            )
-        )
+        sizes = {name: len(problems) for name, problems in sets.items()}
+        found = result(settings, sizes, answers.known, str(answers.path))
+        with naming(out):
+            write(out, found)
+    return found, out
 
 
 def choose_sets(

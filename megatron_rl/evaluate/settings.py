@@ -29,7 +29,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """Return all settings on which scores depend, as JSON. The number of threads is not among them: it only changes the
     rounding of some sums, and a job may resume on a node with another number."""
-    asked, source = evaluation.evaluate, opened.source
+    source = opened.source
     return {
         "checkpoint": {
             "path": str(source.folder),
@@ -45,15 +45,15 @@ def settings_of(
         "compares_answers": environment.compares_answers,
         "sets": {name: asdict(ProblemDigest.of(problems)) for name, problems in sets.items()},
         "sampling": evaluation.sampling.model_dump(mode="json"),
-        "k": asked.k,
-        "greedy": asked.greedy,
-        "seed": asked.seed,
+        "k": evaluation.k,
+        "greedy": evaluation.greedy,
+        "seed": evaluation.seed,
         "golden": {name: golden_digest(problems) for name, problems in sets.items()},
         "engine": opened.name,
-        "device": asked.device,
+        "device": evaluation.device,
         "rows": rows,
         "version": version("mrl"),
-        "code": asked.code,
+        "code": evaluation.code,
     }
 
 

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.evaluate.blocks import Opened
-from megatron_rl.evaluate.config import EvaluateConfig
+from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
 from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
@@ -31,7 +31,7 @@ from megatron_rl.vllm.start import started, version_in
 
 @contextmanager
 def open_vllm(
-    source: Source, asked: EvaluateConfig, max_length: int, rows: int, waits_for: Callable[[str], None]
+    source: Source, asked: Evaluation, max_length: int, rows: int, waits_for: Callable[[str], None]
 ) -> Iterator[Opened]:
     """Start vLLM on the weights of a source; it ends with the context.
 

@@ -11,6 +11,7 @@ _SERVERS = (
 )
 
 REMOVED: Final[Mapping[str, str]] = {
+    "evaluate": "`mrl evaluate CHECKPOINT` evaluates, with --cluster in a job; leave the section out",
     "inference.engine=server": _SERVERS,
     "inference.server": _SERVERS,
 }

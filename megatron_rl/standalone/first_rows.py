@@ -89,7 +89,7 @@ def faults(lesson: Lesson, resumes: bool = False) -> Iterator[Fault]:
 
 
 def _without_examples(lesson: Lesson) -> Iterator[str]:
-    if lesson.config.model.init != "supervised" or lesson.config.evaluate is not None:
+    if lesson.config.model.init != "supervised":
         return
     name, worked = lesson.config.task.name, demonstrations(lesson.environment)
     if not worked:

@@ -85,7 +85,10 @@ def lines(file: Path) -> int:
 
 def request(checkpoint: Path, out: Path) -> dict[str, Any]:
     return {
-        "evaluate": {"checkpoint": str(checkpoint), "k": 4, "out": str(out), "threads": 1},
+        "checkpoint": str(checkpoint),
+        "k": 4,
+        "out": str(out),
+        "threads": 1,
         "environment": {"name": "arithmetic", "args": {"evaluation_problems": 64}},
         "sampling": {"max_new_tokens": 3},
     }
@@ -147,7 +150,7 @@ def test_replicas_share_the_problems_with_the_same_result(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     asked = request(run.root, tmp_path / "r.json")
-    evaluating = Evaluating(asked | {"evaluate": asked["evaluate"] | {"replicas": 2}}, tmp_path)
+    evaluating = Evaluating(asked | {"replicas": 2}, tmp_path)
     assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
     assert found(tmp_path / "r.json") == undisturbed
     progress = [json.loads(line).get("progress") for line in evaluating.said.read_text().splitlines()]
@@ -160,7 +163,7 @@ def test_tensor_parallel_ranks_have_the_same_result_up_to_rounding(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     asked = request(run.root, tmp_path / "r.json")
-    evaluating = Evaluating(asked | {"evaluate": asked["evaluate"] | {"tp": 2}}, tmp_path)
+    evaluating = Evaluating(asked | {"tp": 2}, tmp_path)
     assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
     together = found(tmp_path / "r.json")
     assert together["settings"] == undisturbed["settings"]
@@ -173,8 +176,8 @@ def test_job_leaves_on_request_and_its_next_attempt_resumes(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = loop_recipe(job=ALONE | {"gpus_per_node": 2}, environment={"args": {"evaluation_problems": 64}})
-    recipe["evaluate"] = request(run.root, tmp_path)["evaluate"] | {"out": None, "replicas": 2}
     job = prepare(tmp_path / "job", recipe)
+    job.evaluation_request.write_text(json.dumps(request(run.root, tmp_path) | {"out": None, "replicas": 2}))
     kept = job.evaluation.with_suffix(".answers.jsonl")
     attempt = Attempt(job, tmp_path, ranks=2)
     wait_until(lambda: lines(kept) > 1, "the first answers")
@@ -195,7 +198,7 @@ def test_errors_found_while_opening_are_one_line_too(run: RunDir, tmp_path: Path
         ({"sets": ["tested"]}, "--set tested: the environment has no such set; there are held_out, trained"),
     ):
         asked = request(run.root, tmp_path / "r.json")
-        evaluating = Evaluating({**asked, "evaluate": asked["evaluate"] | changed}, tmp_path)
+        evaluating = Evaluating(asked | changed, tmp_path)
         assert evaluating.code() == EXIT_USAGE
         assert said in evaluating.said.read_text().splitlines()[-1]
 

@@ -33,6 +33,7 @@ CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which only import
 
 LIGHT = (
     "megatron_rl.contract",
+    "megatron_rl.errors",
     "megatron_rl.recipe",
     "megatron_rl.agent.registry",
     "megatron_rl.inference.capabilities",

@@ -51,7 +51,9 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
         if isinstance(error.__cause__, OSError):
             raise OSError(error.__cause__.errno, str(error)) from error
         raise Refused(str(error)) from error
+    asked = [(run.evaluation_request, "evaluation_json")] if "\nevaluation_json() {\n" in document("script") else []
     files = (
+        *asked,
         (run.script, "script"),
         (run.recipe, "recipe_yaml"),
         (run.plan, "plan_json"),

@@ -88,7 +88,7 @@ def test_a_path_in_the_container_is_looked_up_behind_its_mount(shared):
     (shared / "data" / "train.jsonl").touch()
     on = profile(shared, f"{shared}/data:/inside:ro")
     assert not refused(recipe("/inside/train.jsonl"), on)
-    assert to_mount(recipe("/inside/train.jsonl").config, on, shared / "root/runs/a") == (shared / "root",)
+    assert to_mount(recipe("/inside/train.jsonl"), on, shared / "root/runs/a") == (shared / "root",)
     assert refused(recipe("/inside/other.jsonl"), on)
 
 
@@ -109,7 +109,7 @@ def test_the_container_sees_what_the_recipe_names(shared):
         "code.include=[shared/code]",
         f"image.reference={IMAGE}",
     )
-    found = to_mount(asked.config, profile(shared), shared / "elsewhere" / "run")
+    found = to_mount(asked, profile(shared), shared / "elsewhere" / "run")
     assert found == (
         shared / "root",
         shared / "elsewhere" / "run",
@@ -119,8 +119,8 @@ def test_the_container_sees_what_the_recipe_names(shared):
         shared / "data" / "train.jsonl",
     )
     below = profile(shared).model_copy(update={"run_root": str(shared)})
-    assert to_mount(asked.config, below, shared / "root" / "run") == (shared,)
-    assert to_mount(asked.config, profile(shared, image=None), shared / "root" / "run") == ()
+    assert to_mount(asked, below, shared / "root" / "run") == (shared,)
+    assert to_mount(asked, profile(shared, image=None), shared / "root" / "run") == ()
 
 
 def test_the_folder_of_a_future_file_is_mounted(shared, monkeypatch):
@@ -128,9 +128,9 @@ def test_the_folder_of_a_future_file_is_mounted(shared, monkeypatch):
     remote = "environment={name: remote, args: {url: 'http://a:1', token_file: ~/mrl/token}}"
     asked = load_recipe("demo", [remote])
     assert not refused(asked, profile(shared))
-    assert to_mount(asked.config, profile(shared), shared / "root/run") == (shared / "root", shared / "data")
+    assert to_mount(asked, profile(shared), shared / "root/run") == (shared / "root", shared / "data")
     in_memory = load_recipe("demo", [remote.replace("~/mrl/token", "/dev/shm/token")])
-    assert to_mount(in_memory.config, profile(shared), shared / "root/run") == (shared / "root",)
+    assert to_mount(in_memory, profile(shared), shared / "root/run") == (shared / "root",)
 
 
 def test_a_path_that_pyxis_would_split_in_two(shared):

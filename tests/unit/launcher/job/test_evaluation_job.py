@@ -10,24 +10,25 @@ import pytest
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.job.evaluation_request import Origin, job_recipe, refuse_ranks, requested
-from launcher.recipe.load import load_recipe
-from megatron_rl.config import RunConfig
+from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.contract.paths import RunDir
 
 
-def job_of(tmp_path: Path, recipe: str, **asked: Any) -> RunConfig:
+def job_of(tmp_path: Path, recipe: str, **asked: Any) -> Recipe:
     origin = Origin(RunDir(tmp_path), load_recipe(recipe).config)
     given = {"checkpoint": str(tmp_path), "device": "cuda"} | asked
-    config = job_recipe(requested(origin, None, [], {}, given), origin, "h100", []).config
-    refuse_ranks(config, load_clusters({}).profile("h100"))
-    return config
+    job = job_recipe(requested(origin, None, [], {}, given), origin, "h100", [])
+    assert job.evaluation
+    refuse_ranks(job.evaluation, job.config, load_clusters({}).profile("h100"))
+    return job
 
 
 @pytest.mark.parametrize("recipe", ["qwen2.5-32b-dapo", "qwen3-30b-a3b-dapo"])
 def test_it_has_a_rank_for_each_part_of_each_copy(tmp_path: Path, recipe: str) -> None:
-    config = job_of(tmp_path, recipe, tp=4, replicas=2)
+    job = job_of(tmp_path, recipe, tp=4, replicas=2)
+    config, asked = job.config, job.evaluation
     assert (config.job.nodes, config.job.gpus_per_node, config.placement.training.tp) == (1, 8, 4)
-    assert config.evaluate and (config.evaluate.tp, config.evaluate.replicas) == (4, 2)
+    assert asked and (asked.tp, asked.replicas) == (4, 2)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from megatron_rl.contract.attempt_records import AttemptStart
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
 from megatron_rl.contract.run_records import CodeSource
-from megatron_rl.evaluate.config import EvaluateConfig
+from megatron_rl.evaluate.config import Evaluation
 
 GOLDEN = Path(__file__).parent / "scripts"
 HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
@@ -60,7 +60,7 @@ def a_job(
         profile=cluster,
         run_dir=Path(run_dir),
         sources=SOURCES,
-        seen=to_mount(asked.config, cluster, Path(run_dir)),
+        seen=to_mount(asked, cluster, Path(run_dir)),
         installed=Path("/opt/mrl"),
         version="0.1.0",
     )
@@ -579,9 +579,11 @@ class TestEnvironmentOfSteps:
 
 def test_slurm_shows_an_evaluation_as_what_it_is():
     job = a_job()
-    config = job.recipe.config.model_copy(update={"evaluate": EvaluateConfig(checkpoint="/shared/runs/other")})
-    script = render(replace(job, recipe=replace(job.recipe, config=config)))
+    config = job.recipe.config
+    asked = Evaluation(checkpoint="/shared/runs/other", environment=config.task, sampling=config.sampling)
+    script = render(replace(job, recipe=replace(job.recipe, evaluation=asked)))
     assert "--job-name=evaluate" in script and "--job-name=train" not in script
+    assert '"checkpoint": "/shared/runs/other"' in script
     assert "--job-name=train" in render(job)
 
 

@@ -50,6 +50,20 @@ def test_a_shipped_recipe_is_known_by_name():
     assert recipe.text == DEMO
 
 
+def test_a_removed_key_is_one_error_that_names_the_new_way(write):
+    line = write("name: demo", "evaluate: {checkpoint: runs/mine}\nname: demo")
+    (problem,) = problems("my.yaml")
+    assert problem.startswith(f"my.yaml:{line}: evaluate: was removed: `mrl evaluate CHECKPOINT`")
+    (problem,) = problems("demo", "evaluate.k=4")
+    assert problem.startswith("override 'evaluate.k=4': evaluate.k: was removed: `mrl evaluate CHECKPOINT`")
+
+
+def test_runs_of_earlier_versions_may_have_recorded_removed_keys(tmp_path):
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_resolved(load_recipe("demo").config) + "evaluate: null\n")
+    assert read_resolved(resolved) == load_recipe("demo").config
+
+
 def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("demo").mkdir()
