@@ -1,4 +1,4 @@
-"""mrl environments: list the registered environments, try one, or start a new one."""
+"""mrl environments: list the registered environments, or try one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import click
 
 from launcher.cli.completion import complete_run
-from launcher.cli.environment_package import KINDS, Kind, next_command, write_start
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
@@ -40,7 +39,7 @@ PIPE_WIDTH = 120
 
 @click.group(
     "environments",
-    short_help="List the registered environments, try one, or start a new one.",
+    short_help="List the registered environments, or try one.",
     invoke_without_command=True,
     context_settings={"max_content_width": 120},
 )
@@ -53,7 +52,8 @@ def command(ctx: click.Context, as_json: bool, every: bool) -> None:
     """List the registered environments with a description of each: first those that read data, rewards or programs of
     yours, then those with problems of their own.
 
-    A recipe sets one of these names as `environment.name`. With --json, all of them with their packages.
+    A recipe sets one of these names as `environment.name`. With --json, all of them with their packages. To write one,
+    copy a folder of examples/: environments/riddles (a class, with a test), programs/sums or verifiers/running_sum.
     """
     if ctx.invoked_subcommand is not None:
         if as_json:
@@ -222,25 +222,6 @@ def _faults(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, bool
         ("the rollout is lost", True): sum("reward" not in one for one in found) - len(answered),
     }
     yield from ((fault, count, fails) for (fault, fails), count in counts.items() if count)
-
-
-@command.command("new", short_help="Write the start of a new environment.")
-@click.argument("name")
-@click.option(
-    "--kind",
-    type=click.Choice(KINDS),
-    default="class",
-    show_default=True,
-    help="class: a package with a class of mrl, its entry point and a test. program: an agent that speaks OpenAI's "
-    "API, with problems and a recipe. verifiers: a package with a task set of verifiers.",
-)
-@click.option("--into", type=click.Path(path_type=Path), help="Directory to create. Default: NAME.")
-def new(name: str, kind: Kind, into: Path | None) -> None:
-    """Write the start of a new environment NAME, which works as it is, and show the command that tries it."""
-    folder = into or Path(name)
-    for file in write_start(name, kind, folder):
-        click.echo(file)
-    click.echo(f"next: {next_command(name, kind, folder)}")
 
 
 def _shown(one: dict[str, Any]) -> str:

