@@ -1,4 +1,4 @@
-"""mrl completion: shell completion of recipes, keys and runs. Imports slow modules only when completing."""
+"""Shell completion of recipes, keys and runs. Imports slow modules only when completing."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from click.shell_completion import (
 from launcher.recipe.shipped import shipped_recipes
 
 PROGRAMS = ("mrl", "mrl-submit")
+SHELLS = ("bash", "zsh", "fish")
 UNFINISHED = "unfinished"
 """Type of a completion that no blank follows, such as `KEY=`."""
 
@@ -70,23 +71,14 @@ class WholeWords(BashComplete):
 add_completion_class(WholeWords)
 
 
-@click.command("completion", short_help="Print the completion script for bash, zsh or fish.")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def command(shell: str) -> None:
-    """Print the completion script of mrl and mrl-submit: commands, options, recipes, their keys, and runs.
-
-    \b
-    In ~/.bashrc:  eval "$(mrl completion bash)"
-    In ~/.zshrc:   eval "$(mrl completion zsh)"     (after compinit)
-    In ~/.config/fish/config.fish:  mrl completion fish | source
-    Exit codes: 0 printed  2 bad usage
-    """
+def completion_scripts(shell: str) -> Iterator[str]:
+    """Yield the scripts of mrl and of mrl-submit."""
     kind = get_completion_class(shell)
-    assert kind is not None  # click ships both
+    assert kind is not None  # click ships all of SHELLS
     for program in PROGRAMS:
         variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
         source = kind(click.Command(program), {}, program, variable)
-        click.echo(source.source_template % source.source_vars())
+        yield source.source_template % source.source_vars()
 
 
 def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:

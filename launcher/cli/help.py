@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import click
 
-from launcher.cli.completion import complete_key
-from launcher.cli.main import COMMANDS
+from launcher.cli.completion import SHELLS, complete_key, completion_scripts
+from launcher.cli.main import ALIASES, COMMANDS
 
 
 @click.command("help", short_help="Describe a command, a key of a recipe, or a metric.")
 @click.argument("name", metavar="[COMMAND|KEY|SECTION|METRIC|WORD]", required=False, shell_complete=complete_key)
 @click.option("--markdown", is_flag=True, help="Print the reference of all keys, docs/keys.md.")
 @click.option("--metrics", is_flag=True, help="Print the reference of all metrics, docs/metrics.md.")
+@click.option("--recipes", is_flag=True, help="List the recipes that can be submitted by name. Short: mrl recipes.")
+@click.option("--json", "as_json", is_flag=True, help="With --recipes: print one JSON object: {recipes: [...]}.")
+@click.option(
+    "--completion",
+    "shell",
+    type=click.Choice(SHELLS),
+    help="Print the completion script of mrl and mrl-submit for a shell: commands, options, recipes, keys and runs. "
+    'In ~/.bashrc: eval "$(mrl completion bash)"; in ~/.zshrc, after compinit: eval "$(mrl completion zsh)"; in '
+    "~/.config/fish/config.fish: mrl completion fish | source.",
+)
 @click.pass_context
-def command(context: click.Context, name: str | None, markdown: bool, metrics: bool) -> None:
+def command(
+    context: click.Context,
+    name: str | None,
+    markdown: bool,
+    metrics: bool,
+    recipes: bool,
+    as_json: bool,
+    shell: str | None,
+) -> None:
     """Print the help of COMMAND, or the list of commands.
 
     For a KEY of recipes, such as grpo.kl_beta: what it takes, its default, its meaning, and the shipped recipes that
@@ -24,6 +42,16 @@ def command(context: click.Context, name: str | None, markdown: bool, metrics: b
     \b
     Exit codes: 0 printed  2 nothing has this name or word
     """
+    if as_json and not recipes:
+        raise click.UsageError("--json: only with --recipes", context)
+    if shell:
+        click.echo("\n".join(completion_scripts(shell)))
+        return
+    if recipes:
+        from launcher.cli.show.recipes import recipe_lines, recipes_json
+
+        click.echo(recipes_json() if as_json else "\n".join(recipe_lines()))
+        return
     if metrics:
         from launcher.cli.show.metrics import metrics_page
 
@@ -34,6 +62,11 @@ def command(context: click.Context, name: str | None, markdown: bool, metrics: b
 
         click.echo(Keys().markdown(), nl=False)
         return
+    _describe(context, name)
+
+
+def _describe(context: click.Context, name: str | None) -> None:
+    """Print the help of a command, a key, a metric or a word. Raises click.UsageError where nothing has this name."""
     group = context.find_root().command
     assert isinstance(group, click.Group)
     root = click.Context(group, info_name=context.find_root().info_name)
@@ -50,7 +83,7 @@ def command(context: click.Context, name: str | None, markdown: bool, metrics: b
         return
     if len(path) > 1 and path not in keys.known:
         raise click.UsageError(f"recipes have no key {name}{did_you_mean(path, keys.known)}", context)
-    if name not in COMMANDS and path not in keys.known:
+    if not {name} & {*COMMANDS, *ALIASES} and path not in keys.known:
         from launcher.cli.show.search import search_lines
 
         commands = {command: group.get_command(root, command) for command in COMMANDS}
@@ -59,9 +92,9 @@ def command(context: click.Context, name: str | None, markdown: bool, metrics: b
             click.echo("\n".join([*lines, "", "mrl help NAME describes one of these."]))
             return
     if name in COMMANDS or path not in keys.known:
-        _, chosen, _ = group.resolve_command(root, [name])
+        found, chosen, _ = group.resolve_command(root, [name])
         assert chosen is not None  # resolve_command has complained
-        click.echo(chosen.get_help(click.Context(chosen, info_name=name, parent=root)))
+        click.echo(chosen.get_help(click.Context(chosen, info_name=found, parent=root)))
     if name in COMMANDS and path in keys.known:
         click.echo("\nIn recipes:\n")
     if path in keys.known:

@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 
 import click
 
-COMMANDS = {
-    "attach": "exec shell ssh",
-    "cancel": "abort delete end kill rm scancel stop",
-    "chat": "generate talk",
-    "completion": "",
-    "convert": "export",
-    "doctor": "",
-    "environments": "",
-    "evaluate": "benchmark eval score test",
-    "explain": "debug diagnose why",
-    "fork": "",
-    "help": "",
-    "logs": "log output tail",
-    "ls": "list ps runs squeue",
-    "plan": "dry-run estimate simulate",
-    "prefetch": "download fetch pull",
-    "recipes": "",
-    "rehearse": "",
-    "report": "compare dashboard diff html page sweep versus view vs",
-    "requeue": "",
-    "resume": "continue restart",
-    "rollouts": "answers completions generations samples",
-    "rows": "data dataset examples inspect preview",
-    "serve": "",
-    "serve-agent": "",
-    "status": "info show state",
+GROUPS = {
+    "Before a run": {
+        "doctor": "",
+        "environments": "",
+        "plan": "dry-run estimate simulate",
+        "prefetch": "download fetch pull",
+        "rehearse": "",
+        "rows": "data dataset examples inspect preview",
+    },
+    "A run": {
+        "status": "info list ps runs show squeue state",
+        "logs": "log output tail",
+        "cancel": "abort delete end kill rm scancel stop",
+        "resume": "continue restart",
+        "fork": "",
+        "attach": "exec shell ssh",
+    },
+    "What it learns": {
+        "report": "dashboard diff html page sweep versus view vs",
+        "explain": "debug diagnose why",
+        "rollouts": "answers completions generations samples",
+    },
+    "Its weights": {
+        "evaluate": "benchmark eval score test",
+        "chat": "generate talk",
+        "serve": "",
+        "convert": "export",
+    },
+    "Reference": {
+        "help": "",
+    },
 }
-"""Modules of launcher.cli (with _ for -) that hold a click command named `command` -> its names in other programs."""
+"""Heading -> modules of launcher.cli that hold a click command named `command` -> its names in other programs."""
+COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "compare": ("report",),
+    "completion": ("help", "--completion"),
+    "ls": ("status", "--list"),
+    "recipes": ("help", "--recipes"),
+    "requeue": ("cancel", "--requeue"),
+    "serve-agent": ("serve", "--environment"),
+}
+"""Short name -> the words that it stands for. No list shows them; the help of the option names them."""
 EXAMPLES = {
     "attach": "mrl attach demo-run --rank 3 -- nvidia-smi",
     "cancel": "mrl cancel demo-run --drain",
     "chat": "mrl chat runs/mine",
-    "completion": 'eval "$(mrl completion bash)"',
     "convert": "mrl convert hf-to-megatron Qwen/Qwen2.5-7B /scratch/qwen2.5-7b",
     "doctor": "mrl doctor qwen2.5-32b-dapo --cluster mine --deep",
     "environments": "mrl environments try gsm8k -n 2",
@@ -48,18 +63,14 @@ EXAMPLES = {
     "fork": "mrl fork runs/mine@400 grpo.kl_beta=0.001",
     "help": "mrl help grpo.policy_loss",
     "logs": "mrl logs runs/mine -f --rank 3",
-    "ls": "mrl ls --json",
     "plan": "mrl plan qwen2.5-32b-dapo job.nodes=16",
     "prefetch": "mrl prefetch qwen2.5-32b-dapo --cluster mine",
-    "recipes": "mrl recipes",
     "rehearse": "mrl rehearse qwen2.5-32b-dapo job.nodes=4",
     "rows": "mrl rows my.yaml -n 4",
     "report": "mrl report runs/mine --open",
-    "requeue": "mrl requeue demo-run",
     "resume": "mrl resume runs/mine training.steps=1200",
     "rollouts": "mrl rollouts runs/mine --step 120 --reward 0",
     "serve": "mrl serve runs/mine --port 8000",
-    "serve-agent": "mrl serve-agent gsm8k --tokenizer qwen2.5-3b-dapo",
     "status": "mrl status runs/mine --watch",
 }
 """Command -> an example of it, below its help."""
@@ -72,16 +83,25 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, names in GROUPS.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name, command.get_short_help_str(120)) for name, command in found if command])
+
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"launcher.cli.{name.replace('-', '_')}").command
+        command: click.Command = import_module(f"launcher.cli.{name}").command
         command.epilog = f"\b\nExample:\n  {EXAMPLES[name]}"
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if words := ALIASES.get(args[0]):
+            asks_for_help = bool({*args[1:]} & {"-h", "--help"})  # which the option would take as its value
+            args = [*words[: 1 if asks_for_help else None], *args[1:]]
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"there is no command {args[0]!r}; {_hint(args[0])}", ctx)
         return super().resolve_command(ctx, args)

@@ -1,4 +1,5 @@
-"""mrl serve: a policy behind OpenAI's HTTP API. It runs in a child process; this one imports no torch."""
+"""mrl serve: a policy behind OpenAI's HTTP API, or an environment for runs. A child process serves; this one imports no
+torch."""
 
 from __future__ import annotations
 
@@ -13,21 +14,50 @@ from launcher.cli.arguments import TP_HELP
 from launcher.cli.completion import complete_run
 from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.doctor.preflight import refuse_unready
+from launcher.job.evaluation_request import checked_environment, parse_args
+from launcher.recipe.load import load_recipe, read_resolved
 from launcher.runs.policy import prepare_policy
+from megatron_rl.agent.config import EnvironmentConfig
+from megatron_rl.agent.registry import required_extras
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.model.config import TokenizerConfig
 
-SERVER = "megatron_rl.server"
+SERVER, PORT = "megatron_rl.server", 8000
+AGENT_SERVER, AGENT_PORT = "megatron_rl.server.agent", 8100
 
 
-@click.command("serve", short_help="Serve a policy over HTTP with OpenAI's API.")
-@click.argument("path", shell_complete=complete_run)
+@click.command("serve", short_help="Serve a policy over HTTP with OpenAI's API, or an environment.")
+@click.argument("path", required=False, shell_complete=complete_run)
+@click.option(
+    "--environment",
+    metavar="NAME",
+    help="Instead of a policy, serve this environment (`mrl environments`) to runs whose environment is `remote`: its "
+    "problems, conversations and rewards. Short: mrl serve-agent NAME.",
+)
+@click.option(
+    "--tokenizer",
+    metavar="RECIPE",
+    help="With --environment, required: recipe or directory of the runs that will connect; its tokenizer encodes the "
+    "prompts.",
+)
+@click.option(
+    "--env-args",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="With --environment: argument of it, as in YAML: dataset_args.max_terms=3, or a mapping. Repeatable.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the interface to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="0: any free port. Default: 8000, or 8100 with --environment."
+)
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path),
     help="File of accepted bearer tokens, one per line; created if missing. Default: ~/.config/mrl/serve-token.",
 )
-@click.option("--name", help="Name of the model for clients. Default: of the run or directory.")
+@click.option(
+    "--name", help="Name of the model for clients. Default: of the run or directory."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the recipe or the weights.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
@@ -53,7 +83,17 @@ SERVER = "megatron_rl.server"
 )
 @click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready: {address, model, ...}.")
-def command(path: str, token_file: Path | None, trust: bool, as_json: bool, open_metrics: bool, **options: Any) -> None:
+@click.pass_context
+def command(
+    context: click.Context,
+    path: str | None,
+    environment: str | None,
+    tokenizer: str | None,
+    env_args: tuple[str, ...],
+    token_file: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Serve PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
     cache of the hub, or package:NAME.
 
@@ -61,21 +101,55 @@ def command(path: str, token_file: Path | None, trust: bool, as_json: bool, open
     and version without.
     Ctrl-C stops the server after it has answered running requests; a second Ctrl-C stops it at once.
 
+    With --environment only --tokenizer, --env-args, --host, --port, --token-file and --json are read. The ranks connect
+    to it and generate what it asks of the model; it need not reach them. It may be restarted while runs wait: give it
+    the same --port, --token-file and arguments.
+
     \b
     Exit codes:
       0    stopped by Ctrl-C or SIGTERM
       1    failed while serving
-      2    PATH, token or address cannot be used
+      2    PATH, the environment or its arguments, token or address cannot be used
       130  stopped before it was ready, or at once
     """
-    refuse_unready(["serve"], options["device"], options["tp"], path)
-    path = prepare_policy(path, trust)
-    tokens = token_file or default_token_file()
+    if (path is None) == (environment is None):
+        raise click.UsageError("give PATH, the policy to serve, or --environment NAME", context)
+    if environment is not None and tokenizer is None:
+        raise click.UsageError("--environment needs --tokenizer RECIPE", context)
+    tokens = options["token_file"] = token_file or default_token_file()
+    if options["port"] is None:
+        options["port"] = PORT if environment is None else AGENT_PORT
+    if environment is None:
+        words, module, usage = _policy_words(str(path), options), SERVER, _usage
+    else:
+        words = _environment_words(environment, str(tokenizer), env_args, options)
+        module, usage = AGENT_SERVER, _usage_of_environment
     make_token_file(tokens)
-    options |= {"token_file": tokens, "grace_s": options.pop("grace")}
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
-    given += ["--open-metrics"] if open_metrics else []
-    serve(SERVER, [*given, "--", path], tokens, None if as_json else _usage)
+    serve(module, words, tokens, None if as_json else usage)
+
+
+def _policy_words(path: str, options: dict[str, Any]) -> list[str]:
+    refuse_unready(["serve"], options["device"], options["tp"], path)
+    path = prepare_policy(path, options.pop("trust"))
+    flags = ["--open-metrics"] if options.pop("open_metrics") else []
+    given = {**options, "grace_s": options["grace"]}
+    del given["grace"]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+    return [*flags, *words, "--", path]
+
+
+def _environment_words(name: str, asked: str, env_args: tuple[str, ...], options: dict[str, Any]) -> list[str]:
+    environment = checked_environment(EnvironmentConfig(name=name, args=parse_args(env_args)), "--environment")
+    tokenizer = _tokenizer(asked)
+    refuse_unready([*required_extras(environment), *(["huggingface"] if tokenizer.type == "huggingface" else [])])
+    shared = [f"--{one.replace('_', '-')}={options[one]}" for one in ("host", "port", "token_file")]
+    as_text = environment.model_dump_json(), tokenizer.model_dump_json()
+    return [f"--environment={as_text[0]}", f"--tokenizer={as_text[1]}", *shared]
+
+
+def _tokenizer(asked: str) -> TokenizerConfig:
+    run = RunDir(Path(asked))
+    return (read_resolved(run.resolved) if run.resolved.is_file() else load_recipe(asked).config).tokenizer
 
 
 def _usage(ready: dict[str, Any]) -> str:
@@ -99,4 +173,15 @@ def _usage(ready: dict[str, Any]) -> str:
     from openai import OpenAI
     client = OpenAI(base_url="{address}/v1", api_key=open({ready["token_file"]!r}).readline().strip())
     {call}
+"""
+
+
+def _usage_of_environment(ready: dict[str, Any]) -> str:
+    problems = ", ".join(f"{count} in {name}" for name, count in ready["problems"].items())
+    return f"""\
+{ready["environment"]} at {ready["address"]}, problems: {problems}; Ctrl-C stops it
+
+    environment:
+      name: remote
+      args: {{url: "{ready["address"]}", token_file: {json.dumps(ready["token_file"])}}}
 """

@@ -18,11 +18,22 @@ if TYPE_CHECKING:
 
 @click.command("status", short_help="Show the state of a run and what it waits for.")
 @click.argument("run", required=False, shell_complete=complete_run)
-@click.option("--all", "every", is_flag=True, help="Show every queued or running run.")
+@click.option("--all", "every", is_flag=True, help="Show every queued or running run; with --list: every run.")
+@click.option(
+    "--list",
+    "listing",
+    is_flag=True,
+    help="List the runs submitted from this account whose directories still exist, newest first. Short: mrl ls.",
+)
+@click.option(
+    "-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="With --list: runs to show."
+)
 @click.option("--watch", is_flag=True, help="Show changes until the run has ended; q or Ctrl-C leaves.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --all: {runs: [...]}.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --all or --list: {runs: [...]}.")
 @click.pass_context
-def command(context: click.Context, run: str | None, every: bool, watch: bool, as_json: bool) -> None:
+def command(
+    context: click.Context, run: str | None, every: bool, listing: bool, limit: int, watch: bool, as_json: bool
+) -> None:
     """Show what RUN does, what it waits for, its progress and the time left.
 
     RUN is a run's name, its directory, its job id, or nothing for the newest.
@@ -45,6 +56,13 @@ def command(context: click.Context, run: str | None, every: bool, watch: bool, a
 
     if every and run is not None:
         raise BadInput("--all and RUN exclude each other")
+    if listing:
+        if run is not None or watch:
+            raise BadInput(f"--list and {'--watch' if watch else 'RUN'} exclude each other")
+        from launcher.cli.show.listing import list_runs
+
+        list_runs(None if every else limit, as_json)
+        return
     reader = StatusReader(None if every else find(run))
     if watch:
         from launcher.cli.show.live import watch as watch_status

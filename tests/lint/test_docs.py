@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from launcher.cli.main import COMMANDS
+from launcher.cli.main import ALIASES, COMMANDS
 from launcher.cli.show.keys import Keys
 from launcher.cli.show.metrics import metrics_page
 
@@ -52,7 +52,7 @@ def test_every_named_command_exists():
         text = page.read_text()
         lines = re.findall(r"^ {4,}(?:\$ )?(?:.*(?:&&|\||\$\() )?mrl ([a-z][a-z-]*)", text, flags=re.MULTILINE)
         spans = re.findall(r"`mrl ([a-z][a-z-]*)[^`]*`", text)
-        assert not {*lines, *spans} - set(COMMANDS), page
+        assert not {*lines, *spans} - {*COMMANDS, *ALIASES}, page
 
 
 def test_the_readme_links_every_page():

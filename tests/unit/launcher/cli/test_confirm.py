@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 from run_helpers import submitted
 
-from launcher.cli import confirm
+from launcher.cli import cancel
 from launcher.cli.main import main
 from launcher.runs import control
 
@@ -41,7 +41,7 @@ def test_a_script_must_name_the_run_or_confirm(ended, command, name):
 
 
 def test_a_user_is_asked(ended, monkeypatch):
-    monkeypatch.setattr(confirm, "at_terminal", lambda: True)
+    monkeypatch.setattr(cancel, "at_terminal", lambda: True)
     done = mrl("cancel", answer="n\n")
     assert (done.exit_code, ended) == (1, [])
     assert "no RUN was given: cancel " in done.stderr and "demo-1 (unknown, job 7)? [y/N]" in done.stderr

@@ -29,7 +29,7 @@ from launcher.backends.probe.command import Fact
 from launcher.backends.probe.node import NodeFacts
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cli import doctor, prefetch
-from launcher.cli.main import COMMANDS, main
+from launcher.cli.main import ALIASES, COMMANDS, main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cluster.choice import SHIPPED as CLUSTERS
 from launcher.host.record.identity import identify
@@ -215,7 +215,7 @@ BELOW = (*LOOKS_INTO, "convert")
 
 @examples(40)
 @given(
-    name=st.sampled_from([*(one for one in COMMANDS if one not in BELOW), "mrl-submit", "mrl-submit"]),
+    name=st.sampled_from([*sorted({*COMMANDS, *ALIASES} - {*BELOW}), "mrl-submit", "mrl-submit"]),
     arguments=st.lists(ARGUMENT, max_size=4),
 )
 def test_arguments(home, name, arguments):

@@ -10,7 +10,7 @@ from click import ClickException
 from click.testing import CliRunner, Result
 
 from launcher.cli.environments import environment_lines
-from launcher.cli.main import main
+from launcher.cli.main import ALIASES, main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.show.keys import Keys, key_path
 from launcher.errors import show
@@ -34,7 +34,7 @@ def test_version(name, command):
 
 
 def test_help_lists_each_command_in_full():
-    assert "..." not in within("--help").stdout.partition("Commands:")[2]
+    assert "..." not in within("--help").stdout.partition("Before a run:")[2]
 
 
 def test_environments_as_data(monkeypatch):
@@ -48,7 +48,7 @@ def test_environments_as_data(monkeypatch):
     [
         ("statsu", "did you mean status?"),
         ("stop", "did you mean cancel?"),
-        ("list", "did you mean ls?"),
+        ("list", "did you mean status?"),
         ("submit", "mrl-submit starts a run"),
         ("train", "mrl-submit starts a run"),
         ("zzz", "the commands are attach, cancel"),
@@ -59,6 +59,14 @@ def test_an_unknown_command_is_answered_with_a_suggestion(word, said):
     assert isinstance(error, ClickException)
     assert error.exit_code == 2
     assert error.message.startswith(f"there is no command '{word}'; {said}")
+
+
+def test_an_alias_has_no_line_in_the_list_and_the_help_of_its_option_names_it():
+    assert not [name for name in ALIASES if f"\n  {name} " in within("--help").stdout]
+    for name, (command, *options) in ALIASES.items():
+        said = within(name, "--help").stdout
+        assert said == within("help", command).stdout == within("help", name).stdout
+        assert all(option in said and f"mrl {name}" in " ".join(said.split()) for option in options)
 
 
 @pytest.mark.parametrize("words", [(), ("convert",)])

@@ -29,16 +29,16 @@ SETTINGS = {
     "seed": 0,
 }
 SCORES = {"greedy": Score(0.975, 0.02, 40), "pass@1": Score(0.9512, 0.01, 40), "pass@4": Score(0.99, 0.01, 40)}
-EVALUATE = "evaluate={checkpoint: /runs/a, k: 4}"
 
 
 @pytest.fixture
 def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    run = submitted(tmp_path / "evaluate-a", EVALUATE)
+    run = submitted(tmp_path / "evaluate-a")
     begin(run, 1)
     end(run, 1, FINISHED)
     run.done.touch()
+    run.evaluation_request.write_text('{"out": null}')
     write(run.evaluation, EvaluationResult(SETTINGS, {"held_out": SetResult(40, 160, {}, {}, SCORES)}, "a.jsonl"))
     return run
 
@@ -65,7 +65,8 @@ def test_status_and_ls_show_the_scores_and_do_not_suggest_resuming(evaluated: Ru
 
 def test_the_result_file_is_the_requested_one_and_a_training_run_has_none(tmp_path: Path) -> None:
     assert result_file(make_run(tmp_path / "trains")) is None
-    asked = make_run(tmp_path / "asked", f"evaluate={{checkpoint: /runs/a, k: 4, out: {tmp_path}/r.json}}")
+    asked = make_run(tmp_path / "asked")
+    asked.evaluation_request.write_text(json.dumps({"out": str(tmp_path / "r.json")}))
     assert result_file(asked) == tmp_path / "r.json"
 
 

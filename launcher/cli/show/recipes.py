@@ -1,33 +1,33 @@
-"""mrl recipes: the recipes that can be submitted by name."""
+"""Output of `mrl help --recipes`: the recipes that can be submitted by name."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
-import click
-
+from launcher.cli.show.listing import columns
 from launcher.recipe.load import Recipe, load_recipe
 from launcher.recipe.shipped import shipped_recipes
 
 
-@click.command("recipes", short_help="List the recipes that can be submitted by name.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: {recipes: [...]}.")
-def command(as_json: bool) -> None:
-    """List the recipes that can be submitted by name: model, nodes x GPUs, mode and purpose."""
-    rows = [row(load_recipe(name)) for name in shipped_recipes()]
-    if as_json:
-        click.echo(json.dumps({"recipes": rows}, indent=2))
-        return
-    table = [[line["name"], line["model"].rpartition("/")[2], _ranks(line), line["mode"]] for line in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells, line in zip(table, rows, strict=True):
-        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
-        click.echo(f"    {line['purpose']}")
+def recipes_json() -> str:
+    return json.dumps({"recipes": [*_rows()]}, indent=2)
 
 
-def row(recipe: Recipe) -> dict[str, Any]:
-    """An entry of `mrl recipes --json`."""
+def recipe_lines() -> Iterator[str]:
+    """Yield model, nodes x GPUs, mode and purpose of each recipe."""
+    rows = [*_rows()]
+    table = columns([(line["name"], line["model"].rpartition("/")[2], _ranks(line), line["mode"]) for line in rows])
+    for first, line in zip(table, rows, strict=True):
+        yield from (first, f"    {line['purpose']}")
+
+
+def _rows() -> Iterator[dict[str, Any]]:
+    return (_row(load_recipe(name)) for name in shipped_recipes())
+
+
+def _row(recipe: Recipe) -> dict[str, Any]:
     config = recipe.config
     return {
         "name": recipe.asked,

@@ -1,0 +1,84 @@
+"""Lists in the terminal: the runs of this account, and columns of any list."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import click
+
+from launcher.cli.show.history import newest_line
+from launcher.cli.show.scores import brief, result_of, scores_json
+from launcher.runs.find import at_once, newest_first
+from launcher.runs.state import RunStatus, read_statuses
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.evaluation_records import EvaluationResult
+from megatron_rl.contract.learning import number
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import Found, Unreadable, if_readable
+from megatron_rl.contract.run_records import Submission
+
+COLUMNS = ("run", "state", "step", "last reward", "cluster", "job", "submitted")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def list_runs(limit: int | None, as_json: bool) -> None:
+    """Print the newest runs.
+
+    Args:
+        limit: number of runs; None: all.
+    """
+    problems: list[str] = []
+    entries = newest_first(unread=problems)
+    shown = list(islice(entries, limit))
+    statuses = read_statuses([RunDir(one.run_dir) for one in shown])
+    newest = at_once(newest_line, [one.run.metrics for one in statuses])
+    results = at_once(result_of, [one.run for one in statuses])
+    for status, step in zip(statuses, newest, strict=True):
+        found = [*status.unread, *([str(step)] if isinstance(step, Unreadable) else [])]
+        problems += [f"{status.name}: {problem}" for problem in found]
+    for problem in problems:
+        click.echo(f"note: {problem}", err=True)
+    rows = [*map(_row, shown, statuses, newest, results)]
+    if as_json:
+        click.echo(json.dumps({"runs": rows}))
+        return
+    click.echo("\n".join(columns([COLUMNS, *map(_cells, rows)])) if rows else "no runs yet; mrl-submit demo starts one")
+    if next(entries, None) is not None:
+        click.echo("there are older runs: mrl ls --all")
+
+
+def _row(
+    entry: Submission, status: RunStatus, newest: Found[MetricsLine], result: EvaluationResult | None
+) -> dict[str, Any]:
+    last = if_readable(newest)
+    return {
+        "run": status.name,
+        "run_dir": entry.run_dir,
+        "state": status.state,
+        "step": None if isinstance(newest, Unreadable) else last.step if last else 0,
+        "steps": status.steps or None,
+        "last_reward": number(last, "mean_reward") if last else None,
+        "evaluation": result and scores_json(result),
+        "cluster": status.cluster or entry.cluster,
+        "job": status.job.job_id if status.job else None,
+        "submitted": entry.at,
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    reward = "-" if row["last_reward"] is None else f"{row['last_reward']:.3f}"
+    if row["evaluation"]:
+        reward = "; ".join(brief(scores) for scores in row["evaluation"].values())
+    done = f"{'?' if row['step'] is None else row['step']}/{row['steps'] or '?'}"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["submitted"]))
+    return (row["run"], row["state"], done, reward, row["cluster"], row["job"] or "-", when)
