@@ -18,8 +18,8 @@ from launcher.backends.probe import node as compute_node
 from launcher.backends.probe import rank as one_rank
 from launcher.backends.probe.vllm import probe_in_container
 from launcher.backends.slurm import facts as slurm_facts
-from launcher.backends.slurm.parse import settings
-from launcher.cli.completion import complete_override, complete_recipe
+from launcher.cli.arguments import OVERRIDES
+from launcher.cli.completion import complete_recipe
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image, replica_python
@@ -62,7 +62,7 @@ Exit codes:
 
 @click.command("doctor", short_help="Check a recipe on a cluster before it runs.", help=HELP)
 @click.argument("recipe", required=False, shell_complete=complete_recipe)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@OVERRIDES
 @click.option("--cluster", help="Cluster profile. [default: MRL_CLUSTER, the recipe's, or the one in clusters.yaml]")
 @click.option("--deep", is_flag=True, help="Also start a rank on a compute node; waits up to a minute for a free node.")
 @click.option("--json", "as_json", is_flag=True, help="Print {recipe, cluster, findings, counts} as JSON.")
@@ -103,7 +103,6 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
         slurm_asked = pool.submit(slurm_facts.collect)
         disk_asked = pool.submit(disk.inspect, Path(profile.run_root))
         slurm, run_root = slurm_asked.result(), disk_asked.result()
-    plugstack = settings(slurm.config.text).get("PlugStackConfig")
     node = rank = vllm = None
     if deep and slurm.config.known and run_root.measured:
         gpus = config is None or config.job.device == "cuda"
@@ -119,7 +118,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
                 )
     facts = ClusterFacts(
         slurm=slurm,
-        software=software.inspect(profile.host_pythons()[0], Path(plugstack) if plugstack else None),
+        software=software.inspect(profile.host_pythons()[0]),
         run_root=run_root,
         node=node,
         rank=rank,

@@ -57,7 +57,7 @@ def disk(**changes: Any) -> Disk:
 
 def software(**changes: Any) -> Software:
     credentials = Path("/home/ada/.config/enroot/.credentials")
-    return replace(Software(Fact("3.9.2\n"), "0.24.0", frozenset({"nvcr.io"}), credentials, False), **changes)
+    return replace(Software(Fact("3.9.2\n"), frozenset({"nvcr.io"}), credentials, False), **changes)
 
 
 def facts(cluster: str | SlurmFacts, **changes: Any) -> ClusterFacts:
