@@ -6,18 +6,19 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.cluster.software import replica_python
 from launcher.errors import Failed
 from launcher.host.attempt.local_ranks import LocalReplicas
 from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
+from megatron_rl.config import RunConfig
 from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import INFER, TEACHER, Attempt, RunDir
-from megatron_rl.rank.config import JobConfig
 from megatron_rl.recipe.extras import PACKAGE
 
 RANK_COMMAND = module_command("megatron_rl.rank_main")
@@ -148,12 +149,10 @@ def replica_command(python: str, attempt: Attempt) -> list[str]:
 def supervisor_command(
     run: RunDir,
     attempt: Attempt,
-    job: JobConfig,
+    config: RunConfig,
     sizes: Sizes,
     drain_limit_s: float,
     owner: int | None,
-    pythons: Mapping[str, str] | None = None,
-    include: Sequence[str] = (),
     notify: str | None = None,
 ) -> list[str]:
     """Command that supervises one attempt here.
@@ -162,12 +161,11 @@ def supervisor_command(
         sizes: sizes of the plan.
         drain_limit_s: seconds the ranks have to save when they are asked to leave.
         owner: process id whose death drains the run; None: nobody's does.
-        pythons: kind of replicas -> their Python; default: this one.
-        include: directories of code of the user's that the ranks import from.
         notify: NotifySettings in JSON; None: no notifications.
 
     Raises Failed.
     """
+    job, include = config.job, config.code.include or ()
     supervisor = module_command("launcher.host.supervise")
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]
     supervisor += ["--ranks", str(sizes.training_world), "--threads", str(job.threads_per_rank), "--device", job.device]
@@ -176,7 +174,7 @@ def supervisor_command(
         (TEACHER, sizes.teacher_replicas, sizes.teacher_processes, sizes.teacher_tp),
     ):
         if count:
-            command = replica_command((pythons or {}).get(kind, sys.executable), attempt)
+            command = replica_command(replica_python(config, None, kind), attempt)
             replicas = LocalReplicas(kind, count, processes, gpus if processes < gpus else 0, command)
             supervisor += ["--replicas", json.dumps(replicas)]
     supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]

@@ -1,16 +1,20 @@
-"""Argument types that several commands share."""
+"""Arguments, options and their types that several commands share."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-TP_HELP = "GPUs, or processes, of one machine that hold the model together (tensor parallelism)."
+from launcher.cli.completion import complete_override, complete_recipe, complete_run
+
 MOST_LAG = 16
+
+Decorator = Callable[[Any], Any]
 
 
 class RunDirectory(click.Path):
@@ -66,3 +70,51 @@ class Bounds(click.ParamType):
         if not first <= last:
             self.fail(f"{value!r}: the first number is larger than the last", param, ctx)
         return first, last
+
+
+def together(*several: Decorator) -> Decorator:
+    """Make one decorator of several, which apply in this order in the help."""
+
+    def decorate(function: Any) -> Any:
+        for one in reversed(several):
+            function = one(function)
+        return function
+
+    return decorate
+
+
+RUN = click.argument("run", required=False, shell_complete=complete_run)
+OVERRIDES = click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+RECIPE = together(click.argument("recipe", shell_complete=complete_recipe), OVERRIDES)
+
+TRUST_RUN = click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")
+TRUST_POLICY = click.option(
+    "--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you."
+)
+DTYPE = click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
+DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+TP = click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="GPUs, or processes, of one machine that hold the model together (tensor parallelism).",
+)
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+SAMPLING_OPTIONS = together(
+    click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        help="Default of these five: the run's values, else 1, 1, 0, 0, 512.",
+    ),
+    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True)),
+    click.option("--top-k", type=click.IntRange(min=0)),
+    click.option("--min-p", type=click.FloatRange(0, 1, max_open=True)),
+    click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens."),
+)
+STARTED = together(
+    click.option("--detach", is_flag=True, help="Return once a local run has started."),
+    click.option("--follow", is_flag=True, help="Watch the Slurm job."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text."),
+)
+"""Options of commands that start a run again."""

@@ -6,13 +6,18 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from launcher.cli.completion import complete_run
+from launcher.cli.arguments import RUN
 from launcher.errors import BadInput, Failed
 from megatron_rl.contract.records import ABSENT, Absent, Found, Unreadable, read
+
+if TYPE_CHECKING:
+    from launcher.backends.slurm.jobs import JobState
+    from launcher.runs.state import RunStatus
+    from megatron_rl.contract.attempt_records import NodeAssignment
 
 T = TypeVar("T")
 
@@ -32,7 +37,7 @@ class _BeforeTheDashes(click.Command):
 
 
 @click.command("attach", short_help="Open a shell next to the ranks of a run.", cls=_BeforeTheDashes)
-@click.argument("run", required=False, shell_complete=complete_run)
+@RUN
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Rank of the role.")
 @click.option("--role", default="train", show_default=True, help="Step of the job: train, infer-0, teacher-0, ...")
 @click.option("--json", "as_json", is_flag=True, help="Only print the command, as {run, job_id, host, command}.")
@@ -50,22 +55,14 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     from launcher.host.slurm.call import submitting_environment
     from launcher.runs.attach import command_line, completed, harvested, host_of, of_step
     from launcher.runs.find import find
-    from launcher.runs.state import UNSURE, read_statuses
-    from megatron_rl.contract.attempt_records import NodeAssignment
+    from launcher.runs.state import read_statuses
     from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE
     from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, CodeSnapshot, PlanRecord, container_name
 
     (status,) = read_statuses([find(run)])
-    job, found, attempt = status.job, status.run, status.run.attempt(status.attempt)
-    if status.state in UNSURE:
-        raise Failed(f"{status.name}: {status.reason}")
-    if job is None:
-        raise Failed(f"{status.name} is a local run: its ranks are processes on this machine")
-    nodes = read(NodeAssignment, attempt.nodes)
-    if job.kind != "running" or nodes is ABSENT:
-        waits = f", waiting for {status.waits_for}" if status.waits_for else ""
-        raise Failed(f"{status.name} has no running ranks: job {job.job_id} is {status.state}{waits}")
-    assignment, plan = _known(nodes, status.name), _known(read(PlanRecord, found.plan), status.name)
+    found, attempt = status.run, status.run.attempt(status.attempt)
+    job, assignment = _running(status)
+    plan = _known(read(PlanRecord, found.plan), status.name)
     snapshot = _known(read(CodeSnapshot, found.code_record), status.name)
     replica = harvested(role, attempt)
     job_id = str(replica.job) if replica is not None else job.job_id
@@ -102,6 +99,23 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         os.execvpe(line[0], line, {**submitting_environment(""), **variables})
     except OSError as error:
         raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
+
+
+def _running(status: RunStatus) -> tuple[JobState, NodeAssignment]:
+    """Return the job of a run and its nodes. Raises Failed where no ranks run in a job."""
+    from launcher.runs.state import UNSURE
+    from megatron_rl.contract.attempt_records import NodeAssignment
+
+    job = status.job
+    if status.state in UNSURE:
+        raise Failed(f"{status.name}: {status.reason}")
+    if job is None:
+        raise Failed(f"{status.name} is a local run: its ranks are processes on this machine")
+    nodes = read(NodeAssignment, status.run.attempt(status.attempt).nodes)
+    if job.kind != "running" or nodes is ABSENT:
+        waits = f", waiting for {status.waits_for}" if status.waits_for else ""
+        raise Failed(f"{status.name} has no running ranks: job {job.job_id} is {status.state}{waits}")
+    return job, _known(nodes, status.name)
 
 
 def _known(found: Found[T], run: str) -> T:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.completion import complete_run
+from launcher.cli.arguments import RUN
 from launcher.cli.show.terminal import at_terminal
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("cancel", short_help="End a run, after a save or at once, or make it queue again.")
-@click.argument("run", required=False, shell_complete=complete_run)
+@RUN
 @click.option("--drain", is_flag=True, help="Save first; the run ends as stopped and is not requeued.")
 @click.option(
     "--requeue",

@@ -13,34 +13,27 @@ from typing import Any
 import click
 
 from launcher.backends.child import ModuleProcess
-from launcher.cli.arguments import TP_HELP
+from launcher.cli.arguments import DEVICE, DTYPE, SAMPLING, SAMPLING_OPTIONS, TP, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy import prepare_policy
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 
 MODULE = "megatron_rl.standalone.chat"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 LEAVE, CLEAR = "/exit", "/clear"
 
 
 @click.command("chat", short_help="Talk to a policy in the terminal.")
 @click.argument("path", shell_complete=complete_run)
 @click.option("--system", metavar="TEXT", help="System prompt.")
-@click.option(
-    "--temperature", type=click.FloatRange(min=0), help="Default of these five: the run's values, else 1, 1, 0, 0, 512."
-)
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
-@click.option("--top-k", type=click.IntRange(min=0))
-@click.option("--min-p", type=click.FloatRange(0, 1, max_open=True))
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@SAMPLING_OPTIONS
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal answers."
 )
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
-@click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
+@DTYPE
+@DEVICE
+@TP
+@TRUST_POLICY
 @click.pass_context
 def command(ctx: click.Context, path: str, **options: Any) -> None:
     """Talk to PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the

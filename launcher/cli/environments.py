@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from launcher.cli.arguments import DEVICE, DTYPE, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
@@ -122,9 +123,9 @@ def environment_lines(found: Sequence[EnvironmentInfo], every: bool, width: int)
     "--temperature", type=click.FloatRange(min=0), help="Default of these two: the run's values, else 1, 512."
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
+@DTYPE
+@DEVICE
+@TRUST_POLICY
 @click.option(
     "--json",
     "as_json",
@@ -150,6 +151,33 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
     from launcher.backends.child import tried  # not needed to list environments
     from launcher.cli.show.conversation import conversation_lines
     from launcher.cli.show.ending import indented
+
+    trial = _trial(name, problems, env_args, options)
+    found: list[dict[str, Any]] = []
+    with TemporaryDirectory(prefix="mrl-copies-") as folder:
+        for one in tried(
+            trial.model_copy(update={"environment": _with_copies(trial.environment, RunDir(Path(folder)))})
+        ):
+            if trace := one.get("trace"):
+                click.echo("\n".join(indented(trace.rstrip().splitlines())), err=True)
+                continue
+            found.append(one)
+            if not as_json:
+                talked = "gold_reward" not in one
+                click.echo(
+                    "\n".join(conversation_lines(one, boundaries=trial.model is not None)) if talked else _shown(one)
+                )
+    if as_json:
+        click.echo(json.dumps({"environment": name, "problems": found}, indent=2))
+    faults = [*_faults(found)]
+    for fault, count, _ in faults:
+        click.echo(f"{count} of {len(found)} problems: {fault}", err=True)
+    if any(fails for _, _, fails in faults):
+        raise SystemExit(1)
+
+
+def _trial(name: str, problems: int, env_args: Sequence[str], options: Mapping[str, Any]) -> Trial:
+    """Return what to try: an environment by its name, or that of a recipe. Raises BadInput."""
     from launcher.job.evaluation_request import checked_environment, parse_args
 
     tokenizer = None
@@ -170,7 +198,7 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
         if options["answers"]:
             raise BadInput("--answer and --model exclude each other: answers come from a script or from a model")
     sampling = {key: options[key] for key in ("temperature", "max_new_tokens") if options[key] is not None}
-    trial = Trial(
+    return Trial(
         environment=asked,
         problems=problems,
         answers=options["answers"],
@@ -180,23 +208,6 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
         device=options["device"],
         sampling=sampling,
     )
-    found: list[dict[str, Any]] = []
-    with TemporaryDirectory(prefix="mrl-copies-") as folder:
-        for one in tried(trial.model_copy(update={"environment": _with_copies(asked, RunDir(Path(folder)))})):
-            if trace := one.get("trace"):
-                click.echo("\n".join(indented(trace.rstrip().splitlines())), err=True)
-                continue
-            found.append(one)
-            if not as_json:
-                talked = "gold_reward" not in one
-                click.echo("\n".join(conversation_lines(one, boundaries=model is not None)) if talked else _shown(one))
-    if as_json:
-        click.echo(json.dumps({"environment": name, "problems": found}, indent=2))
-    faults = [*_faults(found)]
-    for fault, count, _ in faults:
-        click.echo(f"{count} of {len(found)} problems: {fault}", err=True)
-    if any(fails for _, _, fails in faults):
-        raise SystemExit(1)
 
 
 def _with_copies(environment: EnvironmentConfig, run: RunDir) -> EnvironmentConfig:

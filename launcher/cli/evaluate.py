@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from launcher.backends.probe.vllm import probe
-from launcher.cli.arguments import TP_HELP
+from launcher.cli.arguments import DTYPE, SAMPLING, SAMPLING_OPTIONS, TP, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.doctor.preflight import problems, refuse_unready
@@ -27,7 +27,6 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.evaluate.config import Evaluation
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 ASKED = ("k", "prompts", "greedy", "seed", "dtype", "threads", "tp", "replicas", "engine")
 JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 
@@ -46,18 +45,14 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 @click.option("--k", type=click.IntRange(min=1), default=32, show_default=True, help="Answers to each problem.")
 @click.option("--prompts", type=click.IntRange(min=1), help="Use only the first N problems of each set.")
 @click.option("--greedy/--no-greedy", default=True, show_default=True, help="Also answer once at temperature 0.")
-@click.option("--temperature", type=float, help="Default of these five: the run's values, else 1, 1, 0, 0, 512.")
-@click.option("--top-p", type=float)
-@click.option("--top-k", type=int)
-@click.option("--min-p", type=float)
-@click.option("--max-new-tokens", type=int, help="Longest answer, in tokens.")
+@SAMPLING_OPTIONS
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the answers.")
 @click.option(
     "--date",
     type=click.DateTime(["%Y-%m-%d"]),
     help="Date for the chat template. Default: the run's, else today.",
 )
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
+@DTYPE
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: the run's, else cpu, or cuda in a job.")
 @click.option(
     "--engine",
@@ -67,7 +62,7 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
     help="vllm: start vLLM on this machine, on weights that are exported first if they are a checkpoint.",
 )
 @click.option("--vllm-python", help="Python that has vLLM. Default: the run's inference.vllm.python, else this one.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
+@TP
 @click.option(
     "--replicas",
     type=click.IntRange(min=1),
@@ -86,7 +81,7 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 @click.option("--dry-run", is_flag=True, help="With --cluster: show the script; submit and write nothing.")
 @click.option("--script", is_flag=True, help="With --dry-run: print only the sbatch script.")
 @click.option("--follow", is_flag=True, help="With --cluster: watch the job.")
-@click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
+@TRUST_POLICY
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object, as in its file.")
 @click.pass_context
 def command(ctx: click.Context, **options: Any) -> None:

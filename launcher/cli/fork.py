@@ -8,21 +8,19 @@ from typing import Any
 
 import click
 
-from launcher.cli.arguments import RunDirectory
-from launcher.cli.completion import complete_override, complete_run
+from launcher.cli.arguments import OVERRIDES, STARTED, TRUST_RUN, RunDirectory
+from launcher.cli.completion import complete_run
 
 
 @click.command("fork", short_help="Start a new run from a checkpoint of another.")
 @click.argument("run_at_step", metavar="RUN[@STEP]", shell_complete=complete_run)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@OVERRIDES
 @click.option("--run-dir", type=RunDirectory(), help="Directory of the new run. [default: NAME-DATE-TIME next to RUN]")
 @click.option("--cluster", help="Cluster to run on, instead of RUN's.")
 @click.option("--update-code", is_flag=True, help="Use today's code instead of RUN's snapshot.")
-@click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")
+@TRUST_RUN
 @click.option("--dry-run", is_flag=True, help="Show what would differ; write nothing.")
-@click.option("--detach", is_flag=True, help="Return once a local run has started.")
-@click.option("--follow", is_flag=True, help="Watch the Slurm job.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text.")
+@STARTED
 @click.pass_context
 def command(
     context: click.Context,

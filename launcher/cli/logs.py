@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.completion import complete_run
+from launcher.cli.arguments import RUN
 
 if TYPE_CHECKING:
     from launcher.cli.show.log_lines import LogFollower
@@ -19,7 +19,7 @@ ASK_EVERY_S = 10.0  # seconds between two checks that the run is alive
 
 
 @click.command("logs", short_help="Print or follow a log of a run.")
-@click.argument("run", required=False, shell_complete=complete_run)
+@RUN
 @click.option("-f", "--follow", is_flag=True, help="Follow the log as it grows, across attempts, until the run ends.")
 @click.option(
     "--role",

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from launcher.cli.arguments import RunDirectory
-from launcher.cli.completion import complete_override, complete_recipe, complete_run
+from launcher.cli.arguments import RECIPE, TRUST_RUN, RunDirectory
+from launcher.cli.completion import complete_run
 from launcher.recipe.changes import CHANGEABLE
 
 HELP = f"""Train what RECIPE describes: the name of a shipped recipe (`mrl recipes`) or a YAML file.
@@ -57,8 +57,7 @@ Examples:
 @click.command(
     help=HELP, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
 )
-@click.argument("recipe", shell_complete=complete_recipe)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@RECIPE
 @click.option("--cluster", help="Cluster to run on; local: this machine.")
 @click.option(
     "--run-dir",
@@ -66,7 +65,7 @@ Examples:
     help="Directory of the run; for a sweep, of its runs. [default: NAME-DATE-TIME in ./runs, or in run_root]",
 )
 @click.option("--change", is_flag=True, help="Resume with changed values, as far as allowed.")
-@click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")
+@TRUST_RUN
 @click.option(
     "--dry-run", is_flag=True, help="Check everything and show what would be submitted; start and write nothing."
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.completion import complete_override, complete_recipe
+from launcher.cli.arguments import RECIPE
 from launcher.cli.show.terminal import echo
 from launcher.cluster.choice import Clusters, load_clusters
 from launcher.errors import Failed
@@ -20,8 +20,7 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
 
 @click.command("prefetch", short_help="Fetch the image, model and data of a recipe into the cluster's cache.")
-@click.argument("recipe", shell_complete=complete_recipe)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@RECIPE
 @click.option("--cluster", help="Cluster whose cache is filled, instead of the recipe's.")
 @click.option("--check", is_flag=True, help="Only show what is there and what is missing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for programs.")

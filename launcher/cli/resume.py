@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from launcher.cli.completion import complete_override, complete_run
+from launcher.cli.arguments import OVERRIDES, STARTED, TRUST_RUN
+from launcher.cli.completion import complete_run
 from launcher.recipe.changes import CHANGEABLE
 
 OVERRIDE = re.compile(r"[\w.]+=")
@@ -26,14 +27,12 @@ Exit codes: as of mrl-submit; 2 also if a live job owns the run
 
 @click.command("resume", short_help="Resume a run that has ended.", help=HELP)
 @click.argument("run", default="-", shell_complete=complete_run)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@OVERRIDES
 @click.option("--update-code", is_flag=True, help="Take a new snapshot of the code from its source.")
 @click.option("--cluster", help="Cluster to resume on, instead of the run's.")
-@click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")
+@TRUST_RUN
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted; write nothing.")
-@click.option("--detach", is_flag=True, help="Return once a local run has started.")
-@click.option("--follow", is_flag=True, help="Watch the Slurm job.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text.")
+@STARTED
 @click.pass_context
 def command(context: click.Context, run: str, overrides: tuple[str, ...], cluster: str | None, **others: Any) -> None:
     from launcher.cli.submit.launch import launch

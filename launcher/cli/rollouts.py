@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice, starmap
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.arguments import Bounds
-from launcher.cli.completion import complete_run
+from launcher.cli.arguments import RUN, Bounds
 from megatron_rl.contract.paths import RunDir
+
+if TYPE_CHECKING:
+    from megatron_rl.contract.rollout_records import GroupLine
 
 SHOWN = 5
 
 
 @click.command("rollouts", short_help="Show prompts and answers of a run, with their rewards.")
-@click.argument("run", required=False, shell_complete=complete_run)
+@RUN
 @click.option(
     "--step",
     type=Bounds(whole=True),
@@ -40,19 +43,12 @@ SHOWN = 5
 def command(
     run: str | None,
     step: tuple[float, float] | None,
-    environment: str | None,
-    problem: str | None,
-    signal: bool | None,
-    lost: bool,
-    reward: tuple[float, float] | None,
-    reason: str | None,
-    length: tuple[float, float] | None,
-    text: str | None,
     most: int,
     tokens: bool,
     full: bool,
     by_problem: bool,
     as_json: bool,
+    **wanted: Any,
 ) -> None:
     """Show groups of RUN: a prompt, and the answers to it with reward and advantage. Nothing of the run changes; it may
     be running.
@@ -67,36 +63,20 @@ def command(
     \b
     Exit codes: 0 printed  1 nothing is recorded, or nothing fits  2 no such run
     """
-    from launcher.cli.show.history import newest_line
     from launcher.cli.show.rollouts import PROBLEM_HEADING, group_json, group_lines, problem_json, problem_line
     from launcher.errors import Failed
     from launcher.runs.find import find
-    from launcher.runs.rollouts import Wanted, histories, newest_sampled, selected
-    from megatron_rl.contract.records import Absent, Unreadable
-    from megatron_rl.contract.rollout_records import read_rollouts
+    from launcher.runs.rollouts import Wanted, histories, selected
 
     found = find(run)
-    line = newest_line(found.metrics)
-    if isinstance(line, Unreadable):
-        raise Failed(str(line))
-    if isinstance(line, Absent):
-        raise Failed(f"{found.root.name} has not finished a step yet: {found.metrics} does not exist or is empty")
-    newest = line.step
-    if step is not None:
-        first, last = max(1, step[0]), min(newest, step[1])
-        if first > last:
-            raise Failed(f"{found.root.name} has no step {step[0]:g} yet: its newest is {newest}")
-        groups = read_rollouts(found, int(first), int(last))
-    else:
-        groups = read_rollouts(found, 1, newest) if by_problem else iter(newest_sampled(found, newest))
-    fitting = selected(groups, Wanted(environment, problem, signal, lost, reward, reason, length, text))
+    newest = _newest_step(found)
+    fitting = selected(_groups(found, newest, step, by_problem), Wanted(**wanted))
     texts: Iterator[str]
+    heading = ""
     if by_problem:
-        rows = histories(group for group, _ in fitting)
         heading = "" if as_json else PROBLEM_HEADING
-        texts = map(problem_json if as_json else problem_line, rows)
+        texts = map(problem_json if as_json else problem_line, histories(group for group, _ in fitting))
     else:
-        heading = ""
         texts = starmap(group_json if as_json else partial(group_lines, tokens=tokens, full=full), fitting)
     shown = [*islice(texts, most or None)]
     if not shown:
@@ -107,6 +87,34 @@ def command(
     click.echo("\n".join([*([heading] if heading else []), *shown]))
     if len(shown) == most and next(texts, None) is not None:
         click.echo("more fit: -n 0 shows all", err=True)
+
+
+def _newest_step(run: RunDir) -> int:
+    """Newest recorded step. Raises Failed where there is none."""
+    from launcher.cli.show.history import newest_line
+    from launcher.errors import Failed
+    from megatron_rl.contract.records import Absent, Unreadable
+
+    line = newest_line(run.metrics)
+    if isinstance(line, Unreadable):
+        raise Failed(str(line))
+    if isinstance(line, Absent):
+        raise Failed(f"{run.root.name} has not finished a step yet: {run.metrics} does not exist or is empty")
+    return line.step
+
+
+def _groups(run: RunDir, newest: int, steps: tuple[float, float] | None, every: bool) -> Iterator[GroupLine]:
+    """Groups of the steps from:to; by default of all steps, or of the newest with sampled groups. Raises Failed."""
+    from launcher.errors import Failed
+    from launcher.runs.rollouts import newest_sampled
+    from megatron_rl.contract.rollout_records import read_rollouts
+
+    if steps is None:
+        return read_rollouts(run, 1, newest) if every else iter(newest_sampled(run, newest))
+    first, last = max(1, steps[0]), min(newest, steps[1])
+    if first > last:
+        raise Failed(f"{run.root.name} has no step {steps[0]:g} yet: its newest is {newest}")
+    return read_rollouts(run, int(first), int(last))
 
 
 def _of_parent(run: RunDir) -> str:

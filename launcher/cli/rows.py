@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from launcher.cli.completion import complete_override, complete_recipe
+from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import known_caches
@@ -41,8 +41,7 @@ Exit codes:
 
 
 @click.command("rows", short_help="Show rows of data, prompts and rewards as they are trained.", help=HELP)
-@click.argument("recipe", shell_complete=complete_recipe)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@RECIPE
 @click.option("-n", "first", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rows to show.")
 @click.option("--all", "whole", is_flag=True, help="Read every row, and show their counts and lengths.")
 @click.option("--cluster", help="Cluster whose files are read, instead of the recipe's.")

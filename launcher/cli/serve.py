@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from launcher.cli.arguments import TP_HELP
+from launcher.cli.arguments import DEVICE, DTYPE, TP, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.doctor.preflight import refuse_unready
@@ -58,9 +58,9 @@ AGENT_SERVER, AGENT_PORT = "megatron_rl.server.agent", 8100
 @click.option(
     "--name", help="Name of the model for clients. Default: of the run or directory."
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the recipe or the weights.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help=TP_HELP)
+@DEVICE
+@DTYPE
+@TP
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each process. Default: all processors.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Largest number of tokens of a prompt with its answer.")
 @click.option(
@@ -81,7 +81,7 @@ AGENT_SERVER, AGENT_PORT = "megatron_rl.server.agent", 8100
     show_default=True,
     help="Seconds to finish running requests after Ctrl-C.",
 )
-@click.option("--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you.")
+@TRUST_POLICY
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when ready: {address, model, ...}.")
 @click.pass_context
 def command(

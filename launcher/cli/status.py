@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.completion import complete_run
+from launcher.cli.arguments import RUN
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_UNKNOWN
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("status", short_help="Show the state of a run and what it waits for.")
-@click.argument("run", required=False, shell_complete=complete_run)
+@RUN
 @click.option("--all", "every", is_flag=True, help="Show every queued or running run; with --list: every run.")
 @click.option(
     "--list",

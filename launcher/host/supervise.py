@@ -111,7 +111,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace, notifi
         runner.training = True
         runner.tasks.append(lambda now: None if runner.leaving else processes.replicas.poll(now))
         runner.tasks += notifier.watch(attempt)
-        runner.wait(lambda: runner.ended_ranks == options.ranks or processes.are_stuck(time.time()))
+        runner.wait(lambda: len(runner.ended) == options.ranks or processes.are_stuck(time.time()))
     except OSError as error:
         unready = f"the ranks could not be started: {error}"
     finally:

@@ -39,7 +39,8 @@ from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, RunDi
 from megatron_rl.contract.run_records import CodeSource
 
 UNPACK_S = 1800  # seconds for a node to unpack an image
-END_S = 30  # seconds for an srun to end in order
+END_S = 30  # seconds for an srun to end cleanly
+RUN = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,34 +212,15 @@ class _Step:
 
 def _steps(job: PlannedJob) -> Iterator[_Step]:
     config, plan = job.recipe.config, job.plan
-    python, of_replica = shlex.quote(rank_python(job.profile)), shlex.quote(replica_python(config, job.profile))
-    run = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
+    python = shlex.quote(rank_python(job.profile))
     if _all_reduce(job):
-        limit = job.profile.all_reduce_gbps
-        slow = f" --slower-than {limit}" if limit else ""
-        # A named container has been unpacked before; else each node unpacks its own now.
-        named = job.profile.container is None or job.profile.container.named
-        slow += "" if named else f" --meet-s {UNPACK_S}"
-        tasks = f'--ntasks="$((${{#hosts[@]}} * {config.job.gpus_per_node}))"'
-        (each, bound) = shell_lines([per_node(config, job.profile, config.job.gpus_per_node), binding(job.profile)])
-        yield _Step(
-            function=Shell("fabric"),
-            name=Shell("fabric"),
-            options=[
-                Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {tasks} {each}'),
-                # Ranks of a bad node may die; the others must report which node it was.
-                Shell(f'{bound} --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'.strip()),
-            ],
-            command=Shell(f"{python} -P -m megatron_rl.fabric.check {run}{slow}"),
-            comment=Shell("The nodes must also reach each other, and fast."),
-            limit_s=900 if named else 900 + UNPACK_S,
-        )
+        yield _fabric_step(job)
     train = next(step for step in plan.steps if step.replica is None)
     yield _Step(
         function=Shell("train"),
         name=Shell("train"),
         options=_shell(geometry(config, job.profile, plan, train, "train")),
-        command=Shell(f"{python} -P -m {TRAINING} {run}"),
+        command=Shell(f"{python} -P -m {TRAINING} {RUN}"),
         shown=Shell("evaluate") if job.recipe.evaluation else None,
         comment=Shell("Its ranks evaluate; in file names, and to mrl attach, they are train.")
         if job.recipe.evaluation
@@ -256,28 +238,56 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
             function=Shell(kind),
             name=Shell('"$1"'),
             options=_shell(geometry(config, job.profile, plan, first, "$1")),  # all of a kind are alike
-            command=Shell(f'{mine}{its_python} -P -m {REPLICA} {run} {option} "${{1#{kind}-}}"'),
+            command=Shell(f'{mine}{its_python} -P -m {REPLICA} {RUN} {option} "${{1#{kind}-}}"'),
         )
 
     if config.harvest is not None:
-        sizes = plan.sizes
-        processes, shares = sizes.replica_processes, sizes.inference_tp // sizes.replica_processes
-        gpus = {} if config.job.device == "cpu" else job.profile.gpus(sizes.inference_tp)
-        counts = {"nodes": 1, "ntasks": processes, "ntasks-per-node": processes, **gpus}
-        asked = [f"--{name}={value}" for name, value in counts.items()]
-        asked += [f'--cpus-per-task="{shares_of_cpus(shares)}"'] if shares > 1 else []
-        (bound,) = shell_lines([binding(job.profile, several=shares > 1)])
-        ending = '--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/infer-${1#harvest-}.%t.log"'
-        yield _Step(
-            function=Shell("harvest"),
-            name=Shell('"infer-${1#harvest-}"'),
-            options=[
-                Shell(" ".join(asked)),
-                Shell(f"{bound} {ending}".strip()),
-            ],
-            command=Shell(f'{of_replica} -P -m {REPLICA} {run} --replica "${{1#harvest-}}"'),
-            comment=Shell("An inference replica in a job of its own, wherever there is room: see recipe key harvest."),
-        )
+        yield _harvest_step(job)
+
+
+def _fabric_step(job: PlannedJob) -> _Step:
+    config = job.recipe.config
+    limit = job.profile.all_reduce_gbps
+    slow = f" --slower-than {limit}" if limit else ""
+    # A named container has been unpacked before; else each node unpacks its own now.
+    named = job.profile.container is None or job.profile.container.named
+    slow += "" if named else f" --meet-s {UNPACK_S}"
+    tasks = f'--ntasks="$((${{#hosts[@]}} * {config.job.gpus_per_node}))"'
+    (each, bound) = shell_lines([per_node(config, job.profile, config.job.gpus_per_node), binding(job.profile)])
+    return _Step(
+        function=Shell("fabric"),
+        name=Shell("fabric"),
+        options=[
+            Shell(f'--nodes="${{#hosts[@]}}" --nodelist="$nodes" {tasks} {each}'),
+            # Ranks of a bad node may die; the others must report which node it was.
+            Shell(f'{bound} --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'.strip()),
+        ],
+        command=Shell(f"{shlex.quote(rank_python(job.profile))} -P -m megatron_rl.fabric.check {RUN}{slow}"),
+        comment=Shell("The nodes must also reach each other, and fast."),
+        limit_s=900 if named else 900 + UNPACK_S,
+    )
+
+
+def _harvest_step(job: PlannedJob) -> _Step:
+    config, sizes = job.recipe.config, job.plan.sizes
+    python = shlex.quote(replica_python(config, job.profile))
+    processes, shares = sizes.replica_processes, sizes.inference_tp // sizes.replica_processes
+    gpus = {} if config.job.device == "cpu" else job.profile.gpus(sizes.inference_tp)
+    counts = {"nodes": 1, "ntasks": processes, "ntasks-per-node": processes, **gpus}
+    asked = [f"--{name}={value}" for name, value in counts.items()]
+    asked += [f'--cpus-per-task="{shares_of_cpus(shares)}"'] if shares > 1 else []
+    (bound,) = shell_lines([binding(job.profile, several=shares > 1)])
+    ending = '--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/infer-${1#harvest-}.%t.log"'
+    return _Step(
+        function=Shell("harvest"),
+        name=Shell('"infer-${1#harvest-}"'),
+        options=[
+            Shell(" ".join(asked)),
+            Shell(f"{bound} {ending}".strip()),
+        ],
+        command=Shell(f'{python} -P -m {REPLICA} {RUN} --replica "${{1#harvest-}}"'),
+        comment=Shell("An inference replica in a job of its own, wherever there is room: see recipe key harvest."),
+    )
 
 
 def _limited(seconds: int) -> Shell:

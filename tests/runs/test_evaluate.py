@@ -224,7 +224,7 @@ def test_published_weights_are_evaluated_with_a_table(tmp_path: Path) -> None:
         (["RUN", "--env", "arithmetik"], "did you mean 'arithmetic'?"),
         (["RUN", "--env-args", "max_term=3"], "--env-args max_term: max_term: unknown key (did you mean max_terms?)"),
         (["RUN", "--env-args", "3"], "expected KEY=VALUE"),
-        (["RUN", "--temperature", "-1"], "--temperature: sampling.temperature: expected a number >= 0, got -1.0"),
+        (["RUN", "--temperature", "-1"], "'--temperature': -1.0 is not in the range"),
         (["RUN", "--k", "0"], "'--k': 0"),
         (["RUN", "--dry-run"], "--dry-run: this option needs a job"),
         (

@@ -14,7 +14,6 @@ from launcher.cli.show.origins import origin_lines
 from launcher.cli.show.terminal import Interruptions, echo
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
-from launcher.cluster.software import replica_python
 from launcher.doctor.preflight import collect_local, findings, problems
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import export_packages
@@ -178,10 +177,8 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, r
     owner = None if request.detach else os.getpid()
     interruptions = Interruptions()
     with interruptions.caught():
-        pythons = {kind: replica_python(config, None, kind) for kind in config.started_vllms}
-        include = config.code.include or ()
         notify = settings_json(config.notify) if config.notify else None
-        command = supervisor_command(run, attempt, config.job, sizes, drain_limit_s, owner, pythons, include, notify)
+        command = supervisor_command(run, attempt, config, sizes, drain_limit_s, owner, notify)
         supervisor = Supervisor(command)
         follower = Follower(run, attempt, supervisor, drain_limit_s)
         try:

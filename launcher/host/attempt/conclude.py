@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from typing import NamedTuple
 
 from launcher.host.attempt.interfaces import Job
 from launcher.host.attempt.job_context import JobContext
@@ -43,6 +44,15 @@ RECORD_PATIENCE_S = 120.0  # seconds of retries to record an end that no later s
 RECORD_AGAIN_S = 5.0  # seconds between them
 
 
+class Ended(NamedTuple):
+    """Time and place of the end of an attempt."""
+
+    at: float  # unix time
+    job_id: str | None = None
+    host: str = ""  # default: this one
+    seconds: float | None = None  # duration of the attempt; None: unknown
+
+
 def close(
     run: RunDir,
     attempt: Attempt,
@@ -65,7 +75,7 @@ def close(
     verdict = _judge(attempt, observed, request)
     facts = job.facts(attempt, request)
     seconds = round(now - began, 3)
-    end = conclude(run, attempt, verdict, request, facts, now, job_id=job.job_id, seconds=seconds)
+    end = conclude(run, attempt, verdict, request, facts, Ended(now, job.job_id, seconds=seconds))
     print(f"attempt {attempt.number}: {describe_end(end, now)}")
     job.bring_back(attempt, end, facts.returning)
     write_usage(run, now)
@@ -78,24 +88,19 @@ def conclude(
     verdict: Verdict,
     request: Drain | None,
     facts: Facts,
-    now: float,
-    host: str = "",
-    job_id: str | None = None,
-    seconds: float | None = None,
+    ended: Ended,
 ) -> AttemptEnd:
     """Decide about the job and write the ledger's line of this end. A full disk does not stop the caller from acting on
     it: the next start reaches the same conclusion.
 
     Args:
         request: request to leave, if there was one.
-        host: host that ran the attempt; default: this one.
-        seconds: duration of the attempt; None: unknown.
     """
     history = [line for line in read_ledger_or_complain(run) if line.attempt != attempt.number]
     decision = decide(history, verdict, request, facts)
-    end = _line(attempt.number, verdict, decision, facts, now)
-    end = end._replace(host=host or socket.gethostname(), job_id=job_id, seconds=seconds)
-    done = Done(attempt.number, verdict.step, now) if decision.outcome == FINISHED else None
+    end = _line(attempt.number, verdict, decision, facts, ended.at)
+    end = end._replace(host=ended.host or socket.gethostname(), job_id=ended.job_id, seconds=ended.seconds)
+    done = Done(attempt.number, verdict.step, ended.at) if decision.outcome == FINISHED else None
     _record(run, end, done)
     return end
 
@@ -188,7 +193,7 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: JobC
         over = AttemptEnd(start.attempt, now, FINISHED, step=verdict.step, checkpoint=facts.checkpoint)
         write_line(run, over._replace(host=start.host, then=policy.OVER, job_id=start.job_id))
         return
-    conclude(run, attempt, verdict, request, facts, now, host=start.host, job_id=start.job_id)
+    conclude(run, attempt, verdict, request, facts, Ended(now, start.job_id, start.host))
 
 
 def _cause_of_end(run: RunDir, start: AttemptStart, request: Drain | None, dead: list[str]) -> str | None:

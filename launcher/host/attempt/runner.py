@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Callable, NamedTuple
 
 from launcher.host.attempt.interfaces import Job, Steps
@@ -64,7 +65,7 @@ class AttemptRunner:
         self._hangs = HangWatch(attempt, silence_limit)
         self._hang: Hang | None = None
         self._exits: list[RankExit] = []
-        self._ended: set[int] = set()
+        self.ended: set[int] = set()  # ranks that have ended, where each is a process here
         self._deadline: Deadline | None = None
         self._ending = self._stacks_asked = False
         self._reminded_at = self._completed_at = 0.0
@@ -107,11 +108,6 @@ class AttemptRunner:
                 task(now)
             except (SlurmRefused, OSError) as error:
                 self._complain(task, str(error))
-
-    @property
-    def ended_ranks(self) -> int:
-        """Number of ranks that have ended, where each is a process of its own here."""
-        return len(self._ended)
 
     @property
     def leaving(self) -> bool:
@@ -184,9 +180,9 @@ class AttemptRunner:
 
     def _check_exits(self, now: float) -> None:
         for ended in self.steps.exits():
-            if ended.rank in self._ended:
+            if ended.rank in self.ended:
                 continue
-            self._ended.add(ended.rank)
+            self.ended.add(ended.rank)
             print(f"rank {ended.rank} ended with {ended.code}")
             if not (self._ending or (self._stacks_asked and -ended.code == ASKED_FOR_STACKS)):
                 self._exits.append(ended)  # exits that we caused say nothing about a rank
@@ -199,7 +195,7 @@ class AttemptRunner:
         errors = self.attempt.errors()
         if errors and not self.steps.end_together:
             self._end_others(now)
-        elif any(self._waited(if_readable(read(RankError, path))) for path in errors if not self._stacks_asked):
+        elif not self._stacks_asked and any(error and error.waited for error in map(_rank_error, errors)):
             self._ask_for_stacks()  # the failed rank waits a moment, so that all ranks can dump their stacks
 
     def _check_hang(self, now: float) -> None:
@@ -263,13 +259,13 @@ class AttemptRunner:
         if self._deadline is None or at < self._deadline.at:
             self._deadline = Deadline(at, reason)
 
-    @staticmethod
-    def _waited(error: RankError | None) -> bool:
-        return error is not None and error.waited
-
     def _complain(self, task: Callable[[float], None], why: str) -> None:
         """Print each new error once: a task is retried every second."""
         name = getattr(task, "__name__", "")
         if self._complaints.get(name) != why:
             self._complaints[name] = why
             print(f"the watch over the steps tries again: {why}", file=sys.stderr)
+
+
+def _rank_error(file: Path) -> RankError | None:
+    return if_readable(read(RankError, file))

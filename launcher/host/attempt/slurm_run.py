@@ -46,7 +46,7 @@ from megatron_rl.contract.codes import (
     SILENCE_VARIABLE,
 )
 from megatron_rl.contract.files import FULL
-from megatron_rl.contract.paths import INFER, TEACHER, TRAIN
+from megatron_rl.contract.paths import INFER, TEACHER, TRAIN, Attempt
 
 RETRY_S = 20.0  # seconds of retries on this host before an attempt has begun
 PAUSE_S = 1.0  # seconds between them
@@ -121,12 +121,7 @@ def supervise_attempt(
     Args:
         lock: descriptor of the run's lock.
     """
-    attempt = _retried(lambda: next_attempt(context))
-    try:
-        _retried(lambda: begin_attempt(context, attempt))
-    except OSError:
-        forget_attempt(attempt)
-        raise
+    attempt = _begun(context)
     began, code, unready, unready_host = time.time(), None, None, None
     job = SlurmJob(context, settings.notice, settings.backoff, settings.outlives_nodes)
     steps = SlurmSteps(context, settings.script, attempt, lock)
@@ -175,6 +170,17 @@ def supervise_attempt(
     signals.take()  # later signals are for the next attempt
     observed = runner.observed(code, unready)._replace(unready_host=unready_host)
     return close(context.run, attempt, job, observed, runner.request, began)
+
+
+def _begun(context: JobContext) -> Attempt:
+    """Begin the next attempt. Raises OSError."""
+    attempt = _retried(lambda: next_attempt(context))
+    try:
+        _retried(lambda: begin_attempt(context, attempt))
+    except OSError:
+        forget_attempt(attempt)
+        raise
+    return attempt
 
 
 def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment) -> int:

@@ -102,7 +102,9 @@ def test_ranks_on_this_machine_import_from_included_directories(
 
     def command(*include: str) -> list[str]:
         sizes = make_plan(recipe, None).sizes
-        return supervisor_command(RunDir(tmp_path), attempt, recipe.config.job, sizes, 60.0, None, include=include)
+        code = recipe.config.code.model_copy(update={"include": [*include]})
+        config = recipe.config.model_copy(update={"code": code})
+        return supervisor_command(RunDir(tmp_path), attempt, config, sizes, 60.0, None)
 
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     plain, included = command(), command("/mine", "/more")
