@@ -55,9 +55,7 @@ AGENT_SERVER, AGENT_PORT = "megatron_rl.server.agent", 8100
     type=click.Path(path_type=Path),
     help="File of accepted bearer tokens, one per line; created if missing. Default: ~/.config/mrl/serve-token.",
 )
-@click.option(
-    "--name", help="Name of the model for clients. Default: of the run or directory."
-)
+@click.option("--name", help="Name of the model for clients. Default: of the run or directory.")
 @DEVICE
 @DTYPE
 @TP
