@@ -19,8 +19,7 @@ STOP_S = 10.0
 
 
 class Receiving:
-    """Joins epochs and receives versions, one step after another, in threads beside the engine. Methods belong to one
-    thread."""
+    """Receives one version after another in threads beside the engine. Methods belong to one thread."""
 
     def __init__(
         self,
@@ -39,16 +38,15 @@ class Receiving:
         self.receiver = receiver
         self._started, self._rank, self._timeout, self._beside = started, rank, timeout, beside
         self._group: TransferGroup | None = None
-        self._newest: Future[None] | None = None  # the step that was begun last
+        self._newest: Future[None] | None = None  # the version that was begun last
         self._received: int | None = None
 
-    def join(self, epoch: dict[str, Any]) -> Future[None]:
-        """Begin to join the transfer group of an epoch, and leave the previous one."""
-        return self._begin(partial(self._join, Epoch.from_json(epoch)))
+    def receive(self, version: int, epoch: dict[str, Any] | None) -> Future[None]:
+        """Begin to receive a version, while the engine continues.
 
-    def receive(self, version: int) -> Future[None]:
-        """Begin to receive a version, while the engine continues."""
-        return self._begin(partial(self._receive, version))
+        epoch: whose transfer group to join before (`Epoch.to_json`); None: the group remains.
+        """
+        return self._begin(partial(self._receive, version, None if epoch is None else Epoch.from_json(epoch)))
 
     def failure(self, version: int) -> BaseException | None:
         """Why this rank has not received the version; None if it has. This waits, for as long as every wait of the
@@ -68,7 +66,7 @@ class Receiving:
         self._leave()
 
     def _begin(self, step: Callable[[], None]) -> Future[None]:
-        """Run a step once the previous one has ended, whatever its result."""
+        """Receive once the previous version has ended, whatever its result."""
         before, self._newest = self._newest, Future()
         # A thread for each: one that waits for members that are gone must not keep the process from ending.
         threading.Thread(target=self._run, args=(step, before, self._newest), name="weights", daemon=True).start()
@@ -85,13 +83,12 @@ class Receiving:
         else:
             done.set_result(None)
 
-    def _join(self, epoch: Epoch) -> None:
-        self._leave()
-        self._group = TransferGroup.join(epoch, epoch.member_rank(*self._started, self._rank), self._timeout)
-        self.receiver.connect(self._group)
-
-    def _receive(self, version: int) -> None:
+    def _receive(self, version: int, epoch: Epoch | None) -> None:
         self._received = None
+        if epoch is not None:
+            self._leave()
+            self._group = TransferGroup.join(epoch, epoch.member_rank(*self._started, self._rank), self._timeout)
+            self.receiver.connect(self._group)
         if self._group is None:
             raise TransferFailed("this rank is in no transfer group")
         self.receiver.receive(version)

@@ -36,25 +36,20 @@ class PoolControl:
             raise NoReplicaLeft(f"all inference replicas are given up: {self._pool.given_up}")
         return [Member(each.replica, each.start, each.ranks, each.transport) for each in self._pool.starts().values()]
 
-    def begin_epoch(self, epoch: Epoch) -> None:
-        """Have all replicas of an epoch join it. Returns when all have accepted; joining continues. Raises
-        ReplicaLost."""
-        self._members = epoch.started
-        self._require("epoch", {"epoch": epoch.to_json()})
-
-    def receive(self, version: int) -> None:
-        """Have all replicas of the epoch receive a version. Returns when all have begun. Raises ReplicaLost."""
-        self._require("receive", {"version": version})
+    def receive(self, version: int, epoch: Epoch | None) -> None:
+        """Have all replicas of an epoch join it and then receive a version; None: of the present one. Returns when all
+        have accepted, while joining continues. Raises ReplicaLost."""
+        if epoch is not None:
+            self._members = epoch.started
+        body = {"version": version, "epoch": None if epoch is None else epoch.to_json()}
+        if failed := self._call("receive", body):
+            raise ReplicaLost(failed.keys(), "; ".join(map(str, failed.values())))
 
     def swap(self, version: int, probe: Probe | None) -> frozenset[ReplicaStart]:
         """Have all replicas of the epoch generate with the received version, which passes the probe. Returns those that
         do."""
         body = {"version": version, "probe": None if probe is None else probe.encode()}
         return self._members - self._call("swap", body, self._timeout_s).keys()
-
-    def _require(self, path: str, body: dict[str, Any]) -> None:
-        if failed := self._call(path, body):
-            raise ReplicaLost(failed.keys(), "; ".join(map(str, failed.values())))
 
     def _call(self, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> dict[ReplicaStart, ReplicaGone]:
         """Replicas of the epoch that fail a request, and why."""

@@ -109,14 +109,13 @@ class TransferRefit:
         """Whether a replica has taken the version. Every failed epoch is followed by one without the replicas that
         failed. Equal on all ranks."""
         self._left_out.clear()
-        while (epoch := self._decide(self._membership)) is not None:
+        while (epoch := self._decide(partial(self._membership, version))) is not None:
             try:
                 if self._group is None or self._group.epoch != epoch:
                     self._on_all_ranks(partial(self._join, epoch))
-                if self._decide(lambda: self._begin_receive(version)):
-                    self._on_all_ranks(lambda: self._sender.publish(version))
-                    self.moved_bytes = sum(self._gather(self._sender.sent_bytes))
-                    return bool(self._decide(lambda: self._swap(version, probe)))
+                self._on_all_ranks(lambda: self._sender.publish(version))
+                self.moved_bytes = sum(self._gather(self._sender.sent_bytes))
+                return bool(self._decide(lambda: self._swap(version, probe)))
             except TransferFailed as error:
                 logger.warning("policy version %d: %s", version, error)
             self.close()
@@ -124,27 +123,33 @@ class TransferRefit:
                 break  # no replica is known to have failed, so the same epoch would fail again
         return False
 
-    def _membership(self) -> Epoch | None:
-        """Current epoch if its members are unchanged, else a new one; None without replicas. On rank 0."""
+    def _membership(self, version: int) -> Epoch | None:
+        """Epoch whose replicas have begun to receive the version: the current one if its members are unchanged, else a
+        new one; None without replicas. On rank 0."""
         assert self._replicas is not None
         if self._aborted.is_set():
             return None
         while live := self._candidates():
-            if self._group is not None and self._group.intact and self._group.epoch.replicas == (*live,):
-                return self._group.epoch
-            self.close()
-            self._number += 1
-            self._listener = Listener()
-            host, port = self._listener.address
-            ranks = dist.get_world_size(self._control)
-            epoch = Epoch(self._number, host, port, self._listener.secret, ranks, (*live,), self._transport)
+            group, begun = self._group, None
+            if group is not None and group.intact and group.epoch.replicas == (*live,):
+                epoch = group.epoch
+            else:
+                epoch = begun = self._begin_epoch(live)
             try:
-                self._replicas.begin_epoch(epoch)
+                self._replicas.receive(version, begun)
             except ReplicaLost as error:
                 self._leave_out(error.who, error)
                 continue
             return epoch
         return None
+
+    def _begin_epoch(self, live: list[Member]) -> Epoch:
+        self.close()
+        self._number += 1
+        self._listener = Listener()
+        host, port = self._listener.address
+        ranks = dist.get_world_size(self._control)
+        return Epoch(self._number, host, port, self._listener.secret, ranks, (*live,), self._transport)
 
     def _candidates(self) -> list[Member]:
         """Live replicas that may still take this version; those that should skip it only if there are no others."""
@@ -175,15 +180,6 @@ class TransferRefit:
                     "the training ranks %s, and NCCL needs the same release at both ends (docs/partitioned.md)",
                     *(epoch.number, ", ".join(map(str, of)), transport, epoch.transport),
                 )
-
-    def _begin_receive(self, version: int) -> bool:
-        assert self._replicas is not None
-        try:
-            self._replicas.receive(version)
-        except ReplicaLost as error:
-            self._leave_out(error.who, error)
-            return False
-        return True
 
     def _swap(self, version: int, probe: Probe | None) -> bool:
         """Whether a replica generates with the version now."""

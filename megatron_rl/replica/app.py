@@ -58,14 +58,12 @@ class ReplicaLeader(Running, Protocol):
         """
         ...
 
-    async def join(self, epoch: dict[str, Any]) -> asyncio.Future[None]:
-        """Begin to join the transfer group of an epoch (`refit.epoch.Epoch.to_json`), and leave the previous one. It
-        may fail with a RuntimeError."""
-        ...
-
-    async def receive(self, version: int) -> asyncio.Future[None]:
+    async def receive(self, version: int, epoch: dict[str, Any] | None) -> asyncio.Future[None]:
         """Begin to receive a version next to the weights in use, while the engine continues. It may fail with a
-        RuntimeError."""
+        RuntimeError.
+
+        epoch: whose transfer group to join before (`refit.epoch.Epoch.to_json`); None: the group remains.
+        """
         ...
 
     async def swap(self, version: int, probe: Probe | None) -> None:
@@ -102,7 +100,7 @@ class ReplicaService:
         """Set when the run no longer needs the replica."""
         self.engine = leader
         self._inbox = DriverInbox(leader.submit)
-        self._transfer: asyncio.Future[None] | None = None  # newest step of the transfer of weights
+        self._transfer: asyncio.Future[None] | None = None  # of the newest weights
         self._swaps = asyncio.Lock()
 
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
@@ -151,7 +149,6 @@ class ReplicaService:
             "/hello": self._hello,
             "/ask": self._ask,
             "/news": self._news,
-            "/epoch": self._epoch,
             "/receive": self._receive,
             "/swap": self._swap,
             "/end": self._end,
@@ -183,13 +180,13 @@ class ReplicaService:
         last, pieces, refused = await self._inbox.news(body["driver"], body["seen"], body["wait_s"])
         return encode_news(News(self.about(), last, [*pieces], [*refused]))
 
-    async def _epoch(self, body: Body) -> Body:
-        return await self._begin(self.engine.join(body["epoch"]))
-
     async def _receive(self, body: Body) -> Body:
-        if self._transfer is None or (self._transfer.done() and self._transfer.exception()):
+        epoch = body["epoch"]
+        if epoch is None and (self._transfer is None or (self._transfer.done() and self._transfer.exception())):
             raise NotThere("this replica is in no transfer group")
-        return await self._begin(self.engine.receive(body["version"]))
+        self._transfer = await self.engine.receive(body["version"], epoch)
+        self._transfer.add_done_callback(_log_failure)
+        return self._state()
 
     async def _swap(self, body: Body) -> Body:
         """Use the weights once they are complete."""
@@ -214,15 +211,9 @@ class ReplicaService:
     def _state(self) -> Body:
         return {"about": asdict(self.about())}
 
-    async def _begin(self, step: Awaitable[asyncio.Future[None]]) -> Body:
-        """Begin the next step of a transfer, after the previous ones."""
-        self._transfer = await step
-        self._transfer.add_done_callback(_log_failure)
-        return self._state()
 
-
-def _log_failure(step: asyncio.Future[None]) -> None:
-    if not step.cancelled() and (error := step.exception()) is not None:
+def _log_failure(transfer: asyncio.Future[None]) -> None:
+    if not transfer.cancelled() and (error := transfer.exception()) is not None:
         logger.warning("the weights do not arrive: %s", error)
 
 

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Command:
     """generate: follow the engine until it releases its followers. wait: do nothing, a sign of life. end: leave the
-    replica. Others: the method of ReceivedWeights, with its argument."""
+    replica. Others: the method of ReceivedWeights, with its arguments."""
 
-    name: Literal["generate", "wait", "end", "join", "receive", "swap"]
-    argument: Any = None
+    name: Literal["generate", "wait", "end", "receive", "swap"]
+    arguments: tuple[Any, ...] = ()
 
 
 def commands_over(ranks: EngineRanks) -> PlanBroadcast[Command] | None:
@@ -55,5 +55,5 @@ def follow(
 def carry_out(command: Command, weights: ReceivedWeights | None) -> Future[None]:
     """Execute this rank's part of a command about weights. Raises RuntimeError."""
     assert weights is not None, "these weights do not change"
-    begun: Future[None] = getattr(weights, command.name)(command.argument)
+    begun: Future[None] = getattr(weights, command.name)(*command.arguments)
     return begun

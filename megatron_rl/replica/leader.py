@@ -24,7 +24,7 @@ from megatron_rl.replica.weights import ReceivedWeights
 from megatron_rl.server.engine_thread import EngineThread
 
 NEXT_S = TRANSFER_TIMEOUT.total_seconds()
-"""Seconds after a step of a transfer in which the next one must be requested; then the transfer counts as given up."""
+"""Seconds after weights have arrived in which their swap must be requested; then the transfer counts as given up."""
 REPORT_EVERY_S = 1.0
 """Seconds between two reports of unfinished answers; each synchronises the device with the host."""
 WAIT_EVERY_S = 5.0
@@ -56,8 +56,8 @@ class Leader:
         self._engine, self._weights, self._commands, self._activity = engine, weights, commands, activity
         self._report_every_s = report_every_s
         self._holds = holds
-        self._transfer: Future[None] | None = None  # newest step of the transfer for which the engine pauses
-        self._next_by = 0.0  # when its next step must have been requested
+        self._transfer: Future[None] | None = None  # of weights for which the engine pauses
+        self._next_by = 0.0  # when their swap must have been requested
         self._followed = False  # whether the other ranks follow the engine
         self._reported: dict[str, list[int]] = {}  # number of reported tokens of each sample
         self._reported_at = time.monotonic()
@@ -134,15 +134,12 @@ class Leader:
 
     # Commands for all ranks
 
-    def join(self, epoch: dict[str, Any]) -> Future[None]:
-        return self._carry_out(Command("join", epoch))
-
-    def receive(self, version: int) -> Future[None]:
-        return self._carry_out(Command("receive", version))
+    def receive(self, version: int, epoch: dict[str, Any] | None) -> Future[None]:
+        return self._carry_out(Command("receive", (version, epoch)))
 
     def swap(self, version: int) -> None:
         """Swap on all ranks. Raises RuntimeError."""
-        self._carry_out(Command("swap", version))
+        self._carry_out(Command("swap", (version,)))
         self.version = version
 
     def wait(self) -> None:
@@ -227,11 +224,8 @@ class LedEngineThread:
     def submit(self, request: GenerationRequest, news: asyncio.Event) -> Asked:
         return self._thread.submit(request, True, news)
 
-    async def join(self, epoch: dict[str, Any]) -> asyncio.Future[None]:
-        return asyncio.wrap_future(await self._thread.call(partial(self._leader.join, epoch)))
-
-    async def receive(self, version: int) -> asyncio.Future[None]:
-        return asyncio.wrap_future(await self._thread.call(partial(self._leader.receive, version)))
+    async def receive(self, version: int, epoch: dict[str, Any] | None) -> asyncio.Future[None]:
+        return asyncio.wrap_future(await self._thread.call(partial(self._leader.receive, version, epoch)))
 
     async def swap(self, version: int, probe: Probe | None) -> None:
         """Use a version. Weights that arrived complete are right here, so nothing is probed."""

@@ -140,9 +140,10 @@ class VllmClient:
     async def resume(self) -> None:
         await self._post("/resume")
 
-    async def begin_step(self, step: dict[str, Any]) -> None:
-        """Begin a step of a transfer, see `weight_engine.Step`."""
-        await self._post("/init_weight_transfer_engine", {"init_info": step})
+    async def begin_receive(self, version: int, epoch: dict[str, Any] | None, setting: dict[str, Any]) -> None:
+        """Begin to receive a version, see `weight_engine.Version`."""
+        asked = {"version": version, "epoch": epoch, "setting": setting}
+        await self._post("/init_weight_transfer_engine", {"init_info": asked})
 
     async def start_update(self) -> None:
         await self._post("/start_weight_update")

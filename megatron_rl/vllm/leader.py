@@ -23,7 +23,7 @@ from megatron_rl.vllm.swap import WeightSwap
 logger = logging.getLogger("megatron_rl")
 
 NEXT_S = 120.0
-"""Seconds that generation stays paused for a step of a transfer, if it pauses for those."""
+"""Seconds that generation stays paused for weights on their way, if it pauses for those."""
 
 
 class VllmLeader:
@@ -53,7 +53,7 @@ class VllmLeader:
         self._streams = Streams(vllm, tokenizer, most_samples)
         self._weights = WeightSwap(self._client, self._streams)
         self._swaps = False  # whether a swap is under way
-        self._paused: asyncio.TimerHandle | None = None  # resumes if the next step of a transfer is not requested
+        self._paused: asyncio.TimerHandle | None = None  # resumes if the swap is not requested
         self._tasks: set[asyncio.Future[None]] = set()
 
     @property
@@ -83,12 +83,10 @@ class VllmLeader:
         self._limits.check(request)
         return self._streams.add(request, news)
 
-    async def join(self, epoch: dict[str, Any]) -> asyncio.Future[None]:
-        self._over_nccl = Epoch.from_json(epoch).backend != GLOO
-        return self._begin(self._step({"epoch": epoch, "setting": self._setting}))
-
-    async def receive(self, version: int) -> asyncio.Future[None]:
-        return self._begin(self._step({"version": version}))
+    async def receive(self, version: int, epoch: dict[str, Any] | None) -> asyncio.Future[None]:
+        if epoch is not None:
+            self._over_nccl = Epoch.from_json(epoch).backend != GLOO
+        return self._begin(self._receive(version, epoch))
 
     async def swap(self, version: int, probe: Probe | None) -> None:
         """Use a version once it has arrived. Raises RuntimeError: TransferFailed if it has not, in which case vLLM
@@ -133,12 +131,12 @@ class VllmLeader:
         except (VllmGone, VllmRefused) as error:
             logger.warning("a profile of vLLM (%s) is left out: %s", name or "the end of the last one", error)
 
-    async def _step(self, step: dict[str, Any]) -> None:
+    async def _receive(self, version: int, epoch: dict[str, Any] | None) -> None:
         if self._holds and self._over_nccl:
             await self._client.pause()
             self._forget_pause()
             self._paused = asyncio.get_running_loop().call_later(NEXT_S, self._resume)
-        await self._client.begin_step(step)
+        await self._client.begin_receive(version, epoch, self._setting)
 
     def _resume(self) -> None:
         self._begin(self._client.resume())

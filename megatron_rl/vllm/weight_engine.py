@@ -1,7 +1,6 @@
-"""Weight transfer engine in each of vLLM's workers: vLLM's calls become steps of a `WeightShare`.
+"""Weight transfer engine in each of vLLM's workers: vLLM's calls become calls of a `WeightShare`.
 
-POST /init_weight_transfer_engine  {"epoch": ...}     begin to join the group of an epoch     } return at once; vLLM
-POST /init_weight_transfer_engine  {"version": 7}     begin to receive a version              } generates meanwhile
+POST /init_weight_transfer_engine  {"version": 7, "epoch": ..., "setting": ...}   begin to receive it; returns at once
 POST /start_weight_update
 POST /update_weights               {"version": 7, "load": false}   wait until it has arrived
 POST /update_weights               {"version": 7, "load": true}    load it into the model
@@ -30,15 +29,14 @@ from megatron_rl.vllm.share import Setting, WeightShare
 
 
 @dataclass
-class Step(WeightTransferInitInfo):
-    """A step of a transfer that runs beside the engine."""
+class Version(WeightTransferInitInfo):
+    """A version to receive while vLLM generates."""
 
-    epoch: dict[str, Any] | None = None
-    """Epoch to join, with what a worker has to know of the run: see `setting_of`."""
-    setting: dict[str, Any] | None = None
-    """Given together with an epoch."""
-    version: int | None = None
-    """Version to receive."""
+    version: int
+    epoch: dict[str, Any] | None
+    """Epoch whose group to join before; None: the group remains."""
+    setting: dict[str, Any]
+    """Facts of the run that a worker needs, see `setting_of`."""
 
 
 @dataclass
@@ -50,30 +48,28 @@ class Update(WeightTransferUpdateInfo):
     """Whether to load it, instead of waiting for it."""
 
 
-class MrlWeightTransferEngine(WeightTransferEngine[Step, Update]):
+class MrlWeightTransferEngine(WeightTransferEngine[Version, Update]):
     """One worker's end. vLLM calls all methods in the worker's main thread, between two steps of the model."""
 
-    init_info_cls = Step
+    init_info_cls = Version
     update_info_cls = Update
     supports_draft_weight_update = False
     _share: WeightShare | None = None
 
-    def init_transfer_engine(self, init_info: Step) -> None:
-        if init_info.epoch is not None:
-            if self._share is None:
-                assert init_info.setting is not None
-                memory = _pinned_memory if self.device.type == "cuda" else _memory
-                setting = setting_of(init_info.setting)
-                self._share = WeightShare(setting, _TensorParallel(), memory, beside(self.device))
-            self._share.join(init_info.epoch)
-        if init_info.version is not None:
-            self._known().receive(init_info.version)
+    def init_transfer_engine(self, init_info: Version) -> None:
+        if self._share is None:
+            memory = _pinned_memory if self.device.type == "cuda" else _memory
+            setting = setting_of(init_info.setting)
+            self._share = WeightShare(setting, _TensorParallel(), memory, beside(self.device))
+        self._share.receive(init_info.version, init_info.epoch)
 
     def start_weight_update(self) -> None:
         """Nothing: loading begins once the weights have arrived."""
 
     def receive_weights(self, update_info: Update) -> None:
-        share = self._known()
+        share = self._share
+        if share is None:
+            raise RuntimeError("this worker was asked for weights before a version")
         if not update_info.load:
             share.wait(update_info.version)
             return
@@ -88,11 +84,6 @@ class MrlWeightTransferEngine(WeightTransferEngine[Step, Update]):
     def shutdown(self) -> None:
         if self._share is not None:
             self._share.close()
-
-    def _known(self) -> WeightShare:
-        if self._share is None:
-            raise RuntimeError("this worker was asked for weights before an epoch")
-        return self._share
 
     def _forget_packed_experts(self) -> None:
         """Have the layers of experts treat the next weights like the first ones. A CPU build packs experts for its

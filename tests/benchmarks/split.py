@@ -185,15 +185,12 @@ class PacedEngine:
 
 
 class PacedWeights:
-    """Implements `Weights`, available at once, because the sender sleeps. Reports the computing time."""
+    """Weights that are available at once, because the sender sleeps. Reports the computing time."""
 
     def __init__(self, engine: PacedEngine, busy: Path) -> None:
         self._engine, self._busy = engine, busy
 
-    def join(self, epoch: dict[str, Any]) -> Future[None]:
-        return _done()
-
-    def receive(self, version: int) -> Future[None]:
+    def receive(self, version: int, epoch: dict[str, Any] | None) -> Future[None]:
         return _done()
 
     def swap(self, version: int) -> None:
@@ -256,7 +253,7 @@ class PacedTransfer:
 
     def publish(self, version: int, probe: Probe | None = None) -> bool:
         began, starts = time.monotonic(), [*self._pool.starts()]
-        for path, body in (("epoch", {"epoch": {}}), ("receive", {}), ("swap", {"probe": None})):
+        for path, body in (("receive", {"epoch": {}}), ("swap", {"probe": None})):
             if path == "swap":
                 time.sleep(self._seconds)
             for said in [self._pool.call(start, path, {"version": version, **body}, LIMIT_S) for start in starts]:

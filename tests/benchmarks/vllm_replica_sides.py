@@ -27,6 +27,7 @@ from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
+from megatron_rl.refit.epoch import Epoch
 from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.prober import Prober, probe_text
@@ -76,9 +77,9 @@ class TimedControl(PoolControl):
     swap_s = 0.0
     """Seconds that the replica then needed to use it, from its pause until it continued."""
 
-    def receive(self, version: int) -> None:
+    def receive(self, version: int, epoch: Epoch | None) -> None:
         self._began = time.perf_counter()
-        super().receive(version)
+        super().receive(version, epoch)
 
     def swap(self, version: int, probe: Probe | None) -> frozenset[tuple[int, int]]:
         began = time.perf_counter()

@@ -128,12 +128,8 @@ class ScriptedWeights:
         self.fails = False
         self._engine = engine
 
-    def join(self, epoch: dict[str, Any]) -> Future[None]:
-        self.said.append(("join", epoch))
-        return done()
-
-    def receive(self, version: int) -> Future[None]:
-        self.said.append(("receive", version))
+    def receive(self, version: int, epoch: dict[str, Any] | None) -> Future[None]:
+        self.said.append(("receive", version, epoch))
         return done(RuntimeError("a member is gone") if self.fails else None)
 
     def swap(self, version: int) -> None:

@@ -97,12 +97,11 @@ class ThreadedReplicas:
     def live(self) -> list[Member]:
         return [Member(*started, 1, self.transport) for started in self.replicas]
 
-    def begin_epoch(self, epoch: Epoch) -> None:
-        self.epochs.append([member.replica for member in epoch.replicas])
-        self._of_epoch = [self.replicas[member.started] for member in epoch.replicas]
-        self._ask("begin", epoch)
-
-    def receive(self, version: int) -> None:
+    def receive(self, version: int, epoch: Epoch | None) -> None:
+        if epoch is not None:
+            self.epochs.append([member.replica for member in epoch.replicas])
+            self._of_epoch = [self.replicas[member.started] for member in epoch.replicas]
+            self._ask("begin", epoch)
         self._ask("receive", version)
 
     def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:

@@ -99,13 +99,13 @@ class ReplicaRank:
         needed = Share(self.rank, self.tp) if self.shares else weights_by_box(self.policy)
         self.receiver = Receiver(needed, host_memory, ROUND_BYTES)
 
-    def join(self, epoch: Epoch) -> None:
-        if self.group is not None:
-            self.group.close()
-        self.group = TransferGroup.join(epoch, epoch.member_rank(self.number, 0, self.rank), LIMIT)
-        self.receiver.connect(self.group)
-
-    def receive(self, version: int) -> None:
+    def receive(self, asked: tuple[int, Epoch | None]) -> None:
+        version, epoch = asked
+        if epoch is not None:
+            if self.group is not None:
+                self.group.close()
+            self.group = TransferGroup.join(epoch, epoch.member_rank(self.number, 0, self.rank), LIMIT)
+            self.receiver.connect(self.group)
         self.receiver.receive(version)
 
     def swap(self, version: int) -> int:
@@ -170,12 +170,10 @@ class ConnectedReplicas:
             if self.answered[number] and all(map(is_there, processes))
         ]
 
-    def begin_epoch(self, epoch: Epoch) -> None:
-        self.of_epoch = [member.replica for member in epoch.replicas]
-        self._begin("join", epoch)
-
-    def receive(self, version: int) -> None:
-        self._begin("receive", version)
+    def receive(self, version: int, epoch: Epoch | None) -> None:
+        if epoch is not None:
+            self.of_epoch = [member.replica for member in epoch.replicas]
+        self._begin("receive", (version, epoch))
 
     def swap(self, version: int, probe: Probe | None) -> Collection[ReplicaStart]:
         received = [number for number in self.of_epoch if self._end(number) == {"None"}]

@@ -3,10 +3,10 @@
     POST /hello    {"driver"}                                  about; forgets earlier requests of this driver
     POST /ask      {"driver", "version", "requests", "cancel"} about
     POST /news     {"driver", "seen", "wait_s"}                about, "last", "pieces", "refused": all after `seen`
-    POST /epoch    {"epoch"}          begin to join its group                } of training rank 0 only;
-    POST /receive  {"version"}        begin to receive the weights           } all but `swap` respond immediately
-    POST /swap     {"version",        use them, once they are complete; the  }
-                    "probe"}          probe is null or of `refit/probe.py`   }
+    POST /receive  {"version",        begin to receive the weights, after joining    } of training rank 0 only;
+                    "epoch"}          the group of a new epoch; null: the same epoch } `receive` responds
+    POST /swap     {"version",        use them, once they are complete; the          } immediately
+                    "probe"}          probe is null or of `refit/probe.py`           }
     POST /end      {}                 the run no longer needs the replica
 
 Each request carries the run's token, and repeating it changes nothing. All bodies contain PROTOCOL and the digest of
@@ -32,7 +32,7 @@ from megatron_rl.inference.api import (
 )
 from megatron_rl.inference.config import Sampling
 
-PROTOCOL = 4
+PROTOCOL = 5
 FEWEST_CHARACTERS = 32
 """Minimal length of a run's token."""
 

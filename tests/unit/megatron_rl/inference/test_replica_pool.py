@@ -164,7 +164,7 @@ def test_restarted_replica_is_asked_once_it_has_the_weights(attempt: Attempt) ->
             until(lambda: (0, 1) in pool.starts(), "it is back")
             assert not again.engine.requests
             taken = {"version": 0, "probe": None}
-            for path, body in (("epoch", {"epoch": {}}), ("receive", {"version": 0}), ("swap", taken)):
+            for path, body in (("receive", {"version": 0, "epoch": {}}), ("swap", taken)):
                 pool.call((0, 1), path, body).result(30)
 
         asked = request(5)
@@ -315,8 +315,7 @@ def test_replica_without_the_version_is_lost_and_the_others_have_it(attempt: Att
     with pool_of(attempt) as pool:
         there(pool, 2)
         control = PoolControl(pool, timedelta(seconds=5))
-        control.begin_epoch(epoch)
-        control.receive(1)
+        control.receive(1, epoch)
         assert control.swap(1, None) == {(1, 0)}
         assert pool.starts().keys() == {(0, 0), (1, 0)}, "it responds, and may get the next version"
     assert (one.leader.version, other.leader.version) == (0, 1)
@@ -339,8 +338,7 @@ def test_replica_that_hangs_in_a_swap_does_not_hang_the_run(
     with pool_of(attempt, timings=impatient) as pool:
         there(pool, 2)
         control = PoolControl(pool, timedelta(hours=1))
-        control.begin_epoch(Epoch(1, "127.0.0.1", 1, "secret", 1, (Member(0, 0, 1), Member(1, 0, 1))))
-        control.receive(1)
+        control.receive(1, Epoch(1, "127.0.0.1", 1, "secret", 1, (Member(0, 0, 1), Member(1, 0, 1))))
         try:
             assert control.swap(1, None) == {(1, 0)}
         finally:

@@ -111,12 +111,10 @@ class Swapped:
         self.version: int | None = None
         self.swaps = 0
 
-    async def receive(self, version: int) -> asyncio.Future[None]:
+    async def receive(self, version: int, epoch: object) -> asyncio.Future[None]:
         received: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         received.set_result(None)
         return received
-
-    join = receive
 
     async def swap(self, version: int, probe: object) -> None:
         self.swaps += 1
@@ -129,8 +127,7 @@ def test_swap_that_is_requested_again_while_it_runs_is_done_once() -> None:
 
     async def request() -> list[dict[str, Any]]:
         routes = ReplicaService(engine, ADDRESS, "token").handlers
-        await routes["/epoch"]({"epoch": 1})
-        await routes["/receive"]({"version": 7})
+        await routes["/receive"]({"version": 7, "epoch": {}})
         return await asyncio.gather(*(routes["/swap"]({"version": 7, "probe": None}) for _ in range(2)))
 
     assert [answer["about"]["version"] for answer in asyncio.run(request())] == [7, 7]

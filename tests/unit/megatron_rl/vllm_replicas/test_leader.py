@@ -29,15 +29,15 @@ class Client:
     async def pause(self) -> None:
         self.requests.append("pause")
 
-    async def begin_step(self, step: dict[str, Any]) -> None:
-        self.requests.append(min(step))
+    async def begin_receive(self, version: int, *asked: Any) -> None:
+        self.requests.append(f"receive {version}")
 
 
 @pytest.mark.parametrize(
     ("trainers", "requests"),
     [
-        (SAME, ["pause", "epoch", "pause", "version"]),  # two groups of NCCL on one GPU could wait for each other
-        (OTHER, ["epoch", "version"]),  # weights come by TCP
+        (SAME, ["pause", "receive 1", "pause", "receive 2"]),  # two groups of NCCL on one GPU could wait for each other
+        (OTHER, ["receive 1", "receive 2"]),  # weights come by TCP
     ],
 )
 def test_vllm_pauses_for_weights_that_come_over_nccl(trainers: str, requests: list[str]) -> None:
@@ -48,8 +48,8 @@ def test_vllm_pauses_for_weights_that_come_over_nccl(trainers: str, requests: li
     epoch = Epoch(1, "host", 1, "key", 1, (Member(0, 0, 4, SAME),), trainers)
 
     async def transfer() -> None:
-        await (await leader.join(epoch.to_json()))
-        await (await leader.receive(1))
+        await (await leader.receive(1, epoch.to_json()))
+        await (await leader.receive(2, None))
 
     asyncio.run(transfer())
     assert client.requests == requests

@@ -67,14 +67,13 @@ def test_a_worker_joins_and_receives_on_its_own_gpu(engine_module: Any, monkeypa
     monkeypatch.setattr(torch.cuda, "Stream", made)
     monkeypatch.setattr(torch.cuda, "stream", on)
     seen = []
-    for step in ("_join", "_receive"):
-        monkeypatch.setattr(WeightShare, step, lambda *_: seen.append(getattr(selected, "device", "the first")))
+    monkeypatch.setattr(WeightShare, "_receive", lambda *_: seen.append(getattr(selected, "device", "the first")))
 
     engine = engine_module.MrlWeightTransferEngine(torch.device("cuda", 3))
     setting = {"replica": 0, "start": 0, "timeout_s": 9.0, "vocabulary": 61}
     setting["model"] = tiny_model().model_dump(mode="json")
     epoch = {"number": 1, "host": "h", "port": 1, "secret": "s", "training_ranks": 1, "replicas": [[0, 0, 1, "gloo"]]}
-    engine.init_transfer_engine(engine_module.Step(epoch=epoch, setting=setting))
-    engine.init_transfer_engine(engine_module.Step(version=1))
+    engine.init_transfer_engine(engine_module.Version(1, epoch, setting))
+    engine.init_transfer_engine(engine_module.Version(2, None, setting))
     engine._share._newest.result(9)
     assert seen == [torch.device("cuda", 3)] * 2
