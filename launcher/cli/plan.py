@@ -1,9 +1,9 @@
-"""mrl plan: layout, batches, memory, and the fastest split of the nodes. Needs no cluster."""
+"""mrl plan: layout, batches, memory, the fastest split of the nodes, and the time of the run. Needs no cluster."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -14,15 +14,18 @@ from launcher.cli.completion import complete_override, complete_recipe, complete
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import known_caches
-from launcher.plan.summary import make_plan, plan_json
+from launcher.plan.summary import make_plan, plan_json, summarize
 from launcher.recipe.load import load_recipe
 
 if TYPE_CHECKING:
-    from launcher.simulate.scenario import Faults
-    from launcher.simulate.splits import Assumptions, Candidate
+    from launcher.cluster.profile import Profile
+    from launcher.plan.costs import Scenario
+    from launcher.plan.failures import ExpectedRun, Faults
+    from launcher.plan.splits import Assumptions, Candidate
+    from megatron_rl.config import RunConfig
 
-ONLY_SIMULATED = ("steps", "preempt_every", "grace", "queue", "node_fails_every")
-"""Options that need --simulate."""
+OF_PREEMPTIONS = ("grace", "queue")
+"""Options that describe preemptions."""
 HOURS = click.FloatRange(min=0, min_open=True)
 
 
@@ -45,10 +48,6 @@ HOURS = click.FloatRange(min=0, min_open=True)
     metavar="LAGS",
     help="Versions that generation may run ahead of training, separated by commas.",
 )
-@click.option("--simulate", is_flag=True, help="Simulate whole runs with failures, instead of drawing the plan.")
-@click.option(
-    "--steps", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Steps of a simulated run."
-)
 @click.option("--preempt-every", type=HOURS, metavar="HOURS", help="Mean time between preemptions.")
 @click.option(
     "--grace",
@@ -67,7 +66,7 @@ HOURS = click.FloatRange(min=0, min_open=True)
     help="Time in the queue after a preemption.",
 )
 @click.option("--node-fails-every", type=HOURS, metavar="HOURS", help="Mean time between failures of one node.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: plan.json with `splits`, or the runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: plan.json with `splits` and `runs`.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -78,88 +77,93 @@ def command(
     answer_tokens: float | None,
     measured: str | None,
     max_lag: tuple[int, ...],
-    simulate: bool,
-    steps: int,
     preempt_every: float | None,
     grace: float,
     queue: float,
     node_fails_every: float | None,
     as_json: bool,
 ) -> None:
-    """Show the role of each GPU, the arithmetic of batches, memory and checkpoints, and how long a step takes: with all
-    nodes training and generating in turn, and with each split of the nodes. Asks no cluster.
+    """Show the role of each GPU, the arithmetic of batches, memory and checkpoints, how long a step takes: with all
+    nodes training and generating in turn, and with each split of the nodes, and how long the run takes. Asks no
+    cluster.
 
     RECIPE is the name of a shipped recipe or a YAML file.
 
-    Step times are simulated, answer by answer. Speeds come from the card's data sheet, times the share of it that runs
-    usually reach; lengths are lognormal. --measured RUN takes both from a run instead, which is more exact. The fastest
-    splits have an error bar, with the source of each part. Evaluation and dynamic sampling are not counted.
+    Times are formulas, not measurements. Speeds come from the card's data sheet, times the share of it that runs
+    usually reach; lengths are lognormal. --measured RUN takes both from a run instead, which is more exact. Evaluation
+    and dynamic sampling are not counted.
 
-    --simulate runs all steps, with checkpoints, preemptions and failing nodes: co-located, and at each lag on the
-    fastest split.
+    --preempt-every and --node-fails-every add the expected restarts and repeated steps to the time of the run, which
+    is shown co-located, and at each lag on the fastest split.
 
     Exit codes: 0 planned  2 the layout is impossible, or bad usage
     """
-    given = {name for name in ONLY_SIMULATED if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
-    if given and not simulate:
-        raise BadInput(f"--{min(given).replace('_', '-')}: this option describes simulated runs; add --simulate")
+    given = {name for name in OF_PREEMPTIONS if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    if given and not preempt_every:
+        raise BadInput(f"--{min(given)}: this option describes preemptions; add --preempt-every HOURS")
     clusters = load_clusters()
     asked = load_recipe(recipe, overrides, known_caches(clusters))
     name, profile = clusters.choose_profile(cluster, asked.config.cluster)
     plan = make_plan(asked, profile)
     # Imported here because these are slow to import.
-    from launcher.runs.find import find
-    from launcher.simulate.assume import CPU_UNKNOWN, assume, parts_of
-    from launcher.simulate.scenario import NEVER, Faults
-    from launcher.simulate.splits import compare
-
-    run = None if measured is None else find(measured)
-    assumed = None
-    if asked.config.supervised:
-        if simulate or run is not None:
-            raise BadInput("training.objective is supervised: only runs that generate are simulated")
-    else:
-        assumed = assume(asked.config, profile, card, answer_tokens, run)
-    candidates = compare(assumed, plan.nodes, max_lag) if assumed else []
-    if simulate:
-        if assumed is None:
-            raise BadInput(CPU_UNKNOWN)
-        faults = Faults(
-            preempted_every_s=preempt_every * 3600 if preempt_every else NEVER,
-            grace_s=grace,
-            queued_s=queue * 60,
-            node_fails_every_s=node_fails_every * 3600 if node_fails_every else NEVER,
-        )
-        _simulate(assumed, candidates, max_lag, faults, steps, as_json)
-        return
-    summary = plan_json(asked.config, plan, profile)
-    parts = parts_of(assumed, run) if assumed else ()
-    if as_json:
-        from launcher.cli.show.splits import error_bars, splits_json
-
-        bars = [asdict(each) for each in error_bars(candidates, max_lag, parts)]
-        splits = {"splits": splits_json(candidates, max_lag), "error_bars": bars, "parts": [*map(asdict, parts)]}
-        click.echo(json.dumps(summary | splits, indent=1))
-        return
     from launcher.cli.show.plan import show
-    from launcher.cli.show.splits import show_splits
+    from launcher.cli.show.splits import estimates_json, show_estimates
+    from launcher.plan.splits import compare
 
-    show(asked.config, plan, summary, name)
+    faults = _faults(preempt_every, grace, queue, node_fails_every)
+    assumed = _assumed(asked.config, profile, (card, answer_tokens, measured), faults)
+    candidates = compare(assumed, plan.nodes, max_lag) if assumed else []
+    runs = _runs(assumed, candidates, max_lag, faults) if assumed else []
+    if as_json:
+        summary = plan_json(asked.config, plan, profile)
+        click.echo(json.dumps(summary | estimates_json(candidates, max_lag, runs), indent=1))
+        return
+    show(asked.config, plan, summarize(asked.config, plan, profile), name)
     if assumed:
-        show_splits(assumed, candidates, max_lag, parts)
+        show_estimates(assumed, candidates, max_lag, faults, runs)
 
 
-def _simulate(
-    assumed: Assumptions, candidates: list[Candidate], lags: tuple[int, ...], faults: Faults, steps: int, as_json: bool
-) -> None:
-    from launcher.cli.show.splits import runs_json, show_runs
-    from launcher.simulate.splits import run_with_faults
+def _faults(preempt_every: float | None, grace: float, queue: float, node_fails_every: float | None) -> Faults:
+    from launcher.plan.failures import NEVER, Faults
+
+    return Faults(
+        preempted_every_s=preempt_every * 3600 if preempt_every else NEVER,
+        grace_s=grace,
+        queued_s=queue * 60,
+        node_fails_every_s=node_fails_every * 3600 if node_fails_every else NEVER,
+    )
+
+
+def _assumed(
+    config: RunConfig, profile: Profile | None, given: tuple[str | None, float | None, str | None], faults: Faults
+) -> Assumptions | None:
+    """Return the assumptions about speeds; None if steps of this recipe are not estimated.
+
+    Args:
+        given: values of --card, --answer-tokens and --measured.
+    """
+    from launcher.plan.assume import CPU_UNKNOWN, assume
+    from launcher.runs.find import find
+
+    card, answer_tokens, measured = given
+    run = None if measured is None else find(measured)
+    if config.supervised:
+        if faults.expected or run is not None:
+            raise BadInput("training.objective is supervised: only steps that generate are estimated")
+        return None
+    assumed = assume(config, profile, card, answer_tokens, run)
+    if assumed is None and faults.expected:
+        raise BadInput(CPU_UNKNOWN)
+    return assumed
+
+
+def _runs(
+    assumed: Assumptions, candidates: Sequence[Candidate], lags: tuple[int, ...], faults: Faults
+) -> list[tuple[Scenario, ExpectedRun]]:
+    from launcher.plan.splits import expect_runs
 
     every = assumed.config.save.every
-    runs = [*run_with_faults(candidates, lags, None if every == "auto" else every, faults, steps)]
-    if not runs:
+    runs = [*expect_runs(candidates, lags, faults, assumed.config.training.steps, None if every == "auto" else every)]
+    if faults.expected and not runs:
         raise BadInput("no split of these nodes fits into the GPUs' memory (mrl plan RECIPE shows how much each lacks)")
-    if as_json:
-        click.echo(json.dumps(runs_json(assumed, faults, runs), indent=1))
-    else:
-        show_runs(assumed, faults, runs)
+    return runs

@@ -20,7 +20,7 @@ suffice for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from launcher.plan.sizes import LayoutError, Sizes, check
@@ -96,14 +96,20 @@ class Plan:
     spare_nodes: int
     sizes: Sizes
     """Parallel sizes, with defaults filled in."""
-    steps: tuple[Step, ...]
     smaller: tuple[Plan, ...] = ()
     """Plans for the lower counts of a range `job.nodes`, largest first, as far as they have a valid layout."""
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        return _training_step(self.sizes), *_inference_steps(self.sizes), *_teacher_steps(self.sizes)
+
+    @property
     def ranks(self) -> tuple[Rank, ...]:
         """All ranks, node by node."""
-        return tuple(_ranks(self.sizes))
+        return tuple(_ranks(self.sizes, range(self.nodes)))
+
+    def ranks_of(self, node: int) -> tuple[Rank, ...]:
+        return tuple(_ranks(self.sizes, range(node, node + 1)))
 
 
 def place(
@@ -155,7 +161,6 @@ def _plan(job: JobConfig, placement: PlacementConfig, sizes: Sizes) -> Plan:
         gpus_per_node=job.gpus_per_node,
         spare_nodes=job.spare_nodes,
         sizes=sizes,
-        steps=(_training_step(sizes), *_inference_steps(sizes), *_teacher_steps(sizes)),
     )
 
 
@@ -189,10 +194,10 @@ def _replica_steps(
         yield Step(f"{kind}-{replica}", role, nodes, min(processes, gpus), gpus, gpu, replica)
 
 
-def _ranks(sizes: Sizes) -> Iterator[Rank]:
+def _ranks(sizes: Sizes, nodes: range) -> Iterator[Rank]:
     training = sizes.training_world
     teaching = (sizes.nodes - sizes.teacher_nodes) * sizes.gpus_per_node
-    for rank in range(sizes.nodes * sizes.gpus_per_node):
+    for rank in range(nodes.start * sizes.gpus_per_node, nodes.stop * sizes.gpus_per_node):
         node, gpu = divmod(rank, sizes.gpus_per_node)
         if rank >= teaching:
             yield Rank(rank, node, gpu, "teacher", None, Infer(*divmod(rank - teaching, sizes.teacher_tp)))
@@ -224,7 +229,14 @@ def _infer(rank: int, sizes: Sizes) -> Infer:
 
 def rank_rows(plan: Plan) -> list[dict[str, Any]]:
     """One JSON object per rank."""
-    return [asdict(rank) for rank in plan.ranks]
+    return [
+        {**_fields(rank), "train": rank.train and _fields(rank.train), "infer": rank.infer and _fields(rank.infer)}
+        for rank in plan.ranks
+    ]
+
+
+def _fields(value: Rank | Train | Infer) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 @dataclass(frozen=True, slots=True)

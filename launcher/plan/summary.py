@@ -112,9 +112,20 @@ def with_offload(config: RunConfig, plan: Plan, profile: Profile | None) -> RunC
 
 
 def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
-    """Return the object that `mrl plan --json` prints; plan.json adds the argv of each step. All sizes are in bytes.
+    """Return the object that `mrl plan --json` prints; plan.json adds the argv of each step.
 
+    steps            of the plan, and of each smaller one
     ranks            one row per GPU
+    """
+    found = summarize(config, plan, profile)
+    for each, of in zip((found, *found["alternatives"]), (plan, *plan.smaller), strict=True):
+        each["steps"] = [asdict(step) for step in of.steps]
+    return found | {"ranks": rank_rows(plan)}
+
+
+def summarize(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
+    """Return what a plan amounts to, without a list of its ranks and steps. All sizes are in bytes.
+
     alternatives     smaller plans of a range `job.nodes`, in what may differ
     memory           terms of the fullest phase of each role; `gpu_bytes` is the part of a GPU that the role may take
     host_bytes       copy of the checkpoint that each training node writes from its memory
@@ -147,7 +158,6 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
             "seconds": one / (profile.fs_bandwidth * 1e9) if profile and profile.fs_bandwidth else None,
         },
         "offload": config.offload,
-        "ranks": rank_rows(plan),
     }
 
 
@@ -183,7 +193,6 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
             "replicas": sizes.teacher_replicas,
             "tp": sizes.teacher_tp,
         },
-        "steps": [asdict(step) for step in plan.steps],
         "batch": asdict(batch(config, plan)),
         "memory": [
             {

@@ -14,7 +14,7 @@ import argparse
 from launches import QWEN_32B, Step, decode_step
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from launcher.simulate.decode import KERNEL_S, MEMORY_SHARE, SUM_S
+from launcher.plan.estimate import KERNEL_S, MEMORY_SHARE, SUM_S
 from megatron_rl.platform.cards import Card, find_card
 from megatron_rl.platform.kernel_speed import BLOCK_BYTES_PER_S, key_splits
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def seconds(step: Step, card: Card, cache: int, blocks: int, sum_s: float) -> float:
-    """Estimate a counted step, as launcher/simulate/decode.py does.
+    """Estimate a counted step, as launcher/plan/estimate.py does.
 
     Args:
         cache: bytes of it that are in the cache.

@@ -1,4 +1,4 @@
-"""Accuracy of the simulation behind `mrl plan`: predicted and measured steps, with paced phases.
+"""Accuracy of the formulas behind `mrl plan`: predicted and measured steps, with paced phases.
 
     python tests/benchmarks/split.py [--steps 8] [--token-ms 12]
 
@@ -6,7 +6,7 @@ Everything except the arithmetic is real. Each inference replica is a process wi
 engine's own scheduler and pages. A trainer sends requests through a run's pool, admits prompts within the bound on
 staleness, waits for each batch in order, and publishes versions between two tokens with a run's refit, beside the next
 step. But a token takes the seconds that the scenario gives for its rows and caches, and so do training and sending.
-Both sides draw the same lengths, and the prediction knows the measured time of publishing a version. "sent first"
+The prediction knows the distribution of the lengths, and the measured time of publishing a version. "sent first"
 trains only when the weights have arrived, as GPUs do. Co-located ranks are replicas that each have their own pool and
 share of the batch, with weights available at once.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from statistics import fmean
 from typing import Any
 
@@ -33,9 +35,9 @@ import uvicorn
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from core_helpers import quiet_safe_points
 
-from launcher.simulate.lengths import Lognormal
-from launcher.simulate.run import simulate
-from launcher.simulate.scenario import Costs, DecodeSpeed, Scenario, Split, Work
+from launcher.plan.costs import Costs, DecodeSpeed, Scenario, Split, Work
+from launcher.plan.lengths import Lognormal
+from launcher.plan.pace import pace
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -109,7 +111,7 @@ class PacedRunner:
         else:
             count = len(plan.rows)
             cached = sum(WORK.prompt_tokens + self.rows[row].sampled for row in plan.rows)
-            seconds += self.costs.decode.seconds(count, cached, 1)
+            seconds += self.costs.decode.step_s(count) + self.costs.decode.read_s(count) * (cached + count / 2)
             for row in plan.rows:
                 self.rows[row].sampled += 1
         self.due += seconds
@@ -348,7 +350,10 @@ class Run:
             pool.close()
 
     def _lengths(self, ordinal: int) -> list[int]:
-        return self._scenario.work.lengths.of_group(SEED, ordinal, self._scenario.work.group_size)
+        work, chance = self._scenario.work, Random(SEED << 64 | ordinal)
+        lengths = work.lengths
+        drawn = (lengths.median * math.exp(lengths.spread * chance.gauss(0, 1)) for _ in range(work.group_size))
+        return [max(1, min(lengths.maximum, round(tokens))) for tokens in drawn]
 
     async def _answer(self, ordinal: int) -> list[int]:
         """Versions of the tokens of a group."""
@@ -408,14 +413,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(scenario, lead + options.steps, token_s, Path(folder))
         predicted = replace(scenario, costs=replace(share, refit_s=fmean(found.published_s)))
-        done = simulate(predicted, lead + options.steps, SEED).steps
-        first = [predicted.costs.refit_s, 0.0]  # the prediction starts by sending weights
-        if lead:
-            first = [done[lead - 1].ended_at, found.ended_at[lead - 1]]
-        seconds = [done[-1].ended_at - first[0], found.ended_at[-1] - first[1]]
-        busy = [sum(step.generated_s for step in done[lead:]), found.busy_s[-1] - found.busy_s[lead]]
-        steps = [each / options.steps for each in seconds]
-        shares = [each / total for each, total in zip(busy, seconds, strict=True)]
+        expected = pace(predicted)
+        seconds = found.ended_at[-1] - (found.ended_at[lead - 1] if lead else 0.0)
+        busy = (found.busy_s[-1] - found.busy_s[lead]) / seconds
+        steps = [expected.step_s, seconds / options.steps]
+        shares = [expected.generate_s / expected.step_s, busy]
         name = "co-located" if split.colocated else f"{split}, lag {lag}{'' if beside else ', sent first'}"
         print(
             f"{name:26}{steps[0]:12.2f}{steps[1]:12.2f}{steps[0] / steps[1]:8.3f}{shares[0]:12.1%}{shares[1]:10.1%}"

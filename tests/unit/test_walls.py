@@ -26,7 +26,7 @@ ORDER = {
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host
-        errors recipe cluster plan simulate backends fetch doctor runs explain report job cli.show cli.submit cli
+        errors recipe cluster plan backends fetch doctor runs explain report job cli.show cli.submit cli
     """,
 }
 CONFIG = "megatron_rl.CONFIG"  # the `config.py` of all rooms, which only import one another

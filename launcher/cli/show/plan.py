@@ -18,7 +18,7 @@ from megatron_rl.contract.text import size
 
 
 def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -> None:
-    """Print a plan. summary: from `launcher.plan.summary.plan_json`."""
+    """Print a plan. summary: from `launcher.plan.summary.summarize`."""
     console = Console(highlight=False)
     console.print(Text(f"{config.name} on {cluster}", style="bold"), Text(f"  {_headline(config, plan)}"), sep="")
     console.print()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -39,25 +39,37 @@ class Block:
 
 def drawing(plan: Plan, width: int, unit: str = "GPU") -> Iterator[Text]:
     """Draw one line per node, at most `width` columns; long runs of similar nodes are folded."""
-    rows = [list(_blocks(plan, ranks)) for _, ranks in groupby(plan.ranks, key=lambda rank: rank.node)]
-    cell, short, framed = _cell([block for row in rows for block in row], plan.gpus_per_node, width - MARGIN)
+    runs = [[*like] for _, like in groupby(range(plan.nodes), key=lambda node: _shape(plan, node))]
+    shown = [[*run[:3], run[-1]] if len(run) > FOLD else run for run in runs]
+    rows = {node: list(_blocks(plan, plan.ranks_of(node))) for nodes in shown for node in nodes}
+    blocks = [block for row in rows.values() for block in row]
+    cell, short, framed = _cell(blocks, plan.gpus_per_node, width - MARGIN)
     if cell:
         numbers = "".join(f"{gpu:^{cell}}" for gpu in range(plan.gpus_per_node))
         yield Text(f"{unit:>{MARGIN - 1}} {numbers}".rstrip(), style="dim")
-    for _, like in groupby(enumerate(rows), key=lambda row: [(block.role, block.gpus) for block in row[1]]):
-        run = list(like)
-        folded = len(run) > FOLD
-        for index, row in [*run[:3], run[-1]] if folded else run:
-            if folded and index == run[-1][0]:
+    for run, nodes in zip(runs, shown, strict=True):
+        for node in nodes:
+            if node == run[-1] and len(nodes) < len(run):
                 yield Text(f"{'...':>{MARGIN - 1}} {len(run) - 4} more nodes like these", style="dim")
-            yield _line(index, row, cell, short, framed)
+            yield _line(node, rows[node], cell, short, framed)
     if plan.spare_nodes:
         yield Text(
             f"{'spare':>{MARGIN - 1}} {plan.spare_nodes} more node{'s' * (plan.spare_nodes > 1)}, to replace others"
         )
 
 
-def _blocks(plan: Plan, ranks: Iterator[Rank]) -> Iterator[Block]:
+def _shape(plan: Plan, node: int) -> tuple[str, int]:
+    """Role of a node, and the GPU on which its second tensor-parallel group begins: nodes with the same are alike."""
+    sizes, gpus = plan.sizes, plan.gpus_per_node
+    role, first, size = "training", 0, sizes.tp
+    if node >= plan.nodes - sizes.teacher_nodes:
+        role, first, size = "teacher", plan.nodes - sizes.teacher_nodes, sizes.teacher_tp
+    elif node >= sizes.training_nodes:
+        role, first, size = "inference", sizes.training_nodes, sizes.inference_tp
+    return role, min(gpus, size - (node - first) * gpus % size)
+
+
+def _blocks(plan: Plan, ranks: Iterable[Rank]) -> Iterator[Block]:
     sizes = plan.sizes
 
     def key(rank: Rank) -> tuple[str, int, tuple[tuple[str, int], ...]]:

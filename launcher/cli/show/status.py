@@ -18,10 +18,10 @@ from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger
 from launcher.host.slurm.call import SlurmRefused
 from launcher.host.slurm.queries import avoided_nodes, show_job
+from launcher.plan.idle import Idle, better_split, idle_shares
 from launcher.runs.find import pasteable_command
 from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import RunStatus, last_line, resolved_values
-from launcher.simulate.idle import Idle, better_split, idle_shares
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import MISCONFIGURED, REPLICA_GIVEN_UP
 from megatron_rl.contract.learning import Finding

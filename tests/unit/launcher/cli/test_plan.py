@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import pytest
 from click.testing import CliRunner, Result
@@ -21,13 +22,8 @@ from megatron_rl.contract.text import size
 from megatron_rl.rank.config import JobConfig, PlacementConfig
 
 RECIPE = "qwen2.5-32b-dapo"
+IMPOSSIBLE = ("placement.training.tp=5",)
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
-
-
-@pytest.fixture(autouse=True)
-def no_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the splits, which have tests of their own and take seconds."""
-    monkeypatch.setattr("launcher.simulate.splits.MOST_SPLITS", 1)
 
 
 def mrl_plan(*arguments: str) -> Result:
@@ -144,8 +140,8 @@ def test_the_json_has_one_row_per_gpu():
         RECIPE, "placement.mode=partitioned", "placement.inference.nodes=5", "--cluster", "h100", "--json"
     )
     record = json.loads(result.output)
-    assert len(record.pop("splits")) == 2
-    assert len(record.pop("error_bars")) == 2 and len(record.pop("parts")) == 3
+    assert len(record.pop("splits")) == 8
+    assert len(record.pop("runs")) == 4
     assert record == json.loads(json.dumps(plan_json(asked.config, plan, profile)))
     assert len(record["ranks"]) == 64
     first, last = record["ranks"][0], record["ranks"][-1]
@@ -184,6 +180,31 @@ def test_an_impossible_layout_exits_with_2_and_one_error():
     assert result.output.startswith("error: override 'placement.training.tp=16': placement.training.tp 16 does not div")
     assert "nearest that work: " in result.output
     assert mrl_plan(RECIPE, "--cluster", "xyzzy").exit_code == 2
+
+
+@pytest.mark.parametrize("more", [(), ("placement.mode=partitioned", "placement.inference.nodes=2"), IMPOSSIBLE])
+def test_a_plan_for_2048_nodes_is_no_more_work_than_one_and_a_half_for_8(more):
+    """Work is counted in calls of Python functions, and the first plan of a process imports modules."""
+
+    def calls(nodes: int) -> int:
+        count = 0
+
+        def profile(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        batch = ("grpo.prompts_per_step=2048", "grpo.global_batch=2048")
+        for _ in range(2):
+            count = 0
+            sys.setprofile(profile)
+            try:
+                result = mrl_plan(RECIPE, "--cluster", "h100", f"job.nodes={nodes}", *batch, *more)
+            finally:
+                sys.setprofile(None)
+            assert result.exit_code == (2 if more == IMPOSSIBLE else 0)
+        return count
+
+    assert calls(2048) <= 1.5 * calls(8)
 
 
 def test_a_range_of_nodes_is_drawn_for_the_largest_count_and_listed_for_all():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from launcher.cli.arguments import Lags
 from launcher.cli.plan import command
 from launcher.recipe.load import dump_resolved, load_recipe
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -16,6 +17,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
 
 RECIPE = ("qwen2.5-32b-dapo", "--cluster", "h100", "grpo.prompts_per_step=8", "grpo.global_batch=128")
+TOO_LARGE = ("training.tokens_per_microbatch=300000", "placement.offload=none")
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
 
@@ -82,13 +84,27 @@ def test_the_table_has_a_row_for_each_split_and_marks_the_fastest():
     assert "".join(rows[3:11]).count("*") == 2
 
 
-def test_the_fastest_splits_have_an_error_bar_and_their_parts_a_source():
-    shown = mrl_plan(*RECIPE).output.partition("error bar of the fastest")[2].splitlines()[1:]
-    assert [line.partition(" ")[0] for line in shown] == ["lag", "lag", "generate", "train", "refit"]
-    found = json.loads(mrl_plan(*RECIPE, "--json").output)
-    assert [bar["max_lag"] for bar in found["error_bars"]] == [0, 1]
-    assert all(bar["least_s"] < bar["step_s"] < bar["most_s"] for bar in found["error_bars"])
-    assert ["data sheet" in part["basis"] for part in found["parts"]] == [True, True, False]
+def test_the_time_of_the_run_is_shown_co_located_and_at_each_lag_on_the_fastest_split():
+    failing = ("--preempt-every", "4", "--node-fails-every", "1000", "--max-lag", "0,2")
+    shown = mrl_plan(*RECIPE, "training.steps=6000", *failing).output.partition("the run of 6,000 steps, ")[2]
+    assert "preempted every 4 h with 120 s of notice and 10 min in the queue, each" in " ".join(shown.split())
+    rows = [line for line in shown.splitlines() if "lag " in line]
+    assert [row.split("  ")[0] for row in rows] == ["co-located, lag 0", "co-located, lag 2", "lag 0", "lag 2"]
+    assert "the run of 6,000 steps, without failures" in mrl_plan(*RECIPE, "training.steps=6000").output
+
+
+def test_runs_as_json_take_longer_the_more_they_fail():
+    def runs(*more: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(mrl_plan(*RECIPE, "--json", *more).output)["runs"]
+        return found
+
+    never, seldom, often = runs(), runs("--preempt-every", "6"), runs("--preempt-every", "1")
+    assert [run["mode"] for run in never] == ["co-located, lag 0", "co-located, lag 1", "lag 0", "lag 1"]
+    assert [run["split"]["inference_nodes"] > 0 for run in never] == [False, False, True, True]
+    for one, two, three in zip(never, seldom, often, strict=True):
+        assert one["seconds"] < two["seconds"] < three["seconds"]
+        assert 1 >= one["goodput"] > two["goodput"] > three["goodput"] > 0
+        assert one["attempts"] == 1 < two["attempts"] < three["attempts"]
 
 
 def test_splits_as_json_have_the_idle_share_of_each_role():
@@ -119,7 +135,7 @@ def test_a_faster_card_and_shorter_answers_take_less_time():
     assert step_s("--answer-tokens", "500") < 0.75 * step_s()
 
 
-def test_only_some_splits_of_a_large_allocation_are_simulated():
+def test_only_some_splits_of_a_large_allocation_are_compared():
     found = splits(*RECIPE, "job.nodes=64", "placement.training.pp=8", "--max-lag", "1")
     assert [split["inference_nodes"] for split in found] == [0, 8, 16, 24, 32, 40, 48, 56]
 
@@ -130,6 +146,10 @@ def test_a_measured_run_is_planned_as_it_was_measured(run):
     assert (lag["generate_s"], lag["step_s"]) == (pytest.approx(4.0), pytest.approx(8.0))
     printed = mrl_plan("demo", "--measured", str(run.root)).output
     assert "step time by split, as measured in 4 steps of mine" in printed
+
+
+def test_lags_are_sorted_without_repeats():
+    assert Lags().convert("2,0,2", None, None) == (0, 2)
 
 
 def test_cpu_speeds_are_not_estimated():
@@ -151,6 +171,10 @@ def test_cpu_speeds_are_not_estimated():
         ((*RECIPE, "--measured", "RUN"), "it trained another model"),
         (("demo", "--measured", "RUN", "--card", "H100"), "leave out --card and --answer-tokens"),
         (("demo", "--measured", "xyzzy"), "no run is called 'xyzzy'"),
+        (("demo", "--preempt-every", "1"), "speeds of CPUs are not estimated"),
+        (("demo", "--queue", "2"), "--queue: this option describes preemptions; add --preempt-every HOURS"),
+        ((*RECIPE, "--preempt-every", "0"), "--preempt-every"),
+        ((*RECIPE, *TOO_LARGE, "--preempt-every", "1"), "no split of these nodes fits"),
     ],
 )
 def test_bad_arguments_are_refused_with_a_remedy(run, arguments, error):

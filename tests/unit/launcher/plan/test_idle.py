@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.simulate.idle import Idle, better_split, idle_shares
+from launcher.plan.idle import Idle, better_split, idle_shares
 from megatron_rl.contract.attempt_records import MetricsLine
 
 

@@ -6,18 +6,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from launcher.plan.costs import Costs, DecodeSpeed, Work
 from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
+from launcher.plan.lengths import Lognormal
 from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
-from launcher.simulate.decode import PREFILL_MFU, decode_speed
-from launcher.simulate.lengths import Lognormal
-from launcher.simulate.scenario import Costs, DecodeSpeed, Work
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.config import pages_of
 from megatron_rl.model.flops import training_flops
 from megatron_rl.platform.cards import Card
+from megatron_rl.platform.kernel_speed import BLOCK_BYTES_PER_S, SPLIT_TOKENS, kernels_of_step, key_splits
 
+PREFILL_MFU = 0.4
+"""Share of the peak FLOP/s that prefill reaches: a rule of thumb."""
+MEMORY_SHARE = 0.85
+"""Share of the data sheet's bandwidth at which products and attention read: a rule of thumb."""
+KERNEL_S = 2e-6
+"""Seconds that a kernel of a recorded step takes beside its memory traffic, to start and to end: a rule of thumb."""
+SUM_S = 5e-6
+"""Seconds of a sum over the GPUs of a node in symmetric memory: a rule of thumb. NCCL's takes three times as long."""
 TRAINING_MFU = 0.35
 """Share of the peak FLOP/s that forward and backward passes reach. Megatron-LM's README reports 0.41 to 0.48 for
 pre-training on H100s; packed answers of unequal lengths fill less."""
@@ -95,6 +103,36 @@ def estimate_costs(
         trains_beside_refit=config.job.device == "cpu",
         save_blocked_s=saved / sizes.training_world / HOST_BYTES_PER_S,
         save_s=saved / (fs_bytes_per_s or FILE_SYSTEM_BYTES_PER_S),
+    )
+
+
+def decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card, work: Work) -> DecodeSpeed:
+    """Estimate decode steps, each of which reads the dense weights, the experts that any row needs, and the caches.
+
+    Args:
+        engine: parameters of one rank.
+    """
+    model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
+    layers, heads = model.num_layers, -(-model.num_query_groups // tp)
+    share = (model.experts_per_token or 0) / (model.num_experts or 1)
+    splits = key_splits(config.sequence_length)
+    kernels = kernels_of_step(layers, fused=model.num_experts is None and model.lora is None, splits=splits, ranks=tp)
+    beside = kernels.short * KERNEL_S + kernels.sums * SUM_S
+    bytes_per_s = card.memory_bytes_per_s * MEMORY_SHARE
+
+    def seconds(rows: int) -> float:
+        asked = 1 - (1 - share) ** rows  # share of the experts that any row needs, if all are chosen equally often
+        read = size * (engine.dense + engine.experts * asked) / bytes_per_s
+        computed = 2 * rows * (engine.dense + engine.experts * share) / (card.bf16_flops * PREFILL_MFU)
+        return max(read, computed) + beside
+
+    most = config.inference.max_batch
+    counts = sorted({1, most, *(2**power for power in range(1, most.bit_length()))})
+    cached = 2 * size * layers * heads * model.head_size  # bytes per token
+    length = work.prompt_tokens + work.lengths.mean / 2
+    blocks = heads * min(splits, max(1.0, length / SPLIT_TOKENS))  # that read the keys and values of a row
+    return DecodeSpeed(
+        tuple((rows, seconds(rows)) for rows in counts), cached / bytes_per_s, cached / (blocks * BLOCK_BYTES_PER_S)
     )
 
 

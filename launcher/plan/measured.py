@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from launcher.errors import BadInput
+from launcher.plan.lengths import Lognormal
 from launcher.recipe.load import read_resolved
-from launcher.simulate.lengths import Lognormal
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
@@ -16,7 +16,7 @@ from megatron_rl.contract.records import Unreadable, read_lines
 RECENT = 50
 """Number of newest steps that are averaged. The first step of a run is left out: it compiles kernels."""
 OTHER = ("time/reward_s", "time/log_probs_s", "time/offload_s")
-"""Parts of a step that are not simulated."""
+"""Parts of a step that are not estimated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,26 @@
-"""Step times and whole runs, simulated on the possible splits of an allocation's nodes."""
+"""Step times and whole runs, estimated on the possible splits of an allocation's nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from launcher.cluster.profile import Profile
+from launcher.plan.costs import Scenario, Split, Work
+from launcher.plan.estimate import AS_ESTIMATED, Correction, corrected, estimate_costs
+from launcher.plan.failures import ExpectedRun, Faults, expect
 from launcher.plan.gpu_memory import rank_memories
+from launcher.plan.pace import Pace, pace
 from launcher.plan.placement import Plan, place
 from launcher.plan.sizes import LayoutError
 from launcher.plan.summary import gpu_bytes, with_offload
-from launcher.simulate.estimate import AS_ESTIMATED, Correction, corrected, estimate_costs
-from launcher.simulate.result import SimulatedRun
-from launcher.simulate.run import simulate
-from launcher.simulate.scenario import Faults, Scenario, Split, Work
-from megatron_rl.checkpoint.interval import PRIOR_S, Cost, best_interval_s
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.platform.cards import Card
 from megatron_rl.rank.config import PlacementConfig
 
 MOST_SPLITS = 8
-"""Largest number of splits that are simulated; of a larger allocation they are evenly spaced."""
-STEPS = 3
-"""Steps that are measured of each split, after those in which generation gains its lead."""
+"""Largest number of splits that are compared; of a larger allocation they are evenly spaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +42,15 @@ class Candidate:
     """A split, its speed, and the memory it lacks."""
 
     split: Split
-    paces: Mapping[int, SimulatedRun]
-    """Steady state by lag, from `pace`."""
+    paces: Mapping[int, Pace]
+    """Steady state by lag."""
     lacks_bytes: int
     """Estimated bytes by which the fullest GPU is too small; 0: the split fits."""
     scenarios: Mapping[int, Scenario]
-    """Scenario of each pace, without saves and failures."""
 
 
 def compare(assumed: Assumptions, nodes: int, lags: Sequence[int]) -> list[Candidate]:
-    """Simulate co-located ranks and up to MOST_SPLITS possible splits of `nodes` nodes at each lag, as far as the
+    """Estimate co-located ranks and up to MOST_SPLITS possible splits of `nodes` nodes at each lag, as far as the
     engine can run them."""
     found = []
     for inference_nodes in _inference_nodes(assumed.config, nodes):
@@ -70,23 +66,20 @@ def best(candidates: Sequence[Candidate], lag: int) -> Candidate | None:
     return min(fitting, key=lambda one: one.paces[lag].step_s, default=None)
 
 
-def run_with_faults(
-    candidates: Sequence[Candidate], lags: Sequence[int], save_every: int | None, faults: Faults, steps: int
-) -> Iterator[tuple[Scenario, SimulatedRun]]:
-    """Simulate a run at each lag on co-located ranks, and on the fastest split, as far as they fit.
+def expect_runs(
+    candidates: Sequence[Candidate], lags: Sequence[int], faults: Faults, steps: int, save_every: int | None
+) -> Iterator[tuple[Scenario, ExpectedRun]]:
+    """Yield a run at each lag on co-located ranks, and on the fastest split, as far as they fit.
 
     Args:
         save_every: steps; None: the interval that `save.every: auto` would choose.
-        steps: of each run.
     """
     colocated = [one for one in candidates if one.split.colocated and not one.lacks_bytes]
     choices = [(lag, one) for one in colocated for lag in lags]
     partitioned = [one for one in candidates if not one.split.colocated]
     choices += [(lag, fastest) for lag in lags if (fastest := best(partitioned, lag)) is not None]
     for lag, one in choices:
-        every = save_every or _best_save_every(one.scenarios[lag], one.paces[lag].step_s, faults)
-        scenario = replace(one.scenarios[lag], faults=faults, save_every=every)
-        yield scenario, simulate(scenario, steps)
+        yield one.scenarios[lag], expect(one.scenarios[lag], one.paces[lag], faults, steps, save_every)
 
 
 def lay_out(
@@ -112,18 +105,12 @@ def lay_out(
 
 
 def scenario_of(assumed: Assumptions, config: RunConfig, plan: Plan, max_lag: int) -> Scenario:
-    """Return the scenario of a run on this layout, without saves and failures."""
+    """Return the scenario of a run on this layout."""
     sizes, bandwidth = plan.sizes, assumed.profile.fs_bandwidth if assumed.profile else None
     written = bandwidth * 1e9 if bandwidth else None
     costs = estimate_costs(config, sizes, assumed.vocab, assumed.card, assumed.work, written)
     split = Split(sizes.training_nodes, sizes.inference_nodes, sizes.replicas)
     return Scenario(assumed.work, corrected(costs, assumed.correction), split, max_lag)
-
-
-def pace(scenario: Scenario) -> SimulatedRun:
-    """Simulate STEPS steps after generation has gained its lead."""
-    lead = 2 * scenario.max_lag
-    return simulate(scenario, lead + STEPS, skip=lead)
 
 
 def _candidate(assumed: Assumptions, config: RunConfig, plan: Plan, lags: Sequence[int]) -> Candidate:
@@ -138,16 +125,8 @@ def _candidate(assumed: Assumptions, config: RunConfig, plan: Plan, lags: Sequen
     )
 
 
-def _best_save_every(scenario: Scenario, step_s: float, faults: Faults) -> int:
-    """Steps between two saves."""
-    failures_per_s = 1 / faults.preempted_every_s + scenario.split.nodes / faults.node_fails_every_s
-    between_s = 1 / failures_per_s if failures_per_s else PRIOR_S
-    cost = Cost(scenario.costs.save_blocked_s, scenario.costs.save_s)
-    return max(1, round(best_interval_s(cost, between_s) / step_s))
-
-
 def _inference_nodes(config: RunConfig, nodes: int) -> list[int]:
-    """Numbers of inference nodes to simulate; 0: co-located."""
+    """Numbers of inference nodes to compare; 0: co-located."""
     every, able = -(-nodes // MOST_SPLITS), capabilities_of(config.inference.engine)
     asked = config.placement.inference.nodes
     counts = {0} if able.colocated else set()

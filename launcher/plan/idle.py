@@ -1,5 +1,4 @@
-"""Idle shares of a partitioned run, from its record, and a split of its nodes that should be faster. Needs no
-simulation, so that `mrl status` can afford it."""
+"""Idle shares of a partitioned run, from its record, and a split of its nodes that should be faster."""
 
 from __future__ import annotations
 

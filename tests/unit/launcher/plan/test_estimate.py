@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from launcher.plan.estimate import estimate_costs, estimate_work, usual_lengths
 from launcher.plan.placement import place
 from launcher.recipe.load import load_recipe
-from launcher.simulate.estimate import estimate_costs, estimate_work, usual_lengths
 from megatron_rl.platform.cards import CARDS
 
 

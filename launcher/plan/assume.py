@@ -7,14 +7,14 @@ from typing import Any
 
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
+from launcher.plan.costs import Work
+from launcher.plan.estimate import NOMINAL_CPU, Correction, estimate_work, usual_lengths
+from launcher.plan.lengths import Lognormal
+from launcher.plan.measured import Measured, read_measured
+from launcher.plan.pace import pace
 from launcher.plan.parameters import vocabulary
+from launcher.plan.splits import Assumptions, lay_out, scenario_of
 from launcher.plan.summary import ASSUMED_VOCABULARY
-from launcher.simulate.error_bar import Part, estimated_parts, measured_parts
-from launcher.simulate.estimate import NOMINAL_CPU, Correction, estimate_work, usual_lengths
-from launcher.simulate.lengths import Lognormal
-from launcher.simulate.measured import Measured, read_measured
-from launcher.simulate.scenario import Work
-from launcher.simulate.splits import Assumptions, lay_out, pace, scenario_of
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.capabilities import capabilities_of
@@ -53,17 +53,6 @@ def assume(
     chosen, work = _choose_card(card, profile), estimate_work(config, _lengths(config, answer_tokens))
     vocab = vocabulary(config) or ASSUMED_VOCABULARY
     return Assumptions(config, work, chosen, vocab, f"estimated for {chosen.name}{_as_ours(config)}", profile=profile)
-
-
-def parts_of(assumed: Assumptions, measured: RunDir | None) -> tuple[Part, ...]:
-    """Return the sources of the seconds of each part of a step, for assumptions that `assume` has returned.
-
-    measured: as given to `assume`.
-    """
-    if measured is None:
-        return estimated_parts(assumed.card.name)
-    found = read_measured(measured)
-    return measured_parts(found.run, found.steps, assumed.card.name, refit=found.refit_s > 0)
 
 
 def _as_ours(config: RunConfig) -> str:
