@@ -1,1 +1,1 @@
-"""Sizes, placement and memory of a run. Pure: no files, no cluster."""
+"""Sizes, placement, memory and time of a run."""
