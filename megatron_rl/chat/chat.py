@@ -19,14 +19,14 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.chat.messages import Conversation, ConversationError, ParsedAnswer
+from megatron_rl.chat.messages import Conversation, ParsedAnswer
 from megatron_rl.chat.proof import Proof, Rendering
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.extras import needed
 
 if TYPE_CHECKING:  # imports of the library take time, which conversations of one turn do not need
-    from megatron_rl.chat.formats import Example, Extension, Format
+    from megatron_rl.chat.formats import Extension, Format
     from megatron_rl.chat.stream import AnswerStream
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self._variables = dict(variables)
-        self._warned = False
         self._variant = lru_cache(maxsize=VARIANTS)(self._with_variables)
 
     @classmethod
@@ -59,7 +58,7 @@ class Chat:
         Raises ConfigurationError if the recipe names a renderer that does not fit the tokenizer.
         """
         try:
-            why_not = self._format.why_not if self.has_template else None
+            why_not = self.format.why_not if self.has_template else None
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
         if why_not and continues:
@@ -85,25 +84,21 @@ class Chat:
     @property
     def renderer(self) -> str:
         """Name of the library's renderer, or "template" for the chat template itself, or "" without one."""
-        return self._format.name if self.has_template else ""
+        return self.format.name if self.has_template else ""
 
     @property
     def why_not(self) -> str | None:
         """Reason why no next turn can be appended token for token; None if it can."""
-        return self._format.why_not if self.has_template else "the model has no chat template"
+        return self.format.why_not if self.has_template else "the model has no chat template"
 
     @property
     def has_tools(self) -> bool:
         """Whether the model's tool calls can be read."""
-        return self.has_template and self._format.calls is not None
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return self.tokenizer.end_ids | (self._format.stop_ids if self.has_template else frozenset())
+        return self.has_template and self.format.calls is not None
 
     @cached_property
-    def _format(self) -> Format:
+    def format(self) -> Format:
+        """How the model writes conversations. Raises ValueError if the recipe names a renderer that does not fit."""
         try:
             from megatron_rl.chat.resolve import format_of
         except ImportError as error:
@@ -135,59 +130,13 @@ class Chat:
         """Return the tokens of the prompt for the next answer. Raises ValueError as `text` does."""
         return self.tokenizer.encode(self.text(conversation))
 
-    def example(self, conversation: Conversation) -> Example:
-        """Return a whole conversation as tokens, with a mask of those that the model would sample: the learned
-        messages, each with its end.
-
-        Where the template writes earlier answers in other words than the model gives them, or without their thoughts,
-        the last answer alone is learned; a warning says so once.
-
-        Raises ValueError if the model has no chat template, or if the template refuses the conversation;
-        ConversationError if it does not write a part of it, or if a learned message is empty.
-        """
-        if not self.has_template:
-            raise ValueError("the model has no chat template")
-        learned = [index for index, is_learned in enumerate(conversation.learned) if is_learned]
-        _check_learned(conversation, learned)
-        try:
-            return self._proven_example(conversation)
-        except ConversationError as error:
-            lost = next((n for n in learned if f"{error.field}.".startswith(f"{conversation.places[n]}.")), learned[-1])
-            if lost == learned[-1] == len(conversation.messages) - 1 and len(learned) == 1:
-                raise
-            try:
-                self._proven_example(_last_alone(conversation, lost))  # it could be learned if it were the last one
-                found = self._proven_example(_last_alone(conversation, learned[-1]))
-            except ConversationError:
-                raise error from None
-            self._warn_of_last_answer(error)
-            return found
-
-    def _warn_of_last_answer(self, error: ConversationError) -> None:
-        if not self._warned:
-            logger.warning(
-                "of a conversation with several answers only the last one is learned if an earlier one cannot be (%s). "
-                "To learn all of them, divide the row so that each answer is the last one of a row, or name a renderer "
-                "that fits the model (tokenizer.renderer)",
-                error,
-            )
-        self._warned = True
-
-    def _proven_example(self, conversation: Conversation) -> Example:
-        found, rendering = self._format.example(conversation)
-        self._proof_of_examples.check(conversation, rendering, lambda sample: self._format.example(sample)[1])
-        return found
-
-    @cached_property
-    def _proof_of_examples(self) -> Proof:
-        return Proof(self._writer)
-
     @cached_property
     def _proof_of_extensions(self) -> Proof:
-        return Proof(self._writer)
+        return Proof(self.writer)
 
     @property
-    def _writer(self) -> str:
+    def writer(self) -> str:
+        """Name of what renders, for errors."""
         return TEMPLATE if self.renderer == "template" else f"the renderer {self.renderer}"
 
     def extend(
@@ -225,7 +174,7 @@ class Chat:
     def _extension(
         self, prompt: list[int], answer: list[int], new: Conversation, keep_reasoning: bool
     ) -> Extension | None:
-        return self._format.extend(prompt, answer, [*new.messages], new.tools, keep_reasoning=keep_reasoning)
+        return self.format.extend(prompt, answer, [*new.messages], new.tools, keep_reasoning=keep_reasoning)
 
     def parse(
         self, answer: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
@@ -236,32 +185,14 @@ class Chat:
             return ParsedAnswer(self.tokenizer.decode(answer))
         from megatron_rl.chat.answers import read_answer
 
-        return read_answer(self._format, self.tokenizer, answer, [*prompt], tools)
+        return read_answer(self.format, self.tokenizer, answer, [*prompt], tools)
 
     def stream(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> AnswerStream:
         """Return a reader of an answer that grows: its pieces together are what `parse` returns."""
         from megatron_rl.chat.stream import AnswerStream
 
-        form = self._format if self.has_template else None
+        form = self.format if self.has_template else None
         return AnswerStream(form, self.tokenizer, [*prompt], tools)
-
-
-def _check_learned(conversation: Conversation, learned: Sequence[int]) -> None:
-    """Raise ConversationError if nothing is learned, or an answer without a word."""
-    if not learned:
-        place = conversation.places[0].rpartition(".")[0] if conversation.places else "messages"
-        raise ConversationError(place, "no token to learn: no message is the assistant's, or all have weight 0")
-    for index in learned:
-        message = conversation.messages[index]
-        if not (message["content"].strip() or message.keys() & {"reasoning_content", "tool_calls"}):
-            raise ConversationError(
-                f"{conversation.places[index]}.content", "is empty, so that an end alone is learned; give it weight 0"
-            )
-
-
-def _last_alone(conversation: Conversation, index: int) -> Conversation:
-    """Return the messages up to an answer, which alone is learned."""
-    return replace(conversation[: index + 1], learned=(False,) * index + (True,))
 
 
 @lru_cache(maxsize=VARIANTS)

@@ -19,6 +19,7 @@ from megatron_rl.agent.dropped_rows import CHECKED, DroppedRows
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import Conversation, conversation_of
+from megatron_rl.chat.examples import ExampleWriter
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.supervised.config import DataConfig
@@ -152,6 +153,7 @@ class RowEncoder:
         """longest: tokens of the longest row that is trained on."""
         self._data, self._tokenizer, self._longest = data, tokenizer, longest
         self._chat = Chat.of(tokenizer, data.chat_template)
+        self._examples = ExampleWriter(self._chat)
 
     def example(self, row: Problem) -> Example:
         """Return the tokens of a row. Raises UnusableRow."""
@@ -199,12 +201,12 @@ class RowEncoder:
     def _talk(self, values: Mapping[str, Any]) -> Example:
         talk = _conversation(values)
         if self._data.system is None or any(message["role"] == "system" for message in talk.messages):
-            return Example(*self._chat.example(talk))
+            return Example(*self._examples.example(talk))
         system = conversation_of([{"role": "system", "content": self._data.system}], field="data.system")
         try:
-            return Example(*self._chat.example(system + talk))
+            return Example(*self._examples.example(system + talk))
         except ValueError as error:
-            self._chat.example(talk)  # raises where the row is to blame
+            self._examples.example(talk)  # raises where the row is to blame
             raise ValueError(
                 "data.system: the model's chat template does not take a system message "
                 f"({error.__cause__ or error}); leave it out"

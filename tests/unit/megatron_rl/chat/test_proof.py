@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
+from megatron_rl.chat.examples import ExampleWriter
 from megatron_rl.chat.proof import Proof, Rendering
+
+examples_of = cache(ExampleWriter)
 
 TEXTS = st.text(max_size=8)
 NAMES = st.sampled_from(["f", "user", "look_up"])
@@ -138,7 +141,7 @@ USER, MORE = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "S
 
 
 def learned(chat: Chat, *messages: dict[str, Any], tools: Any = None) -> str:
-    tokens, mask = chat.example(conversation_of(messages, tools))
+    tokens, mask = examples_of(chat).example(conversation_of(messages, tools))
     return shown(chat.tokenizer, [token for token, own in zip(tokens, mask, strict=True) if own])  # type: ignore[arg-type]
 
 
@@ -154,8 +157,8 @@ def test_answer_without_weight_is_context(no: dict[str, Any]) -> None:
         assert learned(chat, USER, {**five, **no}, MORE, {**four, "weight": 1}).endswith("four<|im_end|>")
         assert "five" not in learned(chat, USER, {**five, **no}, MORE, four)
         assert learned(chat, USER, five, MORE, {**four, **no}).endswith("five<|im_end|>")
-        whole = chat.example(conversation_of([USER, {**five, **no}, MORE, four])).tokens
-        assert whole == chat.example(conversation_of([USER, five, MORE, four])).tokens
+        whole = examples_of(chat).example(conversation_of([USER, {**five, **no}, MORE, four])).tokens
+        assert whole == examples_of(chat).example(conversation_of([USER, five, MORE, four])).tokens
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_role_that_the_template_leaves_out_is_refused_however_short_its_text() -
     )
     chat = Chat.of(tokenizer_of(leaves_out))
     said = conversation_of([{"role": "user", "content": "a"}, {"role": "assistant", "content": "4"}])
-    for render in (chat.example, lambda said: chat.prompt(said[:-1])):
+    for render in (examples_of(chat).example, lambda said: chat.prompt(said[:-1])):
         with pytest.raises(ConversationError, match=r"^messages.0.content: the chat template does not write it: 'a'"):
             render(said)
 
@@ -200,7 +203,7 @@ def test_bare_tools_and_their_json_text_are_trained_as_a_server_writes_them() ->
     row = [USER, {"role": "assistant", "content": "4"}]
     for chat in chats():
         forms = [[{"type": "function", "function": bare}], [bare], json.dumps([bare]), [json.dumps(bare)]]
-        found = {json.dumps(chat.example(conversation_of(row, tools)).tokens) for tools in forms}
+        found = {json.dumps(examples_of(chat).example(conversation_of(row, tools)).tokens) for tools in forms}
         assert len(found) == 1
 
 

@@ -13,6 +13,7 @@ from published_templates import PUBLISHED, library_tokenizer
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
+from megatron_rl.chat.examples import ExampleWriter
 from megatron_rl.chat.library import LibraryFormat, renderer_names
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -162,7 +163,7 @@ def outcome(render: Callable[[], Any]) -> str:
 
 def row_outcome(chat: Chat, said: Conversation) -> str:
     found: list[Any] = []
-    if lost := outcome(lambda: found.append(chat.example(said))):
+    if lost := outcome(lambda: found.append(ExampleWriter(chat).example(said))):
         return lost
     tokens, mask = found[0]
     runs = [
@@ -206,7 +207,7 @@ TRIED = ("plain", "system and turns", "unicode", "control tokens", "thought", "r
 @pytest.mark.parametrize("name", sorted({*renderer_names()} - {"gpt-oss"}))  # it downloads its vocabulary
 def test_what_a_renderer_of_the_library_writes_is_proven(name: str) -> None:
     chat = Chat.of(library_tokenizer())
-    chat.__dict__["_format"] = LibraryFormat(library_tokenizer(), name, {})  # of any template: it is not looked at
+    chat.__dict__["format"] = LibraryFormat(library_tokenizer(), name, {})  # of any template: it is not looked at
     said = cases("functions.look_up:0", "functions.now:1")
     found = {case: lost for case in TRIED if (lost := row_outcome(chat, said[case]))}
     assert found == NOT_WRITTEN_BY_RENDERERS.get(name, {})
