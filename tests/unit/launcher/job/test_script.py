@@ -82,15 +82,15 @@ def test_the_script_is_the_golden_one(recipe, cluster, monkeypatch):
 
 
 @pytest.mark.parametrize("cluster", ["h100", "plain"])
-@pytest.mark.parametrize("recipe", shipped_recipes())
-def test_bash_and_shellcheck_have_nothing_to_say(recipe, cluster, tmp_path):
+def test_bash_and_shellcheck_have_nothing_to_say(cluster, tmp_path):
     script = tmp_path / "job.sbatch"
     named = {"container": Container(image="a:b", named=False, writable=True)} if cluster == "h100" else {}
-    script.write_text(render(a_job(recipe, on=profile(cluster, **named))))
-    said = [subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)]
-    if recipe in SHAPES and shutil.which("shellcheck"):
-        said.append(subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False))
-    assert [run.stdout + run.stderr for run in said if run.returncode] == []
+    for recipe in shipped_recipes() if cluster == "h100" else SHAPES:
+        script.write_text(render(a_job(recipe, on=profile(cluster, **named))))
+        checks = [["bash", "-n"]] + [["shellcheck"]] * (recipe in SHAPES and shutil.which("shellcheck") is not None)
+        for check in checks:
+            said = subprocess.run([*check, script], capture_output=True, text=True, check=False)
+            assert said.returncode == 0, (recipe, said.stdout, said.stderr)
 
 
 def without_start(script: str) -> str:

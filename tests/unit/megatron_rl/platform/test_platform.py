@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -187,34 +184,3 @@ def test_a_missing_patched_symbol_is_one_clear_error(platform: Any, monkeypatch:
         cpu.install_patches.__wrapped__()  # the cached function has run in this process already
     missing = "megatron.core.optimizer.clip_grads.torch, which the CPU platform patches, is missing"
     assert str(refused.value).startswith(missing)
-
-
-WHILE_IMPORTED = """
-import importlib, sys
-
-class Asks:
-    def find_spec(self, name, path=None, target=None):
-        if name == "megatron.core.dist_checkpointing":
-            try:
-                importlib.import_module("nvidia_resiliency_ext.checkpointing")
-            except ImportError:
-                print("hidden")
-            else:
-                print("found")
-
-sys.meta_path.insert(0, Asks())
-import megatron_rl.platform.megatron_core
-import nvidia_resiliency_ext.checkpointing
-"""
-
-
-def test_megatron_core_does_not_find_the_resiliency_extension_of_an_image(tmp_path: Path) -> None:
-    """megatron-core 0.19 looks for it while it is imported, and fails beside an older release."""
-    package = tmp_path / "nvidia_resiliency_ext"
-    package.mkdir()
-    (package / "__init__.py").write_text("__version__ = '0.4.0'\n")
-    (package / "checkpointing.py").touch()
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", WHILE_IMPORTED], env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("hidden\n", 0), done.stderr
