@@ -225,4 +225,4 @@ def until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None
     give_up = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < give_up, f"not within {timeout_s} s: {what}"
-        time.sleep(0.002)
+        time.sleep(0.005)
