@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from launcher.errors import BadInput
 from launcher.plan.costs import Scenario
 from launcher.plan.pace import Pace
 from megatron_rl.checkpoint.interval import PRIOR_S, Cost, best_interval_s
@@ -17,6 +18,8 @@ from megatron_rl.checkpoint.interval import PRIOR_S, Cost, best_interval_s
 NEVER = math.inf
 SAVES_IN_GRACE = 1.5
 """Saves that must fit into the notice of a preemption, as at a real drain."""
+HOPELESS = 20.0
+"""Failures between two checkpoints of which one in exp(20) attempts, 500 million, would see none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,9 @@ def expect(scenario: Scenario, pace: Pace, faults: Faults, steps: int, save_ever
     Args:
         pace: its steady state.
         save_every: steps; None: the interval that `save.every: auto` would choose.
+
+    Raises:
+        BadInput: failures come so often that the run does not advance.
     """
     split, costs, node_rate = scenario.split, scenario.costs, 1 / faults.node_fails_every_s
     preemptions = 1 / faults.preempted_every_s
@@ -85,6 +91,11 @@ def expect(scenario: Scenario, pace: Pace, faults: Faults, steps: int, save_ever
     # After a rollback, no batch is ahead; and a checkpoint only counts when it is published.
     refill_s = pace.alone_s - pace.step_s
     published_s = min(costs.save_s, every * step_s)
+    if rollbacks * every * step_s > HOPELESS:
+        raise BadInput(
+            f"a failure every {1 / rollbacks:,.3g} s, and {every * step_s:,.3g} s from one checkpoint to the next: the "
+            "run would not advance; give longer times to --preempt-every and --node-fails-every"
+        )
     between_s = _repeated_s(every * step_s, rollbacks) * (1 + rollbacks * (refill_s + published_s))
 
     restart_s = faults.restart_s + costs.refit_s

@@ -174,6 +174,7 @@ def test_cpu_speeds_are_not_estimated():
         (("demo", "--preempt-every", "1"), "speeds of CPUs are not estimated"),
         (("demo", "--queue", "2"), "--queue: this option describes preemptions; add --preempt-every HOURS"),
         ((*RECIPE, "--preempt-every", "0"), "--preempt-every"),
+        ((*RECIPE, "--node-fails-every", "0.01"), "the run would not advance; give longer times to --preempt-every"),
         ((*RECIPE, *TOO_LARGE, "--preempt-every", "1"), "no split of these nodes fits"),
     ],
 )
