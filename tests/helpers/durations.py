@@ -93,7 +93,7 @@ class Durations(FileTimer):
         if exitstatus == pytest.ExitCode.OK and self.spent:
             workers = session.config.getoption("numprocesses", None) or 1
             found = record(dict(self.spent), time.perf_counter() - self._start, workers)
-            self._target.write_text(json.dumps(found, indent=1) + "\n")
+            self._target.write_text(as_json(found), encoding="utf-8")
 
 
 def record(spent: dict[str, Spent], wall_s: float, workers: int) -> dict[str, Any]:
@@ -120,6 +120,18 @@ def record(spent: dict[str, Spent], wall_s: float, workers: int) -> dict[str, An
         "folders": {name: cost.rounded() for name, cost in dearest_first(folders)},
         "files": {name: cost.rounded() for name, cost in dearest_first(long)},
     }
+
+
+def as_json(found: dict[str, Any]) -> str:
+    """JSON with one line for each folder and file."""
+    parts = []
+    for name, value in found.items():
+        if isinstance(value, dict) and all(isinstance(each, dict) for each in value.values()):
+            rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items())
+            parts.append(f" {json.dumps(name)}: {{\n{rows}\n }}")
+        else:
+            parts.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def folder_of(file: str) -> str:
