@@ -54,7 +54,7 @@ def train_step(run: Run) -> None:
 
     batch = run.driver.collect(run.next_ordinal)
     with run.profiler.training(step):
-        if not run.platform.transfers_beside_collectives:
+        if not run.here.platform.transfers_beside_collectives:
             run.refit.finish()
         stats = run.trainer.train(batch, step, weights_change=run.refit.finish, record=run.record)
         with run.safe_points.phase("refit"):
@@ -73,9 +73,9 @@ def train_step(run: Run) -> None:
         components=batch.components,
         tracebacks=run.environment.tracebacks() if run.environment else {},
         refit_bytes=run.refit.moved_bytes,
-        left_out=run.left_out,
+        left_out=run.material.left_out,
         ahead=run.config.asynchronous.max_lag > 0,
-        rows=sum(digest.problems for digest in run.problems.values()) if run.config.supervised else None,
+        rows=sum(digest.problems for digest in run.material.digests.values()) if run.config.supervised else None,
     )
     metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)
     metrics |= batch.curriculum_metrics

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.rollout_records import (
@@ -26,7 +27,7 @@ from megatron_rl.contract.rollout_records import (
     member,
     rollouts_file,
 )
-from megatron_rl.metrics.config import LoggingConfig, is_due
+from megatron_rl.metrics.config import is_due
 from megatron_rl.model.pieces import Pieces
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rollout.batch import RolloutBatch
@@ -47,23 +48,16 @@ class RolloutRecord:
         self,
         attempt: Attempt,
         rank: int,
-        config: LoggingConfig,
+        config: RunConfig,
         tokenizer: Tokenizer,
-        *,
-        prompts_per_step: int,
-        last_step: int = 0,
         right: Callable[[Problem], str | None] = lambda problem: None,
-        every_group: bool = True,
     ) -> None:
-        """
-        last_step: step that is sampled beside those that `logging.samples_every` names.
-        right: returns the right answer to a problem, None where none is known.
-        every_group: whether groups are recorded that are not sampled, without their tokens.
-        """
-        self._attempt, self._rank, self._config = attempt, rank, config
+        """right: returns the right answer to a problem, None where none is known."""
+        self._attempt, self._rank, self._config = attempt, rank, config.logging
         self._pieces = Pieces(tokenizer)
-        self._stride = max(1, prompts_per_step // config.samples)
-        self._last, self._right, self._every_group = last_step, right, every_group
+        self._stride = max(1, config.grpo.prompts_per_step // config.logging.samples)
+        self._last, self._right = config.training.steps, right
+        self._every_group = not config.supervised  # others than the sampled ones, without their tokens
         self._waiting: dict[str, list[str]] = {}
         self._flushed = time.monotonic()
         self._unsynced: set[str] = set()

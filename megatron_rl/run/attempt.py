@@ -33,6 +33,7 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits, leave_early
 from megatron_rl.rank.groups import connect, disconnect
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.run.setup import set_up
@@ -57,7 +58,7 @@ def run_attempt(
     safe_points.connect(groups)
     drain.started()
     try:
-        run = set_up(run_dir, attempt, config, platform, groups, safe_points)
+        run = set_up(config, Here(run_dir, attempt, platform, groups, safe_points))
     except LeaveAgreed:
         leave_early(attempt, world.rank, drain)
         return DRAINED

@@ -1,71 +1,71 @@
-"""Generation of a run: by an engine on the training ranks, as set up here, or by replicas on other ranks
-(partitioned.py). The driver does not distinguish between them."""
+"""Generation of a run: by an engine on the training ranks, or by replicas on other ranks (partitioned.py). The driver
+does not distinguish between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.paths import Attempt
-from megatron_rl.inference.api import ResumableInference
+from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
-from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import generation_profiler
-from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.engine import build_engine
-from megatron_rl.refit.publish import Refit
-from megatron_rl.rollout.agent_loop import AgentLoop, EngineInTurn
+from megatron_rl.refit.prober import Prober, probe_text
+from megatron_rl.rollout.agent_loop import EngineInTurn
+from megatron_rl.run.state import Generation
+from megatron_rl.standalone.first_rows import Lesson
+
+if TYPE_CHECKING:
+    from megatron_rl.inference.replicas.pool import ReplicaPool
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """This rank's share of generation."""
+def open_pool(config: RunConfig, here: Here) -> ReplicaPool | None:
+    """Open the pool of replicas, before any model is built because replicas wait for it; None if there are none.
 
-    engine: ResumableInference
-    """Engine this rank's driver queries, or its part of the engine on a rank that follows."""
-    refit: Refit
-    """Transfer of the trained weights to the engine."""
-    loop: AgentLoop
-    end: Callable[[], None] = lambda: None
-    """Called after the last request."""
-    metrics: Callable[[], dict[str, float]] = dict
-    """Returns the metrics of the newest step, on the first rank."""
+    Raises ConfigurationError if the run has no token.
+    """
+    if config.placement.mode != "partitioned":
+        return None
+    from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
+
+    return partitioned.open_pool(config, here)
 
 
-class NoRefit:
-    """Implements `Refit` in a run that samples nothing."""
+def build_generation(
+    config: RunConfig, here: Here, lesson: Lesson, policy: Policy, pool: ReplicaPool | None
+) -> Generation | None:
+    """Set up the generation of answers with the weights of `policy`, once they are published; None if nothing is
+    sampled. Collective.
 
-    moved_bytes = 0
+    pool: opened by `open_pool`.
+    """
+    if not config.generates:
+        return None
+    prober = None
+    if capabilities_of(config.inference.engine).probed:
+        prompts = (problem.prompt for problem in lesson.sets[0].problems)
+        prober = Prober(policy, probe_text(prompts, lesson.tokenizer, config.sequence_length), here.groups)
+    if pool is None:
+        return generate_here(config, here, lesson.tokenizer, policy)
+    from megatron_rl.run import partitioned
 
-    def publish(self, policy_version: int) -> None:
-        """No-op: nobody needs the weights."""
-
-    def finish(self) -> None:
-        """No-op, as `publish` is."""
+    return partitioned.generate_elsewhere(config, here, policy, pool, prober)
 
 
-def generate_here(
-    policy: Policy,
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    platform: Platform,
-    groups: Groups,
-    safe_points: SafePoints,
-    attempt: Attempt,
-) -> Generation:
-    """Build an engine on the training ranks, which generates with the weights of `policy` once they are published.
-    Collective."""
+def generate_here(config: RunConfig, here: Here, tokenizer: Tokenizer, policy: Policy) -> Generation:
+    """Build an engine on the training ranks. Collective."""
     timeout = timedelta(seconds=config.job.collective_timeout_s)
-    ranks = EngineRanks.form(groups, config.placement.inference.tp or config.placement.training.tp, timeout)
+    tp = config.placement.inference.tp or config.placement.training.tp
+    ranks = EngineRanks.form(here.groups, tp, timeout)
+    vocabulary, end_ids = tokenizer.vocab_size, tokenizer.end_ids
     engine, refit = build_engine(
-        policy, config, tokenizer.vocab_size, tokenizer.end_ids, platform, groups, ranks, tokenizer.decode
+        policy, config, vocabulary, end_ids, here.platform, here.groups, ranks, tokenizer.decode
     )
-    engine.profiler = generation_profiler(attempt, config, platform, dist.get_rank())
-    return Generation(engine, refit, EngineInTurn(ranks, engine, safe_points))
+    engine.profiler = generation_profiler(here.attempt, config, here.platform, dist.get_rank())
+    return Generation(engine, refit, EngineInTurn(ranks, engine, here.safe_points))

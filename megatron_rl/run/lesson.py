@@ -15,17 +15,17 @@ from itertools import islice, takewhile
 import torch
 import torch.distributed as dist
 
-from megatron_rl.agent.api import Environment, TrainingSet
+from megatron_rl.agent.api import Environment
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.agent.trial import reward_of, scored_answer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.lesson_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
-from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, read, write
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.here import Here
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.evaluation import scoring_progress
+from megatron_rl.standalone.first_rows import Lesson
 
 MOST_COUNTED = 20_000
 """Prompts that are counted, at most: these take a fraction of a second."""
@@ -37,19 +37,12 @@ TRIAL_S = 60.0
 logger = logging.getLogger("megatron_rl")
 
 
-def record_lesson(
-    run_dir: RunDir,
-    sets: Sequence[TrainingSet],
-    environment: Environment | None,
-    loop: AgentLoop | None,
-    tokenizer: Tokenizer,
-    config: RunConfig,
-    safe_points: SafePoints,
-) -> None:
+def record_lesson(here: Here, lesson: Lesson, environment: Environment | None, loop: AgentLoop | None) -> None:
     """Write lesson.json unless it exists. Collective. A file that cannot be written is left out with a warning.
 
     environment, loop: None if nothing is scored. Raises LeaveAgreed if a rank is asked to leave.
     """
+    run_dir, safe_points, sets = here.run_dir, here.safe_points, lesson.sets
     leads = dist.get_rank() == 0
     missing = torch.tensor([leads and read(LessonRecord, run_dir.lesson) is ABSENT], dtype=torch.int32)
     if not safe_points.maximum(missing).item():
@@ -58,7 +51,7 @@ def record_lesson(
     if environment is not None and loop is not None:
         first = [*islice((problem for each in sets for problem in each.problems), TRIED)]
         own = first if loop.role.drives and loop.role.index == 0 else []
-        work = partial(right_answers, environment, own, tokenizer, config)
+        work = partial(right_answers, environment, own, lesson.tokenizer, lesson.config)
         with safe_points.phase("evaluate"):
             right = loop.run(work, partial(scoring_progress, environment, len(first))) or []
     if not leads:

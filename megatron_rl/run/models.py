@@ -24,7 +24,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.model.trainable import Trainable, fill_adapters, load_part
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.here import Here
 from megatron_rl.training import warm_up
 from megatron_rl.training.optimizer import PolicyOptimizer
 
@@ -63,14 +63,7 @@ class Models:
 
 
 def build_models(
-    config: RunConfig,
-    environment: Environment | None,
-    tokenizer: Tokenizer,
-    platform: Platform,
-    groups: Groups,
-    safe_points: SafePoints,
-    *,
-    resumes: bool,
+    config: RunConfig, here: Here, tokenizer: Tokenizer, environment: Environment | None, *, resumes: bool
 ) -> tuple[Models, str | None]:
     """Build the models before the first step, and return them with the digest of their initial weights, if read.
     Collective.
@@ -78,14 +71,15 @@ def build_models(
     resumes: whether they are about to be restored. Then only the KL penalty and adapters need the initial weights;
         without them, the run no longer depends on their source.
     """
+    platform, groups = here.platform, here.groups
     platform.seed(initial_seed(config.model))
     policy = build_part(config, tokenizer, platform, config.training.recompute)
     trainable, penalised = Trainable.of(config.model), config.grpo.kl_beta > 0
     digest = None
     if not resumes or config.keeps_initial_weights:
-        digest = load_initial_weights(policy, config, environment, tokenizer, platform, groups, safe_points)
+        digest = load_initial_weights(policy, config, here, tokenizer, environment)
     fill_adapters(policy, config.model, config.training.seed)
-    safe_points.agree()
+    here.safe_points.agree()
     share_weights(policy, groups)  # before the reference and the optimizer copy them
     reference = None
     if penalised:
@@ -98,13 +92,7 @@ def build_models(
 
 
 def load_initial_weights(
-    policy: Policy,
-    config: RunConfig,
-    environment: Environment | None,
-    tokenizer: Tokenizer,
-    platform: Platform,
-    groups: Groups,
-    safe_points: SafePoints,
+    policy: Policy, config: RunConfig, here: Here, tokenizer: Tokenizer, environment: Environment | None
 ) -> str | None:
     """Replace the random weights by the initial weights of training, except adapters. Return the digest of the
     checkpoint or files that they come from, or for adapters a checksum of the weights; None for random weights or those
@@ -113,13 +101,13 @@ def load_initial_weights(
     Random weights and supervised ones are made as on a single rank, all of them on each rank, so that a run starts with
     the same weights in every layout.
     """
-    model, digest = config.model, None
+    model, groups, safe_points, digest = config.model, here.groups, here.safe_points, None
     if model.init in ("from-scratch", "supervised"):
         whole = policy
         if groups.in_step or policy.adapters:
-            platform.seed(initial_seed(model))
+            here.platform.seed(initial_seed(model))
             base = model.model_copy(update={"lora": None})
-            whole = build_policy(base, tokenizer.vocab_size, platform, groups=groups_of_one())
+            whole = build_policy(base, tokenizer.vocab_size, here.platform, groups=groups_of_one())
         if model.init == "supervised":
             safe_points.activity.enter("teaching the base model", 0)
             warm_up.teach(whole, config, environment, tokenizer, safe_points, writer=dist.get_rank() == 0)

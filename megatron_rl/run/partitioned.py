@@ -7,15 +7,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import digest_of, read_token
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.api import Platform
 from megatron_rl.platform.transport import offered
-from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.here import Here
 from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.prober import Prober
@@ -23,19 +20,19 @@ from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
 from megatron_rl.refit.transfer import Sender
 from megatron_rl.refit.transfer_refit import TransferRefit
 from megatron_rl.rollout.agent_loop import AgentThread, TrainingDriver
-from megatron_rl.run.generation import Generation
+from megatron_rl.run.state import Generation
 
 
-def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Groups) -> ReplicaPool:
+def open_pool(config: RunConfig, here: Here) -> ReplicaPool:
     """Open the pool of replicas that this rank's driver queries. Called early, because replicas wait for it.
 
     Raises ConfigurationError if the run has no token.
     """
-    role = TrainingDriver.of(groups)
+    role = TrainingDriver.of(here.groups)
     dispatch = Dispatch(
-        attempt,
-        digest_of(run_dir.resolved),
-        read_token(run_dir.token),
+        here.attempt,
+        digest_of(here.run_dir.resolved),
+        read_token(here.run_dir.token),
         role.index,
         resumes=config.resume.partial == "keep",
         limit_s=config.job.silence_limit_s,
@@ -47,19 +44,14 @@ def open_pool(run_dir: RunDir, attempt: Attempt, config: RunConfig, groups: Grou
 
 
 def generate_elsewhere(
-    policy: Policy,
-    pool: ReplicaPool,
-    config: RunConfig,
-    platform: Platform,
-    groups: Groups,
-    safe_points: SafePoints,
-    prober: Prober | None,
+    config: RunConfig, here: Here, policy: Policy, pool: ReplicaPool, prober: Prober | None
 ) -> Generation:
     """Set up the refit of the replicas, which generate with the weights of `policy` once they are published.
     Collective.
 
     pool: opened by `open_pool`. prober: of the replicas, if they are probed.
     """
+    platform, safe_points = here.platform, here.safe_points
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     keeps = config.placement.inference.transfer == "changed"
     transfer = TransferRefit(
@@ -72,7 +64,7 @@ def generate_elsewhere(
         no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
     )
     refit = OverlappedRefit(transfer, pool, platform, safe_points, prober)
-    loop = AgentThread(TrainingDriver.of(groups), pool, safe_points, refit)
+    loop = AgentThread(TrainingDriver.of(here.groups), pool, safe_points, refit)
 
     def end() -> None:
         refit.close()

@@ -1,4 +1,4 @@
-"""The problems a run trains on: chosen at the start, the same on all ranks and in every attempt.
+"""The material of a run, its problems or rows: chosen at the start, the same on all ranks and in every attempt.
 
 The prompt stream counts problems. If an ordinal meant another problem than before (the data were edited, or the package
 that makes them was updated), some problems would be trained on twice and others never, held-out ones perhaps among
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -26,11 +26,17 @@ from megatron_rl.contract.records import read
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.rank.here import Here
+from megatron_rl.recipe.own_code import kept
+from megatron_rl.standalone.first_rows import Fault, Lesson, faults, open_lesson, unknown_end_of
 
 logger = logging.getLogger("megatron_rl")
 
 STALE_MOUNT_S = 30.0
 """Seconds to retry a file of the run directory that cannot be read, as on a stale mount."""
+
+DATA = "data"
+"""Name of the rows of `data` among the digests."""
 
 MOST_TOKENISED = 20_000
 """Prompts of a set that are tokenised at the start, at most; these take some seconds. Other prompts that are too long
@@ -38,6 +44,70 @@ are dropped when their turn comes."""
 
 SPARE = 8
 """Tokens by which a text may exceed its bytes: some tokenizers put a blank first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """Problems or rows that a run trains on, and how they become tokens."""
+
+    lesson: Lesson
+    """Tokenizer, environment, and the sets without problems that are too long. Its configuration names the run's copies
+    of the user's code."""
+    left_out: Mapping[str, int]
+    """Number of problems that are too long, by environment."""
+    digests: Mapping[str, ProblemDigest]
+    """Digests of the sets, by environment."""
+
+    @property
+    def scoring(self) -> Environment | None:
+        """Environment that scores the answers to train on; None for rows of data."""
+        return None if self.lesson.config.supervised else self.lesson.environment
+
+
+def build_material(config: RunConfig, here: Here, *, resumes: bool) -> Material:
+    """Read the sets to train on, build their environment, and check both. Collective.
+
+    resumes: whether the run has a checkpoint.
+
+    Raises ConfigurationError for an inconsistent recipe, on all ranks, and RuntimeError if this rank's problems differ
+    from those of most ranks.
+    """
+    try:
+        config = with_kept_functions(config, here.run_dir)
+        lesson = open_lesson(config, here.run_dir, STALE_MOUNT_S)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    left_out: Mapping[str, int] = {}
+    if not config.supervised and lesson.environment is not None:
+        sets, left_out = choose_problems(lesson.environment, config, lesson.tokenizer)
+        lesson = replace(lesson, sets=sets)
+    if warning := unknown_end_of(lesson):
+        logger.warning("%s", warning)
+    check_lesson(lesson, resumes, here.groups.control)
+    digests = digests_of(lesson.sets, DATA if config.supervised else config.task.name)
+    check_alike(digests, here.groups.control)
+    return Material(lesson, left_out, digests)
+
+
+def with_kept_functions(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """Replace the files of the user's functions by the run's copies. Raises ValueError if their record cannot be
+    read."""
+    copies = {key: kept(function, run_dir, STALE_MOUNT_S) for key, function in config.grpo.own_functions.items()}
+    return config.model_copy(update={"grpo": config.grpo.model_copy(update=copies)})
+
+
+def check_lesson(lesson: Lesson, resumes: bool, control: dist.ProcessGroup) -> None:
+    """Check the first rows, and the user's reward on an answer, before any model is built. Rank 0 does it for all.
+
+    Raises ConfigurationError on all ranks.
+    """
+    found: list[list[Fault]] = [[*faults(lesson, resumes)] if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(found, src=0, group=control)
+    for fault in found[0]:
+        if not fault.certain:
+            logger.warning("%s", fault.text)
+    if certain := [fault.text for fault in found[0] if fault.certain]:
+        raise ConfigurationError("; ".join(certain))
 
 
 def choose_problems(
@@ -48,6 +118,8 @@ def choose_problems(
 
     Raises ConfigurationError if no problem of an environment is left, or if the tokenizer cannot write a prompt.
     """
+    if not all(each.problems for each in environment.training_sets()):
+        raise ConfigurationError(f"environment {config.task.name!r} has no training problems")
     _check_prompts(environment, config, tokenizer)
     longest = config.sequence_length - config.sampling.max_new_tokens
     room = f"training.sequence_length {config.sequence_length} less sampling.max_new_tokens"

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
-from megatron_rl.checkpoint.adapters import adapter_record
+from megatron_rl.checkpoint.adapters import adapter_record, check_base
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.writer import Writer
-from megatron_rl.platform.api import Platform
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.publish import Refit
+from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.curriculum import CurriculumState
 from megatron_rl.rollout.evaluation import evaluate
 from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.rollout.window import Drawn
-from megatron_rl.run.generation import Generation, NoRefit
 from megatron_rl.run.models import Models
+from megatron_rl.run.problems import Material
 from megatron_rl.training.trainer import Trainer
+
+logger = logging.getLogger("megatron_rl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,10 @@ class Counters:
     curriculum: Mapping[str, Any] | None = None
     """`rollout.curriculum.CurriculumState` as JSON; None without a curriculum."""
 
+    @property
+    def drawn(self) -> Drawn:
+        return Drawn(self.drawn_below, self.passed_over)
+
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Counters:
         """Read the counters of a checkpoint. Raises ConfigurationError for counters of a later version of mrl."""
@@ -65,6 +73,60 @@ class Counters:
             )
         problems = {name: ProblemDigest(**its) for name, its in meta.get("problems", {}).items()}
         return cls(**{**meta, "problems": problems})
+
+
+def restore(
+    checkpointer: Checkpointer, models: Models, initial_weights: str | None, safe_points: SafePoints
+) -> Counters:
+    """Restore the models from the newest good checkpoint, if any, and return the run's counters. Collective.
+
+    initial_weights: digest of the present `model.checkpoint` or `model.huggingface`, if read.
+
+    Raises ConfigurationError if the run started from other weights: the KL penalty would pull to the wrong ones, and
+    adapters would be added to them.
+    """
+    safe_points.activity.enter("loading the checkpoint", 0)
+    with safe_points.timeline.phase("load"):
+        checkpoint = checkpointer.restore(models.restore)
+    if checkpoint is None:
+        return Counters(initial_weights=initial_weights)
+    counters = Counters.of(checkpoint.manifest.meta)
+    if initial_weights is not None and counters.adapters is not None:
+        check_base(checkpoint.folder, checkpoint.manifest.meta, initial_weights)
+    elif initial_weights is not None and initial_weights != counters.initial_weights:
+        raise ConfigurationError(
+            "model.checkpoint (or huggingface) has changed since this run started, and the KL penalty (grpo.kl_beta) "
+            "needs the original weights: restore them, or start another run"
+        )
+    logger.info("resuming after step %d", counters.step)
+    return counters
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """This rank's share of generation."""
+
+    engine: ResumableInference
+    """Engine this rank's driver queries, or its part of the engine on a rank that follows."""
+    refit: Refit
+    """Transfer of the trained weights to the engine."""
+    loop: AgentLoop
+    end: Callable[[], None] = lambda: None
+    """Called after the last request."""
+    metrics: Callable[[], dict[str, float]] = dict
+    """Returns the metrics of the newest step, on the first rank."""
+
+
+class NoRefit:
+    """Implements `Refit` in a run that samples nothing."""
+
+    moved_bytes = 0
+
+    def publish(self, policy_version: int) -> None:
+        """No-op: nobody needs the weights."""
+
+    def finish(self) -> None:
+        """No-op, as `publish` is."""
 
 
 class Driver(Protocol):
@@ -82,15 +144,8 @@ class Run:
     """One rank's share of a run. Progress is in `step`, `next_ordinal`, `saved` and `evaluated`."""
 
     config: RunConfig
-    platform: Platform
-    groups: Groups
-    safe_points: SafePoints
-    environment: Environment | None
-    """None if nothing is sampled."""
-    left_out: Mapping[str, int]
-    """Training problems whose prompt is too long, by environment."""
-    problems: Mapping[str, ProblemDigest]
-    """Digests of the other training problems, by environment."""
+    here: Here
+    material: Material
     models: Models
     initial_weights: str | None
     trainer: Trainer
@@ -112,6 +167,19 @@ class Run:
     """Last step whose checkpoint was begun, or from which the run was restored."""
     evaluated: int
     """Step of the last evaluation; -1: none."""
+
+    @property
+    def groups(self) -> Groups:
+        return self.here.groups
+
+    @property
+    def safe_points(self) -> SafePoints:
+        return self.here.safe_points
+
+    @property
+    def environment(self) -> Environment | None:
+        """None if nothing is sampled."""
+        return self.material.lesson.environment
 
     @property
     def engine(self) -> ResumableInference:
@@ -139,7 +207,7 @@ class Run:
                 nonfinite_in_a_row=self.trainer.nonfinite_in_a_row,
                 initial_weights=self.initial_weights,
                 adapters=adapter_record(self.config.model),
-                problems=self.problems,
+                problems=self.material.digests,
                 curriculum=None if self.curriculum is None else self.curriculum.to_json(),
             )
         )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.initial_weights import read_initial_weights
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.distill.config import DistillConfig
 from megatron_rl.distill.replicas import TeacherRoster
 from megatron_rl.distill.served import ServedTeacher, endpoints_of
@@ -18,21 +17,11 @@ from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hub import local_folder
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.platform.api import Platform
-from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.here import Here
 from megatron_rl.run.models import build_part, share_weights
 
 
-def build_teacher(
-    run_dir: RunDir,
-    attempt: Attempt,
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    platform: Platform,
-    groups: Groups,
-    safe_points: SafePoints,
-) -> Policy | ServedTeacher | None:
+def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Policy | ServedTeacher | None:
     """Load the teacher, or connect to its replicas or servers; None without `distill`. Collective.
 
     Raises ConfigurationError if the teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
@@ -43,9 +32,10 @@ def build_teacher(
     files = _files(distill)
     if problem := next(against_teacher(config, files, _tokenizer_folder(config)), None):
         raise ConfigurationError(problem)
+    groups, safe_points = here.groups, here.safe_points
     servers: Sequence[Endpoint] | TeacherRoster | None = None
     if distill.replicas is not None:
-        servers = TeacherRoster(run_dir, attempt, distill.replicas.answer_limit_s)
+        servers = TeacherRoster(here.run_dir, here.attempt, distill.replicas.answer_limit_s)
     elif distill.server is not None:
         servers = endpoints_of(distill.server)
     if servers is not None:
@@ -62,7 +52,7 @@ def build_teacher(
     model = files.model.model_copy(
         update={"dtype": own.dtype, "vocab_multiple": own.vocab_multiple, "lora": None, **source}
     )
-    policy = build_part(config, tokenizer, platform, model=model)
+    policy = build_part(config, tokenizer, here.platform, model=model)
     read_initial_weights(policy, model, groups, "distill.teacher")
     safe_points.agree()
     share_weights(policy, groups)

@@ -32,17 +32,19 @@ class Lesson:
     """Number of rows of data that are not among them, by reason."""
 
 
-def open_lesson(config: RunConfig, copies: RunDir | None = None) -> Lesson:
+def open_lesson(config: RunConfig, copies: RunDir | None = None, patience: float = 0.0) -> Lesson:
     """Open the lesson of a recipe as a rank does.
 
-    copies: run whose copies of the user's code are used; None: the files themselves.
+    Args:
+        copies: run whose copies of the user's code are used; None: the files themselves.
+        patience: seconds for which reading the record of the copies is retried.
 
     Raises ValueError.
     """
     tokenizer = build_tokenizer(config.tokenizer)
     environment = None
     if config.generates:
-        task = config.task if copies is None else with_kept_files(config.task, copies)
+        task = config.task if copies is None else with_kept_files(config.task, copies, patience)
         environment = build_environment(task, tokenizer)
     if config.supervised and config.rows.path is not None:
         read = read_data(config.rows)

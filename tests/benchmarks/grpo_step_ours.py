@@ -23,6 +23,7 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.groups import connect
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.rollout.batch import RolloutBatch
@@ -76,7 +77,7 @@ def main() -> None:
     groups = connect(world, config.job, config.placement.training, platform.backend, attempt.address("train"))
     safe_points = SafePoints(Activity(attempt, published=world.rank == 0), DrainListener(attempt), Timeline())
     safe_points.connect(groups)
-    run = set_up(run_dir, attempt, config, platform, groups, safe_points)
+    run = set_up(config, Here(run_dir, attempt, platform, groups, safe_points))
     if size.end_bias:
         lengthen(run.trainer.policy, run.environment.tokenizer.eos_id, size.end_bias)
 

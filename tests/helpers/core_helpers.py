@@ -115,7 +115,7 @@ def _folders() -> tempfile.TemporaryDirectory[str]:
 def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
     """Set up a run whose policy and reference, if any, have distributions far from uniform."""
     run_dir = RunDir(tempfile.mkdtemp(dir=_folders().name))
-    run = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points())
+    run = set_up(config, Here(run_dir, run_dir.attempt(1), platform, groups, quiet_safe_points()))
     stir(run.trainer.policy, scale)
     run.trainer.optimizer.reload()
     run.trainer.optimizer.megatron.reload_model_params()

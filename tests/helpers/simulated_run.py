@@ -50,7 +50,7 @@ from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
-from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.world import World
 from megatron_rl.refit.publish import SharedWeights
 from megatron_rl.rollout import agent_loop as agent_loop_module
@@ -61,6 +61,8 @@ from megatron_rl.run import attempt as attempt_module
 from megatron_rl.run import generation as generation_module
 from megatron_rl.run import setup as run_module
 from megatron_rl.run.models import Models
+from megatron_rl.standalone import first_rows as first_rows_module
+from megatron_rl.training.objective import Objective
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0
@@ -144,7 +146,7 @@ class Simulation:
             patch.setattr(attempt_module, "select", lambda *_: self.platform)
             patch.setattr(attempt_module, "connect", lambda *_: self.groups)
             patch.setattr(attempt_module, "disconnect", lambda platform: None)
-            patch.setattr(run_module, "build_environment", lambda *_: _Agent())
+            patch.setattr(first_rows_module, "build_environment", lambda *_: _Agent())
             patch.setattr(run_module, "build_models", self._build_models)
             patch.setattr(generation_module, "build_engine", lambda policy, *_: _engine(policy))
             patch.setattr(run_module, "Trainer", _Trainer)
@@ -412,16 +414,13 @@ class _Trainer:
         self,
         policy: _Policy,
         optimizer: _Optimizer,
-        reference: None,
+        objective: Objective,
         config: RunConfig,
-        platform: Any,
-        groups: Any,
-        safe_points: SafePoints,
+        here: Here,
         policy_version: int,
         nonfinite_in_a_row: int,
-        teacher: None,
     ) -> None:
-        self.policy, self.optimizer, self.safe_points = policy, optimizer, safe_points
+        self.policy, self.optimizer, self.safe_points = policy, optimizer, here.safe_points
         self.policy_version = policy_version
         self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True

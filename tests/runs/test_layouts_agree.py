@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
-from core_helpers import batch_of, grouped_products, here_of, quiet_safe_points, random_groups, tiny_model, tiny_run
+from core_helpers import batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
@@ -198,10 +198,10 @@ def gradient_of(weight: Tensor) -> Tensor:
 
 def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
     """Build a trainer of the recipe's model. Returns it with the initial weights of a run."""
-    platform, safe_points = select(config.job), quiet_safe_points()
+    here = here_of(select(config.job), groups)
     tokenizer = build_tokenizer(config.tokenizer)
     environment = build_environment(config.task, tokenizer)
-    models, _ = build_models(config, environment, tokenizer, platform, groups, safe_points, resumes=False)
+    models, _ = build_models(config, here, tokenizer, environment, resumes=False)
     initial = boxes(models.policy, lambda weight: weight)
     sharpen(models.policy)
     for shard in shards_of(models.policy):
@@ -209,7 +209,6 @@ def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
             shard.data.detach().copy_(of_whole_model(shard, version=1))
     models.optimizer.megatron.reload_model_params()
     objective = objective_of(config, models.policy, models.reference, None)
-    here = here_of(platform, groups, safe_points)
     return Trainer(models.policy, models.optimizer, objective, config, here), initial
 
 

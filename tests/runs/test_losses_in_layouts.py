@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from checkpoint_helpers import Ranks
-from core_helpers import batch_of, here_of, quiet_safe_points, random_groups, tiny_model, tiny_run
+from core_helpers import batch_of, here_of, random_groups, tiny_model, tiny_run
 from layout_helpers import Layout, boxes, sharpen, whole
 from torch import Tensor
 
@@ -101,10 +101,10 @@ def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[s
     """Loss and gradient of each of these policy losses for one model, whose weights before the step were others."""
     groups = layout.groups()
     config = recipe(layout, {"kl_beta": 0.1}, microbatch)
-    platform, safe_points = select(config.job), quiet_safe_points()
+    here = here_of(select(config.job), groups)
     tokenizer = build_tokenizer(config.tokenizer)
     environment = build_environment(config.task, tokenizer)
-    models, _ = build_models(config, environment, tokenizer, platform, groups, safe_points, resumes=False)
+    models, _ = build_models(config, here, tokenizer, environment, resumes=False)
     sharpen(models.policy)
     models.optimizer.megatron.reload_model_params()
     models.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite, so that it is not applied
@@ -114,7 +114,7 @@ def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[s
         config = recipe(layout, keys, microbatch)
         reference = models.reference if config.grpo.kl_beta else None
         objective = objective_of(config, models.policy, reference, None)
-        trainer = Trainer(models.policy, models.optimizer, objective, config, here_of(platform, groups, safe_points))
+        trainer = Trainer(models.policy, models.optimizer, objective, config, here)
         found[name] = one_update(trainer, groups)
     return found
 

@@ -22,6 +22,7 @@ from megatron_rl.metrics.stats import Tally
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.groups import Groups, gathered
+from megatron_rl.rank.here import Here
 from megatron_rl.rollout import exchange as exchange_module
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
@@ -155,7 +156,7 @@ def initial_weights(rank: int, ranks: int, dtype: str, distributed: bool) -> lis
         model={"dtype": dtype}, grpo={"kl_beta": 0.1}, optimizer={"learning_rate": 1e-3, "distributed": distributed}
     )
     run_dir = RunDir(tempfile.mkdtemp())
-    models = set_up(run_dir, run_dir.attempt(1), config, platform, groups, quiet_safe_points()).models
+    models = set_up(config, Here(run_dir, run_dir.attempt(1), platform, groups, quiet_safe_points())).models
     main = [getattr(weight, "main_param", None) for weight in models.policy.parameters()]
     assert models.reference is not None
     weights = [

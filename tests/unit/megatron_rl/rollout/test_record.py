@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from core_helpers import ALPHABET, trajectory
+from core_helpers import ALPHABET, tiny_run, trajectory
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import NOT_FINITE, PROMPT_LIMIT, GroupLine, read_rollouts
-from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.rollout import record as module
 from megatron_rl.rollout.batch import RolloutBatch
@@ -31,9 +32,14 @@ LOGPROBS = -torch.arange(1.0, 13.0)
 """Log-probs of the three trained tokens of each of the four groups."""
 
 
-def recorder(run: RunDir, **fields: bool) -> RolloutRecord:
-    tokenizer = CharacterTokenizer(ALPHABET)
-    return RolloutRecord(run.attempt(1), 0, LoggingConfig(samples=2), tokenizer, prompts_per_step=4, **fields)
+def recipe(**logging: int) -> RunConfig:
+    return tiny_run(logging={"samples": 2, **logging}, grpo={"prompts_per_step": 4}, training={"steps": 25})
+
+
+def recorder(
+    run: RunDir, config: RunConfig | None = None, right: Callable[[Problem], str | None] = lambda problem: None
+) -> RolloutRecord:
+    return RolloutRecord(run.attempt(1), 0, config or recipe(), CharacterTokenizer(ALPHABET), right)
 
 
 def recorded(run: RunDir, record: RolloutRecord) -> list[GroupLine]:
@@ -93,7 +99,9 @@ def test_a_rank_that_does_not_report_records_what_it_passed_over(run: RunDir):
 
 
 def test_rows_of_data_are_recorded_only_where_sampled(run: RunDir):
-    record = recorder(run, every_group=False)
+    config = recipe()
+    training = config.training.model_copy(update={"objective": "supervised"})
+    record = recorder(run, config.model_copy(update={"training": training}))
     record.add(10, BATCH, True, ADVANTAGES, LOGPROBS)
     record.add(9, BATCH, True, ADVANTAGES, None)
     assert [(each.step, each.ordinal) for each in recorded(run, record)] == [(10, 6), (10, 8)]
@@ -124,20 +132,17 @@ def test_groups_are_left_out_with_one_warning_while_the_disk_is_full(
 
 
 def test_the_last_step_is_sampled_beside_the_first_and_every_tenth(run: RunDir):
-    of_recipe = {"prompts_per_step": 4, "last_step": 15}
-    record = RolloutRecord(run.attempt(1), 0, LoggingConfig(), CharacterTokenizer(ALPHABET), **of_recipe)
-    assert [step for step in range(1, 16) if record.is_sampled(step)] == [1, 10, 15]
-    never = RolloutRecord(run.attempt(1), 0, LoggingConfig(samples_every=0), CharacterTokenizer(ALPHABET), **of_recipe)
-    assert not any(never.is_sampled(step) for step in range(1, 16))
+    record = recorder(run)
+    assert [step for step in range(1, 26) if record.is_sampled(step)] == [1, 10, 20, 25]
+    never = recorder(run, recipe(samples_every=0))
+    assert not any(never.is_sampled(step) for step in range(1, 26))
 
 
 def test_sampled_groups_have_the_right_answer_where_it_is_known(run: RunDir):
     def right(problem: Problem) -> str | None:
         return problem.prompt[0] * 1000 if problem.prompt != "8+3=" else None
 
-    record = RolloutRecord(
-        run.attempt(1), 0, LoggingConfig(samples=4), CharacterTokenizer(ALPHABET), prompts_per_step=4, right=right
-    )
+    record = recorder(run, recipe(samples=4), right)
     record.add(1, BATCH, True, ADVANTAGES, LOGPROBS)
     its = {group.ordinal: group.right for group in recorded(run, record)}
     assert its == {5: None, 6: "6" * PROMPT_LIMIT, 7: "7" * PROMPT_LIMIT, 8: None, 9: "9" * PROMPT_LIMIT}

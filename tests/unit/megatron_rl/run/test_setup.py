@@ -15,6 +15,7 @@ from core_helpers import quiet_safe_points, stir, tiny_model, tiny_run
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.rank.here import Here
 from megatron_rl.run import setup
 from megatron_rl.run.setup import set_up
 from megatron_rl.run.state import Counters, Run
@@ -50,7 +51,7 @@ class Began:
     def _set_up(self, run_dir: RunDir, config: RunConfig) -> Run:
         attempt = run_dir.attempt(run_dir.last_attempt() + 1)
         attempt.folder.mkdir(parents=True)
-        return set_up(run_dir, attempt, config, self.platform, self.groups, quiet_safe_points())
+        return set_up(config, Here(run_dir, attempt, self.platform, self.groups, quiet_safe_points()))
 
 
 def weights(run: Run) -> list[torch.Tensor]:
@@ -132,5 +133,6 @@ def test_fault_of_a_row_is_a_wrong_configuration_before_any_model_is_built(
     values["training"] |= {"objective": "supervised"}
     monkeypatch.setattr(setup, "build_models", lambda *_, **__: pytest.fail("a model was built"))
     run_dir = RunDir(tmp_path / "run")
+    here = Here(run_dir, run_dir.attempt(1), platform, groups, quiet_safe_points())
     with pytest.raises(ConfigurationError, match=r"rows\.jsonl:1 cannot be trained on: no token for the character 'x'"):
-        set_up(run_dir, run_dir.attempt(1), RunConfig.model_validate(values), platform, groups, quiet_safe_points())
+        set_up(RunConfig.model_validate(values), here)

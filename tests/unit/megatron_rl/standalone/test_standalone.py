@@ -16,6 +16,7 @@ from run_helpers import make_run
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
+from megatron_rl.rank.here import Here
 from megatron_rl.run.setup import set_up
 from megatron_rl.standalone.policy import load_policy
 from megatron_rl.standalone.source import find_source
@@ -55,7 +56,7 @@ def test_run_is_its_newest_good_checkpoint_with_tokenizer_and_policy_version(
     attempt = run_dir.attempt(1)
     attempt.folder.mkdir(parents=True)
     run_dir.resolved.write_text(yaml.safe_dump(config.model_dump()))
-    run = set_up(run_dir, attempt, config, platform, groups, quiet_safe_points())
+    run = set_up(config, Here(run_dir, attempt, platform, groups, quiet_safe_points()))
     for step in (2, 4):
         stir(run.trainer.policy, 0.3, seed=step)
         run.step, run.trainer.policy_version = step, step + 1
