@@ -86,6 +86,11 @@ class AgentLoop(ABC):
         self._progress: object = None
 
     @property
+    def busy_s(self) -> float:
+        """Seconds that the engine has worked."""
+        return self._inference.busy_s
+
+    @property
     @abstractmethod
     def starved(self) -> bool:
         """Whether requests wait for weights that no replica has."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -23,9 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.config import RunConfig
 from megatron_rl.rollout.config import CurriculumConfig
 from megatron_rl.rollout.stream import Mixture
+from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 
 _RATE = np.dtype("<f4")
 
@@ -162,6 +165,26 @@ class Curriculum:
             if weight >= 1 or _uniform(self._seed, name, candidate) < weight:
                 return Assigned(name, index)
             self._left_out += 1
+
+
+def prompts_of(
+    config: RunConfig,
+    sets: Sequence[TrainingSet],
+    state: CurriculumState | None = None,
+    next_ordinal: int = 0,
+    drawn: Drawn = NOTHING_DRAWN,
+) -> Mixture | Curriculum:
+    """Return the problem of each ordinal: the prompt stream of these sets, or a curriculum over it.
+
+    Args:
+        state: of the curriculum after the last step; None: it begins.
+        next_ordinal, drawn: after the last step.
+    """
+    stream = Mixture(sets, config.training.seed, config.grpo.prompts_per_step)
+    if config.curriculum is None:
+        return stream
+    begun = state or CurriculumState.begun(stream, next_ordinal, drawn.below)
+    return Curriculum(stream, config.training.seed, config.curriculum, begun)
 
 
 def visit_weight(rate: float, config: CurriculumConfig) -> float:

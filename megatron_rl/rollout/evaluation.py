@@ -68,7 +68,10 @@ def evaluate(
     return found
 
 
-def scoring_progress(agent: ScoringAgent, answers: int) -> tuple[int, str]:
-    """Return how many answers the agent has scored, and a note about a slow function; see `AgentLoop.run`."""
+def scoring_progress(agent: ScoringAgent, answers: int, per: str = "") -> tuple[int, str]:
+    """Return how many answers the agent has scored, and a note about a slow function; see `AgentLoop.run`.
+
+    answers, per: number to score, such as 512 " a step".
+    """
     found = agent.scoring()
-    return (found.answers, found.note(f"{answers:,} answers")) if found is not None else (0, "")
+    return (found.answers, found.note(f"{answers:,} answers{per}")) if found is not None else (0, "")

@@ -36,7 +36,8 @@ class InFlightGroups:
         config: RunConfig,
     ) -> None:
         """problem: returns the problem of an ordinal."""
-        self._agent, self._problem, self._inference, self._bank, self._config = agent, problem, inference, bank, config
+        self.agent, self.bank = agent, bank
+        self._problem, self._config = problem, config
         self._tasks: dict[int, GroupTask] = {}
         self._begun_after: dict[int, int] = {}  # ordinal: step whose weights were the newest when it was begun
         self._states: dict[int, State] = {}  # of finished groups
@@ -50,8 +51,8 @@ class InFlightGroups:
             step: step after which the present weights are the newest.
             waiting: whether they are surplus groups of an earlier step, as for `Bank.scored`.
         """
-        self._writer = self._writer or loop.create_task(self._bank.flush_regularly(self._recording))
-        scored = self._bank.scored(ordinals, self._problem, waiting=waiting) if ordinals else {}
+        self._writer = self._writer or loop.create_task(self.bank.flush_regularly(self._recording))
+        scored = self.bank.scored(ordinals, self._problem, waiting=waiting) if ordinals else {}
         for ordinal in ordinals:
             self._begun_after[ordinal] = step
             self._tasks[ordinal] = loop.create_task(self._group(ordinal, scored.get(ordinal)))
@@ -69,7 +70,7 @@ class InFlightGroups:
             limits=RolloutLimits.of(self._config.task),
         )
         try:
-            group = await self._agent.group_rollout(request)
+            group = await self.agent.group_rollout(request)
         except PromptTooLong as error:
             logger.warning("prompt %d is dropped: %s", ordinal, error)
             return None
@@ -132,12 +133,12 @@ class InFlightGroups:
             del self._begun_after[ordinal]
             self._states.pop(ordinal, None)
             self._tasks.pop(ordinal).cancel()  # without effect on a finished task
-        self._bank.flush_if_due(self._recording)
+        self.bank.flush_if_due(self._recording)
         return tokens
 
     def flush(self) -> None:
         """Write new records in the background."""
-        self._bank.flush(self._recording)
+        self.bank.flush(self._recording)
 
     async def stop(self) -> None:
         """Record the tokens of unfinished answers, then cancel all tasks: a cancelled request has no tokens."""

@@ -16,9 +16,11 @@ if dynamic sampling passes over a prompt, another one is begun at once, as with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, repeat
+
+from megatron_rl.config import RunConfig
 
 MOST_FOR_ONE = 4
 """Largest number of prompts drawn at once for each prompt that is missing."""
@@ -62,6 +64,118 @@ class Choice:
     """Ordinal below which all are settled."""
     overdue: list[int]
     """Ordinals dropped because they are unfinished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The ordinals of a driver between the last batch and what it may begin. Every change is a new window:
+
+    window.at(first)                            the next batch begins there
+    window.begun(window.surplus.stop)           a new driver first begins the surplus groups of an earlier one
+    window.begun(window.open_below())           begin what may be begun; again, as states become known
+    window.seen(states).choice()                the next batch, once it is complete
+    window.taken(choice)                        its groups are taken; `open_below` then is that of the training step
+    window.trained()                            the weights are those after one more step
+    """
+
+    wanted: int
+    """Prompts per step."""
+    rounds: int = 1
+    """Largest number of batches drawn for one: see `choose`."""
+    max_lag: int = 0
+    """Batches that are generated ahead of training, at most."""
+    drops: bool = False
+    """Whether groups that are unfinished when they are needed are dropped, instead of waited for."""
+    last: int = 2**62
+    """Last step of the run."""
+    weights: int = 0
+    """Step after which the present weights are the newest."""
+    step: int = 1
+    """Step of the next batch."""
+    first: int = 0
+    """First ordinal of that batch."""
+    below: int = 0
+    """Ordinal below which all are begun."""
+    states: tuple[State, ...] = ()
+    """Last agreed states, from `first` on."""
+    drawn: Drawn = NOTHING_DRAWN
+    """State of dynamic sampling after the last batch."""
+
+    @classmethod
+    def of(cls, config: RunConfig, step: int = 0, drawn: Drawn = NOTHING_DRAWN) -> Window:
+        """Return the window of a new driver after this step, with the state of dynamic sampling after it."""
+        dynamic, ahead = config.grpo.dynamic_sampling, config.asynchronous
+        return cls(
+            wanted=config.grpo.prompts_per_step,
+            rounds=dynamic.max_rounds if dynamic.enabled else 1,
+            max_lag=ahead.max_lag,
+            drops=ahead.max_lag > 0 and ahead.on_overdue == "drop",
+            last=config.training.steps,
+            weights=step,
+            step=step + 1,
+            drawn=drawn,
+        )
+
+    @property
+    def ahead(self) -> bool:
+        """Whether groups of further batches are generated while a step trains."""
+        return self.max_lag > 0
+
+    @property
+    def surplus(self) -> range:
+        """Ordinals that an earlier driver has drawn and this one has not begun."""
+        return range(self.below, max(self.below, self.drawn.below))
+
+    @property
+    def needed(self) -> range:
+        """Ordinals on which the next batch depends."""
+        if self.ahead:
+            return range(self.first, begun_below(self.first, self.states, 1, self.wanted, self.rounds))
+        return range(self.first, self.below)  # all that are drawn: no result may depend on which finishes first
+
+    @property
+    def overdue_after(self) -> int | None:
+        """Step whose weights make an unfinished group overdue if they, or older ones, were the newest when it was
+        begun; None: no group is."""
+        return self.weights - self.max_lag if self.drops else None
+
+    def open_below(self) -> int:
+        """Return the ordinal below which groups may be begun with the present weights."""
+        if not self.ahead:
+            return self.below + self._missing()
+        # Nothing is begun for a step after the last one, except that a batch which is asked for is always begun.
+        most = max(0, min(self.weights + 1 + self.max_lag, self.last) - self.weights - 1)
+        batches = most + (self.step == self.weights + 1)
+        return max(self.below, begun_below(self.first, self.states, batches, self.wanted, self.rounds))
+
+    def _missing(self) -> int:
+        """Return how many groups to draw for the next batch in one more round; 0 while those of the last round are
+        unfinished."""
+        if len(self.states) < self.below - self.first or State.UNFINISHED in self.states:
+            return 0
+        return max(0, to_draw(self.states, self.wanted, self.rounds, self.drawn.passed_over))
+
+    def at(self, first: int) -> Window:
+        return replace(self, first=first, below=max(self.below, first))
+
+    def begun(self, below: int) -> Window:
+        return replace(self, below=below)
+
+    def seen(self, states: Sequence[State]) -> Window:
+        """Note the states of all begun ordinals from `first` on."""
+        return replace(self, states=tuple(states))
+
+    def choice(self) -> Choice | None:
+        return choose(self.first, self.states, self.wanted, self.rounds)
+
+    def taken(self, choice: Choice) -> Window:
+        """Move on to the next batch."""
+        settled = choice.next_ordinal - self.first
+        drawn = self.drawn if self.ahead else Drawn(self.below, passed_over=settled - len(choice.trained))
+        return replace(self, step=self.step + 1, first=choice.next_ordinal, states=self.states[settled:], drawn=drawn)
+
+    def trained(self) -> Window:
+        return replace(self, weights=self.weights + 1)
 
 
 def choose(first: int, states: Sequence[State], wanted: int, rounds: int) -> Choice | None:

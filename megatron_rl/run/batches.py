@@ -6,8 +6,10 @@ from megatron_rl.config import RunConfig
 from megatron_rl.rank.here import Here
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage, fingerprint
-from megatron_rl.rollout.curriculum import CurriculumState
+from megatron_rl.rollout.curriculum import CurriculumState, prompts_of
 from megatron_rl.rollout.driver import RolloutDriver
+from megatron_rl.rollout.in_flight import InFlightGroups
+from megatron_rl.rollout.window import Window
 from megatron_rl.run.problems import Material
 from megatron_rl.run.state import Counters, Driver, Generation
 from megatron_rl.supervised.driver import ExampleDriver
@@ -21,20 +23,13 @@ def build_driver(
     if generation is None or (agent := material.scoring) is None:
         loop = generation.loop if generation else None
         return ExampleDriver(lesson.sets, lesson.tokenizer, config, here.groups, lesson.environment, loop)
-    return RolloutDriver(
-        agent,
-        lesson.sets,
-        generation.engine,
-        _bank(config, here, material, generation, counters),
-        config,
-        here.groups,
-        here.safe_points,
-        generation.loop,
-        counters.step,
-        counters.drawn,
-        curriculum_of(config, material, counters),
-        counters.next_ordinal,
-    )
+    state = curriculum_of(config, material, counters)
+    prompts = prompts_of(config, lesson.sets, state, counters.next_ordinal, counters.drawn)
+    in_flight = None
+    if (bank := _bank(config, here, material, generation, counters)) is not None:
+        in_flight = InFlightGroups(agent, prompts.problem, generation.engine, bank, config)
+    window = Window.of(config, counters.step, counters.drawn)
+    return RolloutDriver(prompts, window, generation.loop, in_flight, config, here)
 
 
 def _bank(config: RunConfig, here: Here, material: Material, generation: Generation, counters: Counters) -> Bank | None:

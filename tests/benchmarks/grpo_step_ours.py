@@ -100,7 +100,7 @@ def export(run: Run, folder: Path) -> None:
     own = model.init != "huggingface"
     weights = as_qwen2(run.trainer.policy, model, tokenizer.vocab_size) if own else {}
     torch.save({"weights": weights, "tokens": tokens, "logits": logits}, folder / "base.pt")
-    problems = (run.driver.stream.problem(ordinal) for ordinal in range(PROMPTS))
+    problems = (run.driver.prompts.problem(ordinal) for ordinal in range(PROMPTS))
     rows = [{"prompt": problem.prompt, "answer": problem.golden["answer"]} for problem in problems]
     (folder / "prompts.json").write_text(json.dumps(rows), encoding="utf-8")
 

@@ -28,11 +28,14 @@ from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage
+from megatron_rl.rollout.curriculum import prompts_of
 from megatron_rl.rollout.driver import RolloutDriver
+from megatron_rl.rollout.in_flight import InFlightGroups
+from megatron_rl.rollout.window import Window
 from megatron_rl.run.problems import choose_problems
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
-from core_helpers import quiet_safe_points, tiny_run
+from core_helpers import here_of, quiet_safe_points, tiny_run
 
 PROMPTS, GROUP = 64, 16
 TOKENS = 64
@@ -85,7 +88,9 @@ def driver(max_lag: int, environment: ManyProblems, folder: Path, answers: int) 
     engine, safe_points = NullEngine(), quiet_safe_points()
     bank = Bank(folder, config.resume, Lineage("run", 1, 0, 0, "r"), next_ordinal=0, driver=0, drivers=1)
     loop = EngineInTurn(role, engine, safe_points)
-    return RolloutDriver(environment, sets, engine, bank, config, groups, safe_points, loop)
+    prompts = prompts_of(config, sets)
+    in_flight = InFlightGroups(environment, prompts.problem, engine, bank, config)
+    return RolloutDriver(prompts, Window.of(config), loop, in_flight, config, here_of(None, groups, safe_points))
 
 
 def memory_mib() -> float:

@@ -12,16 +12,20 @@ import pytest
 
 from megatron_rl.agent.api import GroupedRolloutGenerator
 from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.config import RunConfig
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rank.here import Here
 from megatron_rl.rollout import agent_loop
-from megatron_rl.rollout.agent_loop import EngineInTurn
+from megatron_rl.rollout.agent_loop import AgentLoop, EngineInTurn
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import Lineage
 from megatron_rl.rollout.config import ResumeConfig
+from megatron_rl.rollout.curriculum import prompts_of
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.in_flight import InFlightGroups
 from megatron_rl.rollout.stream import Mixture
+from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn, Window
 from megatron_rl.run.state import Run
 
 NOWHERE = Path("nowhere.bank")
@@ -45,13 +49,30 @@ def bank_in(
     return Bank(folder, resume or ResumeConfig(), lineage(attempt, policy_version), **defaults | where)
 
 
+def rollout_driver(
+    agent: GroupedRolloutGenerator,
+    inference: Any,
+    bank: Bank,
+    config: RunConfig,
+    here: Here,
+    loop: AgentLoop,
+    drawn: Drawn = NOTHING_DRAWN,
+    **progress: Any,
+) -> RolloutDriver:
+    """Driver of the agent's problems. progress: last step, and `state` and `next_ordinal` of `prompts_of`."""
+    window = Window.of(config, progress.pop("step", 0), drawn)
+    prompts = prompts_of(config, agent.training_sets(), drawn=drawn, **progress)
+    return RolloutDriver(
+        prompts, window, loop, InFlightGroups(agent, prompts.problem, inference, bank, config), config, here
+    )
+
+
 def drive(run: Run, bank: Bank, agent: GroupedRolloutGenerator | None = None) -> None:
     """Give a run a driver with this bank, and with this agent instead of its environment."""
     agent = agent or run.environment
     run.generation.loop.close()  # of the driver that this one replaces
     run.generation = replace(run.generation, loop=loop_of(run))
-    parts = (agent, agent.training_sets(), run.engine, bank, run.config, run.groups, run.safe_points)
-    run.driver = RolloutDriver(*parts, run.generation.loop)
+    run.driver = rollout_driver(agent, run.engine, bank, run.config, run.here, run.generation.loop)
 
 
 def loop_of(run: Run) -> EngineInTurn:

@@ -100,7 +100,7 @@ def quiet_safe_points() -> SafePoints:
     return SafePoints(Activity(attempt, published=False), DrainListener(attempt), Timeline())
 
 
-def here_of(platform: Platform, groups: Any, safe_points: SafePoints | None = None) -> Here:
+def here_of(platform: Any, groups: Any, safe_points: SafePoints | None = None) -> Here:
     """Surroundings of a rank that writes no files and, by default, is never asked to leave."""
     run = RunDir("/nonexistent")
     return Here(run, run.attempt(1), platform, groups, safe_points or quiet_safe_points())

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bank_helpers import bank_in
-from core_helpers import quiet_safe_points, tiny_run, trajectory
+from bank_helpers import bank_in, rollout_driver
+from core_helpers import here_of, quiet_safe_points, tiny_run, trajectory
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ from megatron_rl.rollout.config import CurriculumConfig
 from megatron_rl.rollout.curriculum import Curriculum, CurriculumState, visit_weight
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.stream import Mixture
-from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
+from megatron_rl.rollout.window import NOTHING_DRAWN
 
 RATES = st.floats(0, 1)
 PROBLEMS = [Problem(str(number), {"number": number}) for number in range(5)]
@@ -241,19 +241,17 @@ def driver_of(
         loop: Any = EngineInTurn(role, engine, safe_points)
         if config.asynchronous.max_lag:
             loop = AgentThread(role, engine, safe_points, refit)
-        driver = RolloutDriver(
+        driver = rollout_driver(
             Agent(),
-            Agent().training_sets(),
             engine,
             bank_in(Path(folder), 1, driver=rank, drivers=ranks),
             config,
-            groups,
-            safe_points,
+            here_of(None, groups, safe_points),
             loop,
-            step,
-            after.drawn if after else Drawn() if config.asynchronous.max_lag else NOTHING_DRAWN,
-            after.curriculum if after else None,
-            after.next_ordinal if after else 0,
+            after.drawn if after else NOTHING_DRAWN,
+            step=step,
+            state=after.curriculum if after else None,
+            next_ordinal=after.next_ordinal if after else 0,
         )
         try:
             yield driver

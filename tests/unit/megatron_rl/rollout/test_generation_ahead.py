@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bank_helpers import bank_in
-from core_helpers import quiet_safe_points, tiny_run, trajectory
+from bank_helpers import bank_in, rollout_driver
+from core_helpers import here_of, quiet_safe_points, tiny_run, trajectory
 from scripted_replica import until
 from thread_ranks import ThreadRanks
 
@@ -88,7 +88,7 @@ def driver_of(
     if ranks > 1:
         safe_points.connect(groups)
     loop = AgentThread(role, inference, safe_points, refit)
-    driver = RolloutDriver(agent, agent.training_sets(), inference, bank, config, groups, safe_points, loop)
+    driver = rollout_driver(agent, inference, bank, config, here_of(None, groups, safe_points), loop)
     try:
         yield driver
     finally:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bank_helpers import bank_in
-from core_helpers import quiet_safe_points, tiny_run, trajectory
+from bank_helpers import bank_in, rollout_driver
+from core_helpers import here_of, quiet_safe_points, tiny_run, trajectory
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,8 +94,8 @@ def driver_of(
             next_ordinal=next_ordinal,
         )
         loop = EngineInTurn(role, engine, safe_points)
-        parts = (agent, agent.training_sets(), engine, bank, config, groups, safe_points, loop)
-        driver = RolloutDriver(*parts, drawn=drawn)
+        here = here_of(None, groups, safe_points)
+        driver = rollout_driver(agent, engine, bank, config, here, loop, drawn)
         yield driver
         driver.stop()
         driver.close()
@@ -254,10 +254,10 @@ def test_surplus_groups_are_carried_into_the_next_step(
         (file,) = bank_files(tmp_path / "bank")
         assert "attempt" in [entry.head["kind"] for entry in scan(file).entries]  # identifies the line of training
         copytree(tmp_path / "bank", tmp_path / "left")
-        driver._inference.policy_version = 1
+        driver._loop._inference.policy_version = 1
         second = driver.collect(7)
     with driver_of(again, config, folder=tmp_path / "left", attempt=2, drawn=first.drawn, next_ordinal=7) as driver:
-        driver._inference.policy_version = 1
+        driver._loop._inference.policy_version = 1
         restarted = driver.collect(7)
     assert ordinals([second]) == ordinals([restarted]) == [7, 9, 10, 11]
     assert (second.drawn, second.rounds) == (restarted.drawn, restarted.rounds)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.window import State, begun_below, choose, to_draw
+from megatron_rl.rollout.window import State, Window, begun_below, choose, to_draw
 
 UNFINISHED, OVERDUE, UNUSABLE, NO_SIGNAL, USABLE = State
 
@@ -14,47 +15,60 @@ UNFINISHED, OVERDUE, UNUSABLE, NO_SIGNAL, USABLE = State
 class Simulated:
     """A run whose groups finish in an order given by the test."""
 
-    def __init__(self, wanted: int, max_lag: int, rounds: int, drops: bool) -> None:
-        self.wanted, self.max_lag, self.rounds, self.drops = wanted, max_lag, rounds, drops
-        self.weights = 0  # the step after which they are the newest
-        self.first = 0
+    def __init__(self, window: Window) -> None:
+        self.window = window
         self.begun: dict[int, int] = {}  # ordinal: weights when it was begun
         self.finished: dict[int, State] = {}
         self.settled: list[int] = []
         self.trained: list[list[int]] = []
 
-    def states(self) -> list[State]:
-        return [self.state(ordinal) for ordinal in range(self.first, self.first + len(self.begun))]
+    def look(self) -> None:
+        after = self.window.overdue_after
 
-    def state(self, ordinal: int) -> State:
-        overdue = self.drops and self.begun[ordinal] <= self.weights - self.max_lag
-        return self.finished.get(ordinal, OVERDUE if overdue else UNFINISHED)
+        def state(ordinal: int) -> State:
+            overdue = after is not None and self.begun[ordinal] <= after
+            return self.finished.get(ordinal, OVERDUE if overdue else UNFINISHED)
 
-    def begin(self, batches: int) -> None:
-        below = begun_below(self.first, self.states(), batches, self.wanted, self.rounds)
-        for ordinal in range(self.first + len(self.begun), below):
-            self.begun[ordinal] = self.weights
+        self.window = self.window.seen([*map(state, range(self.window.first, self.window.below))])
+
+    def begin(self) -> None:
+        for ordinal in range(self.window.below, below := self.window.open_below()):
+            self.begun[ordinal] = self.window.weights
+        self.window = self.window.begun(below)
 
     def collect(self) -> bool:
         """Train on the next batch if it is complete. Return whether it is."""
-        self.begin(1 + self.max_lag)
-        choice = choose(self.first, self.states(), self.wanted, self.rounds)
+        self.look()
+        self.begin()
+        self.look()
+        choice = self.window.choice()
         if choice is None:
             return False
-        gone = range(self.first, choice.next_ordinal)
-        ages = [self.weights - self.begun[ordinal] for ordinal in choice.trained]
-        assert all(age <= self.max_lag for age in ages)
+        gone = range(self.window.first, choice.next_ordinal)
+        oldest = max((self.window.weights - self.begun[ordinal] for ordinal in choice.trained), default=0)
+        carries = self.window.rounds > 1 and not self.window.ahead  # surplus groups into the next step
+        assert oldest <= self.window.max_lag or carries
         assert all(self.finished[ordinal] in (USABLE, NO_SIGNAL) for ordinal in choice.trained)
         assert {*choice.overdue} == {ordinal for ordinal in gone if ordinal not in self.finished}
         self.trained.append(choice.trained)
         self.settled += gone
-        for ordinal in gone:
-            del self.begun[ordinal]
-        self.first = choice.next_ordinal
-        self.begin(self.max_lag)
-        possible = [each for each in self.states() if each not in (NO_SIGNAL, UNUSABLE)]
-        assert len(possible) <= self.max_lag * self.wanted or self.rounds == 1
+        self.window = self.window.taken(choice)
+        if self.window.ahead:
+            self.begin()
+            possible = [each for each in self.window.states if each not in (NO_SIGNAL, UNUSABLE)]
+            assert len(possible) <= self.window.max_lag * self.window.wanted or self.window.rounds == 1
+        self.window = self.window.trained()
         return True
+
+    def finish(self, fates: list[State], pick: int) -> None:
+        unfinished = [ordinal for ordinal in self.begun if ordinal not in {*self.finished, *self.settled}]
+        assert unfinished, "all that may be begun is finished, and there is no batch"
+        ordinal = unfinished[pick % len(unfinished)]
+        fate = fates[ordinal % len(fates)]
+        self.finished[ordinal] = fate if self.window.rounds > 1 or fate is not NO_SIGNAL else USABLE
+
+
+FATES = st.lists(st.sampled_from([USABLE, USABLE, NO_SIGNAL, UNUSABLE]), min_size=1, max_size=20)
 
 
 @examples(60)
@@ -63,25 +77,55 @@ class Simulated:
     max_lag=st.integers(0, 3),
     rounds=st.sampled_from([1, 2, 8]),
     drops=st.booleans(),
-    fates=st.lists(st.sampled_from([USABLE, USABLE, NO_SIGNAL, UNUSABLE]), min_size=1, max_size=20),
+    fates=FATES,
     picks=st.lists(st.integers(0, 50), min_size=1, max_size=60),
 )
 def test_every_ordinal_is_settled_once_and_no_token_is_older_than_the_bound(
     wanted: int, max_lag: int, rounds: int, drops: bool, fates: list[State], picks: list[int]
 ) -> None:
-    run = Simulated(wanted, max_lag, rounds, drops)
+    run = Simulated(Window(wanted, rounds, max_lag, drops and max_lag > 0))
     for pick in picks:
         while run.collect():
-            run.weights += 1
-        unfinished = [ordinal for ordinal in run.begun if ordinal not in run.finished]
-        assert unfinished, "all that may be begun is finished, and there is no batch"
-        ordinal = unfinished[pick % len(unfinished)]
-        fate = fates[ordinal % len(fates)]
-        run.finished[ordinal] = fate if rounds > 1 or fate is not NO_SIGNAL else USABLE
-    assert run.settled == [*range(run.first)]
+            pass
+        run.finish(fates, pick)
+    assert run.settled == [*range(run.window.first)]
     trained = [ordinal for batch in run.trained for ordinal in batch]
     assert trained == sorted({*trained})
     assert all(len(batch) == wanted for batch in run.trained) or UNUSABLE in fates
+
+
+@examples(40)
+@given(wanted=st.integers(1, 4), rounds=st.sampled_from([1, 2, 8]), fates=FATES, at=st.integers(1, 5))
+def test_a_new_driver_draws_what_the_earlier_one_would_have_drawn(
+    wanted: int, rounds: int, fates: list[State], at: int
+) -> None:
+    """Without generation ahead, which groups are drawn depends on no time, and a driver that resumes after a step has
+    the surplus groups of the earlier one."""
+
+    def run(resumed_after: int | None) -> Simulated:
+        made = Simulated(Window(wanted, rounds))
+        while len(made.trained) < 7:
+            while made.collect():
+                if len(made.trained) == resumed_after:
+                    old = made.window
+                    made.window = Window(wanted, rounds, weights=at, step=at + 1, drawn=old.drawn).at(old.first)
+                    made.window = made.window.begun(made.window.surplus.stop)
+                    assert made.window.below == old.below
+            made.finish(fates, 0)
+        return made
+
+    undisturbed, resumed = run(None), run(at)
+    assert resumed.trained[:7] == undisturbed.trained[:7]
+    assert resumed.begun == undisturbed.begun
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 5])
+def test_nothing_is_begun_for_steps_after_the_last(max_lag: int) -> None:
+    run = Simulated(Window(2, max_lag=max_lag, last=3))
+    while len(run.trained) < 3:
+        if not run.collect():
+            run.finish([USABLE], 0)
+    assert [*run.begun] == [*range(6)]
 
 
 def test_a_batch_is_the_first_ordinals_however_late_they_finish() -> None:
