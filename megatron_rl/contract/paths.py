@@ -63,8 +63,9 @@ class RunDir:
         self.token = self.root / "token"
         """Token of the listeners of this run's ranks, one line. Readable by the run's owner only, and never put into an
         argument, a log or a script. Written by the host side before any rank starts."""
+        self._name_results()
 
-        # Results
+    def _name_results(self) -> None:
         self.attempts_ledger = self.root / "attempts.jsonl"
         """AttemptStart and AttemptEnd, a line for each start and end of an attempt."""
         self.notifications = self.root / "notifications.jsonl"

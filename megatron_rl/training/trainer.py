@@ -99,14 +99,7 @@ class Trainer:
             agreed = agree(parts, self.groups)
         mine = [update_batch(part, of_all) for part, of_all in zip(parts, agreed, strict=True)]
         packed_tokens = sum(update.packed_tokens for update in mine[: grpo.updates_per_pass])
-        seen = batch_stats(batch, rollouts, self.policy_version, packed_tokens)
-        if not self.groups.reports:  # each driver counts its own lost and dropped answers
-            own = {name: getattr(seen, name) for name in ("failed", "dropped", "overdue_tokens")}
-            seen = replace(uncounted(BatchStats), **own)
-        ids = self.config.environment_ids
-        environments = dict.fromkeys(ids, uncounted(EnvironmentStats))
-        if self.groups.reports:
-            environments = environment_stats(batch, rollouts.groups, ids)
+        seen, environments = self._seen(batch, rollouts, packed_tokens)
         inputs = [self._input(batch, update) for update in mine]
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs
         records = record is not None and record.is_sampled(step)
@@ -134,6 +127,17 @@ class Trainer:
             logprobs = scores.before if scores.recorded is None else scores.recorded
             record.add(step, rollouts, self.groups.reports, batch.advantages, logprobs if records else None)
         return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
+
+    def _seen(
+        self, batch: TrainingBatch, rollouts: RolloutBatch, packed_tokens: int
+    ) -> tuple[BatchStats, dict[str, EnvironmentStats]]:
+        """Return what this rank counts of a batch, as a whole and by environment."""
+        seen, ids = batch_stats(batch, rollouts, self.policy_version, packed_tokens), self.config.environment_ids
+        if self.groups.reports:
+            return seen, environment_stats(batch, rollouts.groups, ids)
+        # Each driver counts its own lost and dropped answers.
+        own = {name: getattr(seen, name) for name in ("failed", "dropped", "overdue_tokens")}
+        return replace(uncounted(BatchStats), **own), dict.fromkeys(ids, uncounted(EnvironmentStats))
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
         """Sequences of each update of the step; of a single update if all are the same.

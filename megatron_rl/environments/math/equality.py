@@ -96,6 +96,10 @@ def _same(golden: Form, answer: Form) -> bool:
         return _same(golden.form, answer)
     if isinstance(answer, Named) and not isinstance(golden, Relation):
         return _same(golden, answer.form)
+    return _same_structure(golden, answer)
+
+
+def _same_structure(golden: Form, answer: Form) -> bool:
     match golden, answer:
         case Relation() | Named(), Relation() | Named():
             return _by_math_verify(golden.text, answer.text)
