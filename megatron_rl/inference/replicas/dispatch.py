@@ -47,6 +47,22 @@ class _Work:
     def waiting(self) -> bool:
         return self.link is None and not self.answer.done()
 
+    def awaits(self, link: ReplicaLink) -> bool:
+        """Whether its caller still waits for this replica's answer."""
+        return self.link is link and not self.answer.done()
+
+    def count(self) -> None:
+        """Count its tokens in `link.outstanding`."""
+        assert self.link is not None
+        outstanding = self.unanswered.outstanding
+        self.link.outstanding += outstanding - self.counted
+        self.counted = outstanding
+
+    def unassign(self) -> None:
+        assert self.link is not None
+        self.link.outstanding -= self.counted
+        self.link, self.counted = None, 0
+
 
 class Dispatch:
     """The requests of one driver. All methods belong to one asyncio loop; other threads may read the public
@@ -151,7 +167,7 @@ class Dispatch:
             if work.link is not None:
                 if not work.unanswered.answered:
                     work.link.cancel(asked)
-                self._unassign(work)
+                work.unassign()
 
     def hold(self) -> None:
         self._held_after = self._newest_ordinal
@@ -186,30 +202,19 @@ class Dispatch:
             self._homes[request.ordinal] = start
         work.link = candidates[start]
         work.link.ask(request, self.policy_version)
-        self._count(work)
+        work.count()
 
     def _assign_waiting(self) -> None:
         for work in self._work.values():
             if work.waiting:
                 self._assign(work)
 
-    def _count(self, work: _Work) -> None:
-        assert work.link is not None
-        outstanding = work.unanswered.outstanding
-        work.link.outstanding += outstanding - work.counted
-        work.counted = outstanding
-
-    def _unassign(self, work: _Work) -> None:
-        assert work.link is not None
-        work.link.outstanding -= work.counted
-        work.link, work.counted = None, 0
-
     def _ask_elsewhere(self, link: ReplicaLink) -> None:
         """Move the open requests of a replica to others."""
-        moved = [work for work in self._work.values() if work.link is link and not work.answer.done()]
+        moved = [work for work in self._work.values() if work.awaits(link)]
         for work in moved:
             link.cancel(work.unanswered.request.id)
-            self._unassign(work)
+            work.unassign()
             del self._work[work.unanswered.request.id]
             work.unanswered.begin_again(with_parts=self._resumes)
             self._work[work.unanswered.request.id] = work
@@ -220,26 +225,21 @@ class Dispatch:
 
     # News of replicas
 
-    def _asked_of(self, link: ReplicaLink, request_id: str) -> _Work | None:
-        """Return the request, if its caller still waits for this replica's answer."""
-        work = self._work.get(request_id)
-        return work if work is not None and work.link is link and not work.answer.done() else None
-
     def _take_news(self, link: ReplicaLink, news: News) -> None:
         now = time.monotonic()
         for request_id, delta in news.pieces:
-            if work := self._asked_of(link, request_id):
+            if (work := self._work.get(request_id)) is not None and work.awaits(link):
                 link.pace = link.pace.plus(*work.unanswered.take(delta, now))
-                self._count(work)
+                work.count()
                 if work.unanswered.answered:
                     work.answer.set_result(work.unanswered.completions())
         if news.pieces:
             link.progressed = now
             self._count_busy(now)
         for refusal in news.refused:
-            if work := self._asked_of(link, refusal.request_id):
+            if (work := self._work.get(refusal.request_id)) is not None and work.awaits(link):
                 if refusal.kind == OTHER_VERSION:
-                    self._unassign(work)
+                    work.unassign()
                 else:
                     work.answer.set_exception(refusal.error)
         self._assign_waiting()
