@@ -13,7 +13,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
 from megatron_rl.inference.replicas.link import LinkTimings, Pace, ReplicaGone, ReplicaLink
-from megatron_rl.inference.replicas.links import ReplicaLinks, Start
+from megatron_rl.inference.replicas.links import ReplicaLinks, Roster, Start
 from megatron_rl.inference.replicas.unanswered import Unanswered
 from megatron_rl.inference.replicas.wire import OTHER_VERSION, News
 from megatron_rl.inference.request_limits import refuse_duplicate
@@ -95,7 +95,10 @@ class Dispatch:
         self.given_up: str | None = None
         self._resumes, self._limit_s, self._timings = resumes, limit_s, timings or LinkTimings()
         self._links = ReplicaLinks(
-            attempt, digest, token, driver, self._timings, self._spawn, self._take_news, self._ask_elsewhere
+            Roster(attempt.replicas, digest),
+            lambda address: ReplicaLink(address, token, digest, driver, self._timings, self._take_news),
+            self._spawn,
+            self._ask_elsewhere,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._work: dict[str, _Work] = {}  # by the id under which a replica is asked

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP
-from megatron_rl.contract.paths import Attempt, Replica
+from megatron_rl.contract.paths import Replica
 from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
-from megatron_rl.inference.replicas.link import LinkTimings, ReplicaGone, ReplicaLink, ReplicaRefuses
-from megatron_rl.inference.replicas.wire import PROTOCOL, News
+from megatron_rl.inference.replicas.link import ReplicaGone, ReplicaLink, ReplicaRefuses
+from megatron_rl.inference.replicas.wire import PROTOCOL
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +27,16 @@ class ReplicaLinks:
 
     def __init__(
         self,
-        attempt: Attempt,
-        digest: str,
-        token: str,
-        driver: int,
-        timings: LinkTimings,
+        roster: Roster,
+        link_to: Callable[[ReplicaAddress], ReplicaLink],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        on_news: Callable[[ReplicaLink, News], None],
         on_loss: Callable[[ReplicaLink], None],
     ) -> None:
         """
-        digest, token, driver: see Dispatch.
         spawn: makes a task of the loop.
-        on_news: called with all news of each replica, in order and once.
         on_loss: called with each replica that is lost.
         """
-        self._roster = Roster(attempt.replicas, digest)
-        self._token, self._digest, self._driver, self._timings = token, digest, driver, timings
-        self._spawn, self._on_news, self._on_loss = spawn, on_news, on_loss
+        self._roster, self._link_to, self._spawn, self._on_loss = roster, link_to, spawn, on_loss
         self._links: dict[Start, ReplicaLink] = {}
         self._keepers: dict[Start, asyncio.Task[None]] = {}
         self._avoided: set[Start] = set()  # starts that get no more requests: refused, or without any progress
@@ -100,8 +92,7 @@ class ReplicaLinks:
     def _connect(self, address: ReplicaAddress) -> None:
         start = (address.replica, address.start)
         if start not in self._links and start not in self._avoided:
-            link = ReplicaLink(address, self._token, self._digest, self._driver, self._timings, self._on_news)
-            self._links[start] = link
+            self._links[start] = link = self._link_to(address)
             self._keepers[start] = self._spawn(self._keep(start, link))
 
     async def _keep(self, start: Start, link: ReplicaLink) -> None:
