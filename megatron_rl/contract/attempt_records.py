@@ -293,8 +293,7 @@ class AttemptEnd(NamedTuple):
 
 
 LedgerLine = Union[AttemptStart, AttemptEnd]
-LEDGER = (AttemptStart, AttemptEnd)
-"""Lines of attempts.jsonl: read_lines(LEDGER, run.attempts_ledger)."""
+LEDGER = (AttemptStart, AttemptEnd)  # read_lines(LEDGER, run.attempts_ledger)
 
 
 @record(version=None, rest="values")

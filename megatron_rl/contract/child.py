@@ -91,7 +91,6 @@ class Child:
         os.kill(self.pid, signum)
 
     def let_go(self) -> None:
-        """Close its life line."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -112,7 +111,6 @@ class Child:
 
 
 def _descriptor(file: Output, opened: contextlib.ExitStack) -> int:
-    """Descriptor of a file; one that is opened here is closed by `opened`."""
     if not isinstance(file, (str, Path)):
         return file.fileno()
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

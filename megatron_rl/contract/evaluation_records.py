@@ -20,8 +20,6 @@ class EvaluationSettings(NamedTuple):
 
 @record(version=None)
 class ScoredAnswer(NamedTuple):
-    """One answer of ProblemAnswers."""
-
     reward: float
     tokens: int
     finish_reason: str  # stop or length
@@ -51,8 +49,6 @@ class Score(NamedTuple):
 
 @record(version=None)
 class SetResult(NamedTuple):
-    """Scores of one set of problems, in EvaluationResult."""
-
     problems: int
     answers: int  # sampled and scored, without greedy ones
     failures: dict[str, int]  # sampled answers lost, by reason

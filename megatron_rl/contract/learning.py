@@ -17,23 +17,17 @@ from typing import Callable, Generic, NamedTuple, TypeVar
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.shapes import LARGEST_INT
 
-WINDOW = 10
-"""Steps that most rules look back: enough to ignore one odd batch, few enough to warn early."""
-LEAST = 3
-"""Fewest steps of a mean: the first batches of a small run may all be odd."""
-SOLVED = 0.9
-"""Share of right answers above which the rewards need not rise further."""
+WINDOW = 10  # steps that most rules look back: enough to ignore one odd batch, few enough to warn early
+LEAST = 3  # fewest steps of a mean: the first batches of a small run may all be odd
+SOLVED = 0.9  # share of right answers above which the rewards need not rise further
 TREND_STEPS = 300
 """Steps before the first and the last quarter of a run are compared: the demo with a lag has a dip in its first 200."""
-NO_SIGNAL = "no signal"
-"""Reason in dropped_ordinals for prompts rejected by dynamic sampling, which is intended."""
+NO_SIGNAL = "no signal"  # reason in dropped_ordinals for prompts rejected by dynamic sampling, which is intended
 
 Evidence = TypeVar("Evidence")
 
 
 class Seen(NamedTuple):
-    """Evidence for a rule."""
-
     text: str  # one sentence with numbers, without a full stop
     since: int | None = None  # first step at which the condition holds, if the rule knows it
 
@@ -42,14 +36,10 @@ class Seen(NamedTuple):
 class Rule(Generic[Evidence]):
     """A row of the table of rules. Texts name keys of a recipe as they are written there."""
 
-    about: str
-    """Metric that it is about, as it is registered; empty for facts about prompts."""
-    condition: str
-    """Clause with the limits, such as `half of the answers or more were cut`."""
-    find: Callable[[Evidence], Seen | None]
-    """Returns what is seen; None if the condition does not hold."""
-    advice: str
-    """One or more sentences on what to try."""
+    about: str  # a registered metric; empty for facts about prompts
+    condition: str  # clause with the limits, such as `half of the answers or more were cut`
+    find: Callable[[Evidence], Seen | None]  # returns what is seen; None if the condition does not hold
+    advice: str  # one or more sentences on what to try
 
 
 class Finding(NamedTuple):
@@ -73,7 +63,6 @@ def number(line: MetricsLine, name: str) -> float | None:
 
 
 def numbers(lines: Iterable[MetricsLine], name: str) -> list[float]:
-    """Return the values of a metric in the steps that have it."""
     return [value for line in lines if (value := number(line, name)) is not None]
 
 
@@ -83,12 +72,10 @@ class Recent:
     def __init__(self) -> None:
         self.lines: deque[MetricsLine] = deque(maxlen=WINDOW)
         self._values: dict[str, list[float]] = {}
-        self.rewards = [(0.0, 0.0)]
-        """Sums of the first 0, 1, 2, ... mean rewards, and of their squares."""
+        self.rewards = [(0.0, 0.0)]  # sums of the first 0, 1, 2, ... mean rewards, and of their squares
         self.best = (-inf, 0.0, 0)
         """Largest mean reward of WINDOW steps, its standard error, and the step that completed it."""
-        self.varied = False
-        """Whether the answers of any step have had different rewards."""
+        self.varied = False  # whether the answers of any step have had different rewards
 
     def add(self, line: MetricsLine) -> None:
         self.lines.append(line)
@@ -110,7 +97,6 @@ class Recent:
 
     @property
     def first(self) -> int:
-        """First step of the window."""
         return self.lines[0].step
 
     @property

@@ -28,8 +28,6 @@ PATIENCE_S = 5.0  # seconds for which a decision retries reading, for example be
 
 
 class Absent(Enum):
-    """The file does not exist."""
-
     ABSENT = "absent"
 
 

@@ -45,8 +45,6 @@ class SequenceLine(NamedTuple):
 
 @record(version=None)
 class AnswerLine(NamedTuple):
-    """An answer with its tokens."""
-
     text: str  # of the model's turns
     sequences: list[SequenceLine]
     components: dict[str, float] = {}  # of the reward, by name
@@ -80,7 +78,6 @@ PROMPT_LIMIT = 400
 
 
 def rollouts_file(attempt: Attempt, rank: int, step: int) -> str:
-    """Return the path of the file with a rank's groups of a step."""
     return str(attempt.rollouts / f"{step - step % STEPS_PER_FILE:06d}.{rank:05d}.jsonl.gz")
 
 

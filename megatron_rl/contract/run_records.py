@@ -83,8 +83,6 @@ class SmallerPlan(NamedTuple):
 
 @record(version=None, rest="rest")
 class CheckpointPlan(NamedTuple):
-    """Cost of a checkpoint."""
-
     seconds: float | None = None  # to write one; None: the profile does not give the speed of the file system
     rest: dict[str, Any] = {}  # sizes in bytes
 

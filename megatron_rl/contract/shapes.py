@@ -35,8 +35,6 @@ Reader = Callable[[Any, str], Any]
 
 
 class Shape(NamedTuple):
-    """JSON form of a record type."""
-
     version: int | None
     event: str | None
     rest: str | None  # field with all other keys

@@ -20,8 +20,7 @@ class Tail(Generic[Line]):
         self._path = path
         self._read = 0
         self._identity: tuple[int, int] | None = None
-        self.replaced = 0
-        """Number of times that the file was found replaced."""
+        self.replaced = 0  # number of times that the file was found replaced
 
     def new(self) -> list[Line]:
         """Return the new lines; none where there is no file. Raises OSError."""

@@ -38,25 +38,21 @@ TRUNCATED_SHARE = 0.5
 unfinished answers."""
 LOST_SHARE = 0.01
 """Share of lost answers. Occasional time-outs of a sandbox or a judge lose one in a thousand; more is a fault."""
-NONFINITE_SHARE = 0.001
-"""Share of sampled tokens without a finite log-prob. Rounding may cause one in a million."""
+NONFINITE_SHARE = 0.001  # share of sampled tokens without a finite log-prob. Rounding may cause one in a million
 DROPPED_SHARE = 0.05
 """Share of dropped prompts, apart from those without signal. Prompts known to be too long are excluded before
 training."""
 LARGEST_LOSS = 1e3
 """Largest plausible loss. A GRPO loss is a mean of advantages of about 1, times ratios that are clipped around 1."""
-LARGEST_GRAD_NORM = 1e4
-"""Largest plausible gradient norm. Norms before clipping are 0.01 to 10, outliers a few hundred."""
+LARGEST_GRAD_NORM = 1e4  # largest plausible gradient norm. Norms before clipping are 0.01 to 10, outliers a few hundred
 LARGEST_LEARNING_RATE = 0.1
 """Largest plausible learning rate. Adam moves every weight by about the learning rate; a transformer's weights are 0.01
 to 1."""
-COLLAPSE = 0.5
-"""Share of the rise of the mean reward that is lost in a collapse. Runs that recover lose up to a third."""
+COLLAPSE = 0.5  # share of the rise of the mean reward that is lost in a collapse. Runs that recover lose up to a third
 COLLAPSE_ERRORS = 6.0
 """Standard errors of means of WINDOW steps by which the reward must rise and fall: the best of many windows is
 high by chance. A fall below the start alone is not a collapse: runs that learn often begin with one."""
-COLLAPSE_STEPS = 5 * WINDOW
-"""Steps before the rewards are compared with their best."""
+COLLAPSE_STEPS = 5 * WINDOW  # steps before the rewards are compared with their best
 
 
 def _constant_rewards(recent: Recent) -> Seen | None:
@@ -295,8 +291,6 @@ RULES: dict[str, Rule[Recent]] = {
 
 
 class Watch:
-    """Applies the rules to a record, line by line."""
-
     def __init__(self) -> None:
         self._recent = Recent()
         self._warnings: dict[str, Finding] = {}
