@@ -14,8 +14,7 @@ from megatron_rl.contract.records import write
 
 logger = logging.getLogger(__name__)
 
-NOTE_EVERY_S = 10.0
-"""Seconds between changes of the note."""
+NOTE_EVERY_S = 10.0  # seconds between changes of the note
 
 
 class Activity:

@@ -13,10 +13,8 @@ import psutil
 from megatron_rl.errors import ConfigurationError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-ANY_PORT = 9
-"""Port of a datagram socket that looks up a route; nothing is sent."""
-PROBED_NODES = 3
-"""Other nodes whose route is looked up before the search ends."""
+ANY_PORT = 9  # port of a datagram socket that looks up a route; nothing is sent
+PROBED_NODES = 3  # other nodes whose route is looked up before the search ends
 
 
 def own_address() -> str:

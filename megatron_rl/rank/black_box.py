@@ -42,20 +42,15 @@ from megatron_rl.rank.activity import Activity
 
 logger = logging.getLogger(__name__)
 
-LOG_LINES = 50
-"""Newest log lines in the error file."""
-LINE_LIMIT = 1000
-"""Characters per line of a log or traceback; an error message may hold the repr of a whole batch."""
+LOG_LINES = 50  # newest log lines in the error file
+LINE_LIMIT = 1000  # characters per line of a log or traceback; an error message may hold the repr of a whole batch
 TRACE_LINES = 200
-MESSAGE_LIMIT = 4000
-"""Characters of an error message."""
+MESSAGE_LIMIT = 4000  # characters of an error message
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class BlackBox:
-    """The black box of one rank. size: ranks of the world."""
-
     def __init__(self, files: RankFiles, rank: int, size: int, activity: Activity) -> None:
         self._files, self._rank, self._size, self._activity = files, rank, size, activity
         self._every = heartbeat_period(os.environ.get(SILENCE_VARIABLE))
@@ -176,8 +171,6 @@ class LogFormatter(logging.Formatter):
 
 
 class LastLines(logging.Handler):
-    """The newest lines of the log."""
-
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(LogFormatter())

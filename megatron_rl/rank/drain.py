@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SIGNALS = (DRAIN_SIGNAL, signal.SIGUSR2, signal.SIGTERM)
 """The host side's signal, and those sent by Slurm and people."""
-FIT = 1.5
-"""A save must fit this many times into the remaining time, by the duration of the last one."""
+FIT = 1.5  # a save must fit this many times into the remaining time, by the duration of the last one
 
 
 class DrainListener:

@@ -19,13 +19,10 @@ class EngineRanks:
     The first rank drives: it runs agents, decides what is computed and sends plans to the others, which follow.
     """
 
-    index: int
-    """Number of the replica, below `count`."""
+    index: int  # number of the replica, below `count`
     count: int
-    tensor: dist.ProcessGroup
-    """Ranks of the replica over the device's backend: activations of a layer."""
-    control: dist.ProcessGroup
-    """Ranks of the replica, always over gloo: plans of the first rank."""
+    tensor: dist.ProcessGroup  # ranks of the replica over the device's backend: activations of a layer
+    control: dist.ProcessGroup  # ranks of the replica, always over gloo: plans of the first rank
 
     @property
     def drives(self) -> bool:

@@ -33,10 +33,8 @@ from megatron_rl.rank.black_box import BlackBox, LogFormatter
 from megatron_rl.rank.drain import DrainListener, leave_early
 from megatron_rl.rank.world import World
 
-GC_STEPS = 50
-"""Training steps between garbage collections."""
-FULL_GC_STEPS = 500
-"""Training steps between collections that also examine the oldest generation."""
+GC_STEPS = 50  # training steps between garbage collections
+FULL_GC_STEPS = 500  # training steps between collections that also examine the oldest generation
 
 EXIT_CODES = {FINISHED: EXIT_FINISHED, DRAINED: EXIT_DRAINED}
 

@@ -26,8 +26,7 @@ FLIGHT_RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SI
 class Groups:
     """The process groups of one rank. Groups of size 1 exist too."""
 
-    world: dist.ProcessGroup
-    """All ranks, over the device's backend."""
+    world: dist.ProcessGroup  # all ranks, over the device's backend
     data: dist.ProcessGroup
     """One rank of each replica, with the same part of the model and of each micro-batch. Replicas share the prompts and
     sum normalisers over this group."""
@@ -42,8 +41,7 @@ class Groups:
     model: dist.ProcessGroup
     """Ranks that share one copy of the model, tensor by pipeline, and process the same tokens. A replica has one such
     group per context-parallel rank."""
-    expert: dist.ProcessGroup
-    """Ranks with different tokens that share the experts of a layer."""
+    expert: dist.ProcessGroup  # ranks with different tokens that share the experts of a layer
     control: dist.ProcessGroup
     """All ranks, always over gloo with CPU tensors: agreement to leave, tallies, objects. Waiting here synchronises no
     device, and a timeout raises an exception, whereas NCCL's ends the process without an error file."""

@@ -30,7 +30,6 @@ class MarkedProcesses:
         return {VARIABLE: self._mark}
 
     def living(self) -> list[psutil.Process]:
-        """Return the processes that have not ended."""
         parents = {}
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):

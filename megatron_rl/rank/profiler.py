@@ -42,7 +42,6 @@ class Trace:
         self._runs = self._try(self._begin)
 
     def write(self) -> None:
-        """End the trace, and write it."""
         self._runs = self._runs and self._try(self._end)
 
     def drop(self) -> None:

@@ -15,8 +15,7 @@ from megatron_rl.contract.records import Absent, Unreadable, read, write
 from megatron_rl.rank.addresses import address_towards, own_address, pin_gloo_interface
 
 POLL_S = 0.1
-BACKLOG = 4096
-"""Connections that may wait to be accepted."""
+BACKLOG = 4096  # connections that may wait to be accepted
 
 
 def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:

@@ -16,7 +16,6 @@ from megatron_rl.rank.config import JobConfig, TrainingLayout
 from megatron_rl.rank.groups import Groups, check_divides, cut, disconnect
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Timeout of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,10 @@ class StandaloneWorld:
     rank: int
     size: int
     local_rank: int
-    store: dist.Store
-    """Rendezvous of the ranks."""
+    store: dist.Store  # rendezvous of the ranks
 
     @classmethod
     def single(cls) -> StandaloneWorld:
-        """Return the world of a single rank."""
         return cls(0, 1, 0, dist.HashStore())
 
 
