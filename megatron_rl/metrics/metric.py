@@ -23,40 +23,29 @@ class StepReport:
     generation_rounds: int
     first_ordinal: int
     next_ordinal: int
-    policy_version: int
-    """Policy version at the end of the step."""
-    dropped: Mapping[int, str]
-    """Ordinals settled without training, each with the reason, in order."""
-    failures: Mapping[str, int]
-    """Answers lost, by reason."""
+    policy_version: int  # at the end of the step
+    dropped: Mapping[int, str]  # ordinals settled without training, each with the reason, in order
+    failures: Mapping[str, int]  # answers lost, by reason
     components: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Sum of each component of the rewards, and the number of answers that have it."""
     tracebacks: Mapping[str, str] = field(default_factory=dict)
     """Tracebacks of errors in the task's code that lost answers, by the beginning of the reason in `failures`."""
-    refit_bytes: int = 0
-    """Bytes that ranks sent one another to give the engine the new weights."""
+    refit_bytes: int = 0  # bytes that ranks sent one another to give the engine the new weights
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Training problems left out because their prompt is too long, by environment."""
-    ahead: bool = False
-    """Whether generation runs ahead of training, so that its seconds are not counted."""
-    rows: int | None = None
-    """Rows of the data of supervised training; None if the run trains on sampled answers."""
+    ahead: bool = False  # whether generation runs ahead of training, so that its seconds are not counted
+    rows: int | None = None  # rows of the data of supervised training; None if the run trains on sampled answers
     ranks: int = 1
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Mean over the ranks for each category in TIMED."""
+    seconds: Mapping[str, float] = field(default_factory=dict)  # mean over the ranks for each category in TIMED
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A registered metric."""
-
     meaning: str
     value: Callable[[StepReport], Any] | None = None
     """Value in a step, None if it does not exist there. Left out if the metric is not computed from a step."""
-    unit: str = ""
-    """Unit for people, such as `nats`; empty for a plain number."""
-    good: str = ""
-    """Range or behaviour of a run that learns well; empty if every value is fine."""
+    unit: str = ""  # unit for people, such as `nats`; empty for a plain number
+    good: str = ""  # range or behaviour of a run that learns well; empty if every value is fine
     advice: str = ""
     """Remedies for values outside of `good`, beside those of the rules about the metric (contract/learning.py)."""
 

@@ -26,8 +26,7 @@ TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
 """Timeline categories that belong to a step; work between two steps has others."""
 
 PROMPT_TOO_LONG = "prompt too long"
-OVERDUE_ANSWERS = "overdue"
-"""Reasons in `dropped_ordinals`."""
+OVERDUE_ANSWERS = "overdue"  # reasons in `dropped_ordinals`
 
 SUBJECTS = {"Learning": LEARNING, "Answers and prompts": ANSWERS, "Machines": MACHINES}
 """Metrics of a step by subject, as docs/metrics.md shows them."""
@@ -40,8 +39,7 @@ class EnvironmentMetric:
     """A metric environments/ID/NAME, written for each environment of a run with several."""
 
     meaning: str
-    value: Callable[[EnvironmentStats], Any]
-    """Value in a step, None if it does not exist there."""
+    value: Callable[[EnvironmentStats], Any]  # value in a step, None if it does not exist there
 
 
 ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
@@ -64,8 +62,7 @@ OF_SAMPLED_ANSWERS = frozenset(
 )
 """Metrics that supervised training does not have. Its answers are the learned parts of the rows."""
 
-COMPONENTS = "reward/"
-"""Prefix of metrics of reward components, each the mean over the answers that have the component."""
+COMPONENTS = "reward/"  # prefix of metrics of reward components, each the mean over the answers that have the component
 
 EVALUATION_METRICS = {
     "eval/SET/greedy_accuracy": Metric(

@@ -16,15 +16,11 @@ from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.names import COMPONENTS, ENVIRONMENT_METRICS, EVALUATION_METRICS, STEP_METRICS
 
-EVERY_S = 5.0
-"""Least seconds between two writes; Prometheus reads every 15 s or less often."""
-SUFFIX = ".prom"
-"""End of the names of files that node_exporter reads."""
+EVERY_S = 5.0  # least seconds between two writes; Prometheus reads every 15 s or less often
+SUFFIX = ".prom"  # end of the names of files that node_exporter reads
 
 
 class Sample(NamedTuple):
-    """One value, with its name and labels."""
-
     name: str
     labels: dict[str, str]
     value: float
@@ -50,7 +46,6 @@ class PrometheusFile:
         self._stale = False
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
-        """Take the metrics of a step, or of an evaluation after it, and write them if it is time."""
         kept = {name: value for name, value in self._values.items() if name.startswith("eval/")}
         self._values = ({**self._values, **values}) if step == self._step else {**kept, **values}
         self._step, self._stale = step, True
@@ -58,7 +53,6 @@ class PrometheusFile:
             self._write()
 
     def close(self) -> None:
-        """Write what has not been written."""
         if self._stale:
             self._write()
 

@@ -18,8 +18,7 @@ from megatron_rl.metrics.timeline import Timeline
 MOST_REASONS = 20
 """Reasons for lost answers in the line of a step. An error that quotes its answer is a separate reason for each."""
 OTHER_REASONS = "other reasons"
-ERROR_REASONS = 3
-"""Reasons in the message of AllAnswersLost."""
+ERROR_REASONS = 3  # reasons in the message of AllAnswersLost
 
 
 class AllAnswersLost(TaskFailed):

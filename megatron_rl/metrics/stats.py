@@ -24,10 +24,8 @@ class Reduction(Enum):
 class Reduced:
     """A tally over all ranks, the same on each."""
 
-    total: Mapping[str, float]
-    """Name -> value over all ranks."""
-    of_ranks: Mapping[str, Tensor]
-    """Name -> [ranks] values of the ranks, fp64."""
+    total: Mapping[str, float]  # name -> value over all ranks
+    of_ranks: Mapping[str, Tensor]  # name -> [ranks] values of the ranks, fp64
 
 
 class Tally:
@@ -67,8 +65,7 @@ class Tally:
         return [next(on_host) if isinstance(value, Tensor) else float(value) for value in self._values.values()]
 
 
-Number = float | Tensor
-"""A float, or a scalar tensor without gradient on any device. Reduced numbers are floats."""
+Number = float | Tensor  # a float, or a scalar tensor without gradient on any device. Reduced numbers are floats
 Total = Annotated[Number, Reduction.SUM]
 Largest = Annotated[Number, Reduction.MAX]
 Smallest = Annotated[Number, Reduction.MIN]
@@ -82,39 +79,25 @@ class BatchStats:
     answers: Total
     groups: Total
     groups_with_signal: Total
-    reward: Total
-    """Sum over answers of the reward as scored."""
+    reward: Total  # sum over answers of the reward as scored
     reward_squared: Total
-    right: Total
-    """Answers with reward 1, which evaluation counts as right."""
-    answer_tokens: Total
-    """Tokens that the model sampled."""
+    right: Total  # answers with reward 1, which evaluation counts as right
+    answer_tokens: Total  # tokens that the model sampled
     answer_length_max: Largest
     answer_length_min: Smallest
     prompt_tokens: Total
-    packed_tokens: Total
-    """Tokens of all micro-batches of one pass."""
-    unpacked_tokens: Total
-    """Tokens of the same trajectories without sharing."""
-    sequences: Total
-    """Sequences of tokens of all answers."""
-    turns: Total
-    """Turns of the model in all answers."""
+    packed_tokens: Total  # tokens of all micro-batches of one pass
+    unpacked_tokens: Total  # tokens of the same trajectories without sharing
+    sequences: Total  # sequences of tokens of all answers
+    turns: Total  # turns of the model in all answers
     tool_calls: Total
-    with_tools: Total
-    """Answers to requests that offered tools."""
-    with_components: Total
-    """Answers whose reward has components."""
-    undecided: Total
-    """Answers that count as wrong because judging them exceeds a limit."""
-    truncated: Total
-    """Answers cut at the limit of new tokens."""
-    failed: Total
-    """Answers lost."""
-    dropped: Total
-    """Ordinals settled without training."""
-    overdue_tokens: Total
-    """Tokens of answers that were dropped before they were finished."""
+    with_tools: Total  # answers to requests that offered tools
+    with_components: Total  # answers whose reward has components
+    undecided: Total  # answers that count as wrong because judging them exceeds a limit
+    truncated: Total  # answers cut at the limit of new tokens
+    failed: Total  # answers lost
+    dropped: Total  # ordinals settled without training
+    overdue_tokens: Total  # tokens of answers that were dropped before they were finished
     staleness: Total
     """Optimizer steps between the oldest weights that sampled a trained token of an answer and the trained weights,
     summed over answers."""
@@ -128,10 +111,8 @@ class EnvironmentStats:
     answers: Total
     groups: Total
     groups_with_signal: Total
-    reward: Total
-    """Sum over answers of the reward as scored."""
-    failed: Total
-    """Answers lost."""
+    reward: Total  # sum over answers of the reward as scored
+    failed: Total  # answers lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,26 +121,18 @@ class LossStats:
 
     loss: Total
     tokens: Total
-    nonfinite: Total
-    """Tokens with a weight that are left out because a log-prob or the entropy is not finite."""
-    entropy: Total
-    """Entropy in nats of the distributions that the tokens were drawn from."""
-    ratio: Total
-    """exp(logprobs - old_logprobs)"""
+    nonfinite: Total  # tokens with a weight that are left out because a log-prob or the entropy is not finite
+    entropy: Total  # entropy in nats of the distributions that the tokens were drawn from
+    ratio: Total  # exp(logprobs - old_logprobs)
     ratio_max: Largest
     clip_low: Total | None
     """Tokens whose gradient the lower bound of the policy loss removed or reduced; None for a loss without bounds."""
-    clip_high: Total | None
-    """The same of the upper bound."""
-    inference_difference: Total
-    """|old - inference log-prob|"""
+    clip_high: Total | None  # the same of the upper bound
+    inference_difference: Total  # |old - inference log-prob|
     inference_difference_max: Largest
-    kl: Total | None
-    """KL penalty before kl_beta and kl_importance; None without kl_beta."""
-    importance_weight: Total | None
-    """None without grpo.importance."""
-    rejected: Total | None = None
-    """Tokens that `grpo.rejection` leaves out; they are among `tokens`. None without it."""
+    kl: Total | None  # KL penalty before kl_beta and kl_importance; None without kl_beta
+    importance_weight: Total | None  # None without grpo.importance
+    rejected: Total | None = None  # tokens that `grpo.rejection` leaves out; they are among `tokens`. None without it
     teacher_kl: Total | None = None
     """log p of the policy before the step - log p of the teacher; None without a teacher."""
 
@@ -170,28 +143,20 @@ class UpdateStats:
 
     updates: Largest
     applied: Largest
-    grad_norm: Largest
-    """Norm before clipping, summed over the applied updates."""
-    learning_rate: Largest
-    """Learning rate of the last update."""
-    offloaded: Total
-    """Bytes of Adam's state that each update moves from host memory to the device and back."""
+    grad_norm: Largest  # before clipping, summed over the applied updates
+    learning_rate: Largest  # of the last update
+    offloaded: Total  # bytes of Adam's state that each update moves from host memory to the device and back
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStats:
     """Use of the devices in a step."""
 
-    peak_memory: Largest
-    """Bytes of torch's tensors."""
-    power: Total
-    """Watts, summed over the devices that report them."""
-    powers: Total
-    """Devices that report watts."""
-    flops: Total
-    """Floating-point operations that the training passes need by formula; 0 for devices of unknown peak."""
-    peak_flops: Smallest
-    """Operations per second that a device can do; 0 if one is of unknown peak."""
+    peak_memory: Largest  # bytes of torch's tensors
+    power: Total  # watts, summed over the devices that report them
+    powers: Total  # devices that report watts
+    flops: Total  # floating-point operations that the training passes need by formula; 0 for devices of unknown peak
+    peak_flops: Smallest  # operations per second that a device can do; 0 if one is of unknown peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +164,13 @@ class StepStats:
     """Statistics of a step, of one rank or of all ranks."""
 
     batch: BatchStats
-    loss: LossStats | None
-    """None if no rank had anything to train on."""
+    loss: LossStats | None  # None if no rank had anything to train on
     update: UpdateStats
-    device: DeviceStats | None
-    """None for devices that do not report their use."""
+    device: DeviceStats | None  # None for devices that do not report their use
     environments: Mapping[str, EnvironmentStats] = field(default_factory=dict)
     """Environment id -> statistics, the same ids on every rank; empty if the recipe has one environment."""
 
     def put(self, tally: Tally) -> None:
-        """Add all statistics to the tally, which reduces them over the ranks."""
         for block, stats in self._blocks():
             kind: Any = type(stats)
             for name, reduction in reductions(kind).items():
@@ -216,7 +178,6 @@ class StepStats:
                     tally.put(f"{block}.{name}", reduction, value)
 
     def reduced(self, total: Mapping[str, float]) -> StepStats:
-        """Return the same statistics over all ranks, from their reduced tally."""
         blocks: dict[str, Any] = {"loss": None, "device": None}
         for block, stats in self._blocks():
             kind: Any = type(stats)
@@ -252,7 +213,6 @@ def uncounted(kind: Callable[..., Stats], *absent: str) -> Stats:
 
 
 def combined(parts: Sequence[LossStats]) -> LossStats:
-    """Combine the statistics of one or more micro-batches."""
     if len(parts) == 1:
         return parts[0]
     whole: dict[str, Any] = {}
@@ -264,13 +224,11 @@ def combined(parts: Sequence[LossStats]) -> LossStats:
 
 @cache
 def reductions(kind: Any) -> dict[str, Reduction]:
-    """Field -> reduction of a statistics class."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: next(part for part in _parts(hint) if isinstance(part, Reduction)) for name, hint in hints.items()}
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """A type hint and all its parts, recursively."""
     yield hint
     for part in (*get_args(hint), *getattr(hint, "__metadata__", ())):
         yield from _parts(part)

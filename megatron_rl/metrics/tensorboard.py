@@ -13,10 +13,8 @@ from torch.utils.tensorboard.summary import hparams
 
 from megatron_rl.recipe.values import flat
 
-FLUSH_S = 10
-"""Seconds between automatic flushes."""
-COMPARED = ("mean_reward", "right_ratio", "loss")
-"""Metrics beside the hyperparameters."""
+FLUSH_S = 10  # seconds between automatic flushes
+COMPARED = ("mean_reward", "right_ratio", "loss")  # metrics beside the hyperparameters
 
 
 class TensorBoard:

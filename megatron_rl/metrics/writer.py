@@ -26,8 +26,7 @@ from megatron_rl.metrics.wandb.mirror import Mirror
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0
-"""Seconds to retry a record that cannot be read at the start, for example on a stale mount."""
+PATIENCE_S = 30.0  # seconds to retry a record that cannot be read at the start, for example on a stale mount
 
 
 class RolloutView(Protocol):

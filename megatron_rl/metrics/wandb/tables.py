@@ -12,8 +12,7 @@ from megatron_rl.metrics.config import is_due
 
 TABLE = ("step", "ordinal", "environment", "prompt", "answer", "reward", "advantage", "tokens", "finish_reason")
 """Columns of a table of rollouts."""
-PATIENCE_S = 30.0
-"""Seconds that a step waits for its groups."""
+PATIENCE_S = 30.0  # seconds that a step waits for its groups
 
 
 class RolloutTables:

@@ -64,8 +64,7 @@ another id, WANDB_RESUME_FROM starts it elsewhere, WANDB_DISABLED drops it."""
 
 class RecordRow(NamedTuple):
     step: int
-    at: float | None
-    """Unix time of the step; None if unknown."""
+    at: float | None  # Unix time of the step; None if unknown
     values: dict[str, float]
 
 
@@ -98,7 +97,6 @@ class RecordReader:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Values of a line that can be drawn."""
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
