@@ -51,12 +51,9 @@ from megatron_rl.rank.rendezvous import meet
 
 logger = logging.getLogger("megatron_rl.fabric.check")
 
-MEASURE_S = 10.0
-"""Seconds of timed all-reduces."""
-BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
-"""Bytes of the reduced fp32 tensor, by device."""
-PRODUCT, PRODUCTS = 8192, 50
-"""Size and number of the timed matrix products: a tenth of a second on an H100."""
+MEASURE_S = 10.0  # seconds of timed all-reduces
+BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # bytes of the reduced fp32 tensor, by device
+PRODUCT, PRODUCTS = 8192, 50  # size and number of the timed matrix products: a tenth of a second on an H100
 FORK = multiprocessing.get_context("fork")  # fast: torch is imported already. Safe: this process has not touched CUDA.
 
 
@@ -64,12 +61,9 @@ FORK = multiprocessing.get_context("fork")  # fast: torch is imported already. S
 class FabricTimeouts:
     """Limits in seconds."""
 
-    meet: float = 120.0
-    """Time between the arrivals of the first and the last rank."""
-    stage: float = 90.0
-    """One group's initialisation and its all-reduces."""
-    slack: float = 30.0
-    """A parent's time to end its child and report."""
+    meet: float = 120.0  # time between the arrivals of the first and the last rank
+    stage: float = 90.0  # one group's initialisation and its all-reduces
+    slack: float = 30.0  # a parent's time to end its child and report
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from statistics import median
 from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 
 Edge = tuple[int, int]
-STRAGGLER = 0.8
-"""Share of the median speed below which a GPU holds all others up."""
+STRAGGLER = 0.8  # share of the median speed below which a GPU holds all others up
 
 
 def whole_nodes(hosts: Sequence[str | None]) -> dict[str, tuple[int, ...]]:
@@ -35,7 +34,6 @@ def worst(answers: Sequence[AllReduce | None]) -> AllReduce:
 
 
 def is_bad(found: AllReduce, slower_than: float | None) -> bool:
-    """Whether a group failed or is slow."""
     return found.gbps is None or (slower_than is not None and found.gbps < slower_than)
 
 
@@ -129,7 +127,6 @@ def findings(
 
 
 def summary(report: FabricReport) -> list[str]:
-    """The report as log lines."""
     whole = report.whole or AllReduce(error="not tried")
     lines = [f"all-reduce of {len(report.hosts)} nodes: {rate(whole)} ({report.seconds:.0f} s for all of this check)"]
     lines += [f"  {' and '.join(pair.hosts)}: {rate(pair)}" for pair in report.pairs]
@@ -140,7 +137,6 @@ def summary(report: FabricReport) -> list[str]:
 
 
 def rate(found: AllReduce | PairAllReduce) -> str:
-    """The bandwidth, or the error."""
     return f"{found.gbps:.3g} GB/s" if found.gbps is not None else str(found.error)
 
 
