@@ -15,8 +15,7 @@ from typing import Any
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import LoraConfig, ModelConfig
 
-KEY = "adapters"
-"""Key of the record in a manifest's meta."""
+KEY = "adapters"  # key of the record in a manifest's meta
 _MERGED = {
     "model.checkpoint": "start from model.init=huggingface model.huggingface=DIR",
     "distill.teacher": "give distill.teacher=DIR",

@@ -38,5 +38,4 @@ def checksum(name: str, part: Tensor) -> int:
 
 
 def checksum_text(total: int) -> str:
-    """Checksum of a model as a manifest has it."""
     return f"sum-{total & (2**64 - 1):016x}"

@@ -13,28 +13,22 @@ from dataclasses import dataclass
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.codes import FINISHED
 
-PRIOR_S = 24 * 3600.0
-"""Prior: one failure per day, with the weight of one observed failure (a Gamma prior of shape 1)."""
+PRIOR_S = 24 * 3600.0  # prior: one failure per day, with the weight of one observed failure (a Gamma prior of shape 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Seconds that one save takes."""
 
-    blocked_s: float
-    """Seconds that it stops the training loop."""
-    total_s: float
-    """Seconds from its start to the published checkpoint, including the write beside the loop."""
+    blocked_s: float  # seconds that it stops the training loop
+    total_s: float  # seconds from its start to the published checkpoint, including the write beside the loop
 
 
 @dataclass(frozen=True, slots=True)
 class FailureHistory:
-    """Failures and running time of a run's attempts."""
-
     failures: int
     """Attempts that ended before the run was finished: crashes, dead nodes, preemptions, time limits, stops."""
-    running_s: float
-    """Seconds of all attempts together."""
+    running_s: float  # seconds of all attempts together
 
     @property
     def mean_time_between_failures_s(self) -> float:

@@ -24,12 +24,9 @@ from megatron_rl.model.trainable import load_part
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0
-"""Seconds to retry a ledger or metrics that cannot be read, for example on a stale mount."""
-CHECK_AGAIN_S = 1.0
-"""Seconds between two checks of a checkpoint that seems damaged."""
-SAVED_METRIC = "time/save_s"
-"""Metric in the line of the step after a checkpoint was published."""
+PATIENCE_S = 30.0  # seconds to retry a ledger or metrics that cannot be read, for example on a stale mount
+CHECK_AGAIN_S = 1.0  # seconds between two checks of a checkpoint that seems damaged
+SAVED_METRIC = "time/save_s"  # metric in the line of the step after a checkpoint was published
 
 
 @dataclass(frozen=True, slots=True)

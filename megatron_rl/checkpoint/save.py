@@ -55,8 +55,7 @@ class Checkpointer:
         self._unread: list[SaveOutcome] = []
         self._blocked_s: float | None = None
         self._total_s: float | None = None
-        self.published: int | None = None
-        """Step of the newest checkpoint published since this start of the ranks."""
+        self.published: int | None = None  # step of the newest checkpoint published since this start of the ranks
         self.newest = 0
         """Step of the newest checkpoint in this line of training, published or restored; 0: none. Ranks may learn it at
         different times."""

@@ -38,8 +38,7 @@ from megatron_rl.checkpoint.publish import FileRecord, hash_file
 from megatron_rl.contract.files import write_atomic
 
 _DCP_METADATA = ".metadata"
-_CHUNK_BYTES = 16 << 20
-"""Bytes written between two checks whether the save was given up."""
+_CHUNK_BYTES = 16 << 20  # bytes written between two checks whether the save was given up
 
 
 class Abandoned(Exception):
@@ -50,10 +49,8 @@ class Abandoned(Exception):
 class Snapshot:
     """State that this rank saves, in host memory that the next training step does not change."""
 
-    shards: dict[str, list[ShardedBase]]
-    """Key -> tensors and objects whose main replica is on this rank."""
-    common: dict[str, Any]
-    """Unsharded state, equal on every rank; rank 0 writes it."""
+    shards: dict[str, list[ShardedBase]]  # key -> tensors and objects whose main replica is on this rank
+    common: dict[str, Any]  # unsharded state, equal on every rank; rank 0 writes it
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,9 @@ class Published:
     """A published save. The values are rank 0's on every rank."""
 
     step: int
-    bytes: int
-    """Bytes of all ranks without the manifest."""
-    blocked_s: float
-    """Seconds that `save` stopped the training loop."""
-    total_s: float
-    """Seconds from the call of `save` until all but the manifest was on disk."""
+    bytes: int  # bytes of all ranks without the manifest
+    blocked_s: float  # seconds that `save` stopped the training loop
+    total_s: float  # seconds from the call of `save` until all but the manifest was on disk
 
 
 @dataclass(frozen=True)
@@ -72,12 +69,10 @@ class SaveInProgress:
     meta: dict[str, Any]
     started: float
     timeout_s: float
-    needed: Callable[[], None] | None
-    """Argument of `Checkpointer.save`."""
+    needed: Callable[[], None] | None  # argument of `Checkpointer.save`
     blocked_s: float = 0.0
     hang_noted: bool = False
-    given_up: str | None = None
-    """Reason why it was given up."""
+    given_up: str | None = None  # why; None: it was not
 
     @property
     def withdrawn(self) -> Path:
@@ -111,8 +106,7 @@ class CheckpointWriter:
         self._rank = rank
         self._world_size = world_size
         self._withdrawn: list[Path] = []
-        self.parent: int | None = None
-        """Step of the previous checkpoint in this line of training; used on rank 0."""
+        self.parent: int | None = None  # step of the previous checkpoint in this line of training; used on rank 0
 
     def run(self, save: SaveInProgress) -> SaveOutcome:
         try:
@@ -150,7 +144,6 @@ class CheckpointWriter:
         return _published(manifest)
 
     def _collect(self, save: SaveInProgress) -> list[Part]:
-        """Wait for the parts of the other ranks."""
         expected = {_part_file(save.folder, rank).name: rank for rank in range(1, self._world_size)}
         for _ in _polls():
             present = _names(save.folder)

@@ -29,7 +29,6 @@ from megatron_rl.rank.world import die_with_parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.checkpoint.hf", description="Convert weights.")
     parser.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
     parser.add_argument("source")

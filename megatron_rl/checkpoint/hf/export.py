@@ -28,14 +28,10 @@ logger = logging.getLogger(__name__)
 
 CONVERTER = module_command("megatron_rl.checkpoint.hf")
 SHARD_BYTES = 5 * 10**9
-MOST_TRIES = 4
-"""Tries of one export per attempt of the run."""
-RETRY_S = 60.0
-"""Seconds before the second try; doubled for each further one."""
-KILL_S = 5.0
-"""Seconds to wait for a killed export."""
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-"""Leaves the GPUs and most cores to the training."""
+MOST_TRIES = 4  # tries of one export per attempt of the run
+RETRY_S = 60.0  # seconds before the second try; doubled for each further one
+KILL_S = 5.0  # seconds to wait for a killed export
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # leaves the GPUs and most cores to the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +44,7 @@ class Exported:
 class ExportFailed:
     step: int
     reason: str
-    again_s: float | None
-    """Seconds until the next try; None if this attempt does not retry."""
+    again_s: float | None  # seconds until the next try; None if this attempt does not retry
 
     def __str__(self) -> str:
         again = self.again_s
@@ -73,8 +68,7 @@ class _RunningExport:
 @dataclass(frozen=True, slots=True)
 class _Tried:
     times: int
-    again_at: float
-    """Value of time.monotonic() for the next try."""
+    again_at: float  # value of time.monotonic() for the next try
 
 
 class Exporter:

@@ -31,8 +31,6 @@ MOST_MAPPED = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file."""
-
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -24,12 +24,10 @@ from megatron_rl.model.hf_mapping import EMBEDDING, OUTPUT, Weight, pieces
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File with the text `release`, which means that the weights belong to no iteration."""
-VERSION = 3.0
-"""Version of the order of queries, keys and values."""
+VERSION = 3.0  # version of the order of queries, keys and values
 
 
 def their_name(name: str, *, experts: bool) -> str:
-    """Megatron-LM's name of a weight."""
     name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
     return name if experts else name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
@@ -61,7 +59,6 @@ def write(folder: Path, model: ModelConfig, wanted: dict[str, Weight], files: We
 
 
 def _shape(weight: Weight, padded_rows: int, tp: int) -> tuple[int, ...]:
-    """Shape of one rank's part."""
     rows = padded_rows if weight.padded else sum(source.shape[0] for source in weight.sources)
     whole = [rows, *weight.sources[0].shape[1:]]
     if weight.split is not None:
@@ -147,15 +144,12 @@ class MegatronLMReader:
             )
 
     def _mapped(self) -> list[dict[str, Tensor]]:
-        """Memory-map all shards."""
         return [_load(_file(self._folder, rank)) for rank in range(self._ranks)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the weight as stored."""
         return self._shards[0][self._their[name]].dtype
 
     def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        """Read a weight as Hugging Face's tensors, by their names."""
         if self._read > MOST_MAPPED:
             self._shards, self._read = [], 0
             self._shards = self._mapped()

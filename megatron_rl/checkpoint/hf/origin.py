@@ -26,12 +26,10 @@ from megatron_rl.model.tokenizer import build_tokenizer
 class Origin:
     """Facts about a checkpoint other than its weights."""
 
-    model: ModelConfig
-    """Shape of the model; `vocab_size` counts the rows of the embedding without padding."""
+    model: ModelConfig  # shape of the model; `vocab_size` counts the rows of the embedding without padding
     published: Path | None
     """Directory with the model's config.json, generation config and chat template; None without one."""
-    tokenizer: Path | None
-    """Directory of the tokenizer; None if it has no Hugging Face form."""
+    tokenizer: Path | None  # directory of the tokenizer; None if it has no Hugging Face form
     ends: frozenset[int] = frozenset()
     """Tokens at which the model was trained to end its answers; empty if only the published files know."""
     output_layer_stored: bool = False

@@ -27,11 +27,9 @@ from megatron_rl.model.lora_merge import add, deltas
 from megatron_rl.model.policy import DTYPES
 from megatron_rl.platform.api import Platform
 
-ADAPTER = "adapter"
-"""Folder of the adapters in PEFT's format, in that of the merged weights."""
+ADAPTER = "adapter"  # folder of the adapters in PEFT's format, in that of the merged weights
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."
-"""Prefix of PEFT's names of tensors."""
+PREFIX = "base_model.model."  # prefix of PEFT's names of tensors
 
 
 class Reader(Protocol):

@@ -91,7 +91,6 @@ def _delete(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Mark a directory as being written."""
     writer = os.open(folder / WRITER, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with suppress(OSError):  # without locks nobody treats it as abandoned

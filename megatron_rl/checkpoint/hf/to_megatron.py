@@ -28,8 +28,7 @@ from megatron_rl.model.hf_mapping import Weight, sources, weights
 from megatron_rl.model.tokenizer import load_pretrained_tokenizer
 from megatron_rl.platform.api import Platform
 
-NOTES = "conversion.json"
-"""File among the carried ones with facts that only the weights show."""
+NOTES = "conversion.json"  # file among the carried ones with facts that only the weights show
 VOCAB_MULTIPLE = 128
 """Divisor of the padded embedding's rows, as in the shipped recipes and in Megatron-LM (there per rank)."""
 
@@ -38,10 +37,7 @@ Format = Literal["torch_dist", "torch"]
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Result of a conversion."""
-
-    bytes: int
-    """Bytes of the weights."""
+    bytes: int  # bytes of the weights
     seconds: float
 
 

@@ -114,7 +114,6 @@ class TorchDistReader:
         return list(self._shards)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the weight as stored."""
         return self._stored[self._shards[name][0].key].properties.dtype
 
     def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
