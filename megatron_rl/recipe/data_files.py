@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-TEXT = (".jsonl", ".json", ".csv", ".tsv")
-"""Suffixes of files whose rows are text."""
-COLUMNS = (".parquet", ".arrow")
-"""Suffixes of files of Arrow columns."""
+TEXT = (".jsonl", ".json", ".csv", ".tsv")  # suffixes of files whose rows are text
+COLUMNS = (".parquet", ".arrow")  # suffixes of files of Arrow columns
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstandard"}
 """Suffix of a compressed text file, such as .jsonl.gz -> module that opens it."""
 

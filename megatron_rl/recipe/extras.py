@@ -20,8 +20,7 @@ from urllib.parse import unquote, urlsplit
 from megatron_rl.contract.codes import IMAGE_VARIABLE
 
 OURS = "mrl"
-PACKAGE = Path(__file__).parents[1]
-"""Directory of the code of the ranks."""
+PACKAGE = Path(__file__).parents[1]  # directory of the code of the ranks
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 _EXTRA = re.compile(r"""\bextra\s*==\s*["']([^"']+)["']""")
@@ -42,12 +41,10 @@ def requirements(extra: str) -> tuple[str, ...]:
 
 
 def names(extra: str) -> tuple[str, ...]:
-    """Return the names of the distributions of an extra."""
     return tuple(match[1] for one in requirements(extra) if (match := _REQUIREMENT.match(one)))
 
 
 def is_installed(name: str) -> bool:
-    """Whether a distribution is installed for this interpreter."""
     return installed(name) is not None
 
 
@@ -81,11 +78,8 @@ def install_command(*extras: str) -> str:
 
 
 class _Source(NamedTuple):
-    """Source of the mrl installation."""
-
     url: str
-    folder: str | None
-    """Directory of the URL, a clone; None: the URL is an archive or a repository."""
+    folder: str | None  # directory of the URL, a clone; None: the URL is an archive or a repository
     editable: bool
 
 

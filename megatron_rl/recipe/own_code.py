@@ -33,8 +33,7 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*")
 class Reference(NamedTuple):
     """A function and the module or file that defines it."""
 
-    place: str
-    """Name of a module, or path of a file that ends in .py."""
+    place: str  # name of a module, or path of a file that ends in .py
     function: str
 
     @classmethod
@@ -70,7 +69,6 @@ def name_or_own(value: str, names: Sequence[str]) -> str:
 
 
 def name_or_own_words(names: Sequence[str]) -> str:
-    """Describe the values that `name_or_own` accepts."""
     return f"one of {', '.join(names)}, or module:function for one of your own"
 
 
