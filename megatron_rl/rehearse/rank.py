@@ -39,8 +39,7 @@ from megatron_rl.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.training.schedule import ModelInput
 from megatron_rl.training.trainer import Trainer
 
-END = 1
-"""End token; every value that the host reads of such a tensor is 1."""
+END = 1  # end token; every value that the host reads of such a tensor is 1
 A_MINUTE = timedelta(minutes=1)
 ROOT = Path(__file__).parents[2]
 
@@ -57,13 +56,10 @@ class PhaseFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Result of rehearsing a rank."""
-
     parameters: int = 0
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes at the peak of each phase, by holder such as "weights"; phases are in the order of their start."""
-    failure: dict[str, str] | None = None
-    """Phase, error and place of a failure, as `PhaseFailed` has them."""
+    failure: dict[str, str] | None = None  # phase, error and place of a failure, as `PhaseFailed` has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +67,7 @@ class Taught:
     """A teacher that the training ranks hold."""
 
     model: ModelConfig
-    tokens: int
-    """Entries of its vocabulary."""
+    tokens: int  # entries of its vocabulary
 
 
 class Phases:
@@ -80,8 +75,7 @@ class Phases:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.peaks: dict[str, dict[str, int]] = {}
-        """Same as `Rehearsal.phases`."""
+        self.peaks: dict[str, dict[str, int]] = {}  # same as `Rehearsal.phases`
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -229,7 +223,6 @@ def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
 
 
 def score(trainer: Trainer) -> None:
-    """Log-probs of the fullest micro-batch."""
     config, policy = trainer.config, trainer.policy
     batch = training_batch(rollouts(config, 1, trainer.groups.data.size()).groups, config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
