@@ -13,18 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 
-PACKAGE = Path(__file__).absolute().parent
-"""Not resolved: where the package is a link, its frames have this path."""
+PACKAGE = Path(__file__).absolute().parent  # not resolved: where the package is a link, its frames have this path
 SEAM = tuple(str(PACKAGE / room) + "/" for room in ("agent", "environments"))
 """Rooms that a task's code builds on: errors raised there are about the task."""
 LIBRARIES = ("/site-packages/", "/dist-packages/")
 STDLIB = sysconfig.get_paths()["stdlib"] + "/"
-SOURCE_LIMIT = 120
-"""Longest source line in a headline, in characters."""
+SOURCE_LIMIT = 120  # longest source line in a headline, in characters
 
 
-_task_code: set[str] = set()
-"""Files and folders of installed packages that contain a task's code."""
+_task_code: set[str] = set()  # files and folders of installed packages that contain a task's code
 
 
 class ConfigurationError(ValueError):
