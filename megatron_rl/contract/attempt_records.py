@@ -30,7 +30,7 @@ class Drain(NamedTuple):
 
 @record()
 class Outcome(NamedTuple):
-    """outcome.json: the ranks end in order. Written by rank 0 after its last save, read by the host side."""
+    """outcome.json: the ranks ended cleanly. Written by rank 0 after its last save, read by the host side."""
 
     outcome: str  # FINISHED or DRAINED
     step: int | None = None  # of the newest checkpoint; None: there is none
@@ -60,7 +60,7 @@ class Heartbeat(NamedTuple):
     rank: int
     ranks: int  # of the world
     host: str | None  # None: a placeholder of the host side for a rank that never sent one
-    phase: str  # HEARTBEAT_WAIT: it waits for others; HEARTBEAT_LEFT: it leaves in order
+    phase: str  # HEARTBEAT_WAIT: it waits for others; HEARTBEAT_LEFT: it leaves cleanly
     step: int
     entered: int  # number of phases entered; all ranks enter the same ones in the same order
     at: float  # when the rank last made progress
@@ -218,7 +218,7 @@ class ReplicaState(NamedTuple):
     hosts: list[str] = []  # hosts of the replica; empty in a local run
     why: str | None = None  # how it ended last, with its rank; None: it never ended
     misconfigured: bool = False  # whether it would end the same way again
-    job: str | None = None  # id of its own Slurm job; None: it runs in the attempt's job
+    job: str | None = None  # its Slurm job's id; None: it runs in the attempt's job
 
 
 @record(version=None)

@@ -101,7 +101,7 @@ class Child:
             return
         self.exit_code()
         self.let_go()
-        with contextlib.suppress(ProcessLookupError):  # between fork and setsid there is no group yet
+        with contextlib.suppress(ProcessLookupError):  # between fork and setsid the group does not exist yet
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         try:

@@ -1,4 +1,4 @@
-"""Start of child processes: the command of a module, death with the parent, and orphans."""
+"""Child processes: the command of a module, death with the parent, and orphans."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ REPLICA_GIVEN_UP = "given up"  # it ended too often, or would end the same way a
 
 # Heartbeats
 HEARTBEAT_S = 10.0  # seconds between heartbeats, at most
-HEARTBEAT_LEFT = "left"  # phase of the last heartbeat of a rank that leaves in order
+HEARTBEAT_LEFT = "left"  # phase of the last heartbeat of a rank that leaves cleanly
 HEARTBEAT_WAIT = "waiting for the other ranks"  # phase of a rank that waits for the others
 
 # Signals from the host side to the ranks

@@ -70,7 +70,7 @@ def is_temporary(name: str) -> bool:
 
 def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
     """Append one line in a single write, to a file with one writer at a time. A torn last line, left by a crash, is
-    terminated first and stays a line of its own.
+    terminated first and stays a separate line.
 
     Raises OSError as `append_bytes` does.
 

@@ -160,7 +160,7 @@ class RankFiles:
         self.logs = logs
         self.role = role
         self.drain = folder / "drain.json"
-        """Drain: exists if the ranks shall stop at the next safe point."""
+        """Drain: exists if the ranks must stop at the next safe point."""
         self.outcome = folder / "outcome.json"
         """Outcome."""
         self.progress = folder / "progress.json"
@@ -215,7 +215,7 @@ class Attempt(RankFiles):
         self.kernels = self.folder / "kernels.json"
         """Kernels."""
         self.replica_image = self.folder / f"image{OF_REPLICAS}"
-        """`image` of the inference replicas, if they have one of their own."""
+        """`image` of the inference replicas, if they have another one."""
         self.nodes = self.folder / "nodes.json"
         """NodeAssignment."""
         self.marks = self.folder / "marks.json"
@@ -248,7 +248,7 @@ class Attempt(RankFiles):
 
 
 class Replica(RankFiles):
-    """Paths of the ranks of one replica, a world of its own. A restart of it in the same attempt writes the same files.
+    """Paths of the ranks of one replica, a separate world. A restart of it in the same attempt writes the same files.
     It drains with the attempt."""
 
     def __init__(self, attempt: Attempt, number: int, kind: str = INFER) -> None:

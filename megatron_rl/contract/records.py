@@ -54,7 +54,7 @@ class Damage(NamedTuple):
 class Lines(Generic[T]):
     """Content of a JSON-lines file.
 
-    records: those of the readable lines, in order.
+    records: those of the readable lines.
     damaged: the other lines.
     absent: whether the file does not exist.
     """

@@ -4,7 +4,7 @@
 
 Each rank that trains on groups writes its own files, attempts/NNN/rollouts/STEP.RANK.jsonl.gz, where STEP is the first
 of a hundred steps. A file is a sequence of gzip members with whole lines, so `zcat` reads it. A run that resumes
-repeats some steps; they are then in several attempts, of which the newest one counts.
+repeats some steps; they are then in several attempts, and the newest one counts.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ ATTEMPT = "{attempt}"  # its number
 def container_name(job_id: str, attempt: str, of: str = "") -> str:
     """Return the name of an attempt's container on its nodes, which no earlier, killed attempt has used.
 
-    of: paths.OF_REPLICAS for the container of replicas that have an image of their own.
+    of: paths.OF_REPLICAS for the container of replicas that have another image.
     """
     return f"mrl-{job_id}-{attempt}{of}"
 

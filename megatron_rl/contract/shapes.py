@@ -154,7 +154,7 @@ def _read_record(kind: Any, value: Any, name: str) -> Any:
             else:
                 given[field] = shape.readers[field](item, _below(name, key))
         elif field in shape.defaults:
-            given[field] = copy.copy(shape.defaults[field])  # a list or dict of its own
+            given[field] = copy.copy(shape.defaults[field])  # not shared with other records
         else:
             raise Mismatch(f"{_below(name, key)} is missing")
     if shape.rest is not None:

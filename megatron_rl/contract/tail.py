@@ -23,7 +23,7 @@ class Tail(Generic[Line]):
         self.replaced = 0  # number of times that the file was found replaced
 
     def new(self) -> list[Line]:
-        """Return the new lines; none where there is no file. Raises OSError."""
+        """Return the new lines; none without a file. Raises OSError."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())

@@ -50,7 +50,7 @@ LARGEST_LEARNING_RATE = 0.1
 to 1."""
 COLLAPSE = 0.5  # share of the rise of the mean reward that is lost in a collapse. Runs that recover lose up to a third
 COLLAPSE_ERRORS = 6.0
-"""Standard errors of means of WINDOW steps by which the reward must rise and fall: the best of many windows is
+"""The reward must rise and fall by this many standard errors of means of WINDOW steps: the best of many windows is
 high by chance. A fall below the start alone is not a collapse: runs that learn often begin with one."""
 COLLAPSE_STEPS = 5 * WINDOW  # steps before the rewards are compared with their best
 
