@@ -35,7 +35,7 @@ def own_address() -> str:
     if allowed:
         return allowed[0]
     raise ConfigurationError(
-        f"{_own_name()} does not know an address of its own that the other nodes reach: its name does not resolve, or "
+        f"{_own_name()} does not know an address that the other nodes reach: its name does not resolve, or "
         "resolves to loopback. Set NCCL_SOCKET_IFNAME in the cluster profile's environment to the interface between "
         "the nodes"
     )
@@ -72,7 +72,7 @@ def is_named(interface: str, names: str) -> bool:
 
 
 def node_names(nodelist: str) -> Iterator[str]:
-    """Expand Slurm's node list in order: `gpu[01-02]-ib` -> `gpu01-ib`, `gpu02-ib`."""
+    """Expand Slurm's node list: `gpu[01-02]-ib` -> `gpu01-ib`, `gpu02-ib`."""
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         yield from _expanded(word)
 
@@ -95,7 +95,7 @@ def _expanded(word: str) -> Iterator[str]:
 
 
 def _candidates(several: bool) -> Iterator[str]:
-    """Addresses by which other nodes may reach this node, best first."""
+    """Addresses that may lead other nodes to this one, best first."""
     by_name = _resolved(_own_name())
     if not several:
         yield by_name or "127.0.0.1"

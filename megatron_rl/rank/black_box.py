@@ -71,7 +71,7 @@ class BlackBox:
         self._heart.start()
 
     def stop(self) -> None:
-        """Report that the rank leaves in order: its silence means nothing from here on."""
+        """Report that the rank leaves cleanly: its silence means nothing from here on."""
         self._stopped.set()
         self._heart.join(HEARTBEAT_S)
         self._write_heartbeat(HEARTBEAT_LEFT)

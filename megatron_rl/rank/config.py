@@ -120,7 +120,7 @@ class InferenceLayout(Section):
     """Tensor parallel size of a replica; default: that of training."""
     transfer: Literal["whole", "changed"] = "whole"
     """Weights sent to the replicas with each version (`mode: partitioned`). whole: all. changed: only values that
-    differ from the version before, which are few for bf16 weights and a small learning rate. Meant for slow networks;
+    differ from the previous version, which are few for bf16 weights and a small learning rate. Meant for slow networks;
     trainers keep a copy of the weights in host memory to compare with."""
 
 

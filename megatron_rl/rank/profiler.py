@@ -145,7 +145,7 @@ class GenerationProfiler:
                 self.end()
 
     def end(self) -> None:
-        """Write a trace that has not ended: there are no further plans of its step."""
+        """Write a trace that has not ended: no further plan of its step follows."""
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.write()
