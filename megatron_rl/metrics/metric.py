@@ -24,7 +24,7 @@ class StepReport:
     first_ordinal: int
     next_ordinal: int
     policy_version: int  # at the end of the step
-    dropped: Mapping[int, str]  # ordinals settled without training, each with the reason, in order
+    dropped: Mapping[int, str]  # ordinals settled without training, each with the reason
     failures: Mapping[str, int]  # answers lost, by reason
     components: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Sum of each component of the rewards, and the number of answers that have it."""

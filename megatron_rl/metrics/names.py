@@ -66,7 +66,7 @@ COMPONENTS = "reward/"  # prefix of metrics of reward components, each the mean 
 
 EVALUATION_METRICS = {
     "eval/SET/greedy_accuracy": Metric(
-        "share of greedy answers with reward 1 on an evaluation set (absent if there is no answer)",
+        "share of greedy answers with reward 1 on an evaluation set (absent without answers)",
         unit="share",
         good="rises with `right_ratio`, and stays near it on held-out problems",
     ),

@@ -13,7 +13,7 @@ last step, and the upload continues from there: each step once, including steps 
 and those a fork has from its source. W&B keeps the first value of a repeated step, metrics.jsonl the last; they differ
 if `resume.partial` or the device permits it.
 
-Offline there is no server to ask. Every attempt then writes the whole record, in place of the previous one.
+Offline there is nobody to ask. Every attempt then writes the whole record, in place of the previous one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RecordRow(NamedTuple):
 
 
 class RecordReader:
-    """Rows of the record, one per step, each once and in order."""
+    """Rows of the record, one per step, each once, by step."""
 
     def __init__(self, run: RunDir, attempt: Attempt) -> None:
         self._steps = Tail(MetricsLine, run.metrics)
