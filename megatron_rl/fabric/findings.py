@@ -47,14 +47,14 @@ def rounds(nodes: int) -> list[list[Edge]]:
 
 
 def ring(nodes: int) -> list[Edge]:
-    """Edges of the ring in order: each node and its successor."""
+    """Edges of the ring: each node and its successor."""
     if nodes < 3:
         return [(0, 1)] if nodes == 2 else []
     return [(node, (node + 1) % nodes) for node in range(nodes)]
 
 
 def culprits(nodes: int, bad: Set[Edge]) -> list[int]:
-    """Return the fewest nodes that explain the `bad` edges, in order. Bad edges are slow or fail.
+    """Return the fewest nodes that explain the `bad` edges, sorted. Bad edges are slow or fail.
 
     No node is named if every edge is bad, as with two nodes: either the fabric is at fault or the node cannot be
     determined. Nor for an edge whose two nodes do well with their other neighbours.
