@@ -155,7 +155,7 @@ def read(
     """
     try:
         state = dist_checkpointing.load(sharded_state, str(checkpoint.folder), LoadOnce(data, expert_data or data))
-    # torch raises CheckpointException, which is no Exception, for a failure on any rank.
+    # torch raises CheckpointException, a BaseException, for a failure on any rank.
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         if all(isinstance(cause, OSError) for cause in causes):

@@ -150,7 +150,7 @@ class Checkpointer:
                 self._note(SaveFailed(save.step, f"a write to {save.folder} has been hanging for {save.timeout_s:g} s"))
         if final and isinstance(self._last, SaveFailed):
             newest = find_latest(self.run_dir).step
-            kept = "there is no earlier one" if newest is None else f"the newest is that of step {newest}"
+            kept = "no earlier one exists" if newest is None else f"the newest is that of step {newest}"
             raise CheckpointError(
                 f"the last checkpoint of the run, of step {self._last.step}, was not saved: {self._last.reason}; "
                 f"{kept}. Free space in {self.run_dir.checkpoints} or repair it, then resume the run"

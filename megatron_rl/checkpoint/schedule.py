@@ -71,7 +71,7 @@ class SaveSchedule:
         self._checked = step, now
         pace_s = (now - checked_at) / max(1, step - checked_step)
         cost = self._checkpointer.cost
-        if cost is None:  # the cost is unknown before the first save, and there is no checkpoint to resume from
+        if cost is None:  # the cost is unknown before the first save, and without a checkpoint to resume from
             return True, step + 1
         ledger = read_lines(LEDGER, self._checkpointer.run_dir.attempts_ledger)
         # A ledger that cannot be read only makes the interval less accurate.

@@ -153,7 +153,7 @@ def write_metadata(folder: Path, parts: Iterable[Part]) -> FileRecord:
     objects = Counter(item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO)
     for name, writers in objects.items():
         if writers > 1:
-            raise ValueError(f"the object {name} is saved by more than one rank: it needs an offset of its own on each")
+            raise ValueError(f"the object {name} is saved by more than one rank: it needs a different offset on each")
     planner = MCoreSavePlanner(flatten_state_dict=False)
     _, metadata = planner.create_global_plan([part.plan for part in parts])
     writer = FileSystemWriter(folder, sync_files=True)

@@ -60,7 +60,7 @@ class WeightsFolder:
 
     def _read_head(self, file: str, listed: Mapping[str, str]) -> None:
         opened = self._file(file)
-        for name in opened.keys():  # noqa: SIM118 - it is no dict
+        for name in opened.keys():  # noqa: SIM118 - not a dict
             if listed and listed.get(name) != file:
                 where = f"puts it into {listed[name]}" if name in listed else "does not know it"
                 raise UnusableWeights(f"{self.folder / file} holds {name}, but {INDEX} {where}")
@@ -187,8 +187,8 @@ def _listed(folder: Path) -> dict[str, str]:
     except OSError as error:
         raise UnusableWeights(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UnusableWeights(f"{path} is no index of safetensors: it has no JSON object weight_map") from error
+        raise UnusableWeights(f"{path} is not an index of safetensors: it has no JSON object weight_map") from error
     plain = isinstance(files, dict) and all(isinstance(file, str) and "/" not in file for file in files.values())
     if not plain or not files:
-        raise UnusableWeights(f"{path} is no index of safetensors: weight_map must say the file of each tensor")
+        raise UnusableWeights(f"{path} is not an index of safetensors: weight_map must say the file of each tensor")
     return files

@@ -37,7 +37,7 @@ class Reader(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """Names of megatron-core's weights, in order."""
+        """Names of megatron-core's weights, in its order."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a weight as stored."""

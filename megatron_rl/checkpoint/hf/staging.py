@@ -33,7 +33,7 @@ def staged(target: Path, needed_bytes: int, *, replace: bool) -> Iterator[Path]:
         ConfigurationError: `target` exists and must not be replaced, cannot be created, or does not fit on its disk.
     """
     if target.name in ("", ".."):
-        raise ConfigurationError(f"{target} is no name of a new directory: give one with a name of its own")
+        raise ConfigurationError(f"{target} does not name a new directory: give one with a name")
     clean_up(target)
     if os.path.lexists(target) and not replace:
         raise ConfigurationError(f"{target} exists: give another path, or --force to replace it")

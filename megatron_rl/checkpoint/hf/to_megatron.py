@@ -120,7 +120,7 @@ def dtype_of(name: str, weight: Weight, files: WeightsFolder) -> torch.dtype:
 
 
 def batches(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
-    """Split names, in order, into the fewest batches of at most `limit` bytes. A larger weight has its own batch."""
+    """Split names, without reordering, into the fewest batches of `limit` bytes. A larger weight has its own batch."""
     batch: list[str] = []
     held = 0
     for name, size in sizes.items():
@@ -134,7 +134,7 @@ def batches(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Raise UnusableWeights if there is no tokenizer, or if it has more tokens than the embedding has rows."""
+    """Raise UnusableWeights if the tokenizer is missing or has more tokens than the embedding has rows."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UnusableWeights(f"{folder} is incomplete: it holds no tokenizer (tokenizer.json)")
     try:
