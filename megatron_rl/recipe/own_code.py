@@ -170,7 +170,7 @@ def modules_beside(file: Path) -> list[Path]:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Import a file as a module of its own, once for each content. It can import the modules beside it. Raises what the
+    """Import a file as a separate module, once for each content. It can import the modules beside it. Raises what the
     file raises."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     name = f"mrl_own_{file.stem}_{digest[:16]}"
