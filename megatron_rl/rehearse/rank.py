@@ -232,7 +232,7 @@ def score(trainer: Trainer) -> None:
 
 def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatch:
     """A batch that fills `microbatches` micro-batches, and at least two: sequences of full length, and a shorter one
-    for the rest of a micro-batch. Prompts differ and half of the answers are right. The batch is no larger than the
+    for the rest of a micro-batch. Prompts differ and half of the answers are right. The batch is at most the
     share of one of the data-parallel replicas.
 
     Answers that share a prompt need no more memory (see `flops.rows_per_token`), nor do shorter answers, apart from

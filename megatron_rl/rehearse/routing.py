@@ -1,6 +1,6 @@
 """Balanced routing of tokens to experts, for a router that has no values to choose by.
 
-A trained router is close to it, but it is no upper bound: ranks with popular experts hold more tokens.
+A trained router is close to it, but it is not an upper bound: ranks with popular experts hold more tokens.
 """
 
 from __future__ import annotations
