@@ -82,7 +82,7 @@ class Sections(Section):
     training: TrainingConfig
     evaluation: EvaluationConfig = EvaluationConfig()
     curriculum: CurriculumConfig | None = None
-    """Choice of problems by their recent pass rate; default: each pass has every problem once."""
+    """Problems chosen by their recent pass rate; default: each pass has every problem once."""
     save: SaveConfig = SaveConfig()
     resume: ResumeConfig = ResumeConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -105,7 +105,7 @@ class Sections(Section):
 
     @property
     def keeps_initial_weights(self) -> bool:
-        """Whether each start needs the initial weights, also with a checkpoint of its own: for the KL penalty, or below
+        """Whether each start needs the initial weights, also with a checkpoint: for the KL penalty, or below
         adapters."""
         return self.grpo.kl_beta > 0 or self.model.lora is not None
 

@@ -101,7 +101,7 @@ def _fit_together(environments: list[WeightedEnvironment]) -> list[WeightedEnvir
         raise ValueError("the list is empty: name at least one environment")
     twice = [id for id, count in Counter(one.id for one in environments).items() if count > 1]
     if twice:
-        raise ValueError(f"environment {twice[0]!r} is listed more than once: give each an id of its own")
+        raise ValueError(f"environment {twice[0]!r} is listed more than once: give each a different id")
     if not any(one.trained_on for one in environments):
         names = ", ".join(repr(one.id) for one in environments)
         raise ValueError(f"nothing to train on: weight is 0 or evaluation_only is set for every one of {names}")
@@ -109,7 +109,7 @@ def _fit_together(environments: list[WeightedEnvironment]) -> list[WeightedEnvir
 
 
 Environments = Annotated[list[WeightedEnvironment], AfterValidator(_fit_together)]
-"""List of environments, each with an id of its own, of which at least one is trained on."""
+"""List of environments with different ids; at least one is trained on."""
 
 
 # Entries of Megatron-RL's environment files

@@ -189,7 +189,7 @@ class RejectionConfig(RatioBounds):
 
 _OWN_DIVISOR: dict[str, tuple[tuple[AdvantageStd, ...], str]] = {
     "maxrl": (("none",), "divides by the mean of the group"),
-    "pass_at_k": (("population", "none"), "divides by the deviation of all sets of answers, which is no sample"),
+    "pass_at_k": (("population", "none"), "divides by the deviation of all sets of answers, which is not a sample"),
     "per_reward": (("population", "sample"), "normalises each component"),
 }
 """Baseline -> values of advantage_std that it allows, and why."""
@@ -214,7 +214,7 @@ class GrpoConfig(Section):
     2602.04879). reinforce: neither ratio nor bounds. module:function: your own."""
     eps_low: Annotated[float, Field(ge=0, le=1)] | None = None
     """Ratios of new to old probability are clipped to [1 - eps_low, 1 + eps_high]; for dppo, the largest divergence.
-    Default: 0.2; gspo, gspo_token: 0.0003; cispo: 1, which is no bound; dppo: 0.15, by kl 0.05."""
+    Default: 0.2; gspo, gspo_token: 0.0003; cispo: 1, which is not a bound; dppo: 0.15, by kl 0.05."""
     eps_high: NonNegativeFloat | None = None
     """Upper clip range; larger than eps_low is DAPO's clip-higher. Default: 0.2; gspo, gspo_token: 0.0004; cispo: 4;
     dppo: 0.15, by kl 0.05."""
@@ -235,14 +235,14 @@ class GrpoConfig(Section):
     all answers to its prompt. leave_one_out: the mean of the other answers to its prompt (RLOO, arXiv 2402.14740).
     batch: the mean of all answers of the step (REINFORCE++, arXiv 2501.03262); a prompt without any right answer still
     teaches: its answers become less likely, and every answer goes through the model, which takes longer. maxrl: the
-    group's mean, by which the difference is also divided (arXiv 2602.02710): hard prompts weigh more. pass_at_k: a
+    group's mean, which also divides the difference (arXiv 2602.02710): hard prompts weigh more. pass_at_k: a
     prompt earns the best reward of pass_k of its answers (arXiv 2508.10751, 2505.15201). per_reward: each component
     that environment.reward_weights names is compared and normalised alone, then they are added (GDPO, arXiv
     2601.05242). module:function: your own, which makes what it wants of the next four keys."""
     pass_k: PositiveInt | None = None
     """Answers that a prompt is given, for `baseline: pass_at_k`; from 2 to group_size."""
     advantage_std: AdvantageStd = "population"
-    """Standard deviation by which advantages are divided, plus 1e-4. population: the root of the mean square deviation
+    """Standard deviation that divides advantages, plus 1e-4. population: the root of the mean square deviation
     of n rewards. sample: with n - 1 instead of n, as TRL, verl, NeMo-RL and SkyRL divide: for 16 answers advantages are
     3.2% smaller, for 4 they are 13% smaller. none: not divided; with `baseline: group` and the reduction of Dr. GRPO
     that is Dr. GRPO (arXiv 2503.20783)."""
@@ -263,8 +263,8 @@ class GrpoConfig(Section):
     """Divisor of `reduction: constant`, in tokens; default: sampling.max_new_tokens."""
     branches: BranchWeighting = "mean"
     """Weight of a rollout with several sequences of tokens. mean: the weight of each token is divided by their number,
-    so the rollout counts like one with a single sequence of their mean length. sum: each sequence counts like an answer
-    of its own."""
+    so the rollout counts like one with a single sequence of their mean length. sum: each sequence counts like an
+    answer."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the initial weights. At 0 no reference model is kept or run."""
     kl_estimator: KlEstimator = "k3"
@@ -388,7 +388,7 @@ class GrpoConfig(Section):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the policy loss has bounds, of which it counts the tokens beyond."""
+        """Whether the policy loss has bounds, and counts the tokens beyond them."""
         return "eps_low" in READ_BY.get(self.policy_loss, ())
 
     @property
@@ -420,7 +420,7 @@ class GrpoConfig(Section):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of a step, each of which makes a policy version."""
+        """Optimizer updates of a step; each makes a policy version."""
         return self.updates_per_pass * self.iterations
 
     @property

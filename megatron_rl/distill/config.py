@@ -51,7 +51,7 @@ class TeacherServers(Section):
 
 
 class TeacherReplicas(Section):
-    """Replicas that hold the teacher on nodes of their own. The run starts, watches, restarts and ends them like
+    """Replicas that hold the teacher on separate nodes. The run starts, watches, restarts and ends them like
     inference replicas, and they never get other weights."""
 
     nodes: PositiveInt

@@ -237,7 +237,7 @@ class ModelConfig(Section):
         if self.num_experts is not None:
             sizes += [("tp", tp, "expert_ffn_hidden_size"), ("ep", ep, "num_experts")]
         elif ep > 1:
-            yield f"ep {ep} needs model.num_experts: there are no experts to share"
+            yield f"ep {ep} needs model.num_experts: without experts to share"
         if tp % self.num_query_groups:  # more ranks than key/value heads: each is on several
             sizes.append(("tp", tp, "num_query_groups"))
         elif tp > self.num_query_groups and training_tp not in (None, tp):

@@ -42,6 +42,6 @@ class RowsRequest(Section):
     """show: the first rows or problems. count: all of them. check: the first ones and the user's functions, for
     faults."""
     resumes: bool = False
-    """Whether the run has a checkpoint of its own, so that no worked examples are needed."""
+    """Whether the run has a checkpoint, so that no worked examples are needed."""
     first: PositiveInt = 3
     """Rows or problems of each set to show."""

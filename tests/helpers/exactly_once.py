@@ -40,7 +40,7 @@ def _settle(found: dict[int, Fate], line: MetricsLine, expected: int) -> None:
         raise NotExactlyOnce(f"step {step} instead of step {expected}")
     first, beyond = (_whole(line, name) for name in ("first_ordinal", "next_ordinal"))
     if first != len(found) or beyond < first:
-        message = "step {} settles the prompts from {} up to {}, the one before ended at {}"
+        message = "step {} settles the prompts from {} up to {}, the previous one ended at {}"
         raise NotExactlyOnce(message.format(step, first, beyond, len(found)))
     dropped = _dropped(line)
     strangers = sorted(ordinal for ordinal in dropped if not first <= ordinal < beyond)

@@ -93,7 +93,7 @@ def test_a_permanent_checkpoint_is_deleted_with_its_line(run_dir: RunDir) -> Non
 def test_checkpoints_that_wait_for_their_export_stay_until_it_exists(run_dir: RunDir) -> None:
     for step in range(10, 101, 10):
         make(run_dir, step, keep=1, export_hf_every=20)
-    assert run_dir.checkpoint_steps() == [100, 20], "the newest, and the oldest, whose export may be under way"
+    assert run_dir.checkpoint_steps() == [100, 20], "the newest, and the oldest, whose export may be unfinished"
     run_dir.export(20).mkdir(parents=True)
     make(run_dir, 110, keep=1, export_hf_every=20)
     assert run_dir.checkpoint_steps() == [110, 100]

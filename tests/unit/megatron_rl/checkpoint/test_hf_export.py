@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def exporter(run: RunDir, converter: str, monkeypatch: Any, **options: Any) -> Exporter:
-    """Exporter with a program in place of the converter, which has tests of its own."""
+    """Exporter with a program in place of the converter, which has other tests."""
     monkeypatch.setattr(export, "CONVERTER", [sys.executable, "-c", converter])
     options = {"leads": True, "export_hf_every": 20, "timeout_s": 60} | options
     leads = options.pop("leads")

@@ -122,7 +122,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing shard": (lambda folder: shards(folder)[1].unlink(), "incomplete: model-00002-of-.* is missing"),
     "a truncated shard": (lambda folder: cut(shards(folder)[1]), "model-00002-of-.* is cut short or damaged"),
     "an empty shard": (lambda folder: shards(folder)[1].write_bytes(b""), "is cut short or damaged"),
-    "an index that is none": (lambda folder: (folder / INDEX).write_text("[]"), "is no index of safetensors"),
+    "an index that is none": (lambda folder: (folder / INDEX).write_text("[]"), "is not an index of safetensors"),
     "an index that invents a tensor": (
         in_index(lambda files: files.update({"model.more": shards_name(files)})),
         "says that .* holds model.more, which it does not",

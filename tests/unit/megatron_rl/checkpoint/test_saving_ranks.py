@@ -43,7 +43,7 @@ def test_tensor_parallel_ranks_with_the_same_tensor_save_it_once() -> None:
 
 
 def test_experts_are_balanced_over_the_ranks_that_hold_the_same() -> None:
-    """Four data-parallel ranks, of which the first and the third have the same experts."""
+    """Four data-parallel ranks; the first and the third have the same experts."""
     key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     saved = []
     for rank in range(4):

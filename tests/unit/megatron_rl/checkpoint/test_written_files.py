@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.publish import hash_file
 from megatron_rl.checkpoint.shards import Abandoned, RecordedFile
 
 Synced = list[tuple[int, int]]
-"""Inode and size of each fsynced file, in order."""
+"""Inode and size of each fsynced file, in the order of the calls."""
 
 
 @pytest.fixture

@@ -51,8 +51,8 @@ def test_ordinals_have_no_gaps(tmp_path_factory, sizes):
     [
         ([step(1, 0, 2), step(3, 2, 4)], "step 3 instead of step 2"),
         ([step(1, 0, 2), step(1, 0, 2)], "step 1 instead of step 2"),
-        ([step(1, 0, 2), step(2, 3, 4)], "step 2 settles the prompts from 3 up to 4, the one before ended at 2"),
-        ([step(1, 0, 2), step(2, 1, 4)], "step 2 settles the prompts from 1 up to 4, the one before ended at 2"),
+        ([step(1, 0, 2), step(2, 3, 4)], "step 2 settles the prompts from 3 up to 4, the previous one ended at 2"),
+        ([step(1, 0, 2), step(2, 1, 4)], "step 2 settles the prompts from 1 up to 4, the previous one ended at 2"),
         ([step(1, 0, -1)], "step 1 settles the prompts from 0 up to -1"),
         ([step(1, 0, 2, o2="too long")], r"step 1 drops \[2\], which it has not drawn"),
         ([MetricsLine(1, {})], "step 1 has no first_ordinal"),

@@ -1,4 +1,4 @@
-"""File names: our files are found in order, and foreign files beside them are ignored."""
+"""File names: our files are found, sorted, and foreign files beside them are ignored."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def test_the_same_seed_gives_the_same_weights(platform: Any, groups: Any) -> Non
         ((1, 3, 1), {}, "pp 3 does not divide model.num_layers 2 (2 = 0 x 3 + 2)"),
         ((1, 1, 4), EXPERTS, "ep 4 does not divide model.num_experts 6 (6 = 1 x 4 + 2)"),
         ((4, 1, 1), EXPERTS | {"expert_ffn_hidden_size": 6}, "tp 4 does not divide model.expert_ffn_hidden_size 6"),
-        ((1, 1, 2), {}, "ep 2 needs model.num_experts: there are no experts to share"),
+        ((1, 1, 2), {}, "ep 2 needs model.num_experts: without experts to share"),
         ((4, 1, 1, 2), {}, "tp 4 is more than model.num_query_groups 2: ranks share a key/value head only as in train"),
     ],
 )
