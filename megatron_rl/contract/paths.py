@@ -11,16 +11,13 @@ from pathlib import Path
 
 from megatron_rl.contract.files import AnyPath, names_in
 
-TRAIN = "train"
-"""Step of an attempt whose ranks train."""
+TRAIN = "train"  # step of an attempt whose ranks train
 INFER, TEACHER = "infer", "teacher"
 """Kinds of replicas: those that generate, and those that hold the teacher. Their steps are `infer-0`, `teacher-0`."""
-FOLDERS = {INFER: "replicas", TEACHER: "teachers"}
-"""Kind of replicas -> folder of their files in that of the attempt."""
+FOLDERS = {INFER: "replicas", TEACHER: "teachers"}  # kind of replicas -> folder of their files in that of the attempt
 NUMBER_OPTIONS = {INFER: "--replica", TEACHER: "--teacher"}
 """Kind of replicas -> option of `megatron_rl.replica_main` with the number of one."""
-OF_REPLICAS = "-infer"
-"""Suffix of names that belong to an image which only the inference replicas run in."""
+OF_REPLICAS = "-infer"  # suffix of names that belong to an image which only the inference replicas run in
 CARRIED = "huggingface"
 """Folder in a converted checkpoint: config.json, the tokenizer, and the other files that came with the weights."""
 
@@ -32,34 +29,22 @@ class RunDir:
         self.root = Path(root)
 
         # Inputs
-        self.recipe = self.root / "recipe.yaml"
-        """The recipe as the user gave it."""
+        self.recipe = self.root / "recipe.yaml"  # the recipe as the user gave it
         self.resolved = self.root / "resolved.yaml"
         """The recipe with every default written out. A directory with this file is a run directory."""
-        self.identity = self.root / "run.json"
-        """RunIdentity."""
-        self.changes = self.root / "changes.jsonl"
-        """RecipeChange, a line for each `--change` of a resumed run."""
-        self.plan = self.root / "plan.json"
-        """PlanRecord."""
-        self.script = self.root / "job.sbatch"
-        """The sbatch script of this run; submitting it again resumes the run."""
+        self.identity = self.root / "run.json"  # RunIdentity
+        self.changes = self.root / "changes.jsonl"  # RecipeChange, a line for each `--change` of a resumed run
+        self.plan = self.root / "plan.json"  # PlanRecord
+        self.script = self.root / "job.sbatch"  # the sbatch script of this run; submitting it again resumes the run
         self.code = self.root / "code"
         """Snapshot of the running code, first on the ranks' PYTHONPATH; a link to the newest one."""
-        self.code_record = self.code / "SNAPSHOT.json"
-        """CodeSnapshot."""
-        self.kept_files = self.root / "files"
-        """Folder of copies of the user's code files."""
-        self.kept_files_record = self.kept_files / "FILES.json"
-        """KeptFiles."""
-        self.job = self.root / "job.json"
-        """Owner: the Slurm job that owns this run, or was the last to."""
-        self.job_lock = self.root / ".job.lock"
-        """flock of the batch script that is running this run."""
-        self.fork = self.root / "fork.json"
-        """Fork."""
-        self.lock = self.root / ".lock"
-        """flock of the process that owns the run; its text is a LockOwner."""
+        self.code_record = self.code / "SNAPSHOT.json"  # CodeSnapshot
+        self.kept_files = self.root / "files"  # folder of copies of the user's code files
+        self.kept_files_record = self.kept_files / "FILES.json"  # KeptFiles
+        self.job = self.root / "job.json"  # Owner: the Slurm job that owns this run, or was the last to
+        self.job_lock = self.root / ".job.lock"  # flock of the batch script that is running this run
+        self.fork = self.root / "fork.json"  # Fork
+        self.lock = self.root / ".lock"  # flock of the process that owns the run; its text is a LockOwner
         self.token = self.root / "token"
         """Token of the listeners of this run's ranks, one line. Readable by the run's owner only, and never put into an
         argument, a log or a script. Written by the host side before any rank starts."""
@@ -68,16 +53,12 @@ class RunDir:
     def _name_results(self) -> None:
         self.attempts_ledger = self.root / "attempts.jsonl"
         """AttemptStart and AttemptEnd, a line for each start and end of an attempt."""
-        self.notifications = self.root / "notifications.jsonl"
-        """Notification, one per event that was sent, or tried to."""
+        self.notifications = self.root / "notifications.jsonl"  # Notification, one per event that was sent, or tried to
         self.goodput = self.root / "goodput.json"
         """Use of every GPU-second of all attempts, for people; rewritten at each attempt's end."""
-        self.done = self.root / "DONE"
-        """Done: exists if the run is finished."""
-        self.metrics = self.root / "metrics.jsonl"
-        """MetricsLine, one per step."""
-        self.lesson = self.root / "lesson.json"
-        """LessonRecord."""
+        self.done = self.root / "DONE"  # Done: exists if the run is finished
+        self.metrics = self.root / "metrics.jsonl"  # MetricsLine, one per step
+        self.lesson = self.root / "lesson.json"  # LessonRecord
         self.evaluations = self.root / "evaluations.jsonl"
         """MetricsLine, one per evaluation; step 0 is the model before training."""
         self.evaluation_request = self.root / "evaluation_request.json"
@@ -86,24 +67,18 @@ class RunDir:
         """EvaluationResult of a job that evaluates another run's checkpoint; the answers are in the same folder."""
         self.evaluation_results = self.root / "evaluations"
         """Folder of the results of `mrl evaluate` for this run: an EvaluationResult and its answers for each."""
-        self.report = self.root / "report.html"
-        """Page of the run, written by `mrl report`."""
-        self.bank = self.root / "rollouts" / "bank"
-        """Folder of the answers that are generated and not yet trained on."""
-        self.tensorboard = self.root / "tensorboard"
-        """Folder of TensorBoard's event files."""
+        self.report = self.root / "report.html"  # page of the run, written by `mrl report`
+        self.bank = self.root / "rollouts" / "bank"  # folder of the answers that are generated and not yet trained on
+        self.tensorboard = self.root / "tensorboard"  # folder of TensorBoard's event files
         self.prometheus = self.root / "metrics.prom"
         """Newest metrics in Prometheus's text format, unless logging.prometheus names another file."""
-        self.wandb = self.root / "wandb.json"
-        """WandbRun."""
+        self.wandb = self.root / "wandb.json"  # WandbRun
         self.wandb_files = self.root / "wandb"
         """Folder of wandb's own files, a copy of the record from the newest attempt."""
-        self.checkpoints = self.root / "checkpoints"
-        """Folder of all checkpoints."""
+        self.checkpoints = self.root / "checkpoints"  # folder of all checkpoints
         self.latest_checkpoint = self.checkpoints / "latest"
         """Text file with the name of the newest published checkpoint."""
-        self.exports = self.root / "hf"
-        """Folder of all exports: weights in Hugging Face's format."""
+        self.exports = self.root / "hf"  # folder of all exports: weights in Hugging Face's format
 
     @property
     def batch_log(self) -> Path:
@@ -159,20 +134,13 @@ class RankFiles:
         self.folder = folder
         self.logs = logs
         self.role = role
-        self.drain = folder / "drain.json"
-        """Drain: exists if the ranks must stop at the next safe point."""
-        self.outcome = folder / "outcome.json"
-        """Outcome."""
-        self.progress = folder / "progress.json"
-        """Progress; replaced, never appended."""
-        self.heartbeats = folder / "heartbeats"
-        """Folder of the ranks' heartbeats."""
-        self.image = folder / "image"
-        """Text file with the path of the container image of the attempt's steps."""
-        self.hang = folder / "hang.json"
-        """Hang."""
-        self.srun = folder / f"srun.{role}"
-        """Messages of srun about the step itself, such as `node05: task 3: Killed`."""
+        self.drain = folder / "drain.json"  # Drain: exists if the ranks must stop at the next safe point
+        self.outcome = folder / "outcome.json"  # Outcome
+        self.progress = folder / "progress.json"  # Progress; replaced, never appended
+        self.heartbeats = folder / "heartbeats"  # folder of the ranks' heartbeats
+        self.image = folder / "image"  # text file with the path of the container image of the attempt's steps
+        self.hang = folder / "hang.json"  # Hang
+        self.srun = folder / f"srun.{role}"  # messages of srun about the step itself, such as `node05: task 3: Killed`
 
     def address(self, name: str) -> Path:
         """Address of a listener of these ranks, such as `train` (their rendezvous)."""
@@ -210,20 +178,14 @@ class Attempt(RankFiles):
         self.latest_logs = run.root / "logs" / "latest"
         self.packages = self.folder / "packages"
         """Folder with a link to the ranks' code, for a Python of local replicas that lacks it."""
-        self.requeued = self.folder / "requeued.json"
-        """Requeued."""
-        self.kernels = self.folder / "kernels.json"
-        """Kernels."""
+        self.requeued = self.folder / "requeued.json"  # Requeued
+        self.kernels = self.folder / "kernels.json"  # Kernels
         self.replica_image = self.folder / f"image{OF_REPLICAS}"
         """`image` of the inference replicas, if they have another one."""
-        self.nodes = self.folder / "nodes.json"
-        """NodeAssignment."""
-        self.marks = self.folder / "marks.json"
-        """Marks."""
-        self.profile = self.folder / "profile"
-        """Folder of the traces that the recipe's section `profile` requests."""
-        self.fabric = self.folder / "fabric.json"
-        """FabricReport."""
+        self.nodes = self.folder / "nodes.json"  # NodeAssignment
+        self.marks = self.folder / "marks.json"  # Marks
+        self.profile = self.folder / "profile"  # folder of the traces that the recipe's section `profile` requests
+        self.fabric = self.folder / "fabric.json"  # FabricReport
         self.timeline = self.folder / "timeline.jsonl"
         """TimelineLine, one per stretch of time. A line has the seconds of all ranks since the line before it; the
         first line has those since `began`."""
@@ -258,7 +220,5 @@ class Replica(RankFiles):
         self.kind = kind
         self.drain = attempt.drain
         self.image = attempt.image
-        self.state = self.folder / "state.json"
-        """ReplicaState."""
-        self.listener = self.folder / "address.json"
-        """ReplicaAddress."""
+        self.state = self.folder / "state.json"  # ReplicaState
+        self.listener = self.folder / "address.json"  # ReplicaAddress
