@@ -150,8 +150,7 @@ class HarvestConfig(Section):
         return options
 
 
-LONGEST_PROFILE = 10
-"""Steps of a profile: a step of a large model has a million events, some hundred MB."""
+LONGEST_PROFILE = 10  # steps of a profile: a step of a large model has a million events, some hundred MB
 
 
 PLANS = 64
