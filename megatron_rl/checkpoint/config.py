@@ -9,8 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from megatron_rl.recipe.section import NonNegativeInt, PositiveInt, Section
 
-MOST_WAITING = 2
-"""Checkpoints kept for an unfinished export: the one being exported and the next."""
+MOST_WAITING = 2  # checkpoints kept for an unfinished export: the one being exported and the next
 
 
 def _steps_or_auto(value: Any) -> int | Literal["auto"]:
