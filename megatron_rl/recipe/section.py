@@ -9,13 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
-
 NonNegativeInt = Annotated[int, Field(ge=0)]
-
 PositiveFloat = Annotated[float, Field(gt=0)]
-
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -28,16 +24,12 @@ class PathMark:
     """path: always a path. hub: a path, package:NAME, or a name on the Hugging Face hub. image: a path, or a container
     image in a registry. program: a path, or a name without a slash, which is looked for in PATH. code: a name of ours,
     or a function of the user's (`own_code.Reference`)."""
-    read: bool = True
-    """Whether the run needs the file from the start; false where the run writes it or waits for it."""
+    read: bool = True  # whether the run needs the file from the start; false where the run writes it or waits for it
 
 
-FilePath = Annotated[str, PathMark()]
-"""Path of a file or directory that the run reads."""
-
+FilePath = Annotated[str, PathMark()]  # path of a file or directory that the run reads
 LaterPath = Annotated[str, PathMark(read=False)]
 """Path of a file or directory that the run writes, or that another process writes before the run needs it."""
-
 HubPath = Annotated[str, PathMark("hub")]
 """Name on the Hugging Face hub, package:NAME, or path: a value that starts with / . or ~, or exists beside the
 recipe."""
@@ -50,8 +42,7 @@ def _day(value: str) -> str:
         raise ValueError(f"{value!r} is not a day of the form YYYY-MM-DD") from None
 
 
-Day = Annotated[str, AfterValidator(_day)]
-"""Day as YYYY-MM-DD."""
+Day = Annotated[str, AfterValidator(_day)]  # YYYY-MM-DD
 
 
 class Section(BaseModel):
