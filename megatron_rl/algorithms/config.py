@@ -52,15 +52,11 @@ CLIP_RANGES = {
     "dppo": (0.15, 0.15),
 }
 """Default eps_low and eps_high by policy loss, where it is not USUAL_RANGE."""
-RANGE_OF_KL = (0.05, 0.05)
-"""The same of `policy_loss: dppo` with `dppo_divergence: kl`."""
+RANGE_OF_KL = (0.05, 0.05)  # the same of `policy_loss: dppo` with `dppo_divergence: kl`
 USUAL_RANGE = (0.2, 0.2)
-USUAL_DUAL_CLIP = 3.0
-"""Default of dual_clip where tokens may be off policy."""
-USUAL_UPPER = 2.0
-"""Default of importance.upper where another policy may have sampled."""
-WIDEST_OF_GSPO = 0.1
-"""Largest eps_low and eps_high that gspo accepts."""
+USUAL_DUAL_CLIP = 3.0  # default of dual_clip where tokens may be off policy
+USUAL_UPPER = 2.0  # default of importance.upper where another policy may have sampled
+WIDEST_OF_GSPO = 0.1  # largest eps_low and eps_high that gspo accepts
 OF_BOUNDED = frozenset({"eps_low", "eps_high"})
 READ_BY = {
     "clip": OF_BOUNDED | {"dual_clip"},

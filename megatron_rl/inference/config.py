@@ -17,8 +17,7 @@ from megatron_rl.recipe.section import (
 )
 from megatron_rl.vllm.config import VllmConfig
 
-MOST_STOPS = 16
-"""Stop strings, and stop tokens, at most."""
+MOST_STOPS = 16  # stop strings, and stop tokens, at most
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -54,8 +53,7 @@ class Sampling(Section):
         return self
 
 
-MOST_BIASED = 1024
-"""Tokens that one request may bias."""
+MOST_BIASED = 1024  # tokens that one request may bias
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]

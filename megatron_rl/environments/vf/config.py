@@ -9,8 +9,7 @@ from pydantic import Field, field_validator
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.recipe.section import NonNegativeInt, PathMark, PositiveInt
 
-VERSIONS = ("0.4", "0.5")
-"""Versions of verifiers that were tried: from the first, below the second."""
+VERSIONS = ("0.4", "0.5")  # versions of verifiers that were tried: from the first, below the second
 
 
 class VerifiersConfig(EndpointConfig):
