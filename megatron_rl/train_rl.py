@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from megatron_rl.checkpoint.hf.export import Exported
 from megatron_rl.checkpoint.save import Published
-from megatron_rl.checkpoint.schedule import SaveSchedule
+from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.metrics.metric import StepReport
 from megatron_rl.metrics.report import step_lines

@@ -13,10 +13,10 @@ from launcher.runs.slow_ranks import SlowRank, read_slow_ranks
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, Finding, numbers
-from megatron_rl.contract.lesson_records import LessonRecord, PromptCounts
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
+from megatron_rl.contract.run_records import LessonRecord, PromptCounts
 from megatron_rl.contract.window_rules import Watch
 
 RECORDED_STEPS = 50

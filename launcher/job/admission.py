@@ -15,7 +15,7 @@ from launcher.recipe.load import Recipe, read_resolved, recorded_evaluation
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read_lines
-from megatron_rl.recipe.values import flat
+from megatron_rl.recipe.section import flat
 
 
 def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:

@@ -14,7 +14,7 @@ from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, write
 from megatron_rl.contract.run_records import KeptFile, KeptFiles
-from megatron_rl.recipe.own_code import Reference, modules_beside
+from megatron_rl.recipe.own_code import CodeReference, modules_beside
 
 
 def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None = None) -> list[Change]:
@@ -28,7 +28,7 @@ def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None =
     Raises:
         BadInput: a file cannot be read.
     """
-    own = (Reference.of(function).file for function in recipe.config.grpo.own_functions.values())
+    own = (CodeReference.of(function).file for function in recipe.config.grpo.own_functions.values())
     files = used_files(recipe.config.task) if recipe.config.generates else []
     sources = {path: source.kept_files / one.name for path, one in kept_files(source).items()} if source else {}
     return copy_files(run, [*files, *(str(file) for file in own if file is not None)], renew, sources)

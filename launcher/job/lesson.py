@@ -31,7 +31,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.model.config import is_hub_name, is_prefetched, package_of
-from megatron_rl.recipe.own_code import Reference
+from megatron_rl.recipe.own_code import CodeReference
 from megatron_rl.standalone.config import RowsRequest
 
 LIMIT_S = 30.0
@@ -222,7 +222,7 @@ def request_of(recipe: Recipe, profile: Profile | None, **more: Any) -> RowsRequ
 
 def own_files(config: RunConfig) -> list[str]:
     """Files of the user's code that the run has copies of."""
-    functions = (Reference.of(function).file for function in config.grpo.own_functions.values())
+    functions = (CodeReference.of(function).file for function in config.grpo.own_functions.values())
     return [*(used_files(config.task) if config.generates else []), *map(str, filter(None, functions))]
 
 

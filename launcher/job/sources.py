@@ -19,7 +19,7 @@ from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 from megatron_rl.recipe.extras import OURS as OUR_DISTRIBUTION
 from megatron_rl.recipe.extras import installed, metadata_of
-from megatron_rl.recipe.own_code import Reference
+from megatron_rl.recipe.own_code import CodeReference
 
 OURS = ("launcher", "megatron_rl")
 HEAVY_BYTES = 20 * 10**6  # a larger snapshot probably holds data that git does not ignore
@@ -91,7 +91,7 @@ def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
     packages = {name: _package(name) for name in OURS}
     entries = entry_points_of(config.task) if config.generates else []
     metadata = [metadata_of(installed(OUR_DISTRIBUTION)), *(metadata_of(entry.dist) for entry in entries)]
-    own = [Reference.of(function) for function in config.grpo.own_functions.values()]
+    own = [CodeReference.of(function) for function in config.grpo.own_functions.values()]
     for module in [*(entry.module for entry in entries), *(one.place for one in own if one.file is None)]:
         top = module.partition(".")[0]
         package = _package(top)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from launcher.errors import BadInput
 from launcher.plan.costs import Scenario
 from launcher.plan.pace import Pace
-from megatron_rl.checkpoint.interval import PRIOR_S, Cost, best_interval_s
+from megatron_rl.checkpoint.interval import PRIOR_S, SaveCost, best_interval_s
 
 NEVER = math.inf
 SAVES_IN_GRACE = 1.5
@@ -125,5 +125,5 @@ def _best_save_every(scenario: Scenario, step_s: float, faults: Faults) -> int:
     """Steps between two saves."""
     failures_per_s = 1 / faults.preempted_every_s + scenario.split.nodes / faults.node_fails_every_s
     between_s = 1 / failures_per_s if failures_per_s else PRIOR_S
-    cost = Cost(scenario.costs.save_blocked_s, scenario.costs.save_s)
+    cost = SaveCost(scenario.costs.save_blocked_s, scenario.costs.save_s)
     return max(1, round(best_interval_s(cost, between_s) / step_s))

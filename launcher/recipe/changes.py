@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_rl.recipe.values import flat
+from megatron_rl.recipe.section import flat
 
 if TYPE_CHECKING:  # --help and completion name CHANGEABLE, and pydantic is slow to import
     from megatron_rl.config import RunConfig

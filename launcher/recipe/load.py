@@ -32,8 +32,7 @@ from megatron_rl.evaluate.config import Evaluation, read_evaluation
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
 from megatron_rl.recipe.removed import REMOVED
-from megatron_rl.recipe.section import Section
-from megatron_rl.recipe.values import flat
+from megatron_rl.recipe.section import Section, flat
 
 _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"), ("inference", "vllm", "args"))
 """Keys below these sections belong to the environment or to vLLM, so RunConfig does not know them."""

@@ -19,7 +19,7 @@ from megatron_rl.agent.registry import environment_class
 from megatron_rl.config import RunConfig
 from megatron_rl.model.config import is_hub_name, package_of
 from megatron_rl.recipe.data_files import names_a_file
-from megatron_rl.recipe.own_code import Reference, beside, is_own
+from megatron_rl.recipe.own_code import CodeReference, beside, is_own
 from megatron_rl.recipe.section import PathMark, Section
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class NamedPath(NamedTuple):
         """File or directory of a loaded recipe; None if the value names something on a hub, in a package or in a
         registry, or one of our functions."""
         if self.mark.kind == "code":
-            return Reference.of(self.value).file if is_own(self.value) else None
+            return CodeReference.of(self.value).file if is_own(self.value) else None
         on_disk = is_path(self.value) if self.mark.kind == "image" else not is_hub_name(self.value)
         return Path(self.value) if on_disk and not package_of(self.value) else None
 

@@ -20,7 +20,7 @@ from launcher.report.compare import Comparison, overlaid, verdict
 from launcher.report.report import RunReport
 from launcher.report.usage import STACKED
 from launcher.runs.find import pasteable_command
-from megatron_rl.recipe.values import flat
+from megatron_rl.recipe.section import flat
 
 FOLDER = Path(__file__).with_name("page")
 STYLES = ("vendor/uPlot.min.css", "page.css")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_rl.recipe.values import flat
+from megatron_rl.recipe.section import flat
 
 OVERRIDE = re.compile(r"^# override: ([A-Za-z_][\w.\[\]-]*)=", re.MULTILINE)
 """Line of recipe.yaml that records an override of the command line."""

@@ -15,8 +15,7 @@ from launcher.report.usage import AttemptRow, Timeline
 from launcher.runs.slow_ranks import PhaseRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number, numbers
-from megatron_rl.contract.lesson_records import RightAnswer
-from megatron_rl.contract.run_records import Fork, RecipeChange
+from megatron_rl.contract.run_records import Fork, RecipeChange, RightAnswer
 
 
 class Span(NamedTuple):

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.contract.evaluation_records import Score
+from megatron_rl.contract.evaluation_records import MeanScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Judged:
     """Key that is equal for equivalent answers; None if the response has no comparable answer."""
 
 
-def mean_over_problems(values: Sequence[float]) -> Score | None:
+def mean_over_problems(values: Sequence[float]) -> MeanScore | None:
     """Return the mean over problems with its standard error; None without problems.
 
     The standard error is that of an estimate for similar problems: the standard deviation of the problems' values,
@@ -34,9 +34,9 @@ def mean_over_problems(values: Sequence[float]) -> Score | None:
         return None
     mean = math.fsum(values) / count
     if count == 1:
-        return Score(mean, None, 1)
+        return MeanScore(mean, None, 1)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return Score(mean, math.sqrt(variance / count), count)
+    return MeanScore(mean, math.sqrt(variance / count), count)
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:
@@ -76,17 +76,17 @@ def powers_up_to(k: int) -> list[int]:
     return sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
 
 
-def pass_at(problems: Iterable[Sequence[Judged]], k: int) -> Score | None:
+def pass_at(problems: Iterable[Sequence[Judged]], k: int) -> MeanScore | None:
     """Return pass@k over the problems that have at least k answers."""
     enough = [answers for answers in problems if len(answers) >= k]
     return mean_over_problems([pass_at_k(len(each), sum(answer.right for answer in each), k) for each in enough])
 
 
-def average(problems: Iterable[Sequence[Judged]]) -> Score | None:
+def average(problems: Iterable[Sequence[Judged]]) -> MeanScore | None:
     """Return avg@k: the mean over problems of the share of right answers."""
     return mean_over_problems([sum(answer.right for answer in each) / len(each) for each in problems if each])
 
 
-def majority_over(problems: Iterable[Sequence[Judged]]) -> Score | None:
+def majority_over(problems: Iterable[Sequence[Judged]]) -> MeanScore | None:
     """Return maj@k over the problems that have answers."""
     return mean_over_problems([majority(each) for each in problems if each])

@@ -389,7 +389,7 @@ class GrpoConfig(Section):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """Keys of this section that name functions of the user's -> their references (`own_code.Reference`)."""
+        """Keys of this section that name functions of the user's -> their references (`own_code.CodeReference`)."""
         named = {"policy_loss": self.policy_loss, "baseline": self.baseline}
         return {key: value for key, value in named.items() if is_own(value)}
 

@@ -1,7 +1,7 @@
 """Adapters in a checkpoint's manifest: which they are, and the base that they belong to.
 
 A checkpoint of adapters holds nothing of the base. The manifest names it, and `initial_weights` beside it is a checksum
-of its weights (base_checksum.py): beside other weights, the adapters would be meaningless.
+of its weights (`weights_checksum`): beside other weights, the adapters would be meaningless.
 
 No torch: a launcher refuses a recipe that starts from adapters alone.
 """

@@ -17,7 +17,7 @@ PRIOR_S = 24 * 3600.0  # prior: one failure per day, with the weight of one obse
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class SaveCost:
     """Seconds that one save takes."""
 
     blocked_s: float  # seconds that it stops the training loop
@@ -53,12 +53,14 @@ def failure_history(ledger: Iterable[AttemptStart | AttemptEnd], now: float) -> 
     return FailureHistory(failures, running_s + sum(max(0.0, now - at) for at in began.values()))
 
 
-def best_interval_s(cost: Cost, mean_time_between_failures_s: float) -> float:
+def best_interval_s(cost: SaveCost, mean_time_between_failures_s: float) -> float:
     """Return the seconds between the starts of two saves that minimise the time of saving and repeated work.
 
     Writing beside the loop costs it nothing, so only the blocked seconds count as cost. But a save cannot start before
     the previous one is done.
     """
+    # A save that blocks 2 s, and a failure a day: sqrt(2 * 2 s * 86,400 s), a save every 588 s. Saves then take 2 of
+    # 588 seconds, and a failure repeats 294 s of work on average, which is the same 0.34 % of a day.
     blocked, between = cost.blocked_s, mean_time_between_failures_s
     if blocked < 2 * between:
         ratio = blocked / (2 * between)

@@ -6,7 +6,7 @@
     for outcome in checkpointer.poll(): ...                    # Published or SaveFailed, once per save
     checkpointer.wait(final=True)                              # before the ranks leave
 
-writer.py assembles a checkpoint from all ranks, publish.py publishes it.
+checkpoint_writer.py assembles a checkpoint from all ranks, publish.py publishes it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.checkpoint.checkpoint_writer import (
+    CheckpointWriter,
+    Published,
+    SaveFailed,
+    SaveInProgress,
+    SaveOutcome,
+)
 from megatron_rl.checkpoint.config import SaveConfig
-from megatron_rl.checkpoint.interval import Cost
+from megatron_rl.checkpoint.interval import SaveCost
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
 from megatron_rl.checkpoint.publish import CheckpointError, clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
-from megatron_rl.checkpoint.writer import CheckpointWriter, Published, SaveFailed, SaveInProgress, SaveOutcome
 from megatron_rl.contract.paths import RunDir
 
 
@@ -116,11 +122,11 @@ class Checkpointer:
         return self._under_way[0].step if self._under_way and not self._under_way[0].hang_noted else None
 
     @property
-    def cost(self) -> Cost | None:
-        """Cost of a save: blocked seconds of the newest one, and total seconds of the newest published one (0: none
+    def cost(self) -> SaveCost | None:
+        """SaveCost of a save: blocked seconds of the newest one, and total seconds of the newest published one (0: none
         yet), of this attempt or the checkpoint it resumed from. None before the first save. Ranks may learn it at
         different times."""
-        return None if self._blocked_s is None else Cost(self._blocked_s, self._total_s or 0.0)
+        return None if self._blocked_s is None else SaveCost(self._blocked_s, self._total_s or 0.0)
 
     def estimate_s(self) -> float | None:
         """Seconds that the next save may take until it is published, by the last published one. None before the first.

@@ -48,6 +48,10 @@ def assign_saving_ranks(model_state: dict[str, Any], copies: int, expert_copies:
     _balance(experts, expert_copies or copies)
 
 
+# megatron-core lets the rank whose `replica_id` ends in 0 save a tensor: always the first data-parallel rank. Rotating
+# that number moves the work. Three ranks hold tensors of 8, 5, 4 and 2 GB: the first saves 8, the second 5, the third
+# 4 + 2. For the tensor of 5 GB the ranks then have the numbers 2, 0 and 1 in place of 0, 1 and 2. The number also says
+# how far a rank is from the one that saves (`_copy`), which is where it receives the tensor from when it loads.
 def _balance(parts: Sequence[Any], copies: int) -> None:
     saved = [0] * copies
     for part in sorted(parts, key=lambda part: -part.data.nbytes):

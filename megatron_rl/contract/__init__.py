@@ -4,7 +4,7 @@
     codes            exit codes, causes, outcomes, and the deadlines and environment names that two sides share
     files            bytes: written whole or not at all, appended line by line, read again if a mount is stale
     shapes           a record type <-> a JSON object: what `@record` declares is checked in both directions
-    records          a record <-> a file: `read`, `write`, `append`, `read_lines`; a reader never raises
+    records          a record <-> a file: `read`, `write`, `append`, `read_lines`, `RecordTail`; a reader never raises
     attempt_records  the types in attempts/NNN/
     run_records      the types in the run directory, the user's index and the caches
     children         how one of our processes starts another, and ends with it

@@ -39,7 +39,7 @@ class ProblemAnswers(NamedTuple):
 
 
 @record(version=None)
-class Score(NamedTuple):
+class MeanScore(NamedTuple):
     """A mean over problems, in SetResult."""
 
     value: float
@@ -54,7 +54,7 @@ class SetResult(NamedTuple):
     failures: dict[str, int]  # sampled answers lost, by reason
     greedy_failures: dict[str, int]
     scores: dict[
-        str, Score
+        str, MeanScore
     ]  # greedy, pass@1, ..., avg@K, maj@K, mean_reward, tokens, cut_off; those that can be computed
 
 

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from enum import Enum
+from functools import partial
+from pathlib import Path
 from typing import Any, Callable, Generic, NamedTuple, TypeVar, Union, overload
 
 from megatron_rl.contract.files import AnyPath, append_line, read_bytes, write_atomic
@@ -73,7 +76,7 @@ def read(kind: type[T], path: AnyPath, patience: float = 0.0) -> T | Absent | Un
 
     patience: seconds for which reading is retried if the file cannot be read, for example because of a stale mount.
     """
-    return _patiently(lambda: _read(kind, path), patience)
+    return _patiently(path, lambda data: decode(kind, data, path), ABSENT, patience)
 
 
 class UnreadableRecord(OSError):
@@ -146,7 +149,8 @@ def read_lines(kinds: Any, path: AnyPath, patience: float = 0.0) -> Any:
         kinds: type of the lines, or two types with different events.
         patience: seconds for which reading is retried if the file cannot be read.
     """
-    return _patiently(lambda: _read_lines(kinds, path), patience)
+    absent: Lines[Any] = Lines([], [], absent=True)
+    return _patiently(path, partial(decode_lines, kinds), absent, patience)
 
 
 @overload
@@ -172,38 +176,50 @@ def decode_lines(kinds: Any, data: bytes) -> Any:
     return found
 
 
-def _read(kind: type[T], path: AnyPath) -> T | Absent | Unreadable:
-    try:
-        data = read_bytes(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return ABSENT
-    except (OSError, ValueError) as error:  # ValueError: an impossible file name
-        return _failed(path, error)
-    return decode(kind, data, path)
+class RecordTail(Generic[T]):
+    """Reader of a growing JSON-lines file, each line once; all lines again after the file was replaced, as a run that
+    resumes does. Skips lines torn by a full disk, which are written again."""
+
+    def __init__(self, kind: type[T], path: Path) -> None:
+        self._kind: type[T] = kind
+        self._path = path
+        self._read = 0
+        self._identity: tuple[int, int] | None = None
+        self.replaced = 0  # number of times that the file was found replaced
+
+    def new(self) -> list[T]:
+        """Return the new lines; none without a file. Raises OSError."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                identity = (status.st_dev, status.st_ino)
+                if self._identity not in (None, identity) or status.st_size < self._read:
+                    self._read = 0
+                    self.replaced += 1
+                self._identity = identity
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return decode_lines(self._kind, whole).records
 
 
-def _read_lines(kinds: Any, path: AnyPath) -> Lines[Any] | Unreadable:
-    try:
-        data = read_bytes(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return Lines([], [], absent=True)
-    except (OSError, ValueError) as error:
-        return _failed(path, error)
-    found: Lines[Any] = decode_lines(kinds, data)
-    return found
-
-
-def _failed(path: AnyPath, error: Exception) -> Unreadable:
-    return Unreadable(str(path), getattr(error, "strerror", None) or str(error))
-
-
-def _patiently(look: Callable[[], T], patience: float) -> T:
+def _patiently(
+    path: AnyPath, parse: Callable[[bytes], T | Unreadable], absent: S, patience: float
+) -> T | S | Unreadable:
     give_up = time.monotonic() + patience
-    found = look()
-    while isinstance(found, Unreadable) and time.monotonic() < give_up:
+    while True:
+        try:
+            found = parse(read_bytes(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return absent
+        except (OSError, ValueError) as error:  # ValueError: an impossible file name
+            found = Unreadable(str(path), getattr(error, "strerror", None) or str(error))
+        if not isinstance(found, Unreadable) or time.monotonic() >= give_up:
+            return found
         time.sleep(LOOK_S)
-        found = look()
-    return found
 
 
 def _kind_of(kinds: tuple[Any, ...], value: Any) -> Any:

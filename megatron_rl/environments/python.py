@@ -37,7 +37,7 @@ from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.python_file import defined_names
+from megatron_rl.recipe.own_code import defined_names
 from megatron_rl.recipe.section import PathMark, PositiveInt
 
 logger = logging.getLogger(__name__)

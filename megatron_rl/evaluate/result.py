@@ -18,8 +18,8 @@ from megatron_rl.contract.evaluation_records import (
     GREEDY,
     SAMPLED,
     EvaluationResult,
+    MeanScore,
     ProblemAnswers,
-    Score,
     ScoredAnswer,
     SetResult,
 )
@@ -59,7 +59,9 @@ def set_result(
 ) -> SetResult:
     """Return the scores of one set, whose problems come in order."""
     judged = [[_judged(answer) for answer in each.answers] for each in sampled]
-    scores: dict[str, Score | None] = {"greedy": average([[_judged(one) for one in each.answers] for each in greedy])}
+    scores: dict[str, MeanScore | None] = {
+        "greedy": average([[_judged(one) for one in each.answers] for each in greedy])
+    }
     scores |= {f"pass@{count}": pass_at(judged, count) for count in powers_up_to(k)}
     scores[f"avg@{k}"] = average(judged)
     if compares_answers:

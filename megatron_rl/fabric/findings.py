@@ -53,6 +53,9 @@ def ring(nodes: int) -> list[Edge]:
     return [(node, (node + 1) % nodes) for node in range(nodes)]
 
 
+# Five nodes 0 to 4 in a ring. If the edges 1-2 and 2-3 are bad, node 2 explains both: 1 and 3 do well with 0 and 4. If
+# 3-4 is bad as well, one node is not enough, and 2 and 3 are named. If 1-2 alone is bad, both of its nodes do well with
+# somebody else, and none is named. The walk starts at a good edge, so it meets each run of bad edges from its start.
 def culprits(nodes: int, bad: Set[Edge]) -> list[int]:
     """Return the fewest nodes that explain the `bad` edges, sorted. Bad edges are slow or fail.
 

@@ -20,7 +20,7 @@ EVERY_S = 5.0  # least seconds between two writes; Prometheus reads every 15 s o
 SUFFIX = ".prom"  # end of the names of files that node_exporter reads
 
 
-class Sample(NamedTuple):
+class PrometheusSample(NamedTuple):
     name: str
     labels: dict[str, str]
     value: float
@@ -69,11 +69,11 @@ def text_of(run: str, step: int, values: Mapping[str, Any], at: float) -> str:
         at: unix time of the newest of them.
     """
     samples = [
-        Sample("mrl_step", {}, step, "newest step"),
-        Sample("mrl_updated_timestamp_seconds", {}, at, "unix time of the newest metrics"),
+        PrometheusSample("mrl_step", {}, step, "newest step"),
+        PrometheusSample("mrl_updated_timestamp_seconds", {}, at, "unix time of the newest metrics"),
         *(_sample(name, value) for name, value in values.items() if isinstance(value, int | float)),
     ]
-    by_name: dict[str, list[Sample]] = {}
+    by_name: dict[str, list[PrometheusSample]] = {}
     for sample in samples:
         by_name.setdefault(sample.name, []).append(sample)
     lines = []
@@ -86,20 +86,20 @@ def text_of(run: str, step: int, values: Mapping[str, Any], at: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sample(name: str, value: float) -> Sample:
+def _sample(name: str, value: float) -> PrometheusSample:
     """`eval/SET/X` is mrl_eval_X{set="SET"}, `environments/ID/X` mrl_environment_X{environment="ID"}, `reward/X`
     mrl_reward_component{component="X"}."""
     first, _, rest = name.partition("/")
     if name.startswith(COMPONENTS):
-        return Sample("mrl_reward_component", {"component": rest}, value, "mean of a component of the reward")
+        return PrometheusSample("mrl_reward_component", {"component": rest}, value, "mean of a component of the reward")
     if first in ("eval", "environments") and "/" in rest:
         of, _, metric = rest.rpartition("/")
         label = "set" if first == "eval" else "environment"
         known = EVALUATION_METRICS.get(f"eval/SET/{metric}") if first == "eval" else ENVIRONMENT_METRICS.get(metric)
         kind = "eval" if first == "eval" else "environment"
-        return Sample(_name(f"{kind}_{metric}"), {label: of}, value, known.meaning if known else metric)
+        return PrometheusSample(_name(f"{kind}_{metric}"), {label: of}, value, known.meaning if known else metric)
     known = STEP_METRICS.get(name)
-    return Sample(_name(name), {}, value, known.meaning if known else name)
+    return PrometheusSample(_name(name), {}, value, known.meaning if known else name)
 
 
 def _name(metric: str) -> str:

@@ -43,6 +43,9 @@ class Tally:
         """Put a value that is summed over the ranks."""
         self.put(name, Reduction.SUM, value)
 
+    # An all-reduce may add in another order on another number of ranks or with another library: 1e16 + 1 - 1e16 is 0,
+    # and 1e16 - 1e16 + 1 is 1. The rows are a few hundred numbers, so each rank gets all of them and adds them itself.
+    # They also show which rank is slow (`timeline.slowest`).
     def reduce(self, control: dist.ProcessGroup) -> Reduced:
         """Return the values over all ranks of the gloo group `control`, in fp64. One all-gather: every rank sums in
         rank order, so that all ranks see the same bits."""
@@ -50,11 +53,7 @@ class Tally:
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(control))]
         dist.all_gather(rows, mine, group=control)
         table = torch.stack(rows)
-        over_ranks = {
-            Reduction.SUM: table.sum(0).tolist(),
-            Reduction.MAX: table.amax(0).tolist(),
-            Reduction.MIN: table.amin(0).tolist(),
-        }
+        over_ranks = {reduction: reduce(table, 0).tolist() for reduction, reduce in REDUCE.items()}
         total = {name: over_ranks[reduction][i] for i, (name, reduction) in enumerate(self._reductions.items())}
         return Reduced(total, dict(zip(total, table.T, strict=True)))
 
@@ -196,7 +195,7 @@ class StepStats:
             yield f"environments/{id}", stats
 
 
-REDUCE: dict[Reduction, Callable[[Tensor], Tensor]] = {
+REDUCE: dict[Reduction, Callable[[Tensor, int], Tensor]] = {
     Reduction.SUM: torch.sum,
     Reduction.MAX: torch.amax,
     Reduction.MIN: torch.amin,
@@ -218,7 +217,7 @@ def combined(parts: Sequence[LossStats]) -> LossStats:
     whole: dict[str, Any] = {}
     for name, reduction in reductions(LossStats).items():
         values = [getattr(part, name) for part in parts]
-        whole[name] = None if values[0] is None else REDUCE[reduction](torch.stack(values))
+        whole[name] = None if values[0] is None else REDUCE[reduction](torch.stack(values), 0)
     return LossStats(**whole)
 
 

@@ -11,7 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from megatron_rl.recipe.values import flat
+from megatron_rl.recipe.section import flat
 
 FLUSH_S = 10  # seconds between automatic flushes
 COMPARED = ("mean_reward", "right_ratio", "loss")  # metrics beside the hyperparameters

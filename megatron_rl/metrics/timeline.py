@@ -126,6 +126,9 @@ class Timeline:
         )
 
 
+# Of four ranks that train 10, 10, 13 and 10 s until they meet, the third is slow. It waits 0 s for the others, and they
+# wait 3 s for it: in `train` the slowest rank has most seconds, in `wait` it has least. It is compared with the median
+# of the others, 10 s, so that a second slow rank does not hide how much is lost.
 def slowest(seconds: Tensor, category: str) -> SlowestRank:
     """Return the slowest rank of a category, the lowest of several.
 

@@ -22,6 +22,13 @@ FLIGHT_RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SI
 """Number of collectives that the flight recorder keeps. The second name precedes torch 2.9, which warns about it."""
 
 
+# With 8 ranks, tp 2 and pp 2, and so 2 replicas, megatron-core numbers the ranks of a tensor group in a row, then those
+# of the data group, then those of the pipeline:
+#
+#     tensor    0 1 | 2 3 | 4 5 | 6 7        share the layers' products
+#     data      0 2 | 1 3 | 4 6 | 5 7        hold the same weights, see other prompts
+#     pipeline  0 4 | 1 5 | 2 6 | 3 7        pass activations on
+#     model     0 1 4 5 | 2 3 6 7            one copy of the model
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The process groups of one rank. Groups of size 1 exist too."""

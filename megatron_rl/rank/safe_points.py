@@ -82,6 +82,10 @@ class SafePoints:
             if asked:
                 raise LeaveAgreed
             return
+        # Signals reach the ranks at different times, so each agreement carries two flags. Say that rank 5 has its
+        # signal, rank 0 does not, and the work needs 40 s more. `asked` is then set on all ranks, `urgent` on none, and
+        # they go on. At the next safe point rank 0 knows of the request: it compares the 40 s with the deadline by its
+        # own clock, and its `urgent` decides for all. Other ranks' clocks do not count: they could disagree.
         first = dist.get_rank() == 0
         urgent = asked and (
             unfinished_s is None or (first and not fits(time.time(), self.drain.deadline(), unfinished_s))

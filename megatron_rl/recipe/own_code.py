@@ -2,11 +2,12 @@
 
 The loader of a recipe replaces a module that lies beside the recipe by the path of its file. The run keeps a copy of
 that file and uses the copy. Every other module is imported by its name: it is installed, or lies in a directory of
-`code.include`.
+`code.include`. `defined_names` and `imported_names` read a file of Python without running it.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -24,20 +25,19 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.errors import note_task_code, task_location
-from megatron_rl.recipe.python_file import defined_names, imported_names
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FUNCTION = re.compile(r"[A-Za-z_]\w*")
 
 
-class Reference(NamedTuple):
+class CodeReference(NamedTuple):
     """A function and the module or file that defines it."""
 
     place: str  # name of a module, or path of a file that ends in .py
     function: str
 
     @classmethod
-    def of(cls, text: str) -> Reference:
+    def of(cls, text: str) -> CodeReference:
         """Parse `module:function`. Raises ValueError."""
         place, _, function = text.rpartition(":")
         if not FUNCTION.fullmatch(function) or not (place.endswith(".py") or MODULE.fullmatch(place)):
@@ -60,7 +60,7 @@ def is_own(value: str) -> bool:
 def name_or_own(value: str, names: Sequence[str]) -> str:
     """Validate a value that is one of `names` or names a function of the user's. Raises ValueError."""
     if is_own(value):
-        return str(Reference.of(value))
+        return str(CodeReference.of(value))
     if value not in names:
         near = get_close_matches(value, names, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -77,7 +77,7 @@ def beside(text: str, folder: Path) -> str:
     in `folder`. Other values stay as they are."""
     if not is_own(text):
         return text
-    place, function = Reference.of(text)
+    place, function = CodeReference.of(text)
     file = folder / (Path(place).expanduser() if place.endswith(".py") else Path(*place.split(".")).with_suffix(".py"))
     if place.endswith(".py") or file.is_file():
         return f"{file.absolute()}:{function}"
@@ -87,7 +87,7 @@ def beside(text: str, folder: Path) -> str:
 def check_file(reference: str) -> None:
     """Raise ValueError if the file of a reference cannot be read or does not define the function. Runs nothing, and
     accepts modules, which only an import can check."""
-    place, function = Reference.of(reference)
+    place, function = CodeReference.of(reference)
     file = Path(place)
     if place.endswith(".py") and not {function, "*"} & defined_names(file):
         raise ValueError(f"{file} defines no function {function}")
@@ -95,7 +95,7 @@ def check_file(reference: str) -> None:
 
 def load(reference: str) -> Callable[..., Any]:
     """Import the function. Raises ValueError if that fails or it is not callable."""
-    place, function = Reference.of(reference)
+    place, function = CodeReference.of(reference)
     if place.endswith(".py"):
         return import_function(Path(place), function)
     with _told(place):
@@ -169,6 +169,10 @@ def modules_beside(file: Path) -> list[Path]:
     return sorted(found)
 
 
+# A process may need two files of one name: tasks/math/reward.py and tasks/code/reward.py, or a file of the user's and a
+# run's older copy of it. `sys.modules` has one `reward`, so the file is loaded under a name with its digest. What it
+# imports from its own folder goes by plain names, as everywhere in Python: there two different files `helpers.py` would
+# silently be one, which is an error instead.
 def import_file(file: Path) -> ModuleType:
     """Import a file as a separate module, once for each content. It can import the modules beside it. Raises what the
     file raises."""
@@ -201,10 +205,50 @@ def kept(reference: str, run: RunDir, patience: float = 0.0) -> str:
 
     Raises ValueError if the record cannot be read.
     """
-    if not is_own(reference) or (file := Reference.of(reference).file) is None:
+    if not is_own(reference) or (file := CodeReference.of(reference).file) is None:
         return reference
     record = read(KeptFiles, run.kept_files_record, patience)
     if isinstance(record, Unreadable):
         raise ValueError(f"{record}; the run's copies of user code are unknown")
     copies = {} if record is ABSENT else {one.path: run.kept_files / one.name for one in record.files}
-    return f"{copies.get(str(file), file)}:{Reference.of(reference).function}"
+    return f"{copies.get(str(file), file)}:{CodeReference.of(reference).function}"
+
+
+def defined_names(file: Path) -> set[str]:
+    """Return the names that a Python file binds at its top level; * is among them if an import may bind any.
+
+    Raises ValueError if the file cannot be read or is not valid Python.
+    """
+    tree = _tree(file)
+    return {
+        name
+        for node in tree.body
+        for name in (
+            [node.name]
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            else [alias.asname or alias.name for alias in node.names]
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            else [one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
+        )
+    }
+
+
+def imported_names(file: Path) -> set[str]:
+    """Return the first parts of the names of the modules that a Python file imports, anywhere in it.
+
+    Raises ValueError as `defined_names` does.
+    """
+    nodes = [*ast.walk(_tree(file))]
+    whole = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    parts = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in (*whole, *parts)}
+
+
+def _tree(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except OSError as error:
+        raise ValueError(f"{file}: {(error.strerror or str(error)).lower()}") from error
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"{file}{line}: not valid Python: {getattr(error, 'msg', error)}") from error

@@ -1,10 +1,11 @@
-"""Sections of a recipe: strict and frozen models that refuse unknown keys; and types of their values."""
+"""Sections of a recipe: strict and frozen models that refuse unknown keys; types of their values, and full keys."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -23,7 +24,7 @@ class PathMark:
     kind: Literal["path", "hub", "image", "program", "code"] = "path"
     """path: always a path. hub: a path, package:NAME, or a name on the Hugging Face hub. image: a path, or a container
     image in a registry. program: a path, or a name without a slash, which is looked for in PATH. code: a name of ours,
-    or a function of the user's (`own_code.Reference`)."""
+    or a function of the user's (`own_code.CodeReference`)."""
     read: bool = True  # whether the run needs the file from the start; false where the run writes it or waits for it
 
 
@@ -54,3 +55,14 @@ class Section(BaseModel):
 
     shorthand: ClassVar[str | None] = None
     """Key that a text in place of the section gives, if any: FILE is short for {path: FILE}."""
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by full key: {"grpo": {"kl_beta": 0}} -> {"grpo.kl_beta": 0}. Lists and empty mappings stay whole."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

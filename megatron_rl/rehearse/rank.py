@@ -55,7 +55,7 @@ class PhaseFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class RankRehearsal:
     parameters: int = 0
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes at the peak of each phase, by holder such as "weights"; phases are in the order of their start."""
@@ -75,7 +75,7 @@ class Phases:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.peaks: dict[str, dict[str, int]] = {}  # same as `Rehearsal.phases`
+        self.peaks: dict[str, dict[str, int]] = {}  # same as `RankRehearsal.phases`
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -101,7 +101,7 @@ def rehearse_rank(
     groups: Groups,
     device: PhantomDevice,
     teacher: Taught | None = None,
-) -> Rehearsal:
+) -> RankRehearsal:
     """Build a rank, and generate and train as far as its role does.
 
     Args:
@@ -124,7 +124,7 @@ def rehearse_rank(
             score(trainer)
         with phases.phase("train"):
             trainer.train(rollouts(config, trainer.groups.pipeline.size(), trainer.groups.data.size()), step=1)
-    return Rehearsal(rank.parameters, phases.peaks)
+    return RankRehearsal(rank.parameters, phases.peaks)
 
 
 class _Rank:

@@ -17,8 +17,8 @@ from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.platform.phantom import PhantomDevice
 from megatron_rl.rank.config import TrainingLayout
-from megatron_rl.rehearse.rank import PhaseFailed, Rehearsal, Taught, rehearse_rank
-from megatron_rl.rehearse.world import alone_in
+from megatron_rl.rehearse.phantom_world import alone_in
+from megatron_rl.rehearse.rank import PhaseFailed, RankRehearsal, Taught, rehearse_rank
 
 DEPTHS = (2, 4)
 """Layers of a pipeline stage in the two rehearsals: enough that a phase peaks at the same point as with all layers."""
@@ -42,7 +42,7 @@ def rehearse(
     teacher: dict[str, Any] | None = None,
     depths: tuple[int, int] = DEPTHS,
 ) -> dict[str, Any]:
-    """Rehearse one rank of a world of `world` ranks. Returns the fields of `Rehearsal` for all layers and experts.
+    """Rehearse one rank of a world of `world` ranks. Returns the fields of `RankRehearsal` for all layers and experts.
 
     Args:
         rank: in the training world, or in that of a replica.
@@ -67,7 +67,7 @@ def rehearse(
     policy = growth(config.model, layout, depths)
     beside = growth(taught.model, layout, depths) if taught else None
 
-    def built(model: ModelConfig, of_teacher: ModelConfig | None) -> Rehearsal:
+    def built(model: ModelConfig, of_teacher: ModelConfig | None) -> RankRehearsal:
         seen = Taught(of_teacher, taught.tokens) if taught and of_teacher else None
         of_size = config.model_copy(update={"model": model})
         with alone_in(world, rank, layout) as groups, PhantomDevice(reads_ones=True) as device:
@@ -79,7 +79,7 @@ def rehearse(
         rises = [(built(larger, small), steps) for larger, steps in policy.larger]
         rises += [(built(policy.small, larger), steps) for larger, steps in (beside.larger if beside else ())]
     except PhaseFailed as failed:
-        return asdict(Rehearsal(failure=failed.failure))
+        return asdict(RankRehearsal(failure=failed.failure))
     whole: dict[str, Any] = _extrapolated(asdict(base), [(asdict(one), steps) for one, steps in rises])
     return whole
 
@@ -97,6 +97,10 @@ def _of_teacher(config: RunConfig, taught: Taught) -> RunConfig:
     return _with_tp(config, config.teacher_replicas.tp).model_copy(update=scores)
 
 
+# A stage of 12 layers with 64 experts each, of which a token chooses 8, is rehearsed three times: with 2 layers of 8
+# experts, with 4 layers of 8 experts, and with 2 layers of 16. Two more layers cost what the second adds to the first,
+# and the stage has ten more: (12 - 2) / (4 - 2) = 5 times that. The third adds 8 experts in 2 layers, and the whole
+# stage has 56 more in 12 layers: 56 * 12 / (8 * 2) = 42 times that.
 def growth(model: ModelConfig, layout: TrainingLayout, depths: tuple[int, int]) -> Growth:
     """Choose the sizes of a model in its rehearsals."""
     layers, experts = model.num_layers // layout.pp, model.num_experts

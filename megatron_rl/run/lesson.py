@@ -19,8 +19,8 @@ from megatron_rl.agent.api import Environment
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.agent.trial import reward_of, scored_answer
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.lesson_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
 from megatron_rl.contract.records import ABSENT, read, write
+from megatron_rl.contract.run_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.here import Here
 from megatron_rl.rollout.agent_loop import AgentLoop

@@ -11,8 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.adapters import check_adapters
-from megatron_rl.checkpoint.base_checksum import weights_checksum
-from megatron_rl.checkpoint.initial_weights import read_initial_weights
+from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
 from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.config import RunConfig

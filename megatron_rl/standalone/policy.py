@@ -16,10 +16,9 @@ from typing import Literal
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.adapters import check_adapters, check_base
-from megatron_rl.checkpoint.base_checksum import weights_checksum
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
-from megatron_rl.checkpoint.hf.load import load_pretrained
-from megatron_rl.checkpoint.initial_weights import read_initial_weights
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError

@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from launcher.fetch.prefetch import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
-from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import read_hf_config, shape
 from megatron_rl.model.policy import Policy, build_policy

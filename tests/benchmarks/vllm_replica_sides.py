@@ -17,7 +17,7 @@ from vllm_front import START_S, Front
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from launcher.fetch.prefetch import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
-from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.replicas.dispatch import Dispatch

@@ -24,7 +24,7 @@ from megatron_rl.platform.flash_kernels import PagedKernel
 from megatron_rl.platform.layer_kernels import Norms, Slots, TorchKernels
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
 from megatron_rl.rank.config import TrainingLayout
-from megatron_rl.rehearse.world import alone_in
+from megatron_rl.rehearse.phantom_world import alone_in
 
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 

@@ -18,7 +18,7 @@ from hf_helpers import STRETCHED, model_of
 from layout_helpers import Layout
 from vllm_front import START_S
 
-from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Completion, GenerationRequest

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from checkpoint_helpers import Ranks, checkpointer, load, outcome, run_ranks, same, sharded_state, world
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from megatron_rl.checkpoint import checkpoint_writer as writer_module
 from megatron_rl.checkpoint import shards
-from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.publish import CheckpointError, find_corruption, find_latest, read_manifest
 from megatron_rl.checkpoint.save import Published, SaveFailed
 from megatron_rl.checkpoint.shards import write_part

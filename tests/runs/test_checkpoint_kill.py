@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from checkpoint_helpers import Ranks, checkpointer, run_ranks, sharded_state
 
+from megatron_rl.checkpoint import checkpoint_writer as writer_module
 from megatron_rl.checkpoint import shards
-from megatron_rl.checkpoint import writer as writer_module
 from megatron_rl.checkpoint.publish import clean_up, find_corruption, find_latest, read_manifest
 from megatron_rl.contract.paths import RunDir
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_rl.checkpoint import writer as writer_module
+from megatron_rl.checkpoint import checkpoint_writer as writer_module
 from megatron_rl.checkpoint.publish import CheckpointError, find_latest, read_manifest
 from megatron_rl.checkpoint.save import Published
 from megatron_rl.checkpoint.shards import HostCopies, write_metadata, write_part

@@ -35,8 +35,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.config import LoggingConfig, WandbConfig
 from megatron_rl.metrics.wandb import mirror, tables
 from megatron_rl.metrics.wandb.mirror import check_installed
-from megatron_rl.metrics.wandb.tables import TABLE, RolloutTables
-from megatron_rl.metrics.wandb.upload import RecordReader, RecordRow
+from megatron_rl.metrics.wandb.upload import TABLE, RecordReader, RecordRow, RolloutTables
 from megatron_rl.metrics.writer import MetricsWriter
 
 KEY = "5ec2e7" * 7

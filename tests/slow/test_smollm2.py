@@ -18,7 +18,7 @@ from launcher.recipe.load import load_recipe
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import conversation_of
-from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.config import RunConfig
 from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
 from megatron_rl.inference.api import GenerationRequest

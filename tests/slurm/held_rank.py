@@ -80,7 +80,7 @@ class Held:
 
 def hold(held: Held) -> None:
     """Patch the training loop so that it calls `held.arrive` at each place."""
-    from megatron_rl.checkpoint import writer
+    from megatron_rl.checkpoint import checkpoint_writer
     from megatron_rl.inference.engine import Engine
     from megatron_rl.rank.safe_points import PHASES, SafePoints
     from megatron_rl.training import trainer, warm_up
@@ -109,7 +109,7 @@ def hold(held: Held) -> None:
     before(Engine, "step", lambda _: at_phase(TOKENS))
     before(trainer, "predicted_logprobs", lambda *_: at_phase(0))
     before(warm_up, "predicted_logprobs", lambda *_: held.arrive("teach", 0, skip=3))
-    before(writer, "write_part", half_written)
+    before(checkpoint_writer, "write_part", half_written)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from launcher.cli.show.history import clock
 from launcher.cli.show.terminal import echo
 from launcher.runs.state import result_file
-from megatron_rl.contract.evaluation_records import EvaluationResult, Score, SetResult
+from megatron_rl.contract.evaluation_records import EvaluationResult, MeanScore, SetResult
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 
@@ -92,7 +92,7 @@ def brief(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{NAMES.get(name, name)} {scores[name]:.3f}" for name in chosen)
 
 
-def _said(name: str, score: Score, found: SetResult) -> str:
+def _said(name: str, score: MeanScore, found: SetResult) -> str:
     digits = 3 if name.startswith((*SHARES, "mean_reward")) else 1
     spread = "" if score.standard_error is None else f" ± {score.standard_error:.{digits}f}"
     fewer = "" if score.problems == found.problems else f"  of {score.problems} problems"

@@ -23,9 +23,8 @@ from launcher.host.record.ledger import read_ledger_or_complain
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine, Progress
 from megatron_rl.contract.codes import CRASHED, FINISHED, LOST, MISCONFIGURED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, append, if_readable, read, read_lines
+from megatron_rl.contract.records import RecordTail, Unreadable, append, if_readable, read, read_lines
 from megatron_rl.contract.run_records import Notification
-from megatron_rl.contract.tail import Tail
 from megatron_rl.contract.text import printable
 from megatron_rl.contract.window_rules import Watch
 
@@ -140,7 +139,7 @@ class RecordWatch:
 
     def __init__(self, notifier: Notifier, run: RunDir, attempt: Attempt, stalled_s: float) -> None:
         self._notifier, self._attempt, self._stalled_s = notifier, attempt, stalled_s
-        self._lines = Tail(MetricsLine, run.metrics)
+        self._lines = RecordTail(MetricsLine, run.metrics)
         self._watch, self._replaced = Watch(), 0
         self._step = 0
         self._progress_at: float | None = None

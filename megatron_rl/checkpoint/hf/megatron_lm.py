@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import MOST_MAPPED, WeightsFolder
-from megatron_rl.checkpoint.hf.load import fill
+from megatron_rl.checkpoint.hf.pretrained import fill
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.shards import RecordedFile
 from megatron_rl.contract.files import check_regular

@@ -1,4 +1,4 @@
-"""Origin of a checkpoint: the model's shape, and its Hugging Face files."""
+"""CheckpointOrigin of a checkpoint: the model's shape, and its Hugging Face files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl.model.tokenizer import build_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class CheckpointOrigin:
     """Facts about a checkpoint other than its weights."""
 
     model: ModelConfig  # shape of the model; `vocab_size` counts the rows of the embedding without padding
@@ -36,7 +36,7 @@ class Origin:
     """Whether the published files contain an output layer although the embeddings are tied."""
 
 
-def origin_of(checkpoint: Path) -> Origin:
+def origin_of(checkpoint: Path) -> CheckpointOrigin:
     """Find the origin of a checkpoint: a conversion or a run.
 
     Raises ConfigurationError if it has neither, or if its files are missing on this machine.
@@ -44,7 +44,7 @@ def origin_of(checkpoint: Path) -> Origin:
     carried = checkpoint / CARRIED
     if carried.is_dir():
         model = ModelConfig(**shape(read_hf_config(carried)), init="from-scratch")
-        return Origin(model, carried, carried, output_layer_stored=_output_layer_stored(carried / NOTES))
+        return CheckpointOrigin(model, carried, carried, output_layer_stored=_output_layer_stored(carried / NOTES))
     run = _run_of(checkpoint)
     if run is None:
         raise ConfigurationError(
@@ -94,7 +94,7 @@ def _recipe(run: RunDir) -> RunConfig:
         raise ConfigurationError(f"{run.resolved} cannot be read: {error}") from error
 
 
-def _of_run(run: RunDir) -> Origin:
+def _of_run(run: RunDir) -> CheckpointOrigin:
     config = _recipe(run)
     try:
         tokenizer = build_tokenizer(config.tokenizer)
@@ -106,7 +106,7 @@ def _of_run(run: RunDir) -> Origin:
     ends = tokenizer.end_ids if folder else frozenset()
     if config.supervised and config.rows.chat != "never" and (taught := turn_end(tokenizer)) is not None:
         ends |= {taught}
-    return Origin(model, _published(config.model), folder, ends)
+    return CheckpointOrigin(model, _published(config.model), folder, ends)
 
 
 def _published(model: ModelConfig) -> Path | None:

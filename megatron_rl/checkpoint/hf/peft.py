@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.adapters import KEY, check_adapters, check_base, check_whole
-from megatron_rl.checkpoint.base_checksum import checksum, checksum_text
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
+from megatron_rl.checkpoint.initial_weights import checksum, checksum_text
 from megatron_rl.checkpoint.publish import Manifest, read_manifest
 from megatron_rl.contract.files import make_readable, read_bytes
 from megatron_rl.errors import ConfigurationError
@@ -32,8 +32,8 @@ WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # prefix of PEFT's names of tensors
 
 
-class Reader(Protocol):
-    """Reader of a checkpoint's weights."""
+class CheckpointReader(Protocol):
+    """CheckpointReader of a checkpoint's weights."""
 
     @property
     def names(self) -> list[str]:
@@ -47,7 +47,7 @@ class Reader(Protocol):
 
 
 class PublishedReader:
-    """Reader of a directory of Hugging Face weights."""
+    """CheckpointReader of a directory of Hugging Face weights."""
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._files = WeightsFolder(folder)
@@ -62,7 +62,7 @@ class PublishedReader:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReader:
-    """Reader of the adapters of a checkpoint."""
+    """CheckpointReader of the adapters of a checkpoint."""
 
     folder: Path
     manifest: Manifest
@@ -119,7 +119,7 @@ class AdapterReader:
 
 
 class MergedReader:
-    """Reader of the weights of a base with the adapters of a checkpoint, in the model's dtype."""
+    """CheckpointReader of the weights of a base with the adapters of a checkpoint, in the model's dtype."""
 
     def __init__(self, found: AdapterReader, platform: Platform) -> None:
         """Raises ConfigurationError or CheckpointError if the base cannot be read."""
@@ -161,7 +161,7 @@ def published_name(base: str) -> str:
     return found if isinstance(found, str) and found and is_hub_name(found) else base
 
 
-def _base_reader(folder: Path, model: ModelConfig, platform: Platform) -> Reader:
+def _base_reader(folder: Path, model: ModelConfig, platform: Platform) -> CheckpointReader:
     if model.init == "huggingface" and model.huggingface:
         try:
             return PublishedReader(local_folder(model.huggingface, "model.huggingface", CONFIG_FILE), model)

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_rl.checkpoint.adapters import KEY
 from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE
 from megatron_rl.checkpoint.hf.megatron_lm import MegatronLMReader
-from megatron_rl.checkpoint.hf.origin import Origin, origin_of
-from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, MergedReader, Reader, save
+from megatron_rl.checkpoint.hf.origin import CheckpointOrigin, origin_of
+from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, CheckpointReader, MergedReader, save
 from megatron_rl.checkpoint.hf.staging import carry, staged
 from megatron_rl.checkpoint.hf.to_megatron import NOTES, Converted, batches
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
@@ -96,8 +96,8 @@ def _reader(
     verify: bool,
     *,
     adapters_only: bool,
-) -> tuple[Reader, AdapterReader | None]:
-    """Reader of the weights, and that of the adapters if the checkpoint has some."""
+) -> tuple[CheckpointReader, AdapterReader | None]:
+    """CheckpointReader of the weights, and that of the adapters if the checkpoint has some."""
     if not (checkpoint / MANIFEST).exists() and (checkpoint / "release").is_dir():
         return MegatronLMReader(checkpoint, model, wanted), None
     manifest = read_manifest(checkpoint)
@@ -110,13 +110,13 @@ def _reader(
     return TorchDistReader(checkpoint, skeleton(model, platform)), None
 
 
-def _tensors(name: str, wanted: dict[str, Weight], reader: Reader) -> dict[str, Tensor]:
+def _tensors(name: str, wanted: dict[str, Weight], reader: CheckpointReader) -> dict[str, Tensor]:
     if name == HF_OUTPUT:  # tied, but published twice
         return {HF_OUTPUT: reader.read(EMBEDDING, wanted[EMBEDDING])[HF_EMBEDDING]}
     return {theirs: tensor.contiguous() for theirs, tensor in reader.read(name, wanted[name]).items()}
 
 
-def _describe(folder: Path, origin: Origin, dtype: torch.dtype) -> None:
+def _describe(folder: Path, origin: CheckpointOrigin, dtype: torch.dtype) -> None:
     """Write the files that transformers needs beside the weights. config.json names the dtype and comes last."""
     for source in dict.fromkeys([origin.published, origin.tokenizer]):
         if source is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.hf import megatron_lm
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
-from megatron_rl.checkpoint.hf.load import fill, has_equal_output
+from megatron_rl.checkpoint.hf.pretrained import fill, has_equal_output
 from megatron_rl.checkpoint.hf.staging import carry, staged, sync
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
 from megatron_rl.checkpoint.publish import Manifest, hash_file, write_manifest

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.checkpoint.publish import CheckpointError, FileRecord
-from megatron_rl.checkpoint.shards import Part, Snapshot, write_metadata, write_part
+from megatron_rl.checkpoint.shards import Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import Weight, pieces
 from megatron_rl.model.policy import Policy, build_policy
@@ -62,7 +62,7 @@ class TorchDistWriter:
     def __init__(self, folder: Path, policy: Policy) -> None:
         self._folder = folder
         self._items, self._objects = _split(policy)
-        self._parts: list[Part] = []
+        self._parts: list[WrittenPart] = []
         self._dtypes: dict[str, torch.dtype] = {}
 
     @property

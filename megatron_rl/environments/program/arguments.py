@@ -15,7 +15,7 @@ from megatron_rl.agent.data_rows import Source
 from megatron_rl.agent.datasets import DataSet, data_extras, hub_names
 from megatron_rl.agent.text_rows import as_text
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.recipe.python_file import defined_names
+from megatron_rl.recipe.own_code import defined_names
 from megatron_rl.recipe.section import NonNegativeInt, PathMark
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

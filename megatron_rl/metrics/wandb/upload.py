@@ -38,13 +38,14 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
 from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, FINISHED
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
+from megatron_rl.contract.records import RecordTail, Unreadable, if_readable, read, read_lines, write
+from megatron_rl.contract.rollout_records import GroupLine, read_rollouts
 from megatron_rl.contract.run_records import Fork, WandbRun
-from megatron_rl.contract.tail import Tail
-from megatron_rl.metrics.wandb.tables import RolloutTables
+from megatron_rl.metrics.config import is_due
 
 POLL_S = 5.0
-PATIENCE_S = 30.0
+PATIENCE_S = 30.0  # seconds for a file that cannot be read, and for the groups of a sampled step
+TABLE = ("step", "ordinal", "environment", "prompt", "answer", "reward", "advantage", "tokens", "finish_reason")
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}
 """No telemetry, as nodes may have no network, and only errors in the log."""
 USER_VARIABLES = frozenset(
@@ -69,12 +70,12 @@ class RecordRow(NamedTuple):
 
 
 class RecordReader:
-    """Rows of the record, one per step, each once, by step."""
+    """Rows of the record by step, each once."""
 
     def __init__(self, run: RunDir, attempt: Attempt) -> None:
-        self._steps = Tail(MetricsLine, run.metrics)
-        self._evaluations = Tail(MetricsLine, run.evaluations)
-        self._timeline = Tail(TimelineLine, attempt.timeline)
+        self._steps = RecordTail(MetricsLine, run.metrics)
+        self._evaluations = RecordTail(MetricsLine, run.evaluations)
+        self._timeline = RecordTail(TimelineLine, attempt.timeline)
         self._at: dict[int, float] = {}
         for number in range(1, attempt.number):
             lines = read_lines(TimelineLine, run.attempt(number).timeline)
@@ -94,6 +95,46 @@ class RecordReader:
         self._at |= times(self._timeline.new())
         ready = sorted(step for step in self._rows if complete or step < self._newest)
         return [RecordRow(step, self._at.get(step), self._rows.pop(step)) for step in ready]
+
+
+class RolloutTables:
+    """Tables of the sampled groups of a run. A rank writes its groups up to ten seconds after the metrics of their
+    step, and W&B takes the values of a step only once, so a sampled step waits for them, at most PATIENCE_S."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._every = run, config.logging.samples_every
+        self._groups = min(config.logging.samples, config.groups_per_step)
+        self._since: dict[int, float] = {}
+
+    def ready(self, step: int, complete: bool) -> bool:
+        """Whether the values of a step can be sent.
+
+        complete: whether nothing more will be written.
+        """
+        if complete or step == 0 or not is_due(step, self._every):
+            return True
+        waits = time.monotonic() - self._since.setdefault(step, time.monotonic())
+        return waits > PATIENCE_S or len(self._sampled(step)) >= self._groups
+
+    def of(self, step: int) -> dict[str, Any]:
+        """Return the table of a step by its name; empty for a step without one."""
+        import wandb
+
+        if step == 0 or not is_due(step, self._every):
+            return {}
+        rows = [
+            [step, group.ordinal, group.environment, group.prompt, answer.text, reward, advantage, tokens, reason]
+            for group in self._sampled(step)
+            for answer, reward, advantage, tokens, reason in zip(*_columns(group), strict=True)
+        ]
+        return {"rollouts": wandb.Table(columns=list(TABLE), data=rows)} if rows else {}
+
+    def _sampled(self, step: int) -> list[GroupLine]:
+        return [group for group in read_rollouts(self._run, step, step) if group.answers]
+
+
+def _columns(group: GroupLine) -> tuple[Any, ...]:
+    return group.answers, group.rewards, group.advantages, group.lengths, group.finish_reasons
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

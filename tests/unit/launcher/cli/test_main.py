@@ -18,7 +18,7 @@ from launcher.recipe.files import shipped_values
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.agent.registry import EnvironmentInfo
-from megatron_rl.recipe.values import flat
+from megatron_rl.recipe.section import flat
 
 
 def within(*words: str) -> Result:

@@ -16,7 +16,7 @@ from launcher.cli.show.scores import ProgressLine
 from launcher.runs.state import result_file
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import DRAINED, FINISHED
-from megatron_rl.contract.evaluation_records import EvaluationResult, Score, SetResult
+from megatron_rl.contract.evaluation_records import EvaluationResult, MeanScore, SetResult
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 
@@ -28,7 +28,11 @@ SETTINGS = {
     "k": 4,
     "seed": 0,
 }
-SCORES = {"greedy": Score(0.975, 0.02, 40), "pass@1": Score(0.9512, 0.01, 40), "pass@4": Score(0.99, 0.01, 40)}
+SCORES = {
+    "greedy": MeanScore(0.975, 0.02, 40),
+    "pass@1": MeanScore(0.9512, 0.01, 40),
+    "pass@4": MeanScore(0.99, 0.01, 40),
+}
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from launcher.explain.record import Record
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import Finding
-from megatron_rl.contract.lesson_records import LessonRecord, PromptCounts, RightAnswer
+from megatron_rl.contract.run_records import LessonRecord, PromptCounts, RightAnswer
 
 RECIPE = {
     "model": {"dtype": "bf16"},

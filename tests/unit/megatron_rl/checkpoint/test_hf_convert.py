@@ -20,8 +20,8 @@ from hf_helpers import PUBLISHED, SENTENCE, SHARD, TOKENS, VOCAB, model_of, publ
 from safetensors.torch import load_file, save_file
 from supervised_helpers import supervised_recipe
 
-from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.hf.origin import contradictions, origin_of
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.checkpoint.load import read, verify

@@ -15,7 +15,7 @@ from hf_helpers import EXPERTS, PUBLISHED, SENTENCE, SIZES, VOCAB, model_of, pub
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.hf.folder import INDEX, WeightsFolder
-from megatron_rl.checkpoint.hf.load import load_pretrained
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.hf_config import read_hf_config, shape
 from megatron_rl.model.policy import Policy, build_policy

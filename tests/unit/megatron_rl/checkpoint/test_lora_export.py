@@ -16,10 +16,10 @@ from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, usu
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.adapters import adapter_record
-from megatron_rl.checkpoint.base_checksum import weights_checksum
-from megatron_rl.checkpoint.hf.load import load_pretrained
 from megatron_rl.checkpoint.hf.peft import published_name
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
+from megatron_rl.checkpoint.initial_weights import weights_checksum
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from checkpoint_helpers import world
 
 from megatron_rl.checkpoint.config import SaveConfig
-from megatron_rl.checkpoint.interval import Cost
-from megatron_rl.checkpoint.schedule import SaveSchedule
+from megatron_rl.checkpoint.interval import SaveCost
+from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.codes import LOST
 from megatron_rl.contract.paths import RunDir
@@ -28,9 +28,9 @@ def saved_steps(
     folder: Path,
     last: int,
     first: int = 0,
-    cost: Cost | None = None,
+    cost: SaveCost | None = None,
     pace: Any = 10.0,
-    then: Cost | None = None,
+    then: SaveCost | None = None,
     **save: Any,
 ) -> list[int]:
     """Steps that a run saves if its steps take `pace` seconds, or `pace(step)`.
@@ -70,22 +70,22 @@ def test_exported_checkpoints_are_always_made(tmp_path: Path) -> None:
 
 def test_auto_saves_the_first_step_to_measure_the_cost_and_then_at_the_optimum(tmp_path: Path) -> None:
     """Young's sqrt(2 * 3 s * 1 day) is 720 s, 72 steps of 10 s."""
-    found = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))
+    found = saved_steps(tmp_path, 1000, every="auto", then=SaveCost(3.0, 30.0))
     assert found[0] == 1
     assert {72, 73} >= {later - one for one, later in itertools.pairwise(found[:-1])}
     assert len(found) > 12
 
 
 def test_auto_knows_the_cost_from_the_restored_checkpoint(tmp_path: Path) -> None:
-    assert saved_steps(tmp_path, 600, first=500, every="auto", cost=Cost(3.0, 30.0)) == [572, 600]
+    assert saved_steps(tmp_path, 600, first=500, every="auto", cost=SaveCost(3.0, 30.0)) == [572, 600]
 
 
 def test_auto_saves_more_often_if_the_run_fails_more_often(tmp_path: Path) -> None:
-    calm = saved_steps(tmp_path, 300, every="auto", then=Cost(3.0, 30.0))
+    calm = saved_steps(tmp_path, 300, every="auto", then=SaveCost(3.0, 30.0))
     for attempt in range(1, 50):
         append(RunDir(tmp_path).attempts_ledger, AttemptStart(attempt, 1000.0 * attempt))
         append(RunDir(tmp_path).attempts_ledger, AttemptEnd(attempt, 1000.0 * attempt + 900.0, LOST))
-    assert len(saved_steps(tmp_path, 300, every="auto", then=Cost(3.0, 30.0))) > 3 * len(calm)
+    assert len(saved_steps(tmp_path, 300, every="auto", then=SaveCost(3.0, 30.0))) > 3 * len(calm)
 
 
 def test_auto_follows_steps_that_grow_longer(tmp_path: Path) -> None:
@@ -94,20 +94,20 @@ def test_auto_follows_steps_that_grow_longer(tmp_path: Path) -> None:
     def pace(step: int) -> float:
         return 10.0 + 30.0 * step / 1000
 
-    found = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0), pace=pace)
+    found = saved_steps(tmp_path, 1000, every="auto", then=SaveCost(3.0, 30.0), pace=pace)
     for one, later in itertools.pairwise(found[:-1]):
         took = sum(map(pace, range(one + 1, later + 1)))
         assert abs(took - 720) <= pace(later)
 
 
 def test_auto_with_steps_longer_than_the_optimum_saves_every_step(tmp_path: Path) -> None:
-    assert saved_steps(tmp_path, 5, every="auto", then=Cost(0.1, 1.0), pace=1000.0) == [1, 2, 3, 4, 5]
+    assert saved_steps(tmp_path, 5, every="auto", then=SaveCost(0.1, 1.0), pace=1000.0) == [1, 2, 3, 4, 5]
 
 
 def test_auto_broadcasts_a_few_times_between_two_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broadcasts = []
     monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, **more: broadcasts.append(args))
-    found = saved_steps(tmp_path, 1000, every="auto", then=Cost(3.0, 30.0))
+    found = saved_steps(tmp_path, 1000, every="auto", then=SaveCost(3.0, 30.0))
     assert 0 < len(broadcasts) <= (math.log2(72) + 2) * len(found) < 200
 
 
@@ -116,7 +116,7 @@ def test_ranks_that_measure_different_times_agree(tmp_path: Path, monkeypatch: p
 
     def saved(rank: int) -> list[int]:
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        cost = Cost(3.0 + 10 * rank, 30.0)
+        cost = SaveCost(3.0 + 10 * rank, 30.0)
         return saved_steps(tmp_path, 400, every="auto", then=cost, pace=lambda step: 10.0 + 7.0 * rank * (step % 3))
 
     broadcast: list[Any] = []

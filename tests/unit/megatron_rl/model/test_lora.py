@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
 
 from megatron_rl.checkpoint.adapters import check_adapters, check_whole
-from megatron_rl.checkpoint.base_checksum import weights_checksum
+from megatron_rl.checkpoint.initial_weights import weights_checksum
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import LoraConfig, ModelConfig
 from megatron_rl.model.trainable import Trainable, fill_adapters

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import KeptFile, KeptFiles
-from megatron_rl.recipe.own_code import Reference, beside, check_file, kept, load, name_or_own
+from megatron_rl.recipe.own_code import CodeReference, beside, check_file, kept, load, name_or_own
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("text", ["mine:loss", "package.inner:loss", "./some folder/mine.py:loss", "/a:b/mine.py:loss"])
 def test_reference_names_a_module_or_a_file_and_a_function(text: str) -> None:
-    place, function = Reference.of(text)
+    place, function = CodeReference.of(text)
     assert f"{place}:{function}" == text
-    assert (Reference.of(text).file is not None) == place.endswith(".py")
+    assert (CodeReference.of(text).file is not None) == place.endswith(".py")
 
 
 @pytest.mark.parametrize("text", ["mine:", ":loss", "mine:1loss", "my module:loss", "mine.txt:a.b", "mine/loss:f"])

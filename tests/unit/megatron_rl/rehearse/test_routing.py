@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rehearse.routing import equal_shares
+from megatron_rl.rehearse.phantom_world import equal_shares
 
 
 @given(tokens=st.integers(0, 50), experts=st.integers(1, 16), chosen=st.integers(1, 16))

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_helpers import checkpointer, sharded_state, world
 from core_helpers import quiet_safe_points, tiny_run
 
-from megatron_rl.checkpoint import writer as writer_module
+from megatron_rl.checkpoint import checkpoint_writer as writer_module
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.checkpoint.shards import write_part

@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import Damaged, Manifest, discard, publish, read_manifest
-from megatron_rl.checkpoint.shards import Abandoned, Part, Snapshot, write_metadata, write_part
+from megatron_rl.checkpoint.shards import Abandoned, Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.contract.paths import RunDir
 
 GRACE_S = 10.0
@@ -143,7 +143,7 @@ class CheckpointWriter:
         self._withdrawn.clear()
         return _published(manifest)
 
-    def _collect(self, save: SaveInProgress) -> list[Part]:
+    def _collect(self, save: SaveInProgress) -> list[WrittenPart]:
         expected = {_part_file(save.folder, rank).name: rank for rank in range(1, self._world_size)}
         for _ in _polls():
             present = _names(save.folder)
@@ -170,6 +170,10 @@ class CheckpointWriter:
         # The empty folder remains as the notification until the next publication or start.
         self._withdrawn += [save.withdrawn, save.folder]
 
+    # Once its shards are there, a rank may not give up by itself, or the ranks could disagree whether a checkpoint
+    # exists. Say that rank 3 reaches the deadline while rank 0 renames the folder: had it given up, it would report a
+    # failure, and all others a checkpoint. So it waits GRACE_S longer than rank 0 does, and takes what it finds: step-N
+    # with the id of this save means published, a withdrawn folder means failed.
     def _follow(self, save: SaveInProgress) -> SaveOutcome:
         part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
         _put(_part_file(save.folder, self._rank), pickle.dumps(part))
