@@ -76,5 +76,5 @@ def read_config(run_dir: RunDir) -> RunConfig:
     """Read the configuration that a run was submitted with. Raises ConfigurationError."""
     try:
         return RunConfig.model_validate(yaml.load(run_dir.resolved.read_text(encoding="utf-8"), _Loader))
-    except ValidationError as error:
+    except (ValidationError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{run_dir.resolved}: {error}") from error

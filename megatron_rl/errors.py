@@ -24,22 +24,19 @@ SOURCE_LIMIT = 120  # longest source line in a headline, in characters
 _task_code: set[str] = set()  # files and folders of installed packages that contain a task's code
 
 
-class ConfigurationError(ValueError):
+class _Traced(Exception):
+    def __init__(self, message: str, trace: str = "") -> None:
+        """trace: traceback of the task's code, if it failed (`task_traceback`), and its output."""
+        super().__init__(message)
+        self.trace = trace
+
+
+class ConfigurationError(_Traced, ValueError):
     """The recipe cannot run as it is; the message says what to change. Ends a rank with EXIT_CONFIG."""
 
-    def __init__(self, message: str, trace: str = "") -> None:
-        """trace: traceback and output of the task's code, if it failed."""
-        super().__init__(message)
-        self.trace = trace
 
-
-class TaskFailed(RuntimeError):
+class TaskFailed(_Traced, RuntimeError):
     """A task's code failed, and the original exception is unavailable: it was counted, or raised in another rank."""
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        """trace: traceback of the task's code: see `task_traceback`."""
-        super().__init__(message)
-        self.trace = trace
 
 
 def note_task_code(module: str) -> None:
@@ -64,7 +61,7 @@ def task_location(error: BaseException) -> str:
 
 def task_traceback(error: BaseException) -> str:
     """Return the traceback of an error from the task's first frame on; empty if it arose elsewhere."""
-    if isinstance(error, TaskFailed | ConfigurationError) and error.trace:
+    if isinstance(error, _Traced) and error.trace:
         return error.trace
     found = _own(error)
     if found is None:

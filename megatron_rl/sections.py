@@ -43,7 +43,7 @@ class ImageConfig(Section):
     the first node of the job."""
 
 
-class CodeConfig(Section):
+class OwnCodeConfig(Section):
     """Code of yours that runs beside mrl, such as an environment."""
 
     include: list[FilePath] | None = None
@@ -63,7 +63,7 @@ class Sections(Section):
     harvest: HarvestConfig | None = None
     """Additional replicas in another partition (placement.mode partitioned, on Slurm); default: none."""
     image: ImageConfig = ImageConfig()
-    code: CodeConfig = CodeConfig()
+    code: OwnCodeConfig = OwnCodeConfig()
     model: ModelConfig
     tokenizer: TokenizerConfig
     data: DataConfig | None = None

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from megatron_rl.checkpoint.hf.export import Exported
-from megatron_rl.checkpoint.save import Published
+from megatron_rl.checkpoint.save import SaveFailed
 from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.metrics.metric import StepReport
@@ -98,7 +98,7 @@ def evaluate(run: Run) -> None:
 def save(run: Run) -> None:
     """Start a checkpoint of the current step, after the last one is written. It is written in the background."""
     with run.safe_points.phase("save"):
-        while run.checkpointer.under_way is not None and not run.safe_points.poll():
+        while run.checkpointer.saving is not None and not run.safe_points.poll():
             run.checkpointer.wait(until=time.monotonic() + POLL_S)
         run.safe_points.agree()
         begin_save(run)
@@ -118,13 +118,13 @@ def save_metrics(run: Run) -> dict[str, float]:
     run: the last checkpoint is untouched."""
     metrics: dict[str, float] = {}
     for outcome in run.checkpointer.poll():
-        if isinstance(outcome, Published):
+        if isinstance(outcome, SaveFailed):
+            logger.warning("%s", outcome)
+            metrics["system/failed_saves"] = metrics.get("system/failed_saves", 0) + 1
+        else:
             logger.info("checkpoint of step %d published, %d bytes", outcome.step, outcome.bytes)
             run.driver.end_checkpoint(outcome.step)
             metrics |= {"time/save_blocked_s": outcome.blocked_s, "time/save_s": outcome.total_s}
-        else:
-            logger.warning("%s", outcome)
-            metrics["system/failed_saves"] = metrics.get("system/failed_saves", 0) + 1
     for export in run.exporter.poll():
         if isinstance(export, Exported):
             logger.info("checkpoint of step %d exported to Hugging Face's format", export.step)

@@ -15,34 +15,23 @@ BASELINES = ("group", "leave_one_out", "batch", "maxrl", "pass_at_k", "per_rewar
 POLICY_LOSSES = ("clip", "gspo", "gspo_token", "cispo", "sapo", "dppo", "reinforce")
 
 
-def _policy_loss(value: str) -> str:
-    return name_or_own(value, POLICY_LOSSES)
-
-
-def _baseline(value: str) -> str:
-    return name_or_own(value, BASELINES)
-
-
 BaselineName = Annotated[
     str,
     PathMark("code", read=False),  # as for PolicyLossName
-    AfterValidator(_baseline),
+    AfterValidator(lambda value: name_or_own(value, BASELINES)),
     Field(json_schema_extra={"words": name_or_own_words(BASELINES)}),
 ]
 
 PolicyLossName = Annotated[
     str,
     PathMark("code", read=False),  # a run has its own copy and does not need the file
-    AfterValidator(_policy_loss),
+    AfterValidator(lambda value: name_or_own(value, POLICY_LOSSES)),
     Field(json_schema_extra={"words": name_or_own_words(POLICY_LOSSES)}),
 ]
 
 KlEstimator = Literal["k1", "k2", "k3"]
-
 LossReduction = Literal["token", "sequence", "constant"]
-
 BranchWeighting = Literal["mean", "sum"]
-
 AdvantageStd = Literal["population", "sample", "none"]
 
 CLIP_RANGES = {
@@ -395,7 +384,6 @@ class GrpoConfig(Section):
 
     @property
     def samples_per_update(self) -> int:
-        """Answers per optimizer update."""
         return self.global_batch or self.prompts_per_step * self.group_size
 
     def answers_of_replica(self, replicas: int) -> int:

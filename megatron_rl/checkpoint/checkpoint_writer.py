@@ -37,16 +37,6 @@ _LONGEST_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Published:
-    """A published save. The values are rank 0's on every rank."""
-
-    step: int
-    bytes: int  # bytes of all ranks without the manifest
-    blocked_s: float  # seconds that `save` stopped the training loop
-    total_s: float  # seconds from the call of `save` until all but the manifest was on disk
-
-
-@dataclass(frozen=True)
 class SaveFailed:
     step: int
     reason: str
@@ -55,7 +45,7 @@ class SaveFailed:
         return f"the checkpoint of step {self.step} was not saved: {self.reason}. The previous one is untouched"
 
 
-SaveOutcome = Published | SaveFailed
+SaveOutcome = Manifest | SaveFailed  # the manifest of the published checkpoint is rank 0's on every rank
 
 
 @dataclass
@@ -141,7 +131,7 @@ class CheckpointWriter:
         for folder in self._withdrawn:
             discard(folder)
         self._withdrawn.clear()
-        return _published(manifest)
+        return manifest
 
     def _collect(self, save: SaveInProgress) -> list[WrittenPart]:
         expected = {_part_file(save.folder, rank).name: rank for rank in range(1, self._world_size)}
@@ -184,7 +174,7 @@ class CheckpointWriter:
                 with suppress(Damaged):
                     manifest = read_manifest(self._run_dir.checkpoint(save.step))
                     if manifest.save_id == save.id:
-                        return _published(manifest)
+                        return manifest
             # Do not check whether this rank gave up: from here on rank 0 decides, and may have published.
             save.check_time("waiting for rank 0 to publish", GRACE_S)
         raise AssertionError("polling never ends")
@@ -215,10 +205,6 @@ class CheckpointWriter:
                     with suppress(OSError):
                         _put(note, reason.encode())
                 save.check_time("waiting for rank 0 to withdraw", GRACE_S)
-
-
-def _published(manifest: Manifest) -> Published:
-    return Published(manifest.step, manifest.bytes, manifest.blocked_s, manifest.total_s)
 
 
 def _part_file(folder: Path, rank: int) -> Path:

@@ -44,11 +44,9 @@ class SaveConfig(Section):
     """Longest time for a save, and for an export, in seconds."""
 
     def exported(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is exported."""
         return self.export_hf_every > 0 and step % self.export_hf_every == 0
 
     def stays(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is never deleted to make room."""
         return self.keep_every > 0 and step % self.keep_every == 0
 
     def most_kept(self, steps: int) -> int:

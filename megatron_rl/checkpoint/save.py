@@ -3,7 +3,7 @@
     checkpointer = Checkpointer(run_dir, config.save, control) # every rank
     checkpointer.restore(load)                                 # from the newest good one, if there is any
     checkpointer.save(step, sharded_state, {"cursor": ...})    # blocks for the copy to the host
-    for outcome in checkpointer.poll(): ...                    # Published or SaveFailed, once per save
+    for outcome in checkpointer.poll(): ...                    # Manifest or SaveFailed, once per save
     checkpointer.wait(final=True)                              # before the ranks leave
 
 checkpoint_writer.py assembles a checkpoint from all ranks, publish.py publishes it.
@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.checkpoint_writer import (
     CheckpointWriter,
-    Published,
     SaveFailed,
     SaveInProgress,
     SaveOutcome,
@@ -31,7 +30,7 @@ from megatron_rl.checkpoint.checkpoint_writer import (
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.interval import SaveCost
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
-from megatron_rl.checkpoint.publish import CheckpointError, clean_up, find_latest
+from megatron_rl.checkpoint.publish import CheckpointError, Manifest, clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.contract.paths import RunDir
 
@@ -56,7 +55,7 @@ class Checkpointer:
         self._copies = HostCopies()
         self._writer = CheckpointWriter(run_dir, config, rank, dist.get_world_size())
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._under_way: tuple[SaveInProgress, Future[SaveOutcome]] | None = None
+        self._running: tuple[SaveInProgress, Future[SaveOutcome]] | None = None
         self._last: SaveOutcome | None = None
         self._unread: list[SaveOutcome] = []
         self._blocked_s: float | None = None
@@ -101,12 +100,12 @@ class Checkpointer:
             self._note(SaveFailed(step, "an earlier save still hangs in the file system"))
             return
         save_id = f"{self._session}-{self._saves:04d}"
-        folder = self.run_dir.checkpoint_under_way(step, save_id)
+        folder = self.run_dir.unfinished_checkpoint(step, save_id)
         snapshot = self._copies.take(sharded_state)
         meta = json.loads(json.dumps(meta))
         save = SaveInProgress(step, save_id, folder, snapshot, meta, started, self.config.timeout_s, needed)
         self._blocked_s = save.blocked_s = time.monotonic() - started
-        self._under_way = save, self._thread.submit(self._writer.run, save)
+        self._running = save, self._thread.submit(self._writer.run, save)
 
     def poll(self) -> list[SaveOutcome]:
         """Return the outcomes since the last call, oldest first, the same on every rank, without waiting. Rank 0 logs
@@ -116,10 +115,10 @@ class Checkpointer:
         return unread
 
     @property
-    def under_way(self) -> int | None:
+    def saving(self) -> int | None:
         """Step that is being written; None without any, or if it hangs and `wait` has reported so."""
         self._finish_what_is_done()
-        return self._under_way[0].step if self._under_way and not self._under_way[0].hang_noted else None
+        return self._running[0].step if self._running and not self._running[0].hang_noted else None
 
     @property
     def cost(self) -> SaveCost | None:
@@ -137,8 +136,8 @@ class Checkpointer:
     def abandon(self, reason: str) -> None:
         """Give up the current save unless it is already being published. Call it on rank 0, or on all ranks; the others
         notice by themselves. `wait` reports the end. The previous checkpoint stays."""
-        if self._under_way:
-            self._under_way[0].given_up = reason
+        if self._running:
+            self._running[0].given_up = reason
 
     def wait(self, *, until: float | None = None, final: bool = False) -> bool:
         """Wait for the current save, at most until its deadline plus a grace period, or `until` (time.monotonic()).
@@ -146,8 +145,8 @@ class Checkpointer:
         Returns False if this rank still writes after that. With `final`, raises CheckpointError unless the last save
         was published: call it so before the ranks leave.
         """
-        if self._under_way:
-            save, future = self._under_way
+        if self._running:
+            save, future = self._running
             ends = save.hopeless_at if until is None else min(until, save.hopeless_at)
             if futures.wait([future], timeout=max(ends - time.monotonic(), 0.0)).done:
                 self._finish_what_is_done()
@@ -161,17 +160,17 @@ class Checkpointer:
                 f"the last checkpoint of the run, of step {self._last.step}, was not saved: {self._last.reason}; "
                 f"{kept}. Free space in {self.run_dir.checkpoints} or repair it, then resume the run"
             )
-        return self._under_way is None
+        return self._running is None
 
     def _finish_what_is_done(self) -> None:
-        if self._under_way and self._under_way[1].done():
-            outcome = self._under_way[1].result()  # raises errors of the program, but not of the file system
-            self._under_way = None
+        if self._running and self._running[1].done():
+            outcome = self._running[1].result()  # raises errors of the program, but not of the file system
+            self._running = None
             self._note(outcome)
 
     def _note(self, outcome: SaveOutcome) -> None:
         self._last = outcome
-        if isinstance(outcome, Published):
+        if isinstance(outcome, Manifest):
             self._total_s = outcome.total_s
             self.published = self.newest = outcome.step
         self._unread.append(outcome)

@@ -90,7 +90,7 @@ class RunDir:
         """Folder of one published checkpoint."""
         return self.checkpoints / f"step-{step:06d}"
 
-    def checkpoint_under_way(self, step: int, save_id: str) -> Path:
+    def unfinished_checkpoint(self, step: int, save_id: str) -> Path:
         """Folder of a save until it is published; a `.tmp` whose processes have ended is debris."""
         return self.checkpoints / f"step-{step:06d}.{save_id}.tmp"
 

@@ -16,18 +16,12 @@ from megatron_rl.recipe.section import Day, HubPath, LaterPath, NonNegativeInt, 
 class Evaluation(Section):
     """A checkpoint, the problems it answers, and how."""
 
-    checkpoint: HubPath
-    """Run directory, checkpoint, or Hugging Face weights (directory or name on the hub) to evaluate."""
-    sets: tuple[str, ...] | None = Field(default=None, strict=False)
-    """Evaluation sets of the environment; default: all."""
-    k: PositiveInt = 32
-    """Answers per problem."""
-    prompts: PositiveInt | None = None
-    """Problems per set, the first ones; default: all."""
-    greedy: bool = True
-    """Also answer each problem once at temperature 0."""
-    seed: NonNegativeInt = 0
-    """Seed of the answers' random numbers."""
+    checkpoint: HubPath  # run directory, checkpoint, or Hugging Face weights (directory or name on the hub) to evaluate
+    sets: tuple[str, ...] | None = Field(default=None, strict=False)  # evaluation sets of the environment; default: all
+    k: PositiveInt = 32  # answers per problem
+    prompts: PositiveInt | None = None  # problems per set, the first ones; default: all
+    greedy: bool = True  # also answer each problem once at temperature 0
+    seed: NonNegativeInt = 0  # seed of the answers' random numbers
     out: LaterPath | None = None
     """File of the result; default: a name made of the settings, in `evaluations/` of the run or of the current
     directory. The answers are kept beside it."""
@@ -41,18 +35,15 @@ class Evaluation(Section):
     starts on this machine."""
     vllm_python: Annotated[str, PathMark("program", read=False)] | None = None
     """Python that has vLLM, for `engine: vllm`."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Kind of device that the ranks compute on."""
+    device: Literal["cpu", "cuda"] = "cpu"  # kind of device that the ranks compute on
     threads: PositiveInt | None = None
     """CPU threads per rank; default: all processors available to the process, shared between its ranks."""
-    tp: PositiveInt = 1
-    """Tensor parallel size: ranks of a node that hold one copy of the model together."""
+    tp: PositiveInt = 1  # tensor parallel size: ranks of a node that hold one copy of the model together
     replicas: PositiveInt = 1
     """Copies of the model that share the problems. The result is the same with any number of them."""
     environment: EnvironmentConfig
     sampling: Sampling
-    code: str = ""
-    """Version of mrl and of the environment's code, for the record."""
+    code: str = ""  # version of mrl and of the environment's code, for the record
 
     @property
     def ranks(self) -> int:

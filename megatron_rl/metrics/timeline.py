@@ -72,7 +72,6 @@ class Timeline:
 
     @contextmanager
     def phase(self, category: str) -> Iterator[None]:
-        """Count the time of a `with` block in `category`."""
         outer = self.switch(category)
         try:
             yield

@@ -225,7 +225,6 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Size of an attention head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def undivided(self, tp: int, pp: int = 1, ep: int = 1, training_tp: int | None = None) -> Iterator[str]:

@@ -55,7 +55,6 @@ class Activity:
             self._publish()
 
     def begin(self, doing: str) -> None:
-        """Enter another part of the phase."""
         self.doing = doing
         self.entered += 1
         self.beat()

@@ -10,18 +10,13 @@ from pydantic_core import PydanticCustomError
 
 from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
-
-def _minutes_as_text(value: Any) -> Any:
-    return str(value) if type(value) is int else value
-
-
 TimeLimit = Annotated[
     str,
     Field(
         pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$",
         json_schema_extra={"words": "minutes or a time such as 1-12:00:00"},
     ),
-    BeforeValidator(_minutes_as_text),
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
 ]
 """Slurm's --time. A bare number, which YAML reads as an integer, is minutes, as for Slurm."""
 
@@ -151,8 +146,6 @@ class HarvestConfig(Section):
 
 
 LONGEST_PROFILE = 10  # steps of a profile: a step of a large model has a million events, some hundred MB
-
-
 PLANS = 64
 """Plans of an engine in a trace of generation, each a prefill or one token of every answer. Decode steps are alike."""
 
@@ -173,21 +166,15 @@ class ProfileConfig(Section):
     rank of the first replica, or with `ranks: null` of all; from vLLM, which profiles its workers itself, its own names
     after infer-REPLICA.step-STEP."""
 
-    @property
-    def all_steps(self) -> range:
-        """Steps to profile."""
-        first, last = self.steps
-        return range(first, last + 1)
+    def steps_of(self, rank: int) -> range:
+        """Steps that a training rank profiles."""
+        chosen = self.ranks is None or rank in self.ranks
+        return range(self.steps[0], self.steps[1] + 1) if chosen else range(0)
 
     def steps_of_replica(self, number: int, rank: int) -> range:
         """Steps whose generation a rank of a replica profiles."""
         chosen = self.generation and (self.ranks is None or number == rank == 0)
-        return self.all_steps if chosen else range(0)
-
-    def steps_of_generation(self, rank: int) -> range:
-        """Steps whose generation a training rank profiles."""
-        chosen = self.generation and (self.ranks is None or rank in self.ranks)
-        return self.all_steps if chosen else range(0)
+        return range(self.steps[0], self.steps[1] + 1) if chosen else range(0)
 
     @field_validator("steps")
     @classmethod

@@ -96,8 +96,7 @@ class StepProfiler:
 
     def __init__(self, attempt: Attempt, rank: int, config: ProfileConfig | None, platform: Platform) -> None:
         self._folder, self._rank, self._platform = attempt.profile, rank, platform
-        chosen = config is not None and (config.ranks is None or rank in config.ranks)
-        self._steps = config.all_steps if config is not None and chosen else range(0)
+        self._steps = range(0) if config is None else config.steps_of(rank)
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -164,7 +163,7 @@ def generation_profiler(
     if replica is not None:
         name = f"infer-{replica}.{rank}"
     if config.profile is not None:
-        of_rank = config.profile.steps_of_generation(rank)
+        of_rank = config.profile.steps_of(rank) if config.profile.generation else range(0)
         steps = of_rank if replica is None else config.profile.steps_of_replica(replica, rank)
     return GenerationProfiler(attempt.profile, name, steps, config.grpo.updates_per_step, platform)
 

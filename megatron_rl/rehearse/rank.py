@@ -128,8 +128,6 @@ def rehearse_rank(
 
 
 class _Rank:
-    """Builds the parts of a rank and attributes memory to each."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -253,8 +251,6 @@ def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatc
 
 
 class _Optimizer(PolicyOptimizer):
-    """Optimizer whose update is a phase."""
-
     def __init__(self, policy: Policy, config: RunConfig, phases: Phases) -> None:
         super().__init__(policy, config.model, config.optimizer, total_updates=1, offload=config.offload)
         self.buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]

@@ -102,7 +102,6 @@ def _of_teacher(config: RunConfig, taught: Taught) -> RunConfig:
 # and the stage has ten more: (12 - 2) / (4 - 2) = 5 times that. The third adds 8 experts in 2 layers, and the whole
 # stage has 56 more in 12 layers: 56 * 12 / (8 * 2) = 42 times that.
 def growth(model: ModelConfig, layout: TrainingLayout, depths: tuple[int, int]) -> Growth:
-    """Choose the sizes of a model in its rehearsals."""
     layers, experts = model.num_layers // layout.pp, model.num_experts
     depth, width = depths[0] if layers > depths[-1] else layers, few_experts(model, layout.ep)
 

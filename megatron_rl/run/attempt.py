@@ -141,7 +141,7 @@ def finish_save(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
 
     Raises CheckpointError if it fails: without it the run is not finished.
     """
-    while checkpointer.under_way is not None:
+    while checkpointer.saving is not None:
         checkpointer.wait(until=time.monotonic() + POLL_S)
         safe_points.poll()
     checkpointer.wait(final=True)
@@ -184,7 +184,7 @@ def leave(run: Run, run_dir: RunDir) -> None:
 def finish_write(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
     """Wait until the save in progress is written; abandon it at the deadline."""
     first = dist.get_rank() == 0
-    while checkpointer.under_way is not None:
+    while checkpointer.saving is not None:
         deadline = safe_points.drain.deadline() if first else None  # None while the host does not know it
         if deadline is not None and time.time() > deadline - MARGIN_S:
             checkpointer.abandon("there is no time left")

@@ -18,7 +18,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.load import read, verify
-from megatron_rl.checkpoint.save import Checkpointer, Published, SaveFailed
+from megatron_rl.checkpoint.publish import Manifest
+from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.contract.paths import RunDir
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
@@ -77,7 +78,7 @@ def data_of(state: Any) -> Any:
     return state
 
 
-def outcome(checkpointer: Checkpointer) -> Published | SaveFailed:
+def outcome(checkpointer: Checkpointer) -> Manifest | SaveFailed:
     """Wait for the only save in progress, and return its outcome."""
     checkpointer.wait()
     (only,) = checkpointer.poll()

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import checkpoint_writer as writer_module
 from megatron_rl.checkpoint import shards
-from megatron_rl.checkpoint.publish import CheckpointError, find_corruption, find_latest, read_manifest
-from megatron_rl.checkpoint.save import Published, SaveFailed
+from megatron_rl.checkpoint.publish import CheckpointError, Manifest, find_corruption, find_latest, read_manifest
+from megatron_rl.checkpoint.save import SaveFailed
 from megatron_rl.checkpoint.shards import write_part
 from megatron_rl.contract.paths import RunDir
 
@@ -46,7 +46,7 @@ def names(folder: Path) -> list[str]:
 def test_full_disk_leaves_the_previous_checkpoint_and_the_run_continues(small_disk: Path) -> None:
     saver = checkpointer(small_disk, keep=1)
     saver.save(20, big_state(1.0, 4), {})
-    assert isinstance(outcome(saver), Published)
+    assert isinstance(outcome(saver), Manifest)
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(10 * MIB))
 
@@ -62,7 +62,7 @@ def test_full_disk_leaves_the_previous_checkpoint_and_the_run_continues(small_di
 
     ballast.unlink()
     saver.save(60, big_state(3.0, 4), {})
-    assert isinstance(outcome(saver), Published)
+    assert isinstance(outcome(saver), Manifest)
     assert names(small_disk) == ["latest", "step-000060"]
 
 
@@ -71,7 +71,7 @@ def test_disk_that_fills_up_during_the_small_files_fails_the_save(small_disk: Pa
     """Space for the shards, or for some of common.pt, .metadata, manifest.json and `latest`, but not for all."""
     saver = checkpointer(small_disk, keep=1)
     saver.save(20, sharded_state(1.0), {})
-    assert isinstance(outcome(saver), Published)
+    assert isinstance(outcome(saver), Manifest)
     _fill(small_disk / "ballast", leave=free_kib << 10)
     saver.save(40, sharded_state(2.0), {})
     assert isinstance(outcome(saver), SaveFailed)
@@ -112,7 +112,7 @@ def _full_disk_on_two_ranks(rank: int, world_size: int, folder: Path) -> Any:
 
 
 def test_two_ranks_that_fill_the_disk_agree_on_the_failure_and_continue(small_disk: Path) -> None:
-    agreed = [("Published", 20), ("SaveFailed", 40), ("Published", 60)]
+    agreed = [("Manifest", 20), ("SaveFailed", 40), ("Manifest", 60)]
     assert run_ranks(small_disk, 2, _full_disk_on_two_ranks, small_disk) == [agreed, agreed]
     assert names(small_disk) == ["latest", "step-000060"]
 
@@ -197,14 +197,14 @@ def test_hanging_write_blocks_the_loop_no_longer_than_the_timeout(
     saver.save(20, sharded_state(1.0), {})
     saver.save(40, sharded_state(2.0), {})
     assert [(event.step, "hang" in event.reason) for event in saver.poll()] == [(20, True), (40, True)]
-    assert saver.under_way is None  # the failed save is no longer awaited
+    assert saver.saving is None  # the failed save is no longer awaited
     back.set()
     limit = time.monotonic() + 10
     while not saver.wait() and time.monotonic() < limit:
         time.sleep(0.01)
     saver.poll()
     saver.save(60, sharded_state(3.0), {})
-    assert isinstance(outcome(saver), Published)
+    assert isinstance(outcome(saver), Manifest)
     state, _ = load(RunDir(tmp_path).checkpoint(60), sharded_state(0.0), world())
     assert same(state["model"]["split"], sharded_state(3.0)["model"]["split"].data)
 
@@ -244,14 +244,14 @@ def test_wait_ends_at_its_deadline_and_the_save_continues(tmp_path: Path, monkey
     resume = Event()
     monkeypatch.setattr(writer_module, "write_part", lambda *args: resume.wait(3600) and write_part(*args))
     saver = checkpointer(tmp_path)
-    assert saver.under_way is None
+    assert saver.saving is None
     saver.save(20, sharded_state(1.0), {})
     assert not saver.wait(until=time.monotonic() + 0.2)
-    assert saver.under_way == 20
+    assert saver.saving == 20
     resume.set()
     assert saver.wait(until=time.monotonic() + 20)
-    assert saver.under_way is None
-    assert isinstance(outcome(saver), Published)
+    assert saver.saving is None
+    assert isinstance(outcome(saver), Manifest)
 
 
 def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
@@ -285,7 +285,7 @@ def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
     shards.RecordedFile.write = slowly  # type: ignore[method-assign]
     saver.save(40, big_state(2.0, 64, rank, world_size), {})
     time.sleep(0.5)
-    assert saver.under_way == 40
+    assert saver.saving == 40
     dist.barrier()
     if rank == 0 or all_ranks:
         saver.abandon("no time left")
@@ -302,7 +302,7 @@ def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
 def test_save_can_be_abandoned_within_seconds_and_the_previous_checkpoint_stays(
     tmp_path: Path, all_ranks: bool
 ) -> None:
-    expected = [(True, [("Published", 20), ("SaveFailed", 40)])] * 2
+    expected = [(True, [("Manifest", 20), ("SaveFailed", 40)])] * 2
     assert run_ranks(tmp_path, 2, _abandon, tmp_path, all_ranks) == expected
     assert names(tmp_path) == ["latest", "step-000020", "step-000060"]
     assert intact(RunDir(tmp_path).checkpoint(20))
@@ -315,7 +315,7 @@ def test_disk_that_runs_out_of_inodes_at_any_file_fails_the_save(small_disk: Pat
     """Each try allows one more file, so each file of a checkpoint is once the first that cannot be created."""
     saver = checkpointer(small_disk, keep=1)
     saver.save(20, sharded_state(1.0), {})
-    assert isinstance(outcome(saver), Published)
+    assert isinstance(outcome(saver), Manifest)
     disk = os.statvfs(small_disk)
     failed = set()
     for more in range(1, 20):
@@ -323,7 +323,7 @@ def test_disk_that_runs_out_of_inodes_at_any_file_fails_the_save(small_disk: Pat
         subprocess.run(["mount", "-o", limit, str(small_disk)], check=True)
         saver.save(40, sharded_state(2.0), {})
         event = outcome(saver)
-        if isinstance(event, Published):
+        if isinstance(event, Manifest):
             break
         assert "No space left on device" in event.reason
         failed.add(Path(event.reason).name)

@@ -18,8 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_rl.checkpoint import checkpoint_writer as writer_module
-from megatron_rl.checkpoint.publish import CheckpointError, find_latest, read_manifest
-from megatron_rl.checkpoint.save import Published
+from megatron_rl.checkpoint.publish import CheckpointError, Manifest, find_latest, read_manifest
 from megatron_rl.checkpoint.shards import HostCopies, write_metadata, write_part
 from megatron_rl.contract.paths import RunDir
 
@@ -39,7 +38,7 @@ def test_outcome_has_bytes_and_seconds(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(40, sharded_state(7.0), {})
     published = outcome(saver)
-    assert isinstance(published, Published)
+    assert isinstance(published, Manifest)
     assert 0 < published.blocked_s < published.total_s
     on_disk = sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(40).iterdir())
     manifest = RunDir(tmp_path).checkpoint(40) / "manifest.json"
@@ -79,7 +78,7 @@ def test_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(1, {"column": ShardedTensor.from_rank_offsets("column", big[:, 3])}, {})
     published = outcome(saver)
-    assert isinstance(published, Published)
+    assert isinstance(published, Manifest)
     assert published.bytes < 20_000
     target = {"column": ShardedTensor.from_rank_offsets("column", torch.zeros(1000))}
     assert same(load(RunDir(tmp_path).checkpoint(1), target, world())[0]["column"], big[:, 3].contiguous())
@@ -188,7 +187,7 @@ def _load(rank: int, world_size: int, folder: Path) -> Any:
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 2), (2, 1), (2, 2), (2, 4)])
 def test_checkpoint_loads_into_another_number_of_ranks(tmp_path: Path, save_ranks: int, load_ranks: int) -> None:
     for published in run_ranks(tmp_path, save_ranks, _save, tmp_path):
-        assert [type(outcome) for outcome in published] == [Published]
+        assert [type(outcome) for outcome in published] == [Manifest]
     assert find_latest(RunDir(tmp_path)).step == 40
     assert read_manifest(RunDir(tmp_path).checkpoint(40)).world_size == save_ranks
     loaded = run_ranks(tmp_path, load_ranks, _load, tmp_path)
@@ -209,5 +208,5 @@ def _save_at_once(rank: int, world_size: int, folder: Path) -> Any:
 
 def test_ranks_that_finish_at_the_same_moment_do_not_disturb_each_other(tmp_path: Path) -> None:
     for published in run_ranks(tmp_path, 4, _save_at_once, tmp_path):
-        assert [type(outcome) for outcome in published] == [Published]
+        assert [type(outcome) for outcome in published] == [Manifest]
     assert run_ranks(tmp_path, 4, _load, tmp_path) == [(True, True, {"ranks": 4})] * 4

@@ -33,7 +33,7 @@ from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, group_js
 from megatron_rl.contract.run_records import WandbRun
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.config import LoggingConfig, WandbConfig
-from megatron_rl.metrics.wandb import mirror, tables
+from megatron_rl.metrics.wandb import mirror, upload
 from megatron_rl.metrics.wandb.mirror import check_installed
 from megatron_rl.metrics.wandb.upload import TABLE, RecordReader, RecordRow, RolloutTables
 from megatron_rl.metrics.writer import MetricsWriter
@@ -213,7 +213,7 @@ def test_a_sampled_step_waits_for_its_groups_for_a_limited_time(
     found = RolloutTables(run, load_recipe("demo", ["logging.samples_every=5"]).config)
     assert [found.ready(number, False) for number in (0, 1, 2, 5)] == [True, False, True, False]
     assert found.ready(5, True)
-    monkeypatch.setattr(tables, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(upload, "PATIENCE_S", 0.0)
     time.sleep(0.01)
     assert found.ready(5, False)
     assert found.of(5) == {}

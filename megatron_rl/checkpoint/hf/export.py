@@ -79,7 +79,7 @@ class Exporter:
         self._run_dir = run_dir
         self._config = config
         self._leads = leads and config.export_hf_every > 0
-        self._under_way: _RunningExport | None = None
+        self._running: _RunningExport | None = None
         self._tried: dict[int, _Tried] = {}  # by step, after a failure
         self._unread: list[ExportOutcome] = []
         if self._leads:
@@ -89,7 +89,7 @@ class Exporter:
     def busy(self) -> bool:
         """Whether an export is running or waits for its turn. Returns at once."""
         self._advance()
-        return self._under_way is not None
+        return self._running is not None
 
     def poll(self) -> list[ExportOutcome]:
         """Return the outcomes since the last call, oldest first, and start the next export. Returns at once."""
@@ -103,19 +103,19 @@ class Exporter:
 
     def close(self) -> None:
         """Give up the running export. The next start of the run repeats it."""
-        if self._under_way is not None:
-            logger.warning("the export of step %d is given up: this attempt ends", self._under_way.step)
-            self._end(self._under_way)
-            self._under_way = None
+        if self._running is not None:
+            logger.warning("the export of step %d is given up: this attempt ends", self._running.step)
+            self._end(self._running)
+            self._running = None
         self._leads = False
 
     def _advance(self) -> None:
         if not self._leads:
             return
-        if self._under_way is not None and (outcome := self._outcome(self._under_way)):
-            self._under_way = None
+        if self._running is not None and (outcome := self._outcome(self._running)):
+            self._running = None
             self._unread.append(outcome)
-        if self._under_way is None:
+        if self._running is None:
             try:
                 steps = waiting_for_export(self._run_dir, self._run_dir.checkpoint_steps(), self._config)
             except OSError:  # the next call may succeed
@@ -147,7 +147,7 @@ class Exporter:
                 output.close()
             self._unread.append(self._failed(step, f"no process can be started: {error}"))
             return
-        self._under_way = _RunningExport(step, process, output, time.monotonic())
+        self._running = _RunningExport(step, process, output, time.monotonic())
 
     def _outcome(self, export: _RunningExport) -> ExportOutcome | None:
         """Outcome of an export; None while it is running."""

@@ -6,12 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-from pydantic import ValidationError
-
 from megatron_rl.chat.turn_end import turn_end
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, NOTES
-from megatron_rl.config import RunConfig
+from megatron_rl.config import read_config
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
@@ -69,7 +66,7 @@ def contradictions(model: ModelConfig, checkpoint: Path) -> list[str]:
     run = _run_of(checkpoint)
     if run is None:
         return []
-    return hf_config.differences(model, _recipe(run).model, run.resolved, {key: f"model.{key}" for key in KEYS})
+    return hf_config.differences(model, read_config(run).model, run.resolved, {key: f"model.{key}" for key in KEYS})
 
 
 def _run_of(checkpoint: Path) -> RunDir | None:
@@ -87,15 +84,8 @@ def _output_layer_stored(notes: Path) -> bool:
         raise ConfigurationError(f"{notes} is damaged ({error!r}); convert the weights again") from error
 
 
-def _recipe(run: RunDir) -> RunConfig:
-    try:
-        return RunConfig.model_validate(yaml.safe_load(run.resolved.read_text(encoding="utf-8")))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"{run.resolved} cannot be read: {error}") from error
-
-
 def _of_run(run: RunDir) -> CheckpointOrigin:
-    config = _recipe(run)
+    config = read_config(run)
     try:
         tokenizer = build_tokenizer(config.tokenizer)
     except ValueError as error:

@@ -151,7 +151,8 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
     import wandb  # takes a second, and is only installed where a recipe asks for it
 
     recipe = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
-    asked = RunConfig.model_validate(recipe).logging.wandb
+    config = RunConfig.model_validate(recipe)
+    asked = config.logging.wandb
     assert asked is not None  # the mirror starts only then
     found = read(WandbRun, run.wandb, PATIENCE_S)
     if isinstance(found, Unreadable):
@@ -185,7 +186,7 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
         leave(" ".join(str(error).split()))
     write(run.wandb, known._replace(url=wandb_run.url))
     record = RecordReader(run, attempt)
-    tables = RolloutTables(run, RunConfig.model_validate(recipe)) if asked.rollouts else None
+    tables = RolloutTables(run, config) if asked.rollouts else None
     waiting: deque[RecordRow] = deque()
     outcome = None
     while True:

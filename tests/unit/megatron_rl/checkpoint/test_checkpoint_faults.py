@@ -33,11 +33,11 @@ class Checkpoints:
         files.remember()
         self.save(BEFORE)
         self.run.checkpoint(BEFORE).rename(self.run.checkpoints / f".{self.run.checkpoint(BEFORE).name}.old.tmp")
-        self.run.checkpoint_under_way(FRESH, "dead").mkdir()
+        self.run.unfinished_checkpoint(FRESH, "dead").mkdir()
 
     def save(self, step: int, content: bytes = b"shard") -> None:
         """Write a checkpoint. Raises OSError."""
-        folder = self.run.checkpoint_under_way(step, f"a-{step}")
+        folder = self.run.unfinished_checkpoint(step, f"a-{step}")
         folder.mkdir()
         with (folder / "__0_0.distcp").open("wb") as file:
             file.write(content)

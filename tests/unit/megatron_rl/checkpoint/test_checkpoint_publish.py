@@ -41,7 +41,7 @@ def make(
     **config: int,
 ) -> Path:
     """Publish the checkpoint of `step`, after the newest one unless `parent` is given."""
-    folder = run_dir.checkpoint_under_way(step, save_id)
+    folder = run_dir.unfinished_checkpoint(step, save_id)
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(content)
     files = {"__0_0.distcp": FileRecord(len(content), hashlib.sha256(content).hexdigest())}
@@ -227,7 +227,7 @@ def test_a_failed_replacement_leaves_the_old_checkpoint(run_dir: RunDir, monkeyp
     original = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path == run_dir.checkpoint_under_way(40, "a-2"):
+        if path == run_dir.unfinished_checkpoint(40, "a-2"):
             raise OSError(errno.EIO, "Input/output error")
         return original(path, target)
 
@@ -297,7 +297,7 @@ def test_a_manifest_of_another_version_is_refused(run_dir: RunDir) -> None:
 
 def test_a_start_deletes_the_debris_of_a_crash(run_dir: RunDir) -> None:
     make(run_dir, 20)
-    debris = run_dir.checkpoint_under_way(40, "a-2")
+    debris = run_dir.unfinished_checkpoint(40, "a-2")
     debris.mkdir()
     (debris / "__0_0.distcp").write_bytes(b"half")
     clean_up(run_dir)
@@ -314,7 +314,7 @@ def test_files_of_the_user_beside_the_checkpoints_stay(run_dir: RunDir, name: st
 
 def test_debris_that_cannot_be_deleted_does_not_stop_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that Slurm has given up may still run and write into its save."""
-    run_dir.checkpoint_under_way(40, "dead").mkdir()
+    run_dir.unfinished_checkpoint(40, "dead").mkdir()
     run_dir.checkpoint(20).mkdir()
     (run_dir.checkpoints / ".step-000020.old.tmp").mkdir()
 

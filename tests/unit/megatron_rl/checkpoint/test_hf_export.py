@@ -95,7 +95,7 @@ def test_an_attempt_that_ends_leaves_no_process_and_no_debris(run: RunDir, monke
     one = exporter(run, HANGS, monkeypatch)
     assert one.busy
     (run.exports / ".step-000020.abc.tmp").mkdir(parents=True)
-    process = one._under_way.process
+    process = one._running.process
     one.close()
     assert process.exit_code() == -9
     assert not one.busy and not list(run.exports.iterdir())

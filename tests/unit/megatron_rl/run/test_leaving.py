@@ -132,7 +132,7 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
     attempt = RunDir(tmp_path).attempt(1)
     attempt.folder.mkdir(parents=True)
     nothing = SimpleNamespace(close=lambda: None, stop=lambda: None)
-    saved = SimpleNamespace(under_way=None, wait=lambda final: None)
+    saved = SimpleNamespace(saving=None, wait=lambda final: None)
     run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing, exporter=nothing)
     run.record = SimpleNamespace(flush=lambda: None)
     run.generation = SimpleNamespace(end=lambda: None)
