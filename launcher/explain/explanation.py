@@ -13,7 +13,7 @@ from launcher.explain import curve_rules, lesson_rules
 from launcher.explain.record import Record
 from launcher.runs.failure import Failure, failure_of_run
 from megatron_rl.contract import window_rules
-from megatron_rl.contract.learning import WINDOW, Finding, Rule
+from megatron_rl.contract.learning import WINDOW, Hindrance, Rule
 from megatron_rl.contract.paths import RunDir
 
 OF_RECORD = {**curve_rules.RULES, **lesson_rules.RULES}
@@ -28,7 +28,7 @@ class Explanation:
     steps: int
     failure: Failure | None
     """How the newest attempt failed; None if it did not."""
-    findings: Sequence[Finding]
+    findings: Sequence[Hindrance]
     quiet: Sequence[str]
     """Names of the rules that find nothing."""
 
@@ -49,10 +49,10 @@ class Explanation:
         return f"None of {len(self.quiet)} rules finds anything that keeps this run from learning."
 
 
-def findings(record: Record) -> list[Finding]:
+def findings(record: Record) -> list[Hindrance]:
     """Return what the rules find, the warnings of the run first."""
     found = {name: rule.find(record) for name, rule in OF_RECORD.items()}
-    more = [Finding(name, seen.since, seen.text, RULES[name].advice) for name, seen in found.items() if seen]
+    more = [Hindrance(name, seen.since, seen.text, RULES[name].advice) for name, seen in found.items() if seen]
     return [*record.warnings, *more]
 
 

@@ -12,7 +12,7 @@ from launcher.explain.facts import NO_FACTS, NO_FORMATS, Formats, GroupFacts, fa
 from launcher.runs.slow_ranks import SlowRank, read_slow_ranks
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import WINDOW, Finding, numbers
+from megatron_rl.contract.learning import WINDOW, Hindrance, numbers
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
@@ -32,7 +32,7 @@ class Record:
     lines: Sequence[MetricsLine]
     """One per step."""
     evaluations: Sequence[MetricsLine] = ()
-    warnings: Sequence[Finding] = ()
+    warnings: Sequence[Hindrance] = ()
     """Warnings that hold after the newest step."""
     slow_ranks: Sequence[SlowRank] = ()
     """Slow ranks of the newest attempt, the slowest first."""

@@ -26,8 +26,7 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class FailureHistory:
-    failures: int
-    """Attempts that ended before the run was finished: crashes, dead nodes, preemptions, time limits, stops."""
+    failures: int  # attempts that ended before the run was finished, for whatever reason
     running_s: float  # seconds of all attempts together
 
     @property

@@ -20,8 +20,7 @@ from megatron_rl.contract.shapes import LARGEST_INT
 WINDOW = 10  # steps that most rules look back: enough to ignore one odd batch, few enough to warn early
 LEAST = 3  # fewest steps of a mean: the first batches of a small run may all be odd
 SOLVED = 0.9  # share of right answers above which the rewards need not rise further
-TREND_STEPS = 300
-"""Steps before the first and the last quarter of a run are compared: the demo with a lag has a dip in its first 200."""
+TREND_STEPS = 300  # steps before quarters of a run are compared: the demo with a lag has a dip in its first 200
 NO_SIGNAL = "no signal"  # reason in dropped_ordinals for prompts rejected by dynamic sampling, which is intended
 
 Evidence = TypeVar("Evidence")
@@ -42,7 +41,7 @@ class Rule(Generic[Evidence]):
     advice: str  # one or more sentences on what to try
 
 
-class Finding(NamedTuple):
+class Hindrance(NamedTuple):
     """Something in the record of a run that hinders learning, or may."""
 
     name: str  # of the rule

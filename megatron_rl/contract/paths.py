@@ -87,7 +87,6 @@ class RunDir:
         return self.root.with_name(self.root.name + ".log")
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of one published checkpoint."""
         return self.checkpoints / f"step-{step:06d}"
 
     def unfinished_checkpoint(self, step: int, save_id: str) -> Path:
@@ -147,7 +146,6 @@ class RankFiles:
         return self.folder / "addresses" / f"{name}.json"
 
     def error(self, rank: int) -> Path:
-        """RankError of one rank."""
         return self.folder / f"error.{rank}.json"
 
     def errors(self) -> list[Path]:
@@ -155,7 +153,6 @@ class RankFiles:
         return [self.error(rank) for rank in _numbers(self.folder, r"error\.([0-9]+)\.json")]
 
     def heartbeat(self, rank: int) -> Path:
-        """Heartbeat of one rank."""
         return self.heartbeats / f"{rank}.json"
 
     def stacks(self, rank: int, role: str | None = None) -> Path:
@@ -193,7 +190,6 @@ class Attempt(RankFiles):
         """Folder of the groups that the ranks trained on: see `rollout_records`."""
 
     def health(self, host: str) -> Path:
-        """NodeHealth of one node."""
         return self.folder / "health" / f"{host}.json"
 
     def unpacked(self, host: str, of: str = "") -> Path:

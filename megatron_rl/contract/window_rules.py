@@ -20,7 +20,7 @@ from megatron_rl.contract.learning import (
     SOLVED,
     TREND_STEPS,
     WINDOW,
-    Finding,
+    Hindrance,
     Recent,
     Rule,
     Seen,
@@ -36,14 +36,12 @@ groups that teach nothing."""
 TRUNCATED_SHARE = 0.5
 """Share of answers cut at the length limit. Long reasoning often starts with a third; above half, most rewards are of
 unfinished answers."""
-LOST_SHARE = 0.01
-"""Share of lost answers. Occasional time-outs of a sandbox or a judge lose one in a thousand; more is a fault."""
+LOST_SHARE = 0.01  # share of lost answers: time-outs of a sandbox or a judge lose one in a thousand
 NONFINITE_SHARE = 0.001  # share of sampled tokens without a finite log-prob. Rounding may cause one in a million
 DROPPED_SHARE = 0.05
 """Share of dropped prompts, apart from those without signal. Prompts known to be too long are excluded before
 training."""
-LARGEST_LOSS = 1e3
-"""Largest plausible loss. A GRPO loss is a mean of advantages of about 1, times ratios that are clipped around 1."""
+LARGEST_LOSS = 1e3  # a GRPO loss is a mean of advantages of about 1, times ratios that are clipped around 1
 LARGEST_GRAD_NORM = 1e4  # largest plausible gradient norm. Norms before clipping are 0.01 to 10, outliers a few hundred
 LARGEST_LEARNING_RATE = 0.1
 """Largest plausible learning rate. Adam moves every weight by about the learning rate; a transformer's weights are 0.01
@@ -293,14 +291,14 @@ RULES: dict[str, Rule[Recent]] = {
 class Watch:
     def __init__(self) -> None:
         self._recent = Recent()
-        self._warnings: dict[str, Finding] = {}
+        self._warnings: dict[str, Hindrance] = {}
 
     @property
-    def warnings(self) -> list[Finding]:
+    def warnings(self) -> list[Hindrance]:
         """Warnings that hold after the newest line, in the order of RULES."""
         return [self._warnings[name] for name in RULES if name in self._warnings]
 
-    def add(self, line: MetricsLine) -> list[Finding]:
+    def add(self, line: MetricsLine) -> list[Hindrance]:
         """Add a line; return the warnings that start with it. A continuing warning keeps its first step."""
         self._recent.add(line)
         before, self._warnings = self._warnings, {}
@@ -308,5 +306,5 @@ class Watch:
             found = rule.find(self._recent)
             if found is not None:
                 since = before[name].since if name in before else found.since
-                self._warnings[name] = Finding(name, since, found.text, rule.advice)
+                self._warnings[name] = Hindrance(name, since, found.text, rule.advice)
         return [warning for name, warning in self._warnings.items() if name not in before]

@@ -77,7 +77,6 @@ def open_vllm(
         ):
             assert process is not None, "nothing stops the wait"
             engine = VllmEngine(VllmClient(served.socket), process, source, rows)
-            engine.policy_version = WeightsFolder(weights).policy_version
             yield Opened(engine, source, digest, f"vllm {version}")
 
 

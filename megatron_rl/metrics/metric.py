@@ -31,8 +31,7 @@ class StepReport:
     tracebacks: Mapping[str, str] = field(default_factory=dict)
     """Tracebacks of errors in the task's code that lost answers, by the beginning of the reason in `failures`."""
     refit_bytes: int = 0  # bytes that ranks sent one another to give the engine the new weights
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """Training problems left out because their prompt is too long, by environment."""
+    left_out: Mapping[str, int] = field(default_factory=dict)  # prompts too long, by environment
     ahead: bool = False  # whether generation runs ahead of training, so that its seconds are not counted
     rows: int | None = None  # rows of the data of supervised training; None if the run trains on sampled answers
     ranks: int = 1

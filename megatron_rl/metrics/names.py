@@ -28,8 +28,7 @@ TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
 PROMPT_TOO_LONG = "prompt too long"
 OVERDUE_ANSWERS = "overdue"  # reasons in `dropped_ordinals`
 
-SUBJECTS = {"Learning": LEARNING, "Answers and prompts": ANSWERS, "Machines": MACHINES}
-"""Metrics of a step by subject, as docs/metrics.md shows them."""
+SUBJECTS = {"Learning": LEARNING, "Answers and prompts": ANSWERS, "Machines": MACHINES}  # as docs/metrics.md has them
 
 STEP_METRICS: dict[str, Metric] = {name: metric for metrics in SUBJECTS.values() for name, metric in metrics.items()}
 

@@ -124,16 +124,14 @@ class LossStats:
     entropy: Total  # entropy in nats of the distributions that the tokens were drawn from
     ratio: Total  # exp(logprobs - old_logprobs)
     ratio_max: Largest
-    clip_low: Total | None
-    """Tokens whose gradient the lower bound of the policy loss removed or reduced; None for a loss without bounds."""
+    clip_low: Total | None  # tokens whose gradient the lower bound reduced or removed; None for a loss without bounds
     clip_high: Total | None  # the same of the upper bound
     inference_difference: Total  # |old - inference log-prob|
     inference_difference_max: Largest
     kl: Total | None  # KL penalty before kl_beta and kl_importance; None without kl_beta
     importance_weight: Total | None  # None without grpo.importance
     rejected: Total | None = None  # tokens that `grpo.rejection` leaves out; they are among `tokens`. None without it
-    teacher_kl: Total | None = None
-    """log p of the policy before the step - log p of the teacher; None without a teacher."""
+    teacher_kl: Total | None = None  # log p of the policy before the step - log p of the teacher, or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,10 @@ class Groups:
     data: dist.ProcessGroup
     """One rank of each replica, with the same part of the model and of each micro-batch. Replicas share the prompts and
     sum normalisers over this group."""
-    context: dist.ProcessGroup
-    """Ranks of one replica with the same part of the model, which share the tokens of each micro-batch."""
+    context: dist.ProcessGroup  # ranks of a replica with the same part of the model, which share a micro-batch's tokens
     data_context: dist.ProcessGroup
     """Data by context: all ranks with the same part of the model, which sum its gradients."""
-    expert_data: dist.ProcessGroup
-    """Members of `data_context` with the same experts, which sum their gradients. All without expert parallelism."""
+    expert_data: dist.ProcessGroup  # those of data_context with the same experts; all without expert parallelism
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     model: dist.ProcessGroup

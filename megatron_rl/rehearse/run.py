@@ -20,8 +20,7 @@ from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rehearse.phantom_world import alone_in
 from megatron_rl.rehearse.rank import PhaseFailed, RankRehearsal, Taught, rehearse_rank
 
-DEPTHS = (2, 4)
-"""Layers of a pipeline stage in the two rehearsals: enough that a phase peaks at the same point as with all layers."""
+DEPTHS = (2, 4)  # layers of a stage in the two rehearsals: enough that a phase peaks where it does with all layers
 
 
 @dataclass(frozen=True, slots=True)

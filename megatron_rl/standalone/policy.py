@@ -16,7 +16,6 @@ from typing import Literal
 import torch.distributed as dist
 
 from megatron_rl.checkpoint.adapters import check_adapters, check_base
-from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import read_weights, verify
@@ -146,7 +145,7 @@ def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Pol
     if source.kind == "huggingface":
         digest = load_pretrained(policy, source.model, source.folder)
         _copy_to_replicas(policy, source.model)
-        return policy, digest, WeightsFolder(source.folder).policy_version
+        return policy, digest, 0
     checkpoint = verify(source.folder, groups.control)
     meta, trainable = checkpoint.manifest.meta, Trainable.of(source.model)
     check_adapters(source.folder, meta, trainable.lora)

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.cli.show.replicas import replicas_json, waited_for
 from megatron_rl.contract.attempt_records import MetricsLine, Progress
-from megatron_rl.contract.learning import Finding, number
+from megatron_rl.contract.learning import Hindrance, number
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, read
 from megatron_rl.contract.window_rules import Watch
@@ -35,7 +35,7 @@ class History:
     """Lines of metrics.jsonl, one per step."""
     evaluations: list[MetricsLine] = field(default_factory=list)
     """Lines of evaluations.jsonl, one per evaluation."""
-    warnings: list[Finding] = field(default_factory=list)
+    warnings: list[Hindrance] = field(default_factory=list)
     """Signs that the run learns nothing or loses something."""
     waits_for: list[dict[str, Any]] = field(default_factory=list)
     """Replicas that the run waits for, and those that have ended, as `replicas_json` returns them."""

@@ -24,7 +24,7 @@ from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import RunStatus, last_line, resolved_values
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import MISCONFIGURED, REPLICA_GIVEN_UP
-from megatron_rl.contract.learning import Finding
+from megatron_rl.contract.learning import Hindrance
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord
 
@@ -164,7 +164,7 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         rows.append(("step", f"{data['step']}{share}"))
     if data["mean_reward"] is not None:
         rows.append(("reward", f"{data['mean_reward']:.3f}, mean over the last {min(RECENT, data['step'])} steps"))
-    rows += [("warning", str(Finding(**warning))) for warning in data["warnings"]]
+    rows += [("warning", str(Hindrance(**warning))) for warning in data["warnings"]]
     rows += [("slow rank", one["seen"]) for one in data["slow_ranks"]]
     rows += [("result", f"{name}: {brief(scores)}") for name, scores in (data["evaluation"] or {}).items()]
     if data["eta_s"]:

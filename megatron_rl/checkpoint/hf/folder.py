@@ -19,14 +19,10 @@ from megatron_rl.model.hf_mapping import HF_OUTPUT, Source
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-POLICY_VERSION = "policy_version"
-"""Key in the index of weights that a run writes for a server: number of optimizer steps."""
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Supported dtypes by their name in safetensors."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the names in safetensors
 WHOLE_OR_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 """Names of weight files for transformers, which ignores others such as Mistral's consolidated.safetensors."""
-MOST_MAPPED = 2**28
-"""Bytes read from a mapped file before it is reopened: they stay in this process's memory until it is closed."""
+MOST_MAPPED = 2**28  # bytes read before a mapped file is reopened: until then they stay in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +113,9 @@ class WeightsFolder:
         for file in sorted({stored.file for stored in self.tensors.values()}):
             path = (self.folder / file).resolve()
             content.update(f"{file} {path.name} {path.stat().st_size}\n".encode())
-        if version := self.policy_version:
-            content.update(f"{POLICY_VERSION} {version}\n".encode())
         heads = {name: [list(stored.shape), str(stored.dtype)] for name, stored in self.tensors.items()}
         content.update(json.dumps(heads, sort_keys=True).encode())
         return content.hexdigest()
-
-    @property
-    def policy_version(self) -> int:
-        """Number of optimizer steps of weights that a run wrote for a server; 0 for all others."""
-        try:
-            metadata = json.loads(read_bytes(self.folder / INDEX)).get("metadata")
-        except FileNotFoundError:
-            return 0
-        found = metadata.get(POLICY_VERSION, 0) if isinstance(metadata, dict) else 0
-        return found if isinstance(found, int) else 0
 
     def _file(self, file: str) -> Any:
         from safetensors import SafetensorError, safe_open  # an extra of mrl

@@ -22,8 +22,7 @@ from megatron_rl.contract.files import check_regular
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import EMBEDDING, OUTPUT, Weight, pieces
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""File with the text `release`, which means that the weights belong to no iteration."""
+TRACKER = "latest_checkpointed_iteration.txt"  # says `release`: the weights belong to no iteration
 VERSION = 3.0  # version of the order of queries, keys and values
 
 

@@ -24,13 +24,10 @@ class CheckpointOrigin:
     """Facts about a checkpoint other than its weights."""
 
     model: ModelConfig  # shape of the model; `vocab_size` counts the rows of the embedding without padding
-    published: Path | None
-    """Directory with the model's config.json, generation config and chat template; None without one."""
+    published: Path | None  # directory of config.json, generation config and chat template; None without one
     tokenizer: Path | None  # directory of the tokenizer; None if it has no Hugging Face form
-    ends: frozenset[int] = frozenset()
-    """Tokens at which the model was trained to end its answers; empty if only the published files know."""
-    output_layer_stored: bool = False
-    """Whether the published files contain an output layer although the embeddings are tied."""
+    ends: frozenset[int] = frozenset()  # tokens that end an answer; empty if only the published files know
+    output_layer_stored: bool = False  # in the published files, although the embeddings are tied
 
 
 def origin_of(checkpoint: Path) -> CheckpointOrigin:

@@ -18,8 +18,7 @@ from megatron_rl.errors import ConfigurationError
 
 CARRIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*")
 """Configuration, tokenizer, generation config and chat templates; neither weights nor code."""
-WRITER = ".writer"
-"""File in a directory that is being written: contains the writer's host name, and is locked meanwhile."""
+WRITER = ".writer"  # in a directory being written: the writer's host name; locked meanwhile
 
 
 @contextmanager

@@ -29,8 +29,7 @@ from megatron_rl.model.tokenizer import load_pretrained_tokenizer
 from megatron_rl.platform.api import Platform
 
 NOTES = "conversion.json"  # file among the carried ones with facts that only the weights show
-VOCAB_MULTIPLE = 128
-"""Divisor of the padded embedding's rows, as in the shipped recipes and in Megatron-LM (there per rank)."""
+VOCAB_MULTIPLE = 128  # divides the padded embedding's rows, as in the shipped recipes and in Megatron-LM (per rank)
 
 Format = Literal["torch_dist", "torch"]
 

@@ -21,8 +21,7 @@ from megatron_rl.recipe.extras import needed
 
 logger = logging.getLogger(__name__)
 
-RESTART_S = 300.0
-"""Seconds between two starts of a child that ended, for example by a wrong key, no network or a full disk."""
+RESTART_S = 300.0  # seconds between two starts of a child that ended, for example by a wrong key or a full disk
 FINISH_S = 5.0  # seconds for the last uploads once the record is complete: ranks that leave have little time
 KILL_S = 1.0  # further seconds until the child, which ends itself after FINISH_S, is killed
 

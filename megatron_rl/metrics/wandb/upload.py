@@ -46,8 +46,7 @@ from megatron_rl.metrics.config import is_due
 POLL_S = 5.0
 PATIENCE_S = 30.0  # seconds for a file that cannot be read, and for the groups of a sampled step
 TABLE = ("step", "ordinal", "environment", "prompt", "answer", "reward", "advantage", "tokens", "finish_reason")
-ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}
-"""No telemetry, as nodes may have no network, and only errors in the log."""
+ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}  # no telemetry; errors alone are logged
 USER_VARIABLES = frozenset(
     f"WANDB_{name}"
     for line in (

@@ -12,7 +12,7 @@ from launcher.explain.facts import Formats, GroupFacts
 from launcher.explain.record import Record
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import Finding
+from megatron_rl.contract.learning import Hindrance
 from megatron_rl.contract.run_records import LessonRecord, PromptCounts, RightAnswer
 
 RECIPE = {
@@ -196,7 +196,7 @@ def test_several_updates_a_step_move_weights_further():
 
 
 def test_warnings_of_the_run_come_first_with_their_step():
-    warning = Finding("truncated", 12, "60% of the answers were cut", "Raise sampling.max_new_tokens.")
+    warning = Hindrance("truncated", 12, "60% of the answers were cut", "Raise sampling.max_new_tokens.")
     found = findings(Record(RECIPE, run(clip_fraction=0.45).lines, warnings=[warning]))
     assert [(one.name, one.since) for one in found] == [("truncated", 12), ("clipped", None)]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import TREND_STEPS, WINDOW, Finding, number
+from megatron_rl.contract.learning import TREND_STEPS, WINDOW, Hindrance, number
 from megatron_rl.contract.window_rules import RULES, Watch
 
 GOOD: dict[str, Any] = {
@@ -46,7 +46,7 @@ def record(good: int, odd: int, **values: Any) -> list[MetricsLine]:
     return [step(number, **(values if number > good else {})) for number in range(1, good + odd + 1)]
 
 
-def warnings_of(lines: list[MetricsLine]) -> list[Finding]:
+def warnings_of(lines: list[MetricsLine]) -> list[Hindrance]:
     """Warnings at the end of a record."""
     watch = Watch()
     for line in lines:
