@@ -155,9 +155,9 @@ class RankFiles:
     def heartbeat(self, rank: int) -> Path:
         return self.heartbeats / f"{rank}.json"
 
-    def stacks(self, rank: int, role: str | None = None) -> Path:
-        """Stacks of all threads of a rank at each STACKS_SIGNAL. role: that of another step."""
-        return self.logs / f"{role or self.role}.{rank}.stacks"
+    def stacks(self, rank: int) -> Path:
+        """Stacks of all threads of a rank at each STACKS_SIGNAL."""
+        return self.logs / f"{self.role}.{rank}.stacks"
 
     def log(self, rank: int, role: str | None = None) -> Path:
         """Output of one rank. role: that of another step."""
