@@ -61,12 +61,11 @@ def published_steps(run_dir: RunDir, control: dist.ProcessGroup) -> list[int]:
 def evidence_of_a_checkpoint(run_dir: RunDir) -> str | None:
     """Evidence of a published checkpoint in the ledger or the metrics; None without any."""
     ledger = read_lines(LEDGER, run_dir.attempts_ledger, PATIENCE_S)
+    if isinstance(ledger, Unreadable):
+        return str(ledger)
     metrics = read_lines(MetricsLine, run_dir.metrics, PATIENCE_S)
-    for lines in (ledger, metrics):
-        if isinstance(lines, Unreadable):
-            return str(lines)
-    assert not isinstance(ledger, Unreadable)
-    assert not isinstance(metrics, Unreadable)
+    if isinstance(metrics, Unreadable):
+        return str(metrics)
     saved = max((line.checkpoint for line in ledger.records if isinstance(line, AttemptEnd)), default=0)
     if saved:
         return f"{run_dir.attempts_ledger.name} mentions one of step {saved}"

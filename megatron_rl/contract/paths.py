@@ -69,13 +69,13 @@ class RunDir:
         """Folder of the results of `mrl evaluate` for this run: an EvaluationResult and its answers for each."""
         self.report = self.root / "report.html"  # page of the run, written by `mrl report`
         self.bank = self.root / "rollouts" / "bank"  # folder of the answers that are generated and not yet trained on
-        self.tensorboard = self.root / "tensorboard"  # folder of TensorBoard's event files
+        self.tensorboard = self.root / "tensorboard"
         self.prometheus = self.root / "metrics.prom"
         """Newest metrics in Prometheus's text format, unless logging.prometheus names another file."""
         self.wandb = self.root / "wandb.json"  # WandbRun
         self.wandb_files = self.root / "wandb"
         """Folder of wandb's own files, a copy of the record from the newest attempt."""
-        self.checkpoints = self.root / "checkpoints"  # folder of all checkpoints
+        self.checkpoints = self.root / "checkpoints"
         self.latest_checkpoint = self.checkpoints / "latest"
         """Text file with the name of the newest published checkpoint."""
         self.exports = self.root / "hf"  # folder of all exports: weights in Hugging Face's format
@@ -136,7 +136,7 @@ class RankFiles:
         self.drain = folder / "drain.json"  # Drain: exists if the ranks must stop at the next safe point
         self.outcome = folder / "outcome.json"  # Outcome
         self.progress = folder / "progress.json"  # Progress; replaced, never appended
-        self.heartbeats = folder / "heartbeats"  # folder of the ranks' heartbeats
+        self.heartbeats = folder / "heartbeats"
         self.image = folder / "image"  # text file with the path of the container image of the attempt's steps
         self.hang = folder / "hang.json"  # Hang
         self.srun = folder / f"srun.{role}"  # messages of srun about the step itself, such as `node05: task 3: Killed`

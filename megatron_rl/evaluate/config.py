@@ -21,7 +21,7 @@ class Evaluation(Section):
     k: PositiveInt = 32  # answers per problem
     prompts: PositiveInt | None = None  # problems per set, the first ones; default: all
     greedy: bool = True  # also answer each problem once at temperature 0
-    seed: NonNegativeInt = 0  # seed of the answers' random numbers
+    seed: NonNegativeInt = 0
     out: LaterPath | None = None
     """File of the result; default: a name made of the settings, in `evaluations/` of the run or of the current
     directory. The answers are kept beside it."""
@@ -35,7 +35,7 @@ class Evaluation(Section):
     starts on this machine."""
     vllm_python: Annotated[str, PathMark("program", read=False)] | None = None
     """Python that has vLLM, for `engine: vllm`."""
-    device: Literal["cpu", "cuda"] = "cpu"  # kind of device that the ranks compute on
+    device: Literal["cpu", "cuda"] = "cpu"
     threads: PositiveInt | None = None
     """CPU threads per rank; default: all processors available to the process, shared between its ranks."""
     tp: PositiveInt = 1  # tensor parallel size: ranks of a node that hold one copy of the model together

@@ -51,7 +51,7 @@ from megatron_rl.rank.rendezvous import meet
 
 logger = logging.getLogger("megatron_rl.fabric.check")
 
-MEASURE_S = 10.0  # seconds of timed all-reduces
+MEASURE_S = 10.0
 BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # bytes of the reduced fp32 tensor, by device
 PRODUCT, PRODUCTS = 8192, 50  # size and number of the timed matrix products: a tenth of a second on an H100
 FORK = multiprocessing.get_context("fork")  # fast: torch is imported already. Safe: this process has not touched CUDA.

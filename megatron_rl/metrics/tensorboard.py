@@ -13,7 +13,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from megatron_rl.recipe.section import flat
 
-FLUSH_S = 10  # seconds between automatic flushes
+FLUSH_S = 10
 COMPARED = ("mean_reward", "right_ratio", "loss")  # metrics beside the hyperparameters
 
 

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 LOG_LINES = 50  # newest log lines in the error file
 LINE_LIMIT = 1000  # characters per line of a log or traceback; an error message may hold the repr of a whole batch
 TRACE_LINES = 200
-MESSAGE_LIMIT = 4000  # characters of an error message
+MESSAGE_LIMIT = 4000
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 

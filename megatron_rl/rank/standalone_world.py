@@ -25,7 +25,7 @@ class StandaloneWorld:
     rank: int
     size: int
     local_rank: int
-    store: dist.Store  # rendezvous of the ranks
+    store: dist.Store
 
     @classmethod
     def single(cls) -> StandaloneWorld:

@@ -96,7 +96,7 @@ def _of_teacher(config: RunConfig, taught: Taught) -> RunConfig:
     return _with_tp(config, config.teacher_replicas.tp).model_copy(update=scores)
 
 
-# A stage of 12 layers with 64 experts each, of which a token chooses 8, is rehearsed three times: with 2 layers of 8
+# A stage of 12 layers with 64 experts each, 8 of them per token, is rehearsed three times: with 2 layers of 8
 # experts, with 4 layers of 8 experts, and with 2 layers of 16. Two more layers cost what the second adds to the first,
 # and the stage has ten more: (12 - 2) / (4 - 2) = 5 times that. The third adds 8 experts in 2 layers, and the whole
 # stage has 56 more in 12 layers: 56 * 12 / (8 * 2) = 42 times that.

@@ -15,7 +15,7 @@ class Trial(Section):
     """Trial of an environment on its first problems."""
 
     environment: EnvironmentConfig
-    problems: PositiveInt = 3  # number of problems
+    problems: PositiveInt = 3
     answers: tuple[str, ...] = Field(default=(), strict=False)
     """Scripted answers to the calls of a rollout, in their order; the last one repeats."""
     tokenizer: TokenizerConfig | None = None

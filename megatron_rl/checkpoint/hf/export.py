@@ -30,7 +30,7 @@ CONVERTER = module_command("megatron_rl.checkpoint.hf")
 SHARD_BYTES = 5 * 10**9
 MOST_TRIES = 4  # tries of one export per attempt of the run
 RETRY_S = 60.0  # seconds before the second try; doubled for each further one
-KILL_S = 5.0  # seconds to wait for a killed export
+KILL_S = 5.0
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # leaves the GPUs and most cores to the training
 
 
