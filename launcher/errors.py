@@ -27,11 +27,8 @@ class BadInput(click.ClickException):
 
 
 def show(error: click.ClickException, as_json: bool) -> None:
-    """Print an error on stderr.
-
-    Args:
-        as_json: also print one JSON object on stdout, {error: [...], exit_code}, for a caller that asked for JSON.
-    """
+    """Print an error on stderr; with `as_json` also {error: [...], exit_code} on stdout, for a caller that asked for
+    JSON."""
     problems = list(error.problems) if isinstance(error, BadInput) else [_message(error)]
     if isinstance(error, click.UsageError) and error.ctx is not None:
         problems[-1] += f"; see {error.ctx.command_path} --help"

@@ -29,15 +29,12 @@ LOCAL = "local"
 """This machine, without Slurm; not a profile."""
 
 SHIPPED = Path(__file__).with_name("shipped")
-"""Directory of the profiles that come with mrl."""
 
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """Profiles that can be used, and the default."""
-
     file: str
     """File of the user's profiles, which may not exist."""
     default: str | None
@@ -49,16 +46,11 @@ class Clusters:
     _locate: Locate
 
     def names(self) -> list[str]:
-        """Everything that a run can go to."""
         return [*sorted({*self.own, *self.shipped}), LOCAL]
 
     def choose(self, cli: str | None, recipe_cluster: str | None) -> str:
         """Name of the cluster, from the first of: --cluster, MRL_CLUSTER, `cluster` of the recipe, `default:` of the
-        file, the only profile in it, `local`.
-
-        Raises:
-            BadInput: no cluster has that name.
-        """
+        file, the only profile in it, `local`. Raises BadInput."""
         asked = (
             ("--cluster", cli),
             ("MRL_CLUSTER", self.environ.get("MRL_CLUSTER")),
@@ -77,11 +69,8 @@ class Clusters:
         return name, None if name == LOCAL else self.profile(name)
 
     def profile(self, name: str) -> Profile:
-        """Profile called `name`, with paths expanded; the user's own has priority over a shipped one.
-
-        Raises:
-            BadInput: there is none, or a variable in it is not set.
-        """
+        """Profile called `name`, with paths expanded; the user's own has priority over a shipped one. Raises
+        BadInput."""
         self._check("cluster", name)
         if name in self.own:
             return _expanded(
@@ -101,14 +90,12 @@ class Clusters:
 
 
 def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Clusters:
-    """Read the user's profiles; without a file there are only the shipped ones and `local`.
+    """Read the user's profiles; without a file there are only the shipped ones and `local`. Raises BadInput with every
+    problem of the file, each with its line.
 
     Args:
         path: default: $MRL_CLUSTERS, else clusters.yaml in $XDG_CONFIG_HOME/mrl or ~/.config/mrl.
         environ: values of ~ and $NAME.
-
-    Raises:
-        BadInput: every problem of the file, each with its line.
     """
     asked = path or (Path(environ["MRL_CLUSTERS"]) if environ.get("MRL_CLUSTERS") else None)
     file = asked or _config_home(environ) / "mrl" / "clusters.yaml"
@@ -169,21 +156,16 @@ def _split(values: Mapping[str, Any], nested: bool, locate: Locate) -> tuple[str
 
 
 def expand(text: str, environ: Mapping[str, str]) -> str:
-    """Replace a leading ~ and every $NAME and ${NAME} in `text`; anything else, such as $(...), is literal.
-
-    Raises:
-        KeyError: with the name of a variable that is not set.
-    """
+    """Replace a leading ~ and every $NAME and ${NAME} in `text`; anything else, such as $(...), is literal. Raises
+    KeyError with the name of a variable that is not set."""
     if text == "~" or text.startswith("~/"):
         text = _home(environ) + text[1:]
     return _VARIABLE.sub(lambda found: environ[found[1] or found[2]], text)
 
 
 def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate, folder: Path) -> Profile:
-    """Expand the paths of a profile. Raises BadInput with every problem.
-
-    folder: that of the file, where a relative path of an image begins.
-    """
+    """Expand the paths of a profile. Raises BadInput with every problem. A relative path of an image begins at
+    `folder`."""
     problems = []
 
     def expanded(text: str, *path: str) -> str:
@@ -213,7 +195,7 @@ def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate, fold
             for i, mount in enumerate(container["mounts"])
             if re.search(r"\s", mount)
         ]
-        # A reference may contain a dollar sign of its own: $oauthtoken@nvcr.io#nvidia/pytorch.
+        # A reference may contain a literal dollar sign: $oauthtoken@nvcr.io#nvidia/pytorch.
         if re.match(r"~?/|\$(\w+|\{\w+\})/", image):
             container["image"] = expanded(image, "container", "image")
         elif is_path(image):

@@ -123,7 +123,7 @@ class Profile(Section):
     """Python 3.9 or later of the batch host, for what runs beside the ranks; default: the one that runs mrl-submit, or
     python3 where the host does not have it."""
     signal_s: PositiveInt = 120
-    """Seconds before the time limit at which the run is asked to save; a save has to fit in."""
+    """Seconds before the time limit at which the run is asked to save; a save must fit in."""
     fs_bandwidth: PositiveFloat | None = None
     """Write bandwidth of one job to `run_root`, in GB/s; `mrl plan` estimates the time of a checkpoint from it."""
     gpu_hour_price: PositiveFloat | None = None

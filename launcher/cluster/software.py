@@ -10,7 +10,6 @@ from megatron_rl.contract.paths import INFER
 
 
 def rank_image(config: RunConfig, profile: Profile | None) -> str | None:
-    """Reference of the ranks' image; None: they run without a container."""
     container = profile.container if profile else None
     return (config.image.reference or container.image) if container else None
 
@@ -23,14 +22,13 @@ def replica_image(config: RunConfig, profile: Profile | None) -> str | None:
 
 
 def rank_python(profile: Profile | None) -> str:
-    """Python of the ranks. `profile` None: this machine."""
     if profile is None:
         return sys.executable
     return profile.python or ("python3" if profile.container else sys.executable)
 
 
 def replica_python(config: RunConfig, profile: Profile | None, kind: str = INFER) -> str:
-    """Python of the replicas of a kind. In an image of their own the path of the ranks' Python means nothing."""
+    """Python of the replicas of a kind. In a separate image the path of the ranks' Python means nothing."""
     vllm = config.started_vllms.get(kind)
     if vllm and vllm.python:
         return vllm.python

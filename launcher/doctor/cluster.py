@@ -16,8 +16,6 @@ OUT_OF_SERVICE = ("down", "drain", "draining", "drained", "fail", "failing", "ma
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of a partition."""
-
     name: str
     state: str
     """State in Slurm's words, without the marks for power saving and not responding."""
@@ -27,7 +25,6 @@ class Node:
 
     @property
     def in_service(self) -> bool:
-        """Whether jobs can run on the node, now or once it is free."""
         return self.state not in OUT_OF_SERVICE
 
     def gpus(self, kind: str = "gpu") -> int:
@@ -43,9 +40,8 @@ class Cluster:
     config: Fields
     partitions: Mapping[str, Fields]
     nodes: Mapping[str, list[Node]]
-    """Nodes by partition."""
     qos: Mapping[str, Fields] | None
-    """QOS by name; None: there is no accounting database, or it did not answer."""
+    """QOS by name; None: the accounting database is missing or did not answer."""
     associations: list[Fields]
     reservations: Mapping[str, Fields]
     enforced: frozenset[str] = field(default_factory=frozenset)
@@ -55,12 +51,10 @@ class Cluster:
 
     @property
     def version(self) -> tuple[int, int, int] | None:
-        """Version of the controller, else of the commands on this machine."""
         return version(self.config.get("SLURM_VERSION", "")) or self.client
 
     @property
     def limits_kept(self) -> bool:
-        """Whether Slurm enforces the limits of QOS and associations."""
         return bool(self.enforced & {"limits", "safe", "all"})
 
     def before(self, *release: int) -> bool:
@@ -112,7 +106,6 @@ def read_cluster(facts: SlurmFacts) -> Cluster:
 
 
 def _with_times(row: Fields, what: str, times: Sequence[str], unclear: list[str]) -> Fields:
-    """Return the row without its invalid times, which are appended to `unclear`."""
     kept = dict(row)
     for key in times:
         try:
@@ -130,7 +123,6 @@ def partition_names(cluster: Cluster, profile: Profile) -> list[str]:
 
 
 def target(cluster: Cluster, profile: Profile, name: str) -> Target:
-    """Return what the profile selects in an existing partition."""
     partition = cluster.partitions[name]
     association = _association(cluster, profile.account, name)
     known = cluster.qos or {}
@@ -147,7 +139,6 @@ def target(cluster: Cluster, profile: Profile, name: str) -> Target:
 
 
 def _association(cluster: Cluster, account: str | None, partition: str) -> Fields:
-    """Return the user's association with the account, preferably one for the partition."""
     rows = [row for row in cluster.associations if account is None or row.get("Account") == account]
     fitting = [row for row in rows if row.get("Partition") in (None, partition)]
     return max(fitting, key=lambda row: row.get("Partition") == partition, default={})

@@ -14,10 +14,7 @@ from megatron_rl.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Resources, time and disk that a job needs."""
-
     who: str
-    """Name of the run in findings."""
     nodes: int
     """Fewest nodes that the job can start with, spare ones included."""
     most_nodes: int
@@ -25,17 +22,14 @@ class Demand:
     gpus: int
     """GPUs per node; 0: the ranks compute on CPUs."""
     ranks: int
-    """Ranks per node."""
     time_limit_s: int | None
     """Time limit of one attempt in seconds; None: neither the recipe nor the profile has one."""
     time_limit_key: str
-    """Key that sets the time limit."""
     images: tuple[str, ...]
     """Container images of the ranks and, if they have their own, of the inference replicas; empty: no containers."""
     save_every: int | Literal["auto"] | None
     """Steps between checkpoints; 0: only at the end; None: no recipe was given."""
     checkpoint_bytes: int | None
-    """Size of one checkpoint; None: unknown."""
     kept: int
     """Largest number of checkpoints on disk, including the one being written."""
     write_s: float | None
@@ -67,9 +61,7 @@ def demand_of(
 ) -> Demand:
     """Return the demand of a run; without a recipe, of one node with all its GPUs.
 
-    Args:
-        checkpoint_bytes: size of one checkpoint; None: unknown.
-        node_bytes_per_s: measured write speed of one machine; used if the profile has no `fs_bandwidth`.
+    node_bytes_per_s: measured write speed of one machine; used if the profile has no `fs_bandwidth`.
     """
     if config is None:
         images = (profile.container.image,) if profile.container else ()

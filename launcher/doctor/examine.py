@@ -24,8 +24,6 @@ from megatron_rl.contract.paths import INFER
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """Facts collected on this machine and, with --deep, on a compute node."""
-
     slurm: SlurmFacts
     software: Software
     run_root: Disk
@@ -34,9 +32,7 @@ class ClusterFacts:
     rank: RankFacts | None
     """Result of a rank in the container; None: without --deep."""
     missing_secrets: tuple[str, ...]
-    """Names of the profile's secrets that are not set in this shell."""
     fetched: tuple[Finding, ...]
-    """Findings about images, models and data that the run reads and the cluster does not have."""
     checkpoint_bytes: int | None
     """Size of one checkpoint; None: no recipe, or only the tokenizer knows the vocabulary."""
     refusals: tuple[str, ...]
@@ -46,15 +42,10 @@ class ClusterFacts:
     version_bytes: int | None = None
     """Bytes that each replica receives with a version of the weights; None: as for `checkpoint_bytes`."""
     preflight: tuple[Finding, ...] = ()
-    """Findings about what the ranks will lack on the nodes, as far as this machine can see."""
 
 
 def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> list[Finding]:
-    """Return all findings, the most general first.
-
-    Args:
-        config: the recipe; None: a run of one node.
-    """
+    """Return all findings, the most general first. Without a recipe they are about a run of one node."""
     demand = demand_of(config, profile, facts.checkpoint_bytes, _speed(facts.run_root))
     cluster = read_cluster(facts.slurm)
     found = [error("recipe", refusal, "change the recipe or override the value") for refusal in facts.refusals]
@@ -87,7 +78,6 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
 def examine_local(
     facts: LocalFacts, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
 ) -> list[Finding]:
-    """Return all findings of a run on this machine, without Slurm."""
     profile = Profile(gpus_per_node=max(facts.machine.gpus, 1), run_root=str(run_root.path))
     return [
         ok("local", "runs on this machine without Slurm; it is never preempted, and Ctrl-C saves and ends it"),
@@ -107,7 +97,6 @@ def _speed(run_root: Disk) -> float | None:
 
 
 def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Finding]:
-    """Findings about each partition that the job may start in."""
     names = partition_names(cluster, profile)
     if not names:
         yield limits.no_partition(cluster, None)
@@ -125,7 +114,6 @@ def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Find
 
 
 def _secrets_and_files(facts: ClusterFacts, profile: Profile) -> Iterator[Finding]:
-    """Findings about the profile's secrets and the files of the run."""
     if facts.missing_secrets:
         names = ", ".join(facts.missing_secrets)
         yield warning(

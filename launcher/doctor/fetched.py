@@ -16,7 +16,7 @@ from launcher.recipe.load import Recipe, place_of
 def fetched(recipe: Recipe, profile: Profile, resumes: bool = False) -> Iterator[Finding]:
     """Yield an error for each item without which the job surely fails, and a note for each that it gets at its start.
 
-    resumes: whether the run has a checkpoint of its own.
+    resumes: whether the run has its own checkpoint.
     """
     cache, config = Cache.of(profile), recipe.config
     for need in needs(config, profile):
@@ -63,7 +63,6 @@ OF_PROFILE = "container.image of the cluster's profile"
 
 
 def _named(image: str, recipe: Recipe, profile: Profile) -> str:
-    """Name the key that holds an image, with its place."""
     if image == replica_image(recipe.config, profile):
         kinds = {"inference.vllm.image": recipe.config.inference.vllm}
         key = next((key for key, vllm in kinds.items() if vllm and vllm.image == image), "distill.replicas.vllm.image")

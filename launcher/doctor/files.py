@@ -13,10 +13,8 @@ from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, read_manif
 
 
 def file_error(recipe: Recipe, named: NamedPath, path: Path) -> Finding | None:
-    """Return an error if a run cannot read a file that it needs; None if it can.
-
-    path: where this process sees what a key of the recipe names.
-    """
+    """Return an error if a run cannot read a file that it needs; None if it can. This process sees the file at
+    `path`."""
     key = ".".join(named.key)
     place = f"{place_of(recipe, key)}: "
     if why := unreadable(path):
@@ -27,7 +25,6 @@ def file_error(recipe: Recipe, named: NamedPath, path: Path) -> Finding | None:
 
 
 def unreadable(path: Path) -> str | None:
-    """Return why this process cannot read a file or directory; None: it can."""
     try:
         path.stat()
     except OSError as refused:

@@ -10,17 +10,13 @@ Level = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of a check."""
-
     level: Level
     """ok: as it should be. note: worth knowing. warning: the run works, but may lose work or time. error: it will not
     run."""
     topic: str
-    """Subject, in one or two words."""
     text: str
     """The fact, and its consequence for this run."""
     fix: str | None = None
-    """Remedy."""
 
 
 def ok(topic: str, text: str) -> Finding:

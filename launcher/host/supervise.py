@@ -134,7 +134,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="OMP and MKL threads of each rank")
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--owner", help="PID:START-TICKS of the process whose death drains the run")
-    parser.add_argument("--drain-limit", type=float, default=660.0, help="seconds the ranks have to save")
+    parser.add_argument("--drain-limit", type=float, default=660.0, help="seconds that the ranks get to save")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds between failure, SIGTERM and SIGKILL")
     parser.add_argument(
         "--silence-limit", type=float, default=0.0, help="seconds; a rank silent for longer hangs; 0: none"
@@ -145,7 +145,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _write_to(path: str) -> None:
-    """Redirect output to a file: a pipe to the process that started us breaks when that ends first."""
     with Path(path).open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -157,7 +156,7 @@ class LocalJob(Job):
     """The job of a local run, which nothing starts again.
 
     Args:
-        drain_limit: seconds that ranks have to save and leave.
+        drain_limit: seconds that ranks get to save and leave.
         owner: PID:START-TICKS of the process whose death drains the run.
     """
 

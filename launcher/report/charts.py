@@ -18,14 +18,11 @@ MOST_RAW = 3
 MOST_CURVES = 8
 """Curves of one chart, which is the number of colours that stay distinguishable."""
 SHARE = "share"
-"""Unit of numbers between 0 and 1, shown as percentages."""
 PLAIN = ("reward", "ratio")
 """Units that the title of a chart says."""
 
 
 class Spec(NamedTuple):
-    """A chart of a page."""
-
     title: str
     metrics: tuple[tuple[str, str], ...]
     """(name or pattern of metrics, label); a label of a pattern is what its * stands for."""
@@ -37,8 +34,6 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart with its numbers."""
-
     title: str
     unit: str
     meaning: str
@@ -51,13 +46,10 @@ class Chart:
     """Curves beyond MOST_CURVES."""
     log: bool = False
     markers: bool = False
-    """Whether to mark each point, for curves with few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Charts under one heading."""
-
     title: str
     charts: list[Chart] = field(default_factory=list)
 
@@ -148,8 +140,7 @@ IN_NO_CHART = ("step", "first_ordinal", "next_ordinal", "policy_version", "answe
 def chart_groups(lines: Sequence[MetricsLine], bands: Mapping[str, Band] = {}) -> list[Group]:
     """Return the charts whose metrics the record has, and one for each other number in it.
 
-    Args:
-        bands: title of a chart -> its band, from the rollouts.
+    bands: title of a chart -> its band, from the rollouts.
     """
     names = numeric_names(lines)
     groups = []
@@ -171,15 +162,13 @@ def chart_groups(lines: Sequence[MetricsLine], bands: Mapping[str, Band] = {}) -
 
 
 class Band(NamedTuple):
-    """Edges of a band for some of the steps."""
-
     low: Mapping[int, float]
     high: Mapping[int, float]
     meaning: str
 
 
 def numeric_names(lines: Iterable[MetricsLine]) -> list[str]:
-    """Names of all metrics that are a number in some step, in order."""
+    """Names of all metrics that are a number in some step, sorted."""
     found: dict[str, None] = {}
     for line in lines:
         if not found.keys() >= line.values.keys():
@@ -188,7 +177,6 @@ def numeric_names(lines: Iterable[MetricsLine]) -> list[str]:
 
 
 def evaluation_metrics(lines: Sequence[MetricsLine]) -> list[str]:
-    """Names eval/SET/SCORE of the numbers in evaluations."""
     return [name for name in numeric_names(lines) if re.fullmatch(r"eval/.+/[^/]+", name)]
 
 
@@ -223,7 +211,6 @@ def evaluation_charts(lines: Sequence[MetricsLine]) -> list[Chart]:
 
 
 def _curves(spec: Spec, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Metrics of a chart with their labels."""
     found = []
     for pattern, label in spec.metrics:
         before, star, after = pattern.partition("*")
@@ -243,11 +230,9 @@ def make_chart(
     markers: bool = False,
     metric: str | None = None,
 ) -> Chart | None:
-    """Return the chart of some metrics; None if all of them are 0 in all steps.
+    """Return the chart of some metrics, each by its name in the lines and its label; None if all are 0 in all steps.
 
-    Args:
-        curves: (name in the lines, label) of each.
-        metric: metric that all curves show, if they are of several runs. Default: their names are those of metrics.
+    metric: metric that all curves show, if they are of several runs. Default: their names are those of metrics.
     """
     shown = curves[:MOST_CURVES]
     rows = [(line, [number(line, name) for name, _ in shown]) for line in lines]

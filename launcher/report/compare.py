@@ -17,16 +17,12 @@ from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number, numbers
 
 SHOWN = ("mean_reward", "right_ratio", "loss", "entropy", "answer_length", "truncated_ratio", "time/step_s")
-"""Metrics of every comparison, beside those of evaluations."""
 LOWER_IS_BETTER = ("time/", "loss", "teacher_kl", "truncated_ratio", "failed_rollouts", "inference_logprob_difference")
 """Beginnings of metrics whose smallest value is the best."""
 LONGEST_LABEL = 32
-"""Characters of a run's name in a legend."""
 
 
 class ComparedRun(NamedTuple):
-    """A run, and what is recorded of it."""
-
     name: str
     path: str
     state: str
@@ -44,7 +40,6 @@ class Comparison:
 
     runs: Sequence[ComparedRun]
     keys: Mapping[str, list[Any]]
-    """Recipe keys that are not equal in all runs."""
     metrics: Mapping[str, list[float | None]]
     """Means over the last WINDOW steps; of evaluations the newest value. None where a run has none."""
     by: str
@@ -60,7 +55,6 @@ class Comparison:
 
     @property
     def ranked(self) -> list[int]:
-        """The same without those that have no value."""
         return [at for at in self.order if self.metrics[self.by][at] is not None]
 
     @property
@@ -72,11 +66,9 @@ class Comparison:
 
 
 def compare(runs: Sequence[ComparedRun], by: str = "mean_reward", lowest: bool | None = None) -> Comparison:
-    """Compare one or more runs.
+    """Compare one or more runs by a metric of metrics.jsonl or evaluations.jsonl.
 
-    Args:
-        by: metric of metrics.jsonl or evaluations.jsonl that decides which run is the best.
-        lowest: whether its lowest value is the best. Default: by its name.
+    lowest: whether its lowest value is the best. Default: by its name.
     """
     evaluated = dict.fromkeys(
         name for run in runs for line in run.record.evaluations for name in line.values if name.endswith("_accuracy")
@@ -172,7 +164,6 @@ def _of_score(name: str) -> Spec:
 
 
 def _of_one(spec: Spec, label: str) -> Spec:
-    """Chart of one of the metrics of a chart, without a band."""
     single = len(spec.metrics) == 1
     return Spec(spec.title if single else f"{spec.title}: {label}", (), spec.meaning if single else "")
 
@@ -180,7 +171,6 @@ def _of_one(spec: Spec, label: str) -> Spec:
 def _chart(
     spec: Spec, metric: str, names: Sequence[str], runs: Sequence[Sequence[MetricsLine]], markers: bool = False
 ) -> Chart | None:
-    """Return the chart of one metric; None if no run has it."""
     values: dict[int, dict[str, float]] = {}
     for place, lines in enumerate(runs):
         for line in lines:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 BUCKETS = 400
 """Parts of a long curve; each keeps its minimum and its maximum. A chart is some 500 pixels wide."""
 SMOOTHED_OVER = 25
-"""Parts of a run, one of which is averaged for a smoothed curve."""
+"""A smoothed curve averages one of so many parts of a run."""
 SHORTEST = 7
 """Steps that are averaged at least, in a run of four times as many."""
 DIGITS = 5
@@ -22,16 +22,12 @@ Value = float | None
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a chart."""
-
     label: str
     values: list[Value]
     """One per step of the chart; None where the metric is absent."""
 
 
 class Points(NamedTuple):
-    """Curves over the same steps."""
-
     steps: list[int]
     columns: list[list[Value]]
 
@@ -81,7 +77,6 @@ def rounded(value: Value) -> Value:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Linearly interpolated quantile of one or more values."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)

@@ -14,7 +14,6 @@ MOST_ROWS = 4
 MOST_TOKENS = 600
 """Tokens of a prompt, and of an answer; of longer ones their start and their end are shown."""
 CONTROL = re.compile(r"<[^<>\s]{1,60}>|<\uff5c[^<>]{1,60}\uff5c>|\[/?[A-Z_]{2,}\]")
-"""Names of control tokens, as tokenizers write them."""
 
 
 class Token(NamedTuple):
@@ -26,8 +25,6 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Tokens that follow one another."""
-
     start: Sequence[Token]
     end: Sequence[Token]
     """Tokens after those that are left out."""
@@ -42,7 +39,6 @@ class LessonAnswer(NamedTuple):
     reward: float
     advantage: float
     ended: str
-    """Finish reason."""
     passage: Passage
 
 
@@ -53,23 +49,18 @@ class TaughtProblem:
     step: int
     prompt: Passage
     right: str | None
-    """Right answer by the data; None if it is not known."""
     answers: Sequence[LessonAnswer]
 
 
 @dataclass(frozen=True, slots=True)
 class ShownLesson:
     problems: Sequence[TaughtProblem]
-    """One of the first recorded step, and one of the last."""
     rows: Sequence[Passage]
-    """First rows of data of a supervised run."""
 
 
 def lesson_of(first: Sequence[GroupLine], last: Sequence[GroupLine]) -> ShownLesson | None:
-    """Return the lesson of a run; None if no step was recorded with tokens.
-
-    first, last: groups with tokens of the first recorded step, and of the last one; the same if there is only one step.
-    """
+    """Return the lesson of a run, from the groups with tokens of its first and its last recorded step, which may be the
+    same; None if there are none."""
     if not first:
         return None
     if all(version < 0 for answer in first[0].answers for one in answer.sequences for version in one.versions):

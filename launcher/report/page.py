@@ -40,12 +40,8 @@ UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 
 
 def run_page(report: RunReport, now: float, live: bool = False) -> str:
-    """Return the page of a run.
-
-    Args:
-        now: unix time of the data.
-        live: whether a server of `mrl report --follow` shows it, which it asks for newer data.
-    """
+    """Return the page of a run. `now` is the unix time of the data; a `live` page asks the server of `mrl report
+    --follow` for newer data."""
     data = {
         "categories": STACKED,
         "groups": report.groups,
@@ -65,14 +61,12 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
 
 
 def comparison_page(comparison: Comparison, now: float) -> str:
-    """Return the page of several runs."""
     runs = [comparison.runs[place] for place in comparison.order]
     data = {"curves": {"groups": overlaid(runs), "evaluations": [], "timeline": None}}
     return _render("several.html.j2", data, False, comparison=comparison, now=now, verdict=verdict(comparison))
 
 
 def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -> str:
-    """Render a template with styles, scripts and data inside, and a policy that allows nothing else."""
     styles = [_file(name) for name in STYLES]
     scripts = [_file(name) for name in SCRIPTS]
     policy = "; ".join(
@@ -188,7 +182,6 @@ def _device_time(seconds: float, device: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """Format a value of a recipe, as in YAML."""
     if isinstance(value, str):
         return value if value else '""'
     return json.dumps(value, ensure_ascii=False)

@@ -42,11 +42,7 @@ RECENT = 20
 
 def read_report(run: RunDir, now: float) -> RunReport:
     """Return the data of a run's page; parts that cannot be read are missing from it, and named in `unread`. Raises
-    Failed if the record of its steps cannot be read, and BadInput as `resolved_values`.
-
-    Args:
-        now: unix time.
-    """
+    Failed if the record of its steps cannot be read, and BadInput as `resolved_values`."""
     (status,) = read_statuses([run])
     record = read_record(run)
     record = replace(record, recipe=with_defaults(record.recipe, RunConfig))
@@ -101,10 +97,8 @@ def read_report(run: RunDir, now: float) -> RunReport:
 
 
 def _gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsage, list[LedgerLine]]:
-    """Return the use of the GPUs and the ledger; both are empty if they cannot be read.
-
-    unread: gets the reason.
-    """
+    """Return the use of the GPUs and the ledger; both are empty if they cannot be read, and `unread` gets the
+    reason."""
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
     try:
         return read_usage(status.run, now, running, queued), read_ledger(status.run, patience=0.0)
@@ -116,7 +110,6 @@ def _gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsa
 
 
 def _cost(cluster: str, seconds: float, unread: list[str]) -> Cost | None:
-    """Price of the GPU time; None if the profile of the cluster does not give one."""
     if cluster in ("", LOCAL):
         return None
     try:
@@ -185,10 +178,7 @@ def _changes(run: RunDir, unread: list[str]) -> list[RecipeChange]:
 
 
 def _differences(run: RunDir, recipe: Mapping[str, Any], unread: list[str]) -> tuple[str, list[Difference]]:
-    """Return the name of what the recipe is based on, and the keys that differ from it.
-
-    recipe: sections of resolved.yaml, with defaults.
-    """
+    """Return the name of what the recipe is based on, and the keys that differ from it."""
     try:
         text = read_text(run.recipe)
         own = read_mapping(str(run.recipe), text, "a recipe").value
@@ -216,7 +206,6 @@ def _base_values(run: RunDir, name: str) -> dict[str, Any]:
 
 
 def _facts(run: RunDir, number: int, record: Record) -> list[Fact]:
-    """Facts about the newest attempt: nodes, kernels, network."""
     if not number:
         return []
     attempt = run.attempt(number)

@@ -23,18 +23,11 @@ class Difference(NamedTuple):
 
 
 def overridden(text: str) -> list[str]:
-    """Keys of the overrides in the text of recipe.yaml, sections included."""
     return list(dict.fromkeys(OVERRIDE.findall(text)))
 
 
 def differences(values: Mapping[str, Any], base: Mapping[str, Any], keys: Sequence[str]) -> list[Difference]:
-    """Return the keys that differ from the base.
-
-    Args:
-        values: sections of resolved.yaml.
-        base: sections of the base, with defaults.
-        keys: keys or sections that the run gives another value.
-    """
+    """Return those of the run's own keys, given as keys or sections, whose value differs from the base."""
     here, there = flat(values), flat(base)
     mine = [key for key in here if any(key == one or key.startswith(f"{one}.") for one in keys)]
     return [Difference(key, there.get(key), here[key]) for key in mine if here[key] != there.get(key)]

@@ -26,15 +26,11 @@ class Span(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Price of the GPU time, by `gpu_hour_price` of the cluster profile."""
-
     amount: float
     currency: str
 
 
 class ResultRow(NamedTuple):
-    """A score of `mrl evaluate`."""
-
     weights: str
     set: str
     score: str
@@ -44,20 +40,15 @@ class ResultRow(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """Something about the machine, or about the software on it."""
-
     label: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One run."""
-
     name: str
     path: str
     recipe: str
-    """Name in the recipe."""
     cluster: str
     state: str
     reason: str
@@ -67,7 +58,6 @@ class RunReport:
     began: float | None
     """Unix time of the first attempt."""
     ended: float | None
-    """Unix time of the end of the newest attempt; None while it runs."""
     device: str
     """GPU or process."""
     gpus: int
@@ -79,36 +69,29 @@ class RunReport:
     reward: Span | None
     right: Span | None
     accuracies: dict[str, Span]
-    """Set -> greedy accuracy in the first and the last evaluation."""
     eta_s: float | None
     explanation: Explanation
     groups: list[Group]
     lesson: ShownLesson | None
     """None if no step was recorded with tokens."""
     right_answers: Sequence[RightAnswer]
-    """Right answers of the data, and what the reward gave for them at the start."""
     rollouts: Rollouts
     evaluations: list[Chart]
     results: list[ResultRow]
     timeline: Timeline | None
     attempts: list[AttemptRow]
     phases: list[PhaseRank]
-    """Slowest rank of each phase in the newest steps; empty with a single rank."""
     base: str
-    """Name of what the recipe is based on."""
     differences: list[Difference]
     changes: list[RecipeChange]
     fork: Fork | None
-    """Origin of a forked run."""
     values: dict[str, Any]
     """Sections of resolved.yaml, with defaults."""
     facts: list[Fact]
     unread: list[str] = field(default_factory=list)
-    """Files that could not be read, and why."""
 
 
 def span(lines: Sequence[MetricsLine], name: str) -> Span | None:
-    """Return the means over the first and the last steps that have a metric; None if none has."""
     values = numbers(lines, name)
     if not values:
         return None
@@ -117,5 +100,4 @@ def span(lines: Sequence[MetricsLine], name: str) -> Span | None:
 
 
 def generated_tokens(lines: Sequence[MetricsLine]) -> float:
-    """Tokens of all answers."""
     return sum((number(line, "answers") or 0) * (number(line, "answer_length") or 0) for line in lines)

@@ -18,16 +18,12 @@ MOST_ANSWERS = 150_000
 MOST_TOKENS = 80_000
 """Tokens of sampled answers in a page: about 4 MB."""
 MOST_PROBLEMS = 3_000
-"""Problems in the table of a page."""
 SHORT_PROMPT = 120
-"""Characters of the prompt of a group without tokens."""
 DECILES = (0.1, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A group with its tokens."""
-
     prompt: str
     advantages: list[float]
     answers: list[ShownAnswer]
@@ -43,20 +39,15 @@ class ShownAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ProblemRow:
-    """A problem over all steps."""
-
     problem: int
     """Place in `Rollouts.problems`."""
     groups: int
     with_signal: int
     first: float | None
-    """Mean reward of its first group."""
     last: float | None
 
 
 class Names:
-    """Texts, each stored once, and referred to by its place."""
-
     def __init__(self) -> None:
         self.texts: list[str] = []
         self._places: dict[str, int] = {}
@@ -91,11 +82,8 @@ class Rollouts:
     names: list[str] = field(default_factory=list)
     """Texts of `environment`, `reasons` and `passed_over`."""
     history: list[ProblemRow] = field(default_factory=list)
-    """Problems without any signal first, the most frequent first."""
     all_groups: int = 0
-    """Groups of the record."""
     all_sampled: int = 0
-    """Groups of the record that have tokens."""
     all_problems: int = 0
 
 
@@ -219,12 +207,10 @@ def thinned(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def tokens_of(group: GroupLine) -> int:
-    """Tokens of a sampled group."""
     return sum(len(sequence.tokens) for answer in group.answers for sequence in answer.sequences)
 
 
 def collect(groups: Iterable[GroupLine]) -> Collector:
-    """Read groups in the order of their steps."""
     collector = Collector()
     for group in groups:
         collector.add(group)

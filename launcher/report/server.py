@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
-"""Names by which a browser may reach the page. Any other name belongs to a site that resolves to this machine."""
+"""Names that a browser may use for the page. Any other name belongs to a site that resolves to this machine."""
 TOKEN_BYTES = 32
 HEADERS = {
     "Cache-Control": "no-store",

@@ -65,12 +65,7 @@ def shown_sequence(sequence: SequenceLine) -> ShownSequence:
 
 
 def parts(pieces: Sequence[str], turns: Sequence[Sequence[int]]) -> list[Part]:
-    """Split the tokens of a sequence.
-
-    Args:
-        pieces: text of each token.
-        turns: first token of each turn of the model, and the token after its last.
-    """
+    """Split the tokens of a sequence at its turns: each is its first token, and the token after its last."""
     found: list[Part] = []
     at = 0
     for start, end in turns:
@@ -94,7 +89,6 @@ def _of_turn(pieces: Sequence[str], start: int, end: int) -> Iterator[Part]:
         length += len(piece)
 
     def token_at(character: int) -> int:
-        """Token that holds a character."""
         return start + max(place for place, begin in enumerate(starts) if begin <= character)
 
     at, thinking = start, bool(tags) and tags[0][1] == "/"

@@ -11,7 +11,6 @@ from launcher.host.record.accounting import CATEGORIES, DRAIN, LOST, QUEUE, USEF
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, LedgerLine
 
 SLICES = 240
-"""Slices of the timeline."""
 OVERHEAD = tuple(name for name in CATEGORIES if name not in (*USEFUL, QUEUE, WAIT, LOST, DRAIN))
 STACKED = (*USEFUL, *OVERHEAD, WAIT, DRAIN, LOST, QUEUE)
 """Categories from the bottom of the timeline to its top."""
@@ -19,8 +18,6 @@ STACKED = (*USEFUL, *OVERHEAD, WAIT, DRAIN, LOST, QUEUE)
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Timeline of one role."""
-
     role: str
     shares: list[list[float]]
     """Share of each of STACKED in each slice; their sum is below 1 if the time of a slice is not known whole."""
@@ -28,25 +25,18 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Begin of an attempt on the timeline."""
-
     at: float
-    """Seconds from the begin of the timeline."""
     attempt: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Use of the GPUs over time, without the pauses between attempts."""
-
     seconds: float
     marks: list[Mark]
     lanes: list[Lane]
 
 
 class AttemptRow(NamedTuple):
-    """One attempt, for the table."""
-
     attempt: int
     start: float
     seconds: float
@@ -56,14 +46,11 @@ class AttemptRow(NamedTuple):
     nodes: list[str]
     goodput: float | None
     lost: float | None
-    """Share of its time that was lost."""
     outcome: str
     ending: str
-    """Sentence; empty while it runs."""
 
 
 def timeline(usage: GpuUsage, slices: int = SLICES) -> Timeline | None:
-    """Return the use of the GPUs in equal slices of time; None if no time is known."""
     pieces: list[tuple[float, float, Mapping[str, float], Mapping[str, float]]] = []
     marks: list[Mark] = []
     at = 0.0
@@ -85,7 +72,6 @@ def timeline(usage: GpuUsage, slices: int = SLICES) -> Timeline | None:
 
 
 def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> list[AttemptRow]:
-    """Return the attempts, oldest first."""
     starts = {line.attempt: line for line in ledger if isinstance(line, AttemptStart)}
     ends = {line.attempt: line for line in ledger if isinstance(line, AttemptEnd)}
     rows = []
@@ -120,7 +106,6 @@ def _own(
 def _shares(
     pieces: Sequence[tuple[float, float, Mapping[str, float]]], seconds: float, slices: int
 ) -> list[list[float]]:
-    """Distribute pieces of time over equal slices."""
     width = seconds / slices
     amounts = [[0.0] * len(STACKED) for _ in range(slices)]
     for low, high, its in pieces:

@@ -30,7 +30,6 @@ def write_run(run: RunDir, file: Path) -> int:
 
 
 def write_comparison(comparison: Comparison, file: Path) -> int:
-    """Write the page of several runs. Returns its bytes. Raises Failed."""
     return _write(file, comparison_page(comparison, time.time()))
 
 
@@ -38,7 +37,7 @@ def follow_run(
     run: RunDir, file: Path, announce: Callable[[str], None], warn: Callable[[str], None] = lambda reason: None
 ) -> None:
     """Serve the page of a run, and renew it and its file until Ctrl-C. Raises Failed and BadInput for the first page;
-    where a later one fails, the page before it stays, since the record may be unreadable for a moment.
+    where a later one fails, the last good page stays, since the record may be unreadable for a moment.
 
     Args:
         announce: gets the address, which contains the token.
@@ -64,7 +63,6 @@ def follow_run(
 
 
 def _renewed(run: RunDir, file: Path) -> str:
-    """Write the page of a run, and return it for the server."""
     now = time.time()
     with _without_collection():
         report = read_report(run, now)

@@ -17,16 +17,8 @@ IGNORING_DRAIN = 'trap "" USR1 USR2; exec "$@"'
 
 
 def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> str:
-    """Node of one rank of a step.
-
-    Args:
-        rank: rank within the step.
-        role: name of the step: train, infer-0, ...
-        nodes: assignment of the attempt.
-
-    Raises:
-        LookupError: there is no such step or rank; the text lists those there are.
-    """
+    """Node of one rank of the step `role`, such as train or infer-0. Raises LookupError, with the steps or ranks that
+    there are."""
     steps = {step.name: step for step in plan.steps}
     if role not in steps or role not in nodes.steps:
         raise LookupError(f"no step is called {role}; there are {', '.join(steps)}")
@@ -44,7 +36,7 @@ def of_step(role: str, plan: PlanRecord, *, harvested: bool) -> str:
 
 
 def harvested(role: str, attempt: Attempt) -> ReplicaState | None:
-    """State of a replica that runs in a job of its own; None: the role is no such replica."""
+    """State of a replica that runs in a separate job; None: the role is not such a replica."""
     kind, _, number = role.partition("-")
     if kind != "infer" or not number.isdecimal():
         return None
@@ -53,11 +45,7 @@ def harvested(role: str, attempt: Attempt) -> ReplicaState | None:
 
 
 def completed(options: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Complete options of srun.
-
-    Args:
-        values: placeholder -> value, where the placeholder is the whole value of an option.
-    """
+    """Complete options of srun. `values` maps placeholders, each the whole value of an option."""
     parts = (option.partition("=") for option in options)
     return [name + equals + values.get(value, value) for name, equals, value in parts]
 
@@ -70,14 +58,7 @@ def command_line(
     command: Sequence[str],
     terminal: bool,
 ) -> list[str]:
-    """argv of srun.
-
-    Args:
-        container: completed options of the container.
-        variables: variables of the ranks alone.
-        command: command to run; empty: a shell.
-        terminal: whether to open a pseudo terminal.
-    """
+    """argv of srun. The command runs with `variables`, which only the ranks have; an empty one is a shell."""
     inside = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
     shell = ["sh", "-c", IGNORING_DRAIN, "attach", *inside, *(command or SHELL)]
     where = [f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0"]

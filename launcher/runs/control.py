@@ -33,18 +33,13 @@ SAVE_LIMIT_S = 600.0  # seconds of a save, where the recipe of the run has no li
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Run that a command is about."""
-
     status: RunStatus
     doubt: str
     """Why another run may be meant; empty where this one was named in full."""
 
 
 def target_of(name: str | None) -> Target:
-    """Run of a directory, a name, a prefix of one, or the id of its present job.
-
-    Args:
-        name: None: the only run that is queued or running.
+    """Run of a directory, a name, a prefix of one, or the id of its present job; None: the only one queued or running.
 
     Raises:
         BadInput: there is none, or more than one, or the directory is a copy of a run's.
@@ -77,10 +72,7 @@ def _only(alive: list[RunStatus]) -> RunStatus:
 
 
 def cancel(status: RunStatus, drain: bool) -> str:
-    """End a run that is alive. Returns what was done.
-
-    Args:
-        drain: whether it saves first, if it has begun.
+    """End a run that is alive; with `drain` it saves first, if it has begun. Returns what was done.
 
     Raises:
         Failed: it failed, or it is unknown whether the run is alive.
@@ -110,10 +102,7 @@ def cancel(status: RunStatus, drain: bool) -> str:
 
 
 def requeue(status: RunStatus, now: bool) -> str:
-    """Release the nodes and wait in the queue again. Returns what was done.
-
-    Args:
-        now: whether to skip the save.
+    """Release the nodes, after a save unless `now`, and wait in the queue again. Returns what was done.
 
     Raises:
         Failed: it failed, or it is unknown whether the run is alive.
@@ -182,9 +171,7 @@ def _request(status: RunStatus, number: int) -> Drain | None:
 def _ask_to_leave(status: RunStatus, number: int, cause: str, limit_s: float | None) -> None:
     """Write a request to leave. It replaces the cause of an earlier request and keeps its deadline.
 
-    Args:
-        number: number of the attempt.
-        limit_s: seconds from now to the deadline; None: the job's own deadline.
+    limit_s: seconds from now to the deadline; None: the job's own deadline.
     """
     attempt, at = status.run.attempt(number), time.time()
     before = if_readable(read(Drain, attempt.drain, PATIENCE_S))
@@ -207,7 +194,6 @@ def _signal(job_id: str) -> str:
 
 
 def _order(order: Callable[[str], None], job_id: str) -> None:
-    """Give Slurm an order about a job. Raises Failed."""
     try:
         order(job_id)
     except SlurmRefused as error:

@@ -30,7 +30,6 @@ class Failure(NamedTuple):
 
 
 def failure_of_run(run: RunDir) -> Failure | None:
-    """Return the failure of the newest attempt; None if it runs, or ended otherwise."""
     end = last_line(run)
     if not isinstance(end, AttemptEnd) or end.outcome in (FINISHED, DRAINED, STOPPED):
         return None
@@ -38,7 +37,6 @@ def failure_of_run(run: RunDir) -> Failure | None:
 
 
 def failure_of(attempt: Attempt, end: AttemptEnd) -> Failure:
-    """Return the failure of an attempt."""
     if found_disk_full(end.error):  # files that a rank wrote then are incomplete
         return Failure(describe_end(end, time.time()), [], attempt.logs)
     if end.rank is None:

@@ -31,14 +31,11 @@ T = TypeVar("T")
 
 def newest_first(begun: str = "", unread: list[str] | None = None) -> Iterator[Submission]:
     """Last submission of each run whose directory still exists, newest run first. Directories are checked as needed: on
-    a network file system ten thousand checks take long.
+    a network file system ten thousand checks take long. Raises BadInput where the index cannot be read.
 
     Args:
         begun: prefix of the names.
         unread: gets messages about lines of the index that cannot be read; they are skipped.
-
-    Raises:
-        BadInput: the index cannot be read.
     """
     newest: dict[str, Submission] = {}
     for entry in reversed(_submissions(unread)):
@@ -73,7 +70,6 @@ def find(name: str | None) -> RunDir:
 
 
 def names_run(text: str) -> bool:
-    """Whether a text is the directory or the whole name of a run."""
     if is_run(text):
         return True
     try:
@@ -83,13 +79,7 @@ def names_run(text: str) -> bool:
 
 
 def pasteable_command(subcommand: str, run: str, more: str = "") -> str:
-    """Command such as `mrl cancel --drain 'my run'`, quoted for a shell.
-
-    Args:
-        subcommand: subcommand with its options.
-        run: name or path.
-        more: further arguments, which are not quoted.
-    """
+    """Command such as `mrl cancel --drain 'my run'`, quoted for a shell except for `more`."""
     dashes = "--" if run.startswith("-") else ""
     return " ".join(filter(None, ("mrl", subcommand, dashes, shlex.quote(run), more)))
 

@@ -19,16 +19,13 @@ from megatron_rl.contract.run_records import Owner, RunIdentity
 
 
 class Copy(NamedTuple):
-    """The directory is a copy of another run's."""
-
     original: str
 
     def __str__(self) -> str:
-        return f"a copy of {self.original}, which is another run; mrl resume starts it as a run of its own"
+        return f"a copy of {self.original}, which is another run; mrl resume starts it as a separate run"
 
 
 def recorded_owner(run: RunDir) -> Owner | Copy | Absent | Unreadable:
-    """Slurm job that owns the run, or was the last to; ABSENT for a local run."""
     identity = read(RunIdentity, run.identity)
     if isinstance(identity, Unreadable):
         return identity
@@ -69,11 +66,8 @@ ROOT = 0  # user id; root could do anything without our help
 
 def refuse_others(run: RunDir, trusted: bool) -> None:
     """Raise BadInput for a run of another user: to resume it means to run its snapshot of the code, and to unpickle
-    parts of its checkpoints, as oneself. Also for a directory in which all users, or its other owner, can replace them.
-
-    Args:
-        trusted: whether the user has given --trust.
-    """
+    parts of its checkpoints, as oneself. Also for a directory in which all users, or its other owner, can replace
+    them."""
     if trusted:
         return
     parts = (run.resolved, run.code, run.script, run.checkpoints) if is_run(str(run.root)) else ()

@@ -13,22 +13,17 @@ from megatron_rl.model.config import is_hub_name, package_of
 from megatron_rl.model.hf_config import CONFIG_FILE
 
 HOLDS = ("manifest.json", CONFIG_FILE, "release")
-"""Files of which a directory of weights holds one: a checkpoint, Hugging Face weights, Megatron-LM's shards."""
+"""A directory of weights holds one of these files: a checkpoint, Hugging Face weights, Megatron-LM's shards."""
 
 
 def prepare_policy(path: str, trusted: bool) -> str:
     """Return the path to load a policy from: for the name of a run its directory, else `path` itself.
 
     A path that names no policy is refused here in milliseconds, instead of in a child in seconds. Weights in a Python
-    package are exported.
+    package are exported. Raises BadInput if nothing of that name holds a policy, or it is another user's.
 
-    Args:
-        path: a run's directory or name, a checkpoint, a directory of Hugging Face weights, their name in the cache of
-            the hub, or package:NAME. Its files are not checked.
-        trusted: whether the user has given --trust.
-
-    Raises:
-        BadInput: nothing of that name holds a policy, or it is another user's.
+    path: a run's directory or name, a checkpoint, a directory of Hugging Face weights, their name in the cache of the
+    hub, or package:NAME. Its files are not checked.
     """
     if not path.strip():
         raise BadInput("PATH is empty; give a run directory, a checkpoint or a directory of Hugging Face weights")
@@ -51,7 +46,7 @@ def prepare_policy(path: str, trusted: bool) -> str:
 
 
 def run_named(path: str) -> RunDir | None:
-    """Run of a path or a name; None: it is no run's."""
+    """Run that contains this path or has this name, if any."""
     return find(path) if is_run(path) or (not Path(path).exists() and names_run(path)) else None
 
 

@@ -13,20 +13,17 @@ from megatron_rl.contract.rollout_records import STEPS_PER_FILE, GroupLine, read
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Conditions for groups and for their answers. A group is selected if it meets all of its own and, where an answer
-    is asked for, one of its answers meets all of those."""
+    """Conditions for groups and for their answers. A group is selected if it meets all of those for groups and, where
+    an answer is asked for, one of its answers meets all the others."""
 
     environment: str | None = None
     problem: str | None = None
-    """Start of the problem's digest."""
+    """First characters of the problem's digest."""
     signal: bool | None = None
-    """Whether the rewards of the group differ."""
     lost: bool = False
-    """Only groups that lost answers."""
     reward: tuple[float, float] | None = None
     """Lowest and highest reward of an answer."""
     reason: str | None = None
-    """Finish reason of an answer."""
     length: tuple[float, float] | None = None
     """Least and most tokens of an answer."""
     text: str | None = None
@@ -35,7 +32,6 @@ class Wanted:
 
     @property
     def of_answers(self) -> bool:
-        """Whether it asks for certain answers."""
         return (self.reward, self.reason, self.length) != (None, None, None)
 
 
@@ -45,7 +41,6 @@ def has_signal(group: GroupLine) -> bool:
 
 
 def answers_of(group: GroupLine, wanted: Wanted) -> list[int]:
-    """Return the places of the answers that meet the conditions for answers."""
     lowest, highest = wanted.reward or (-math.inf, math.inf)
     least, most = wanted.length or (0, math.inf)
     return [
@@ -80,15 +75,12 @@ def _contains(group: GroupLine, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProblemHistory:
-    """All groups of one problem."""
-
     problem: str
     prompt: str
     steps: Sequence[int]
     means: Sequence[float]
     """Mean reward of each group that has answers, in the order of the steps."""
     with_signal: int
-    """Groups whose rewards differ."""
 
 
 def histories(groups: Iterable[GroupLine]) -> list[ProblemHistory]:

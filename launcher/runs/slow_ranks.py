@@ -20,7 +20,7 @@ STEPS = 20
 """Newest steps that are looked at. With two equal ranks one of them is slowest in 18 of 20 steps by chance in one of
 2,500 cases; with more ranks it is rarer."""
 OFTEN = 18
-"""How many of them the same rank, or node, has to be slowest in."""
+"""Number of these steps in which the same rank, or node, must be slowest."""
 SHARE = 0.05
 """Share of the time of these steps that the others lose by it."""
 LONGEST_LINE = 4096
@@ -41,7 +41,7 @@ class SlowRank(NamedTuple):
     """Steps in which it was slowest, of `of`."""
     of: int
     share: float
-    """Share of the time of all these steps by which its seconds differ from the other ranks' median."""
+    """Share of the time of all these steps that it took longer than the median of the other ranks."""
     whole_node: bool = False
     """Whether no single rank, but ranks of one node, were slowest."""
 
@@ -59,9 +59,7 @@ def slow_ranks(
     its rank is slow in another category, which explains it.
 
     Args:
-        lines: newest lines of one attempt, in order; STEPS + 1 suffice if each is a step.
-        generates: whether the training ranks generate the answers.
-        host: name of a rank's host, None if it is unknown.
+        lines: newest lines of one attempt, oldest first; STEPS + 1 suffice if each is a step.
         nodes: of the attempt, or more; with one node, a slow node is not named.
     """
     steps = [(line, line.at - before.at) for before, line in pairwise(lines) if line.step > before.step]
@@ -106,10 +104,8 @@ class PhaseRank(NamedTuple):
 
     phase: str
     rank: int
-    """Rank that was slowest most often."""
     host: str | None
     steps: int
-    """Steps in which it was slowest, of `of`."""
     of: int
     seconds: float
     """Mean over the steps, of the slowest rank of each."""
@@ -119,11 +115,7 @@ class PhaseRank(NamedTuple):
 
 def phase_ranks(lines: Sequence[TimelineLine], generates: bool, host: Callable[[int], str | None]) -> list[PhaseRank]:
     """Return the slowest rank of each category in which ranks work, the longest category first; those shorter than a
-    hundredth of it are left out.
-
-    Args:
-        lines, generates, host: as for `slow_ranks`; any number of steps suffices.
-    """
+    hundredth of it are left out."""
     found: dict[str, list[SlowestRank]] = {}
     for line in [line for before, line in pairwise(lines) if line.step > before.step][-STEPS:]:
         for phase, one in (line.slowest or {}).items():
@@ -139,8 +131,6 @@ def phase_ranks(lines: Sequence[TimelineLine], generates: bool, host: Callable[[
 
 
 class _Newest(NamedTuple):
-    """Newest lines of the timeline of the newest attempt, with the arguments that the rules need."""
-
     lines: list[TimelineLine]
     generates: bool
     host: Callable[[int], str | None]
@@ -148,13 +138,11 @@ class _Newest(NamedTuple):
 
 
 def read_slow_ranks(run: RunDir) -> list[SlowRank]:
-    """Return the slow ranks of the newest attempt; none if the recipe or the timeline cannot be read."""
     newest = _read_newest(run)
     return slow_ranks(*newest) if newest else []
 
 
 def read_phase_ranks(run: RunDir) -> list[PhaseRank]:
-    """Return the slowest rank of each category in the newest attempt; none as for `read_slow_ranks`."""
     newest = _read_newest(run)
     return phase_ranks(newest.lines, newest.generates, newest.host) if newest else []
 

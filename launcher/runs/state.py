@@ -60,24 +60,18 @@ _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d{1,12})$", re.MULTILIN
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Status of a run."""
-
     run: RunDir
     cluster: str
-    """Name of its profile; empty: unknown."""
     state: State
     reason: str
-    """Explanation of the state; may be empty."""
     waits_for: str
     """Condition that it waits for; empty for a run that does not wait."""
     job: JobState | None
     """State of its job; None for a local run."""
     attempt: int
-    """Number of the newest attempt; 0 before the first."""
     steps: int
     """Number of training steps in its recipe; 0 where that cannot be read."""
     unread: tuple[str, ...] = ()
-    """Files of the run that could not be read, and why."""
 
     @property
     def name(self) -> str:
@@ -85,12 +79,10 @@ class RunStatus:
 
     @property
     def alive(self) -> bool:
-        """Whether it may be active, or become so by itself."""
         return self.state in ALIVE
 
 
 def read_statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """Status of each run, with one query to Slurm for all of them."""
     owners = at_once(recorded_owner, runs)
     jobs = iter(read_owners([owner for owner in owners if isinstance(owner, Owner)]))
     of_runs = [next(jobs) if isinstance(owner, Owner) else None for owner in owners]
@@ -107,11 +99,7 @@ def _status(run: RunDir, owner: Owner | Copy | Absent | Unreadable, job: JobStat
 
 
 def read_status(run: RunDir, job: JobState | None) -> RunStatus:
-    """Status of a run.
-
-    Args:
-        job: state of the job in RunDir.job; None for a run without one.
-    """
+    """Status of a run, and of its job in RunDir.job; None for a run without one."""
     unread: list[str] = []
     cluster, steps, attempt = "", 0, 0
     try:
@@ -168,18 +156,13 @@ def result_file(run: RunDir) -> Path | None:
 
 
 def last_line(run: RunDir) -> LedgerLine | None:
-    """Newest line of the ledger; None where there is none, or the ledger cannot be read."""
     found = read_lines(LEDGER, run.attempts_ledger)
     return None if isinstance(found, Unreadable) or not found.records else found.records[-1]
 
 
 def has_left(job: JobState, last: LedgerLine | None) -> bool:
     """Whether the run has ended although its job may still be active: an interactive allocation, or a job that is about
-    to end. False where the ledger says that the job starts again.
-
-    Args:
-        last: newest line of the run's ledger.
-    """
+    to end. False where the ledger says that the job starts again."""
     if job.kind not in ("running", "unknown"):
         return False
     return isinstance(last, AttemptEnd) and _ended_in(job, last) and not (job.batch and last.then in STARTS_AGAIN)
@@ -188,8 +171,7 @@ def has_left(job: JobState, last: LedgerLine | None) -> bool:
 def _state(run: RunDir, job: JobState | None, unread: list[str]) -> tuple[State, str, str]:
     """Return (state, reason, condition that it waits for). Raises OSError.
 
-    Args:
-        unread: gets messages about files that could not be read.
+    unread: gets messages about files that could not be read.
     """
     ledger = read_lines(LEDGER, run.attempts_ledger)
     if run.done.exists():
@@ -251,7 +233,6 @@ def _of_running_job(run: RunDir, job: JobState, last: LedgerLine | None, unread:
 
 
 def _ended_in(job: JobState, last: AttemptEnd) -> bool:
-    """Whether the ledger's newest line is the end of an attempt of the job's present start."""
     return last.job_id == job.job_id and (job.started_at is None or last.at >= job.started_at - CLOCK_S)
 
 
@@ -265,7 +246,7 @@ def _running(run: RunDir, unread: list[str]) -> tuple[State, str, str]:
 
 
 def _ended(run: RunDir, last: LedgerLine | None, state: State, reason: str) -> tuple[State, str, str]:
-    """State by the ledger's last line; where that is no end, the given state and reason of its job."""
+    """State by the ledger's last line; where that does not end an attempt, the given state and reason of its job."""
     if not isinstance(last, AttemptEnd):
         return state, reason, ""
     back = last.then in STARTS_AGAIN  # but the job has ended
@@ -283,7 +264,6 @@ def _sentence(end: AttemptEnd) -> str:
 
 
 def _end_of_job(job: JobState) -> str:
-    """Sentence about how a job ended."""
     if job.kind == "gone":
         return f"job {job.job_id} is gone, and {job.reason or 'Slurm does not remember how it ended'}"
     if job.word == "CANCELLED":

@@ -6,7 +6,7 @@ begin          create the run directory and the attempt, enter it in the ledger
 prepare        image, node health, assignment, all-reduce: everything before the training
 interfaces     processes of an attempt and the job around it: on Slurm (slurm_steps, slurm_job), here (local_ranks)
 replicas       inference replicas of an attempt: start, watch, start again
-harvest        inference replicas in Slurm jobs of their own
+harvest        inference replicas in separate Slurm jobs
 runner         while the steps run: signals, requests to leave, deadlines, hangs
 conclude       the end: evidence, verdict, decision, ledger; also for ends that nobody saw
 start_again    requeue the job or submit its successor, without bad nodes

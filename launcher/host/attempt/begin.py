@@ -27,9 +27,6 @@ from megatron_rl.contract.run_records import CodeSnapshot, Owner
 def create(context: JobContext, document: Callable[[str], str]) -> None:
     """Create the run directory from the documents in the script, or complete one that an earlier start began.
 
-    Args:
-        document: name -> document of the script.
-
     Raises:
         Refused: the snapshot of the code cannot be taken on any host.
         OSError: something fails here that may work on another host, or later.
@@ -66,7 +63,6 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
 
 
 def next_attempt(context: JobContext) -> Attempt:
-    """Create the folder of the next attempt. Raises OSError."""
     attempt = context.run.attempt(context.run.last_attempt() + 1)
     attempt.folder.mkdir(parents=True)
     return attempt
@@ -88,14 +84,11 @@ def begin_attempt(context: JobContext, attempt: Attempt) -> None:
 
 
 def forget_attempt(attempt: Attempt) -> None:
-    """Delete the folders of an attempt that could not begin."""
     shutil.rmtree(str(attempt.folder), ignore_errors=True)
     shutil.rmtree(str(attempt.logs), ignore_errors=True)
 
 
 class CodePaths(NamedTuple):
-    """The snapshot of the code that an attempt runs."""
-
     folder: str  # code-NNN, which no later --update-code replaces
     pythonpath: str
 
@@ -107,7 +100,7 @@ def code_paths(context: JobContext) -> CodePaths:
     root = str(context.run.root / os.readlink(code) if code.is_symlink() else code)
     record = read_or_raise(CodeSnapshot, context.run.code_record)
     if record is None:
-        raise FileNotFoundError(f"{context.run.code_record}: there is no snapshot of the code")
+        raise FileNotFoundError(f"{context.run.code_record}: the snapshot of the code is missing")
     paths = [os.path.normpath(os.path.join(root, part)) for part in record.pythonpath]
     return CodePaths(root, ":".join(paths))
 

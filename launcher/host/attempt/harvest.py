@@ -1,5 +1,5 @@
-"""Inference replicas on idle nodes: each a small Slurm job of its own, in a partition whose jobs may wait, start and be
-preempted at any time.
+"""Inference replicas on idle nodes: each is a small, separate Slurm job in a partition whose jobs may wait, start and
+be preempted at any time.
 
 A job runs the script's step `harvest-K`, whose ranks publish their address in the attempt's directory like those of any
 replica. The run uses the replicas that are there, so no failure here ends it: what Slurm refuses is logged and retried.
@@ -30,18 +30,12 @@ UNCLEAR_S = 120.0  # seconds in which a job that was submitted without an answer
 
 
 class HarvestSettings(NamedTuple):
-    """Settings of the recipe's section `harvest`."""
-
     most: int = 0  # jobs that wait or run
     options: Sequence[str] = ()  # options of sbatch
 
 
 class Harvest:
-    """Harvested replicas of an attempt.
-
-    Args:
-        first: number of the first harvested replica; smaller numbers are replicas in the job itself.
-    """
+    """Harvested replicas of an attempt, numbered from `first` on; smaller numbers are replicas in the job itself."""
 
     def __init__(
         self, context: JobContext, steps: SlurmSteps, attempt: Attempt, first: int, settings: HarvestSettings
@@ -56,7 +50,6 @@ class Harvest:
         self._complaint = ""
 
     def poll(self, now: float) -> None:
-        """Submit the jobs that are due."""
         if not self._all or now < self._next_look:
             return
         self._next_look = now + LOOK_S
@@ -95,7 +88,6 @@ class Harvest:
         self._known = set(nodes)
 
     def _submit(self, each: _HarvestedReplica, now: float) -> None:
-        """Raises SlurmRefused, OSError."""
         forget_start(each.files)
         number, start = each.files.number, each.starts
         variables = {ATTEMPT_VARIABLE: str(self._attempt.number), START_VARIABLE: str(start)}
@@ -130,8 +122,6 @@ def _name_of(run: RunDir) -> str:
 
 
 class _HarvestedReplica:
-    """One replica, over all jobs that were submitted for it."""
-
     def __init__(self, files: Replica) -> None:
         self.files = files
         self.job: str | None = None
@@ -141,18 +131,13 @@ class _HarvestedReplica:
         self._pause = 0.0  # seconds after its newest job, if that failed
 
     def submitted(self, job: str, now: float) -> None:
-        """Raises OSError."""
         self.job = job
         self.starts += 1
         self._began = None
         self._publish(REPLICA_WAITING, now, [])
 
     def update(self, nodes: dict[str, str], now: float) -> None:
-        """Note whether its job runs or has ended. Raises OSError, and ValueError where its nodes cannot be parsed.
-
-        Args:
-            nodes: result of queries.jobs_called.
-        """
+        """Note whether its job runs or has ended. Raises OSError, and ValueError where its nodes cannot be parsed."""
         if self.job is None:
             return
         if self.job not in nodes:

@@ -13,8 +13,6 @@ from megatron_rl.contract.paths import Attempt
 
 
 class Steps(ABC):
-    """Processes of an attempt."""
-
     tick_s = 1.0  # seconds between polls
     remind_s = 5.0  # seconds between signals to ranks that were asked to leave
     end_together = True  # whether their starter, such as srun, ends all of them when one fails
@@ -32,12 +30,12 @@ class Steps(ABC):
         """
 
     def exits(self) -> list[RankExit]:
-        """Ranks that have ended, where each is a process of its own here."""
+        """Exits of the ranks, where each is a child of this process."""
         return []
 
 
 class ReplicaRanks(ABC):
-    """Ranks of one start of an inference replica: a torch.distributed world of their own, which ends as a whole."""
+    """Ranks of one start of an inference replica: one torch.distributed world, which ends as a whole."""
 
     hosts: Sequence[str] = ()  # nodes that they run on; empty: this machine
 
@@ -66,14 +64,13 @@ class Job(ABC):
     """The job around an attempt: of Slurm, or just this machine."""
 
     job_id: str | None = None
-    takes_nodes = False  # whether a deadline means that the nodes are taken away, so that missing it is no fault
+    takes_nodes = False  # whether a deadline means that the nodes are taken away, so that missing it is not a failure
 
     @abstractmethod
     def request_for(self, signal_name: str, now: float) -> Drain:
         """Request to leave that a signal to this process means."""
 
     def request_of_owner(self, now: float) -> Drain | None:
-        """Request to leave because the process that owns the attempt has ended; None while it lives."""
         return None
 
     @abstractmethod

@@ -18,8 +18,6 @@ class Refused(Exception):
 
 
 class JobContext(NamedTuple):
-    """A Slurm job and its run."""
-
     run: RunDir
     cluster: str  # name of the profile
     job_id: str

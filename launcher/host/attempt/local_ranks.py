@@ -25,14 +25,12 @@ CLOSE_S = 2.0  # seconds for the kernel to end a killed process
 # long as an operator. So threads spin for about that time (1000 in libgomp's counting), then sleep.
 WAITING_THREADS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
-# Each step needs again the memory that the one before freed. By default glibc returns large blocks to the kernel, which
-# clears their pages before it hands them out again: a fifth of SmolLM2's training time.
+# Each step needs again the memory that the previous one freed. By default glibc returns large blocks to the kernel,
+# which clears their pages before it hands them out again: a fifth of SmolLM2's training time.
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 class LocalReplicas(NamedTuple):
-    """Replicas of a kind."""
-
     kind: str  # INFER or TEACHER
     replicas: int
     ranks: int  # processes of each
@@ -46,8 +44,6 @@ class LocalReplicas(NamedTuple):
 
 
 class RankSettings(NamedTuple):
-    """Settings for starting the ranks."""
-
     ranks: int  # number of training ranks
     threads: int  # OMP and MKL threads of each rank
     device: str  # cpu or cuda
@@ -58,8 +54,6 @@ class RankSettings(NamedTuple):
 
 
 class LocalRanks(Steps):
-    """Processes of one attempt."""
-
     tick_s = 0.1
     remind_s = 2.0
     end_together = False
@@ -76,7 +70,6 @@ class LocalRanks(Steps):
         self.replicas = Replicas(files, self._start_replica, settings.silence_limit)
 
     def start(self) -> None:
-        """Start the training ranks. Raises OSError."""
         # Ranks inherit this: without a handler, SIGUSR1 (drain) and SIGQUIT (dump the stack) would kill them.
         for signum in (signal.SIGUSR1, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
@@ -105,7 +98,7 @@ class LocalRanks(Steps):
             world.end(now, hurried)
 
     def close(self) -> None:
-        """End all ranks; replicas have `grace` seconds to leave in order."""
+        """End all ranks; replicas have `grace` seconds to leave cleanly."""
         self._training.close()
         replicas = self.replicas.ranks
         give_up = time.monotonic() + self._settings.grace + CLOSE_S
@@ -160,22 +153,14 @@ class LocalRanks(Steps):
 
 
 def _gpus(first: int, count: int) -> str:
-    """Value of CUDA_VISIBLE_DEVICES for some of the GPUs that this process sees.
-
-    Args:
-        first: number of the first one.
-    """
+    """Value of CUDA_VISIBLE_DEVICES for `count` of the GPUs that this process sees, from number `first` on."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(gpu) for gpu in range(first + count)]
     return ",".join(names[first : first + count])
 
 
 class _Processes(ReplicaRanks):
-    """Processes of one torch.distributed world.
-
-    Args:
-        grace: seconds between SIGTERM and SIGKILL.
-    """
+    """Processes of one torch.distributed world, with `grace` seconds between SIGTERM and SIGKILL."""
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
@@ -191,8 +176,7 @@ class _Processes(ReplicaRanks):
     ) -> None:
         """Start all ranks. Raises OSError.
 
-        Args:
-            first: number of rank 0 among all processes of the run; LOCAL_RANK, and so the GPU, counts from it.
+        first: number of rank 0 among all processes of the run; LOCAL_RANK, and so the GPU, counts from it.
         """
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks)}
@@ -200,7 +184,6 @@ class _Processes(ReplicaRanks):
             self._children.append(child)
 
     def exits(self) -> list[RankExit]:
-        """Ranks that have ended, in the order in which they were found."""
         for rank, child in enumerate(self._children):
             code = child.exit_code()
             if code is not None and rank not in self._exits:
@@ -209,7 +192,6 @@ class _Processes(ReplicaRanks):
 
     @property
     def code(self) -> int:
-        """Worst exit code so far."""
         return max([ended.code for ended in self._exits.values()] or [0], key=abs)
 
     def are_stuck(self, now: float) -> bool:

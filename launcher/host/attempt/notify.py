@@ -40,29 +40,21 @@ LONGEST_TEXT = 2000  # characters
 
 
 class NotifySettings(NamedTuple):
-    """The recipe's section `notify`."""
-
     on: Sequence[str]
     command: Sequence[str] = ()
     webhook: str = ""  # name of a variable, or path of a file, with the URL
     stalled_s: float = 1800.0
 
     def json(self) -> str:
-        """Return the option of the host side."""
         return json.dumps(self._asdict())
 
     @classmethod
     def parse(cls, text: str) -> NotifySettings:
-        """Parse what `json` returned."""
         return cls(**json.loads(text))
 
 
 class Notifier:
-    """Sends the events of one run, from this process.
-
-    Args:
-        settings: None: nothing is sent.
-    """
+    """Sends the events of one run, from this process. Without settings nothing is sent."""
 
     def __init__(self, run: RunDir, settings: NotifySettings | None) -> None:
         self._run, self._settings = run, settings
@@ -71,8 +63,8 @@ class Notifier:
         self._sent: set[str] | None = None  # keys; None: not read yet
 
     def watch(self, attempt: Attempt) -> list[Callable[[float], None]]:
-        """Return the task that notifies of stalls and warnings of an attempt, if there is one; call it with the time,
-        often."""
+        """Return the task that notifies of stalls and warnings, if settings ask for it; call it often, with the
+        time."""
         if self._settings is None:
             return []
         return [RecordWatch(self, self._run, attempt, self._settings.stalled_s)]
@@ -89,11 +81,7 @@ class Notifier:
             self.send(event, key, describe_end(end, time.time()), end.attempt)
 
     def send(self, event: str, key: str, text: str, attempt: int) -> None:
-        """Send an event in the background, unless it was sent before.
-
-        Args:
-            key: the same for each repetition of the event.
-        """
+        """Send an event in the background, unless one with this key was sent before."""
         if self._settings is None or event not in self._settings.on or key in self._known():
             return
         self._known().add(key)
@@ -107,7 +95,6 @@ class Notifier:
         self._threads.append(thread)
 
     def close(self) -> None:
-        """Wait up to CLOSE_S for what is being sent."""
         give_up = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, give_up - time.monotonic()))
@@ -131,11 +118,7 @@ def event_of(end: AttemptEnd) -> str | None:
 
 
 class RecordWatch:
-    """Looks for stalls and warnings in the record of a run.
-
-    Args:
-        stalled_s: seconds without a new step.
-    """
+    """Looks for warnings and for stalls, `stalled_s` seconds without a new step, in the record of a run."""
 
     def __init__(self, notifier: Notifier, run: RunDir, attempt: Attempt, stalled_s: float) -> None:
         self._notifier, self._attempt, self._stalled_s = notifier, attempt, stalled_s
@@ -146,7 +129,6 @@ class RecordWatch:
         self._looked = 0.0
 
     def __call__(self, now: float) -> None:
-        """Read what is new. Raises OSError."""
         if now < self._looked + min(WATCH_S, self._stalled_s / 5):
             return
         if now > self._looked + SUSPENDED_S:
@@ -176,7 +158,6 @@ class RecordWatch:
 
 
 def _deliver(run: RunDir, settings: NotifySettings, notification: Notification) -> None:
-    """Call the command and the webhook. Prints failures, and raises nothing."""
     name = os.path.basename(os.path.abspath(run.root))
     text = f"{name}: {notification.event}: {notification.text}"
     facts = {

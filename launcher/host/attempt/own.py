@@ -37,8 +37,8 @@ def own(context: JobContext) -> Lock:
     """Take the run for this job. Returns its lock, which all child processes inherit.
 
     Raises:
-        NothingToDo: there is no work, and no fault.
-        Refused: the user has to look at the run first.
+        NothingToDo: the job may end, and nothing is wrong.
+        Refused: the user must look at the run first.
         OSError: the file system fails; it may work later or on another host.
         SlurmRefused: Slurm did not answer.
     """
@@ -63,7 +63,6 @@ def own(context: JobContext) -> Lock:
 
 
 def _hide_log(run: RunDir) -> None:
-    """Give the batch log the read permissions of the run directory: Slurm created it beside that, by the umask."""
     with suppress(OSError):  # in an salloc there is none
         allowed = stat.S_IMODE(run.root.stat().st_mode)
         run.batch_log.chmod(stat.S_IMODE(run.batch_log.stat().st_mode) & allowed)
@@ -94,7 +93,6 @@ def _take_ownership(context: JobContext) -> None:
 
 
 def _conclude_earlier_starts(context: JobContext) -> None:
-    """Conclude attempts that an earlier start could not, and complete an unfinished requeue. Raises as `own`."""
     run = context.run
     conclude_lost(run, time.time(), context)
     if run.done.exists():
@@ -116,7 +114,6 @@ def _conclude_earlier_starts(context: JobContext) -> None:
 
 
 def _lock(context: JobContext, owner: Owner | None, last: LedgerLine | None) -> Lock:
-    """Take the lock, which this process and all children that inherit it hold."""
     # Processes that this job, or the one before it, left when it was requeued may take a moment to end.
     last_job = last.job_id if last is not None and last.job_id is not None else context.job_id
     mine = owner is not None and owner.job_id == context.job_id
@@ -166,7 +163,7 @@ def _has_ended(owner: Owner, context: JobContext) -> bool:
 
 
 def _refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory with files in it that is no run, nor one that an earlier start began."""
+    """Refuse a directory with files in it, unless it is a run or an earlier start began it."""
     ours = run.resolved.exists() or run.job.exists() or run.identity.exists()
     known = (run.lock.name, run.job_lock.name)
     strange = [name for name in names_in(run.root) if name not in known and not is_temporary(name)]

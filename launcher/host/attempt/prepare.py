@@ -41,7 +41,7 @@ FORGET_S = 60.0  # seconds to remove the containers at the end of an attempt
 CLOSE_S = 15.0  # seconds that must be left until a deadline after that
 SHORTEST_FORGET_S = 5.0  # seconds; with less the removal does not begin
 IMPORT_PATIENCE_S = 10.0  # seconds of an interrupted import to clean up
-ENDED_BY_TIMEOUT = (124, -signal.SIGKILL)  # exit codes of timeout(1): it ended the command, or had to kill it
+ENDED_BY_TIMEOUT = (124, -signal.SIGKILL)  # exit codes of timeout(1): it ended the command, or killed it
 
 PURPOSES = {
     "forget": "removing the containers of earlier attempts",
@@ -50,12 +50,9 @@ PURPOSES = {
     "health": "the health check",
     "fabric": "the all-reduce between the nodes",
 }
-"""Step of the script -> what it is for."""
 
 
 class Checks(NamedTuple):
-    """Preparations that the script requests."""
-
     images: Mapping[str, str] = {}  # OF_REPLICAS or "" (of all other steps) -> reference; empty: no container
     image_cache: str = ""
     unpack: bool = False  # unpack the images on each node, once for all steps
@@ -64,11 +61,7 @@ class Checks(NamedTuple):
 
 
 class NotReady(Exception):
-    """The ranks cannot be started.
-
-    Args:
-        host: the node to blame, where only one was tried.
-    """
+    """The ranks cannot be started. `host` is the node to blame, where only one was tried."""
 
     def __init__(self, why: str, host: str | None = None) -> None:
         super().__init__(why)
@@ -119,11 +112,8 @@ class Preparation:
 
     def forget_containers(self, request: Drain | None) -> None:
         """Remove the attempt's containers from the nodes that are alive, once its steps have ended, however it ended:
-        they would fill the disks there until the next job of ours. Raises OSError.
-
-        Args:
-            request: request to leave, if there was one; the removal must end before its deadline.
-        """
+        they would fill the disks there until the next job of ours. Must end before the request's deadline. Raises
+        OSError."""
         if not self._has_containers:
             return
         deadline = request.deadline if request is not None else None
@@ -142,11 +132,7 @@ class Preparation:
             print(f"containers of this attempt may have stayed on the nodes, where they use disk space: {why}")
 
     def _unpack(self, of: str, hosts: list[str]) -> bool:
-        """Unpack an image on the nodes. Returns whether some of them failed. Raises as `run`.
-
-        Args:
-            of: key of Checks.images.
-        """
+        """Unpack an image, by its key in Checks.images. Returns whether some nodes failed. Raises as `run`."""
         folder, step = self._attempt.unpacked("x", of).parent, f"unpack{of}"
         folder.mkdir(exist_ok=True)
         self._has_containers = True
@@ -160,11 +146,7 @@ class Preparation:
         return True
 
     def _import_image(self, of: str, reference: str) -> None:
-        """Import an image, unless an earlier job or attempt has done so.
-
-        Args:
-            of: key of Checks.images.
-        """
+        """Import an image, by its key in Checks.images, unless an earlier job or attempt has done so."""
 
         def work() -> str:
             try:
@@ -184,7 +166,6 @@ class Preparation:
         mark_image(self._attempt, time.time())
 
     def _check_and_assign(self, check: str, hosts: list[str]) -> NodeAssignment:
-        """Check the nodes, then assign them to steps. Raises as `run`."""
         began = time.time()
         failure = self._run_step(check, hosts)  # raises if interrupted: the reports would condemn healthy nodes
         if check == "health":
@@ -199,11 +180,7 @@ class Preparation:
         return self._assign(self._context.hosts)
 
     def _assign(self, checked: list[str]) -> NodeAssignment:
-        """Assign nodes to steps. Raises NotEnoughNodes, OSError.
-
-        Args:
-            checked: hosts that should have reported.
-        """
+        """Assign nodes to steps; `checked` hosts should have reported. Raises NotEnoughNodes, OSError."""
         context, attempt = self._context, self._attempt
         unfit = dict(unfit_nodes(read_node_reports(attempt), checked), **self._without_image)
         unfit.update(self._failed_before())
@@ -212,7 +189,7 @@ class Preparation:
             print(f"node {host} is not used: {why}")
         plan = read_or_raise(PlanRecord, context.run.plan)
         if plan is None:
-            raise FileNotFoundError(f"{context.run.plan}: there is no plan")
+            raise FileNotFoundError(f"{context.run.plan}: the plan is missing")
         try:
             assignment = assign(plan, context.hosts, unfit, context.given)
         except NotEnoughNodes as error:
@@ -241,7 +218,6 @@ class Preparation:
         return {host: why for host in excluded if host in self._context.hosts and (wanted is None or host in wanted)}
 
     def _run_step(self, name: str, hosts: list[str]) -> str | None:
-        """Run a step on nodes to its end. Returns why it failed; None: it did not. Raises AskedToLeave, OSError."""
         log = self._attempt.logs / f"{name}.srun.log"
         child = self._steps.start(name, hosts, errors=str(log))
         self._wait(lambda: child.exit_code() is not None)
@@ -254,23 +230,19 @@ class Preparation:
         return why
 
     def _why_failed(self, name: str, code: int) -> str:
-        """Why a step ended with this code, which is not 0."""
         if code in ENDED_BY_TIMEOUT:
             return "took too long and was ended: a node does not answer, or Slurm considers it busy with another step"
         return reason_of_step(self._attempt.logs, name) or describe_exit(code)
 
     def _wait(self, ended: Callable[[], bool]) -> None:
-        """Wait until `ended()`. Raises AskedToLeave."""
         self._runner.wait(ended, through_requests=False)
         self._leave_if_asked()
 
     def _leave_if_asked(self) -> None:
-        """Raises AskedToLeave."""
         self._runner.poll(time.time())
         if self._runner.request is not None:
             raise AskedToLeave()
 
 
 def only(hosts: list[str]) -> str | None:
-    """The only host of a list; None where there are more."""
     return hosts[0] if len(hosts) == 1 else None

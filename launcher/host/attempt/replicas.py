@@ -37,11 +37,7 @@ Start = Callable[[Replica, int], ReplicaRanks]
 
 
 class Replicas:
-    """Replicas of an attempt, which start at the first `poll`.
-
-    Args:
-        silence_limit: seconds after which a silent rank counts as hung; 0: never.
-    """
+    """Replicas of an attempt, which start at the first `poll`."""
 
     def __init__(self, files: Sequence[Replica], start: Start, silence_limit: float) -> None:
         self._all = [_Replica(each, start, silence_limit) for each in files]
@@ -60,13 +56,10 @@ class Replicas:
 
     @property
     def ranks(self) -> list[ReplicaRanks]:
-        """Ranks of the replicas that run."""
         return [replica.ranks for replica in self._all if replica.ranks is not None]
 
 
 class _Replica:
-    """One replica, over all its starts in an attempt."""
-
     def __init__(self, files: Replica, start: Start, silence_limit: float) -> None:
         self._files, self._start, self._silence_limit = files, start, silence_limit
         self.ranks: ReplicaRanks | None = None
@@ -80,7 +73,6 @@ class _Replica:
         self._unwritten = False
 
     def poll(self, now: float) -> None:
-        """Start, watch or conclude it. Raises OSError, SlurmRefused."""
         if self.ranks is None and self._due is not None and now >= self._due:
             self._start_ranks(now)
         if self.ranks is not None:

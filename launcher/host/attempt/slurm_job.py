@@ -102,7 +102,6 @@ class SlurmJob(Job):
         bring_back(self.context, attempt, end, returning)
 
     def _cause(self, job: dict[str, str], attempt: Attempt, request: Drain | None) -> Cause:
-        """Cause for which Slurm signals this job, by the job's record."""
         end = request.end if request is not None else None
         cancels = queries.preemption_cancels(job)
         cause = cause_of(job, time.time(), self._notice, self.context.restarts, end, cancels)
@@ -117,7 +116,6 @@ class SlurmJob(Job):
 
 
 def unfit_before(run: RunDir, attempt: Attempt) -> dict[str, str]:
-    """Node -> why the previous attempt did not use it."""
     assignment = if_readable(read(NodeAssignment, run.attempt(attempt.number - 1).nodes))
     return assignment.bad if assignment is not None else {}
 

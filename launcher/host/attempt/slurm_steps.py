@@ -1,6 +1,6 @@
-"""Steps of a Slurm job: functions of its script, each of which becomes one srun.
+"""Steps of a Slurm job: functions of its script, each started by one srun.
 
-Each inference replica is a step of its own, so that a lost one does not end the others.
+Each inference replica is a separate step, so that a lost one does not end the others.
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ class Script:
 
 
 class SlurmSteps(Steps):
-    """Steps of one attempt.
-
-    Args:
-        lock: descriptor of the run's lock, which every step inherits and so holds.
-    """
+    """Steps of one attempt. They inherit `lock`, the descriptor of the run's lock, and so hold it."""
 
     def __init__(self, context: JobContext, script: Script, attempt: Attempt, lock: int) -> None:
         self._context, self._script, self._attempt, self._lock = context, script, attempt, lock
@@ -74,7 +70,6 @@ class SlurmSteps(Steps):
             self._environ["MRL_OVERLAP"] = "1"  # Slurm still counts the CPUs of the lost step as busy (seen)
 
     def use_code(self, code: CodePaths) -> None:
-        """Set the snapshot that the steps work in and import from."""
         self._environ["PYTHONPATH"], self._folder = code.pythonpath, code.folder
         self._environ["PWD"] = code.folder  # bash keeps this path; the target of a link may not exist in a container
 
@@ -90,7 +85,6 @@ class SlurmSteps(Steps):
         Args:
             name: function of the script; with a number, such as infer-0, where several steps share the function.
             errors: file for srun's own output; default: the batch log.
-            variables: further environment variables of this step.
         """
         self._stop([name], 0.0)
         child = Child(
@@ -107,19 +101,17 @@ class SlurmSteps(Steps):
     def elsewhere(
         self, name: str, hosts: str, options: Sequence[str], variables: dict[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """Return the command of another job that runs a step on nodes of its own, and the environment to submit it in.
+        """Return the command of another job that runs a step on that job's nodes, and the environment to submit it in.
 
         Args:
             hosts: shell expression of its nodes, such as `$SLURM_JOB_NODELIST`.
             options: options of sbatch for that job.
-            variables: further environment variables of the step.
         """
         command = ["bash", "-pc", f'exec bash -p "$0" step "$1" "{hosts}"', self._script.path, name]
         return command, dict(submitting_environment("\n".join(options), self._environ), **variables)
 
     @property
     def folder(self) -> str:
-        """Working directory of the steps."""
         return self._folder or str(Path.cwd())
 
     def stop_all(self) -> None:
@@ -147,22 +139,16 @@ class SlurmSteps(Steps):
 
 
 class SlurmReplicas:
-    """Starts the replicas of one attempt.
-
-    Args:
-        assignment: which node does what; a spare one takes the place of a replica's that has died.
-    """
+    """Starts the replicas of one attempt; a spare node takes the place of one that has died."""
 
     def __init__(self, context: JobContext, steps: SlurmSteps, attempt: Attempt, assignment: NodeAssignment) -> None:
         self._context, self._steps, self._attempt, self._assignment = context, steps, attempt, assignment
 
     def files(self, kind: str) -> list[Replica]:
-        """Files of the replicas of a kind, lowest number first."""
         count = sum(step.startswith(kind + "-") for step in self._assignment.steps)
         return [self._attempt.replica(number, kind) for number in range(count)]
 
     def start(self, files: Replica, start: int) -> ReplicaRanks:
-        """Start a replica; see replicas.Start. Raises OSError."""
         if start:
             self._replace_dead(files.role)
         hosts = self._assignment.steps[files.role]
@@ -178,8 +164,6 @@ class SlurmReplicas:
 
 
 class _Step(ReplicaRanks):
-    """The step of one start of a replica."""
-
     def __init__(self, job_id: str, files: Replica, step: Child, hosts: list[str]) -> None:
         self._job_id, self._files, self._step, self.hosts = job_id, files, step, hosts
         self._killed = False

@@ -38,12 +38,11 @@ T = TypeVar("T")
 
 def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning: bool = False) -> bool:
     """Start the job again if the end of its attempt says so, and record the result. Never raises for Slurm or the disk:
-    a process that has closed an attempt has to end either way.
-
-    Args:
-        returning: whether Slurm has requeued the job already; then it can still be kept from nodes.
+    a process that has closed an attempt must end either way.
 
     Returns whether the job, or its successor, is in Slurm's queue.
+
+    returning: whether Slurm has requeued the job already; then it can still be kept from nodes.
     """
     if end.then in (HELD, OVER):
         _stay_away(context)
@@ -182,11 +181,7 @@ def _answer_or(default: T, ask_slurm: Callable[[], T], give_up: float) -> T:
 
 
 def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succeeds: str | None = None) -> None:
-    """Record a job as the owner of the run, and in the user's index. Raises OSError.
-
-    Args:
-        name: name of the job.
-    """
+    """Record a job as the owner of the run, and in the user's index. Raises OSError."""
     by, slurm_cluster = os.environ.get("USER", ""), context.slurm_cluster
     write(context.run.job, Owner(job_id, context.cluster, time.time(), by, slurm_cluster, succeeds, run_id, name))
     note_submission(context.run, context.cluster, job_id)
@@ -194,8 +189,8 @@ def write_owner(context: JobContext, job_id: str, name: str, run_id: str, succee
 
 def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool:
     """Whether this job started before its back-off was over because Slurm never got the order to postpone it: the
-    process that had to give it was killed before it confirmed it, or Slurm refused it. False where Slurm got the order
-    and the user then started the job sooner.
+    process that gives it was killed before it confirmed it, or Slurm refused it. False where Slurm got the order and
+    the user then started the job sooner.
 
     Slurm's own record cannot distinguish these: StartTime of a running job is when it started, and EligibleTime that of
     the last order. A job that Slurm requeued (BY_SLURM) has waited in the queue already. A record that cannot be read
@@ -213,12 +208,7 @@ def is_too_early(context: JobContext, attempt: Attempt, end: AttemptEnd) -> bool
 
 
 def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: list[str], now: float) -> list[str]:
-    """All nodes that the job should avoid from now on. Raises SlurmRefused.
-
-    Args:
-        end: end of the last attempt.
-        listed: nodes that the job avoids now.
-    """
+    """All nodes that the job should avoid from now on; it avoids those `listed` already. Raises SlurmRefused."""
     history = read_ledger_or_complain(run)
     fresh = just_excluded(history, end)
     since = dict(excluded_since(history), **dict.fromkeys(fresh, now))
@@ -238,11 +228,8 @@ def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: list[str], now: float) 
 
 
 def just_excluded(history: list[LedgerLine], end: AttemptEnd) -> list[str]:
-    """Nodes that failed the run in the present allocation, over all attempts in it: Slurm does not know them yet.
-
-    Args:
-        end: end of the last attempt.
-    """
+    """Nodes that failed the run in the present allocation, over all attempts up to `end`: Slurm does not know them
+    yet."""
     hosts = list(end.excluded)
     for earlier in reversed([line for line in ends_in(history) if line.attempt < end.attempt]):
         if earlier.then != policy.STAYS:

@@ -1,4 +1,4 @@
-"""Send one notification to a webhook: POST a JSON object. Run by its file name, in a process of its own.
+"""Send one notification to a webhook: POST a JSON object. Run by its file name, as a separate process.
 
 The name of the variable or file with the URL is in MRL_WEBHOOK, the object in MRL_PAYLOAD. The URL is a secret: it is
 in no argument and no message.

@@ -21,10 +21,8 @@ class GitError(Exception):
 
 
 class WorkTree(NamedTuple):
-    """Work tree of a repository."""
-
     top: str
-    commit: str | None  # None: there is no commit yet
+    commit: str | None  # None before the first commit
 
 
 def work_tree(path: str) -> WorkTree | None:
@@ -53,12 +51,11 @@ def tracked(path: str) -> list[str]:
 
 
 def untracked(path: str) -> list[str]:
-    """Files below `path` that are neither tracked nor ignored; a repository of its own is one entry, with a slash."""
+    """Files below `path` that are neither tracked nor ignored; a nested repository is one entry, with a slash."""
     return _names(_ask(path, "ls-files", "-z", "--others", "--exclude-standard"))
 
 
 def dirty(path: str) -> bool:
-    """Whether anything below `path` differs from the commit, untracked files included."""
     return bool(_ask(path, "status", "--porcelain", "--untracked-files=normal", "--", "."))
 
 
@@ -68,11 +65,7 @@ def changed(path: str) -> list[str]:
 
 
 def diff(path: str, without: list[str]) -> bytes:
-    """Tracked changes below `path` against the commit, as text.
-
-    Args:
-        without: files, relative to `path`, whose changes are omitted.
-    """
+    """Tracked changes below `path` against the commit, as text, except those of the files `without`."""
     left_out = [":(exclude,literal)" + name for name in without]
     return _ask(path, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".", *left_out)
 

@@ -92,7 +92,7 @@ def _names(path: str, run: str, notes: list[str]) -> tuple[list[str], list[str]]
             tracked.append(name)
     others = []
     for name in ask_git(git.untracked, path):
-        if name.endswith("/"):  # a repository of its own, not a submodule
+        if name.endswith("/"):  # a nested repository, not a submodule
             inner_tracked, inner_untracked = _names(os.path.join(path, name), run, notes)
             others += [os.path.join(name, one) for one in inner_tracked + inner_untracked]
         else:
@@ -110,7 +110,6 @@ def _walk(path: str) -> list[str]:
 
 
 def _code_among(path: str, names: list[str], run: str, notes: list[str]) -> list[str]:
-    """Untracked files that are code."""
     reasons: dict[str, str | None] = {}
     kept = []
     for name in names:
@@ -150,7 +149,6 @@ def _note_link(path: str, name: str, notes: list[str]) -> None:
 
 
 def tree_of(path: str) -> git.WorkTree | None:
-    """Work tree that holds `path`; None: there is none, or `path` does not exist. Raises SnapshotError."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -182,11 +180,7 @@ _FILES = (
 
 
 def holds_credentials(name: str) -> bool:
-    """Whether a file, by its name or that of a folder above it, holds credentials.
-
-    Args:
-        name: relative to the copied directory.
-    """
+    """Whether a file, by its relative name or that of a folder above it, holds credentials."""
     *folders, file = name.split("/")
     return (
         any(folder.lower() in _FOLDERS for folder in folders) or re.fullmatch(_FILES, file, re.IGNORECASE) is not None

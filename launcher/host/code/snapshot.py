@@ -44,10 +44,7 @@ LIMIT_BYTES = 200 * 10**6  # bytes of all sources together: code, not data
 
 
 def take(sources: list[CodeSource], target: Path) -> CodeSnapshot:
-    """Make the snapshot `target` unless it exists. Returns its record. Of several processes one makes it.
-
-    Args:
-        sources: result of `plan_sources`.
+    """Make the snapshot `target` unless it exists, and return its record. Of several processes one makes it.
 
     Raises:
         SnapshotError: nothing is left behind. Its cause is an OSError where the file system fails now and here.
@@ -100,7 +97,7 @@ def _link(sources: list[CodeSource], target: Path) -> None:
 
 def _refuse_foreign(target: Path) -> None:
     if target.exists() and not target.is_symlink():
-        raise SnapshotError(f"{target} exists and is no snapshot of mrl; move it away")
+        raise SnapshotError(f"{target} exists and is not a snapshot of mrl; move it away")
 
 
 def _numbered(target: Path, number: int) -> Path:
@@ -121,7 +118,6 @@ def _record_of(snapshot: Path, patience: float = 0.0) -> Found[CodeSnapshot]:
 
 
 def _publish(sources: list[CodeSource], target: Path, number: int) -> bool:
-    """Make the snapshot of this number. Returns False where another process has made it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_debris(target)
     building = f"{_building(target)}.{os.getpid()}.{os.urandom(4).hex()}.tmp"

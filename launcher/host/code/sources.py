@@ -37,7 +37,6 @@ def plan_sources(installed: list[str], include: list[str]) -> list[CodeSource]:
 
 
 def sources_text(sources: list[CodeSource]) -> str:
-    """Planned sources as JSON, for the batch script."""
     planned = ("path", "name", "kind", "commit", "dirty")
     return json.dumps([{key: getattr(source, key) for key in planned} for source in sources], indent=1)
 

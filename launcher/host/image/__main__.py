@@ -19,7 +19,6 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python3 -m launcher.host.image", description="Import a container image once; print its squashfs file."
     )

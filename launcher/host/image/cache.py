@@ -32,17 +32,10 @@ SUPERBLOCK = struct.Struct("<4s36xQ")  # magic, bytes used: https://dr-emann.git
 
 
 def import_image(reference: str, cache: Path, refresh: bool = False, report: Report | None = None) -> Path:
-    """Return the squashfs file of `reference`, importing it unless the cache has it.
+    """Return the squashfs file of `reference`. Import it unless the cache has it; `refresh` resolves a tag again.
 
-    Of several processes, on any nodes, one imports and the others wait for it.
-
-    Args:
-        cache: shared directory of images.
-        refresh: resolve a tag again.
-        report: gets progress, a line each; default: stderr.
-
-    Raises:
-        ImageError: no incomplete file is left under its final name.
+    Of several processes, on any nodes, one imports and the others wait for it. Raises ImageError, and leaves no
+    incomplete file under its final name.
     """
     report = report or _to_stderr
     if is_path(reference):
@@ -79,8 +72,8 @@ def _imported(reference: str, cache: Path, refresh: bool, report: Report) -> Pat
 
 
 def check(reference: str) -> None:
-    """Raise ImageError where an image can surely not be used: its file is missing, empty or incomplete, or the
-    reference is none."""
+    """Raise ImageError where an image can surely not be used: its file is missing, empty or incomplete, or it is not a
+    reference."""
     if is_path(reference):
         _whole(_absolute(reference), patience=0.0)
     else:
@@ -88,11 +81,10 @@ def check(reference: str) -> None:
 
 
 def find(reference: str, cache: Path, patience: float = 0.0) -> Path | None:
-    """Complete squashfs file of `reference` in the cache; None where it would have to be imported.
+    """Complete squashfs file of `reference` in the cache; None where it must be imported.
 
-    Args:
-        patience: seconds of retries where a file cannot be read. They matter before an import, which takes long and may
-            resolve a tag to another image.
+    patience: seconds of retries where a file cannot be read. They matter before an import, which takes long and may
+    resolve a tag to another image.
     """
     if is_path(reference):
         file = _absolute(reference)
@@ -110,7 +102,6 @@ def _absolute(path: str) -> Path:
 
 
 def _entry(reference: str, cache: Path) -> Path:
-    """Record (CachedImage) of a reference in the cache."""
     readable = re.sub("[^A-Za-z0-9.-]+", "+", re.sub("^docker://", "", reference))
     code = hashlib.sha256(reference.encode()).hexdigest()[:8]
     return cache / f"{readable}.{code}.json"
@@ -152,7 +143,6 @@ def _remove(file: Path) -> None:
 
 
 def _import(reference: Reference, file: Path, entry: Path, report: Report) -> None:
-    """Import under a temporary name, validate, rename."""
     fresh = entry.with_name(f".{entry.stem}.{socket.gethostname()}.{os.getpid()}.tmp")
     log = entry.with_suffix(".log")
     report(f"importing {reference.uri()} into {file} (log: {log})")
@@ -172,11 +162,8 @@ def _import(reference: Reference, file: Path, entry: Path, report: Report) -> No
 
 
 def _whole(file: Path, patience: float = PATIENCE_S) -> Path:
-    """Return `file` if it is a complete squashfs file. Raises ImageError.
-
-    Args:
-        patience: seconds of retries where the file system fails.
-    """
+    """Return `file` if it is a complete squashfs file, after `patience` seconds of retries where the file system fails.
+    Raises ImageError."""
     give_up = time.monotonic() + patience
     while True:
         try:
@@ -196,7 +183,7 @@ def _checked(file: Path) -> Path:
         size = os.fstat(image.fileno()).st_size
     magic, used = SUPERBLOCK.unpack(head) if len(head) == SUPERBLOCK.size else (b"", 0)
     if magic != b"hsqs":
-        raise ImageError(f"image {file}: is no squashfs file; enroot import makes one")
+        raise ImageError(f"image {file}: is not a squashfs file; enroot import makes one")
     if size < used:
         raise ImageError(f"image {file}: is cut short, {size} of {used} bytes; import it again")
     return file

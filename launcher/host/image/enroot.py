@@ -21,11 +21,9 @@ TICK = 0.5  # seconds between polls of the import
 SQUASH_OPTIONS = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"  # fast to write, fast to read
 
 Report = Callable[[str], None]
-"""Gets progress, a line each."""
 
 
 def ask_digest(reference: Reference, report: Report) -> str | None:
-    """Digest of the reference's tag now; None where this enroot cannot resolve it. Raises ImageError without enroot."""
     try:
         answer = run_limited(["enroot", "digest", reference.uri()], DIGEST_LIMIT)
     except FileNotFoundError:

@@ -6,7 +6,6 @@ import re
 from typing import NamedTuple
 
 SUFFIXES = (".sqsh", ".sqfs", ".squashfs")
-"""Suffixes of squashfs files."""
 
 
 class ImageError(Exception):
@@ -14,8 +13,6 @@ class ImageError(Exception):
 
 
 class Reference(NamedTuple):
-    """An image in a registry."""
-
     user: str | None
     registry: str | None  # None: Docker Hub
     name: str

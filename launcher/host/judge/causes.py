@@ -40,8 +40,6 @@ TO_STEPS = "a signal to the steps"  # Drain.by of a signal that only the ranks g
 
 
 class Cause(NamedTuple):
-    """Explanation of a signal by Slurm's record."""
-
     cause: str
     end: float | None  # unix time at which Slurm ends, or ended, the job
 
@@ -91,9 +89,7 @@ def cause_in_log(text: str, job_id: str, since: float) -> str | None:
     """Why Slurm ended the script of a job, by the message that slurmstepd writes first. It may be the only trace: a
     preemption without grace leaves none in the record of the requeued job, and not every site has accounting.
 
-    Args:
-        text: text of the batch log, whose times are in the zone of the host.
-        since: unix time at which the attempt began; all attempts share the log.
+    since: unix time at which the attempt began; all attempts share the log, whose times are in the zone of the host.
     """
     cause = None
     for job, at, why in _ENDED_BY_STEPD.findall(text):
@@ -104,7 +100,6 @@ def cause_in_log(text: str, job_id: str, since: float) -> str | None:
 
 
 def is_returning(job: dict[str, str], restarts: int) -> bool:
-    """Whether Slurm has requeued the job since this attempt began."""
     found = job.get("Restarts", "")
     return found.isdigit() and int(found) > restarts
 
@@ -118,12 +113,10 @@ def has_script(job: dict[str, str]) -> bool:
 
 
 def is_requeueable(job: dict[str, str]) -> bool:
-    """Whether a job may be requeued; True where Slurm does not say, since trying does no harm."""
     return job.get("Requeue") != "0"
 
 
 def is_ending(job: dict[str, str]) -> bool:
-    """Whether Slurm ends a running job, now or after its grace time."""
     preempted, start = time_of(job.get("PreemptTime")), time_of(job.get("StartTime"))
     in_grace = preempted is not None and start is not None and preempted >= start
     return in_grace or job.get("JobState") in ("COMPLETING", "CANCELLED", "PREEMPTED")
@@ -136,21 +129,16 @@ def is_truer(cause: str, named: str) -> bool:
 
 
 def is_complete(request: Drain) -> bool:
-    """Whether a request to leave has both a cause and a deadline."""
     return request.cause != SIGNALLED and request.deadline is not None
 
 
 def is_unexplained(request: Drain) -> bool:
-    """Whether only the ranks know of a request to leave: they got a signal, and no other source explains it."""
     return request.cause == SIGNALLED and not request.by.endswith(TO_BATCH_HOST.format(""))
 
 
 def completed(request: Drain, cause: Cause, deadline: float | None) -> Drain:
-    """Return a request to leave, completed by Slurm's record: the cause if it has none, and the end.
-
-    Args:
-        deadline: unix time at which the job will have ended.
-    """
+    """Complete a request to leave by Slurm's record: the cause if it has none, and the end. `deadline` is the unix time
+    at which the job will have ended."""
     return request._replace(
         cause=request.cause if request.cause != SIGNALLED else cause.cause,
         deadline=deadline if request.deadline is None else request.deadline,

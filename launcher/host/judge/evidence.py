@@ -9,21 +9,16 @@ from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED
 
 
 class RankExit(NamedTuple):
-    """Exit of a rank of the training step, not caused by the host side."""
-
     rank: int
     code: int  # negative: the signal that ended it
     host: str | None = None  # None: unknown
 
     @property
     def bad(self) -> bool:
-        """Whether the exit code means a failure."""
         return self.code not in (EXIT_FINISHED, EXIT_DRAINED)
 
 
 class AttemptEvidence(NamedTuple):
-    """All facts about the end of an attempt."""
-
     # Written by the ranks
     errors: list[RankError] = []  # oldest first; later ones are usually its consequences
     unreadable_errors: dict[int, str] = {}  # rank -> why its error file cannot be read

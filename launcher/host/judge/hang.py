@@ -1,6 +1,6 @@
 """Pure: heartbeats -> the rank that the others wait for.
 
-A thread of its own writes a rank's heartbeat (Attempt.heartbeat), so heartbeats continue while the main thread hangs:
+A separate thread writes a rank's heartbeat (Attempt.heartbeat), so heartbeats continue while the main thread hangs:
 `at` is the main thread's last progress. Where heartbeats stop, the process is stopped or its node is dead.
 
 When one rank hangs the others soon hang too, in the collective that it does not join. It is the one that is behind.
@@ -18,11 +18,8 @@ MISSED = 3  # heartbeats that a rank may miss on a busy file system
 
 
 def by_clock_of_reader(beat: Heartbeat, first_seen: float) -> Heartbeat:
-    """Return a heartbeat with its times moved to the reader's clock: the nodes' clocks may be hours apart.
-
-    Args:
-        first_seen: unix time at which a heartbeat with this `written` was first read.
-    """
+    """Return a heartbeat with its times moved to the reader's clock, which first saw it at `first_seen`: the nodes'
+    clocks may be hours apart."""
     return beat._replace(at=beat.at + first_seen - beat.written, written=first_seen)
 
 
@@ -30,10 +27,7 @@ def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit
     """The rank that hangs, if one does: its process is stopped, or no rank makes progress and it is the one without
     heartbeats, or the one behind. While any rank makes progress the others may be waiting for it.
 
-    Args:
-        heartbeats: newest of each rank that has sent one.
-        began: unix time at which the ranks were started.
-        limit: seconds of silence after which a rank counts as hung.
+    limit: seconds of silence after which a rank counts as hung.
     """
     # A rank that may still be starting counts as one that makes progress.
     present = _present(heartbeats, began if now - began > START_LIMIT_S else now)
@@ -47,11 +41,8 @@ def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit
 
 
 def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Hang | None:
-    """The rank that did not join a collective; None where no rank stands out.
-
-    Args:
-        waiting: ranks whose collective timed out.
-    """
+    """The rank that did not join the collective that timed out on the `waiting` ranks; None where no rank stands
+    out."""
     if not heartbeats:
         return None
     present = _present(heartbeats, began=min(beat.at for beat in heartbeats))
@@ -77,7 +68,6 @@ def describe_hang(hang: Hang) -> str:
 
 
 def _present(heartbeats: Sequence[Heartbeat], began: float) -> list[Heartbeat]:
-    """Return a heartbeat for each rank that has not left, with one at `began` for ranks that never sent any."""
     known = {beat.rank for beat in heartbeats}
     ranks = max([beat.ranks for beat in heartbeats] or [1])
     absent = [

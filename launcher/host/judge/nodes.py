@@ -13,7 +13,7 @@ from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
 ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
 NOT_UNPACKED = "the image could not be unpacked: "
 DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
-CLOCK_S = 10.0  # seconds by which clocks may differ without a warning
+CLOCK_S = 10.0  # seconds that clocks may differ without a warning
 
 
 class NotEnoughNodes(Exception):
@@ -21,8 +21,6 @@ class NotEnoughNodes(Exception):
 
 
 class NodeReports(NamedTuple):
-    """Results of the node checks of one attempt."""
-
     nodes: dict[str, NodeHealth]  # host -> its report
     unreadable: dict[str, str] = {}  # host -> why its report cannot be read
     fabric: FabricReport | None = None  # report of the all-reduce between them, if there was one
@@ -57,12 +55,7 @@ def unfit_nodes(reports: NodeReports, expected_hosts: Sequence[str]) -> dict[str
 
 def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: dict[str, str]) -> dict[str, str]:
     """Host on which the image could not be unpacked -> why. Its disk is full or broken. Empty where all hosts failed,
-    since then no node is to blame.
-
-    Args:
-        unpacked: hosts that reported success.
-        reasons: host -> error in its log.
-    """
+    since then no node is to blame."""
     if not set(unpacked) & set(hosts):
         return {}
     silent = "its node does not say why (see unpack.*.log)"
@@ -71,12 +64,7 @@ def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: dict[
 
 def skewed_clocks(reports: NodeReports, began: float, now: float) -> list[str]:
     """A sentence for each node whose clock differs from this host's. It is a warning only; but such logs are hard to
-    read, and munge and TLS refuse clocks that differ by minutes.
-
-    Args:
-        began: unix time at which the check started.
-        now: unix time at which it had ended.
-    """
+    read, and munge and TLS refuse clocks that differ by minutes. The check lasted from `began` to `now`."""
     warnings = []
     for host, report in sorted(reports.nodes.items()):
         off = max(began - report.at, report.at - now)
@@ -88,11 +76,7 @@ def skewed_clocks(reports: NodeReports, began: float, now: float) -> list[str]:
 
 def to_exclude(unfit: dict[str, str], before: Collection[str]) -> list[str]:
     """Unfit nodes that the job should avoid for a day. A fault that may pass (`_may_pass`) excludes a node only the
-    second time in a row.
-
-    Args:
-        before: hosts that were unfit in the previous attempt.
-    """
+    second time in a row: where the previous attempt had it among its unfit ones, `before`."""
     return sorted(host for host, why in unfit.items() if host in before or not _may_pass(why))
 
 
@@ -103,7 +87,6 @@ def _may_pass(why: str) -> bool:
 
 
 def suffice(plan: PlanRecord, hosts: Collection[str]) -> bool:
-    """Whether these fit hosts are enough for the smallest plan."""
     return len(hosts) >= _plans(plan)[-1].nodes
 
 
@@ -111,15 +94,9 @@ def assign(plan: PlanRecord, hosts: Sequence[str], unfit: dict[str, str], given:
     """Assign the first fit hosts of the allocation to the plan's nodes, in Slurm's order, which follows the topology.
 
     Where `job.nodes` is a range, all nodes except the spare ones work, as far as there is a layout for that number. A
-    spare node replaces a bad one; the run gets smaller only when none is left.
+    spare node replaces a bad one; the run gets smaller only when none is left. Raises NotEnoughNodes.
 
-    Args:
-        hosts: all hosts of the allocation.
-        unfit: host -> why it is unfit.
-        given: number of hosts before some died; 0: none has.
-
-    Raises:
-        NotEnoughNodes: names the unfit ones.
+    given: number of hosts before some died; 0: none has.
     """
     plans = _plans(plan)
     fewest = plans[-1].nodes
@@ -147,5 +124,4 @@ def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> No
 
 
 def _plans(plan: PlanRecord) -> list[PlanRecord | SmallerPlan]:
-    """All plans, largest first."""
     return [plan, *plan.alternatives]

@@ -50,7 +50,7 @@ BY_SLURM = "slurm"  # Slurm has requeued the job already
 SUCCESSOR = "successor"  # the job cannot be requeued, so a successor is submitted
 STAYS = "stays"  # the host side starts the next attempt in the same allocation, on the nodes that are left
 HELD = "held"  # the job waits for the user
-OVER = "over"  # nothing, and there is no fault
+OVER = "over"  # nothing, and nothing is wrong
 STARTS_AGAIN = (BY_US, BY_SLURM, SUCCESSOR, STAYS)
 
 # Cause -> attempts in a row that saved nothing, after which the run is held. Preemptions do not count, since they are
@@ -69,8 +69,6 @@ MAKE_ROOM = "make room there; the run resumes from its newest checkpoint"
 
 
 class Facts(NamedTuple):
-    """Facts about the job at the end of an attempt."""
-
     checkpoint: int = 0  # step of the newest checkpoint, 0: none
     can_return: bool = True  # whether it is a batch job that has not ended
     requeueable: bool = True
@@ -82,8 +80,6 @@ class Facts(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Decision about the job."""
-
     outcome: str  # for the ledger
     cause: str | None
     then: str
@@ -95,17 +91,12 @@ class Decision(NamedTuple):
 
 
 def decide(history: Sequence[LedgerLine], verdict: Verdict, drain: Drain | None, facts: Facts) -> Decision:
-    """Decide about the job of an attempt that ended.
-
-    Args:
-        history: the ledger's lines of earlier attempts, oldest first.
-        drain: request to leave, if there was one.
-    """
+    """Decide about the job of an attempt that ended, by the ledger's lines of earlier attempts, oldest first."""
     cause = drain.cause if drain else None
     if verdict.outcome == FINISHED:
         return Decision(FINISHED, cause, OVER, EXIT_FINISHED, "")
     if verdict.outcome == MISCONFIGURED:
-        return Decision(MISCONFIGURED, cause, HELD, EXIT_CONFIG, "the configuration has to be changed")
+        return Decision(MISCONFIGURED, cause, HELD, EXIT_CONFIG, "the configuration must be changed")
     if cause == CANCELLED:
         if verdict.outcome == CRASHED:
             return Decision(CRASHED, cause, OVER, EXIT_CRASHED, "it was asked to stop")
@@ -167,7 +158,6 @@ def _after_crash(history: list[AttemptEnd], verdict: Verdict, cause: str | None,
 
 
 def is_crash(end: AttemptEnd) -> bool:
-    """Whether an end in the ledger counts as a crash of the run itself."""
     crashed = end.outcome == CRASHED or (end.outcome == LOST and end.cause is None)
     return crashed and not found_disk_full(end.error)
 
@@ -185,7 +175,6 @@ def _found_nodes_disk_full(error: str | None) -> bool:
 
 
 def _same_place(end: Verdict, last: AttemptEnd) -> bool:
-    """Whether two attempts are known to have ended at the same step, or both while their ranks started."""
     return end.step == last.step and _knows_place(end) and _knows_place(last)
 
 
@@ -198,12 +187,10 @@ def _knows_place(end: Verdict | AttemptEnd) -> bool:
 
 
 def _is_on_all_nodes(end: Verdict | AttemptEnd) -> bool:
-    """Whether no node could unpack the image."""
     return end.node is None and (end.error or "").startswith(NOT_UNPACKED)
 
 
 def _is_wrong_everywhere(error: str | None) -> bool:
-    """Whether this is the error of a container mount, which the profile requests on every node."""
     return re.search(r"enroot-mount:|--container-mounts:", error or "") is not None
 
 
@@ -228,7 +215,6 @@ def since_held(history: Sequence[LedgerLine]) -> list[AttemptEnd]:
 
 
 def _backoff(facts: Facts, failures: int) -> float:
-    """Seconds to wait after a number of failures in a row; they double with each."""
     return min(facts.backoff_s * 2.0 ** min(failures - 1, 20), LONGEST_BACKOFF_S) if failures > 0 else 0.0
 
 
@@ -242,13 +228,11 @@ def _in_vain(ends: list[AttemptEnd]) -> list[AttemptEnd]:
 
 
 def _losses(history: Sequence[LedgerLine]) -> int:
-    """Number of attempts just before this one that ran in the same allocation."""
     stayed = [line.then == STAYS for line in reversed(history) if isinstance(line, AttemptEnd)]
     return [*stayed, False].index(False)
 
 
 def _same(error: str | None, other: str | None) -> bool:
-    """Whether two errors are the same except for numbers: addresses, ports, ranks and losses differ each time."""
     return error is not None and other is not None and _gist(error) == _gist(other)
 
 

@@ -23,19 +23,13 @@ NAMES = {INFER: "inference replica", TEACHER: "replica of the teacher"}
 
 
 class Restart(NamedTuple):
-    """Decision about a replica that has ended."""
-
     used: int  # restarts so far, without those that it has earned back
     pause_s: float | None  # seconds until it starts again; None: it is given up
 
 
 def after_end(used: int, lived_s: float, verdict: Verdict) -> Restart:
-    """Whether and when a replica starts again.
-
-    Args:
-        used: earlier restarts.
-        lived_s: seconds from its last start to its end.
-    """
+    """Whether and when a replica starts again, after `used` restarts and `lived_s` seconds from its last start to its
+    end."""
     used = max(0, used - int(lived_s // EARNED_S))
     if verdict.outcome == MISCONFIGURED or used >= RESTARTS:
         return Restart(used, None)
@@ -51,11 +45,7 @@ def describe(name: str, verdict: Verdict) -> str:
 
 def without_replicas(verdict: Verdict, replicas: Sequence[ReplicaState], kind: str = INFER) -> Verdict:
     """Replace the verdict on an attempt whose training failed because no replica of a kind was left: the replicas' end
-    is the cause. Where each of them had a wrong configuration, so has the run.
-
-    Args:
-        replicas: all replicas of that kind of the attempt.
-    """
+    is the cause. Where each of them had a wrong configuration, so has the run."""
     if verdict.outcome != CRASHED or not replicas or any(each.state != REPLICA_GIVEN_UP for each in replicas):
         return verdict
     outcome = MISCONFIGURED if all(each.misconfigured for each in replicas) else CRASHED

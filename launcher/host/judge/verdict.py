@@ -35,8 +35,6 @@ _NOT_IN_IMAGE = re.compile(
 
 
 class Verdict(NamedTuple):
-    """How an attempt ended."""
-
     outcome: str  # one of codes
     step: int | None = None  # saved step (finished, drained), or the step of the error
     error: str | None = None  # one line
@@ -54,7 +52,7 @@ def verdict_of(evidence: AttemptEvidence) -> Verdict:
         or _timed_out(evidence)
         or _reported(evidence)
         or _died_before_drain(evidence)
-        or _left_in_order(evidence)
+        or _left_cleanly(evidence)
         or _died(evidence)
         or _unrecorded(evidence)
     )
@@ -128,10 +126,10 @@ def _died_before_drain(evidence: AttemptEvidence) -> Verdict | None:
     return _by_exit(evidence, first)
 
 
-def _left_in_order(evidence: AttemptEvidence) -> Verdict | None:
+def _left_cleanly(evidence: AttemptEvidence) -> Verdict | None:
     if evidence.outcome is not None:
         return Verdict(evidence.outcome.outcome, evidence.outcome.step)
-    if evidence.unreadable_outcome is not None:  # only ranks that left in order record one
+    if evidence.unreadable_outcome is not None:  # only ranks that left cleanly record one
         return Verdict(DRAINED, None, f"what rank 0 recorded cannot be read: {evidence.unreadable_outcome}")
     return None
 
@@ -156,7 +154,6 @@ def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Verdict | None:
 
 
 def _unrecorded(evidence: AttemptEvidence) -> Verdict:
-    """Verdict on ranks that recorded nothing."""
     if evidence.unseen is not None:
         return Verdict(LOST, None, evidence.unseen)
     if evidence.late is not None:

@@ -18,12 +18,8 @@ OF_A_JOB = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 def run_limited(
     command: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None, given: bytes | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command to its end, shielded from signals to the job and from Ctrl-C.
-
-    Args:
-        limit_s: seconds after which it is killed, with all that it has started.
-        environ: its environment; default: this process's.
-        given: its standard input; default: none.
+    """Run a command to its end, shielded from signals to the job and from Ctrl-C. After `limit_s` seconds it is killed,
+    with all that it has started.
 
     Raises:
         subprocess.TimeoutExpired: it was killed.

@@ -32,15 +32,8 @@ class Lock:
     """
 
     def __init__(self, path: Path, patience: float = 0.0) -> None:
-        """
-        Args:
-            path: lock file, created if missing.
-            patience: seconds to wait for the present holder.
-
-        Raises:
-            IsLocked: it was still held after that time.
-            OSError: the file cannot be created or opened.
-        """
+        """Take the lock, waiting `patience` seconds for the present holder. Raises IsLocked, and OSError where the file
+        cannot be created or opened."""
         self.works = True
         self.descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT, 0o644)
         give_up = time.monotonic() + patience
@@ -81,16 +74,9 @@ class RunLock:
     """The right to a run directory, or to one import of an image: a Lock whose file says who holds it."""
 
     def __init__(self, path: Path, what: str, patience: float = 0.0) -> None:
-        """
-        Args:
-            path: lock file, created if missing.
-            what: description of the owner, shown to others that find the run in use.
-            patience: seconds to wait for the present holder, who may only be looking.
-
-        Raises:
-            RunIsOwned: it was still held after that time.
-            OSError: the file cannot be created or written.
-        """
+        """Take the lock, waiting `patience` seconds for a holder who may only be looking. `what` describes this owner
+        to others that find the run in use. Raises RunIsOwned, and OSError where the file cannot be created or
+        written."""
         try:
             self._lock = Lock(path, patience)
         except IsLocked:
@@ -103,7 +89,6 @@ class RunLock:
             raise
 
     def _enter(self, path: Path, what: str) -> None:
-        """Record the holder in the file. Raises RunIsOwned, OSError."""
         other = None if self.works else _read_owner(path)
         if other is not None and _runs_on_this_host(other):
             raise RunIsOwned(other)
@@ -116,7 +101,6 @@ class RunLock:
 
 
 def owner_of(path: Path) -> LockOwner | None:
-    """Present holder of a RunLock; None when it is free. Raises OSError."""
     if not path.exists():
         return None
     try:
@@ -129,12 +113,10 @@ def owner_of(path: Path) -> LockOwner | None:
 
 
 def _read_owner(path: Path) -> LockOwner | None:
-    """Record in a lock file; None between its truncation and its writing."""
     with path.open("rb") as file:
         found = decode(LockOwner, file.read(4096), path)
     return None if isinstance(found, Unreadable) else found
 
 
 def _runs_on_this_host(owner: LockOwner) -> bool:
-    """Whether the owner is another process of this host that still runs."""
     return owner.host == socket.gethostname() and owner.pid != os.getpid() and start_time(owner.pid) is not None

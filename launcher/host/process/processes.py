@@ -14,7 +14,7 @@ from megatron_rl.contract.children import death_with_parent
 
 
 def start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot; None when it is gone or a zombie. Pids are reused, but a pid and
+    """Clock ticks from boot to the start of a process; None when it is gone or a zombie. Pids are reused, but a pid and
     its start time together identify a process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -28,10 +28,7 @@ class Fork:
     """A forked child that runs a Python function which may hang, without starting another interpreter."""
 
     def __init__(self, work: Callable[[], str]) -> None:
-        """
-        Args:
-            work: returns text; what it raises becomes text too. SIGTERM ends it through every `finally`.
-        """
+        """Start the work. It returns text; what it raises becomes text too. SIGTERM ends it through every `finally`."""
         reader, writer = os.pipe()
         die_too = death_with_parent(os.getpid(), signal.SIGTERM)
         self.pid = os.fork()
@@ -53,7 +50,6 @@ class Fork:
         return True
 
     def has_ended(self) -> bool:
-        """Whether the work is done, or failed."""
         while self._reader is not None and select.select([self._reader], [], [], 0)[0]:
             data = os.read(self._reader, 65536)
             self._output += data
@@ -71,15 +67,11 @@ class Fork:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without a result."""
         return self._status is not None and self._status != 0
 
     def end(self, patience: float = 0.0) -> None:
-        """End the work. A child that hangs in the kernel is left behind.
-
-        Args:
-            patience: seconds for its `finally` blocks.
-        """
+        """End the work, after `patience` seconds for its `finally` blocks. A child that hangs in the kernel is left
+        behind."""
         if not self.has_ended() and patience > 0:
             os.kill(self.pid, signal.SIGTERM)
             self.wait(patience)
@@ -93,7 +85,6 @@ class Fork:
 
 
 def _do(work: Callable[[], str], writer: int, die_too: Callable[[], None]) -> None:
-    """Run the work of a Fork in the child, which ends here."""
     code = 1
     try:
         for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):

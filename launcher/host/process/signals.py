@@ -23,7 +23,6 @@ class Signals:
         signal.signal(signal.SIGCHLD, self._wake)
 
     def add(self, name: str) -> None:
-        """Add a signal that arrived before this object existed."""
         self._received.append(name)
 
     def take(self) -> list[str]:
@@ -32,7 +31,6 @@ class Signals:
         return taken
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a signal arrives, a child ends, or the time is over."""
         if not self._received and select.select([self._reader], [], [], seconds)[0]:
             os.read(self._reader, 65536)
 

@@ -7,13 +7,13 @@ The time of an attempt begins when its GPUs are held for it and ends when they a
     start-up   node checks and starting processes, until rank 0 accounts for its own time (Attempt.timeline)
     ...        the training ranks' own records. GPUs of the allocation without a rank wait meanwhile. With inference
                replicas the training ranks wait for the answers, and the replicas wait the rest of the time
-    drain      leaving: from the request, or from rank 0's last line if it left in order, to the end
+    drain      leaving: from the request, or from rank 0's last line if it left cleanly, to the end
     lost       time whose results were discarded: steps after the checkpoint from which a later attempt resumed, the
                unfinished step at the end of an attempt (its answers are banked, its training is not), and unrecorded
                time, for example before rank 0 was killed
 
 The pause between two jobs, or between two starts on one machine, is not charged. Clocks of hosts may differ by seconds:
-times are put in order, so that no span is negative and the sums hold.
+times are sorted, so that no span is negative and the sums hold.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from megatron_rl.contract.codes import FINISHED, STOPPED
 QUEUE, IMAGE, START_UP, WAIT, LOST, DRAIN = "queue", "image", "start-up", "wait", "lost", "drain"
 GENERATE = "generate"
 USEFUL = (GENERATE, "reward", "log-probs", "train", "refit", "evaluate")
-"""Categories whose share is the goodput."""
 CATEGORIES = (QUEUE, IMAGE, START_UP, "load", *USEFUL, "offload", "save", WAIT, LOST, DRAIN)
 
 TRAINING = ("log-probs", "train", "offload", "refit")  # repeated for a step that was not finished
-WORK = (GENERATE, "reward", WAIT, *TRAINING)  # work for a step; other categories belong to the step before
+WORK = (GENERATE, "reward", WAIT, *TRAINING)  # work for a step; other categories belong to the previous step
 
 IN_QUEUE = 0  # number of the attempt that a job in the queue will begin
 
@@ -49,8 +48,6 @@ class AttemptTrace(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Time of an attempt without a gap, in unix time."""
-
     start: float
     end: float
     seconds: dict[str, float]  # category -> GPU-seconds of the GPUs that train; those that are 0 may be missing
@@ -58,25 +55,20 @@ class Span(NamedTuple):
 
 
 class AttemptUsage(NamedTuple):
-    """GPU-seconds of one attempt."""
-
     attempt: int | None  # None: its job is still in the queue
     gpus: int
     queued_at: float
     start: float
     end: float  # end of the charged time: of a running attempt, the last line of its timeline
     seconds: dict[str, float]  # GPU-seconds of each of CATEGORIES; without queue they sum to gpus * (end - start)
-    spans: list[Span] = []  # the same over time, without queue, in order
+    spans: list[Span] = []  # the same over time, without queue, oldest first
 
 
 class GpuUsage(NamedTuple):
-    """GPU-seconds of a run."""
-
     attempts: list[AttemptUsage]
 
     @property
     def total(self) -> dict[str, float]:
-        """GPU-seconds of each of CATEGORIES."""
         return {name: sum(attempt.seconds[name] for attempt in self.attempts) for name in CATEGORIES}
 
     def as_json(self) -> dict[str, Any]:
@@ -104,7 +96,6 @@ class GpuUsage(NamedTuple):
 
 
 def held_of(seconds: Mapping[str, float]) -> float:
-    """GPU-seconds held, of GPU-seconds by category."""
     return sum(seconds.values()) - seconds[QUEUE]
 
 
@@ -124,8 +115,6 @@ def gpu_usage(
     """Charge all time of a run.
 
     Args:
-        ledger: lines of attempts.jsonl.
-        traces: attempt -> times in its files.
         running: whether an attempt without an end in the ledger runs; else it was killed.
         queued: the coming start of a job in the queue (`in_queue`), as if it happened now.
     """
@@ -154,7 +143,7 @@ def gpu_usage(
 
 
 def in_queue(job_id: str, submitted_at: float, gpus: int, now: float) -> AttemptStart:
-    """Start of the attempt that a job in the queue will begin, as if it began now and took no time."""
+    """The attempt that a job in the queue will begin, as if it began now and took no time."""
     return AttemptStart(IN_QUEUE, now, job_id=job_id, restart=-1, gpus=gpus, submitted_at=submitted_at)
 
 
@@ -173,11 +162,7 @@ class _Account:
         self._charge(start, {category: span * (self.gpus - apart)}, {category: span * apart})
 
     def line(self, line: TimelineLine, ranks: int, fate: Mapping[str, str]) -> None:
-        """Charge a line of the timeline.
-
-        Args:
-            fate: category -> category that gets its seconds instead.
-        """
+        """Charge a line of the timeline. `fate` maps a category to the one that gets its seconds instead."""
         start, span = self.at, self._pass(line.at)
         recorded = sum(line.seconds.values()) / ranks
         known = min(span, recorded)
@@ -197,7 +182,6 @@ class _Account:
         self._charge(start, seconds, generating)
 
     def _charge(self, start: float, seconds: Mapping[str, float], generating: Mapping[str, float]) -> None:
-        """Charge the time from `start` to the present one."""
         for part in (seconds, generating):
             for name, its in part.items():
                 self.seconds[name] += its
@@ -216,11 +200,7 @@ def _add(seconds: dict[str, float], name: str, its: float) -> None:
 
 
 def _charge_attempt(account: _Account, trace: AttemptTrace, kept: int, goes_on: bool) -> None:
-    """Charge the time of an attempt.
-
-    Args:
-        kept: newest step from which a later attempt resumed.
-    """
+    """Charge the time of an attempt. `kept` is the newest step from which a later attempt resumed."""
     ranks = _ranks(trace) or account.gpus
     began = _began(trace)
     if trace.image is not None:
@@ -254,13 +234,8 @@ def _repeated(step: int, before: int | None, kept: int) -> Sequence[str]:
 
 
 def _held_from(line: AttemptStart, before: AttemptStart | None, stopped: bool, ended: float) -> float:
-    """Unix time from which the GPUs of an attempt were held for it.
-
-    Args:
-        line, before: its start and that of the previous attempt in the ledger, if any.
-        stopped: whether the previous attempt was to be the last.
-        ended: end of the previous attempt.
-    """
+    """Unix time from which the GPUs of an attempt were held for it. `stopped`: whether the previous attempt, which
+    ended at `ended`, was to be the last."""
     if before is not None and _same_job(line, before):
         if stopped:
             return line.at  # the pause in an allocation of the user's own is not charged
@@ -290,7 +265,6 @@ def _end(start: AttemptStart, end: AttemptEnd | None, trace: AttemptTrace, next_
 
 
 def is_own(end: AttemptEnd) -> bool:
-    """Whether the process that ran the attempt recorded its end, and not the next start, perhaps days later."""
     return end.seconds is not None
 
 
@@ -308,5 +282,4 @@ def _ranks(trace: AttemptTrace) -> int | None:
 
 
 def _resumed(trace: AttemptTrace) -> int | None:
-    """Step of the checkpoint from which an attempt resumed; None where it did not get that far."""
     return next((line.resumed for line in trace.timeline if line.resumed is not None), None)

@@ -63,12 +63,7 @@ def read_drain(attempt: Attempt, patience: float = PATIENCE_S) -> Drain | None:
 
 
 def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -> AttemptEvidence:
-    """Evidence about the ranks of one world: the training ranks of an attempt, or those of a replica.
-
-    Args:
-        attempt: their files.
-        drain: request to leave, as far as it is known.
-    """
+    """Evidence about the ranks of one world: the training ranks of an attempt, or those of a replica."""
     # Ranks that were asked to leave are ended at this time; later errors are about lost peers.
     ended = math.inf if drain is None or drain.deadline is None else drain.deadline - LAST_MOMENT_S
     errors, unreadable = _read_errors(attempt, ended)
@@ -118,7 +113,6 @@ def read_replicas(attempt: Attempt, kind: str = INFER) -> list[ReplicaState]:
 
 
 def read_node_reports(attempt: Attempt) -> NodeReports:
-    """Reports of the node checks so far. Raises OSError."""
     folder = attempt.health("x").parent
     nodes: dict[str, NodeHealth] = {}
     unreadable: dict[str, str] = {}
@@ -133,11 +127,8 @@ def read_node_reports(attempt: Attempt) -> NodeReports:
 
 
 def _read_errors(attempt: RankFiles, before: float) -> tuple[list[RankError], dict[int, str]]:
-    """Return the ranks' error reports, oldest first, and rank -> why its report cannot be read.
-
-    Args:
-        before: unix time at which the ranks were ended; later errors are consequences of that.
-    """
+    """Return the ranks' error reports, oldest first, and rank -> why its report cannot be read. Those written since the
+    unix time `before` are left out: the ranks were being ended then, and lost peers cause errors."""
     errors: list[tuple[float, RankError]] = []
     unreadable: dict[int, str] = {}
     try:
@@ -156,13 +147,11 @@ def _read_errors(attempt: RankFiles, before: float) -> tuple[list[RankError], di
 
 
 def _is_of_nodes_disk(error: str, attempt: RankFiles) -> bool:
-    """Whether a rank found no room in a node-local directory that does not hold the run."""
     found = _NODES_OWN.search(error)
     return found is not None and not found.group(1).startswith(str(attempt.logs.parent.parent) + os.sep)
 
 
 def _changed(path: Path, default: float) -> float:
-    """Unix time at which a file was written, by the file system's clock."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -199,7 +188,6 @@ def _trained(attempt: Attempt) -> int | None:
 
 
 def _not_started(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heartbeat]) -> dict[int, str]:
-    """Failed rank -> why its program never began."""
     began = {beat.rank for beat in heartbeats}
     silent = [ended.rank for ended in exits if ended.bad and ended.rank not in began]
     found = {rank: why_not_started(attempt, rank) for rank in silent}

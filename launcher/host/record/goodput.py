@@ -18,8 +18,7 @@ def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = Fa
     """Present usage of a run. Raises OSError where its ledger or a timeline cannot be read: without them used time
     would count as lost.
 
-    Args:
-        running, queued: whether its newest attempt runs, and whether its job waits in the queue.
+    running, queued: whether its newest attempt runs, and whether its job waits in the queue.
     """
     ledger = read_ledger(run, patience=0.0)
     ended = {end.attempt for end in ends_in(ledger) if is_own(end)}
@@ -30,7 +29,7 @@ def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = Fa
 
 
 def write_usage(run: RunDir, now: float) -> None:
-    """Write the usage, at each attempt's end. An error is printed only, since the attempt has to end anyway."""
+    """Write the usage, at each attempt's end. An error is printed only, since the attempt must end anyway."""
     try:
         write_atomic(run.goodput, json.dumps(read_usage(run, now).as_json(), indent=1, sort_keys=True) + "\n")
     except OSError as error:
@@ -38,12 +37,10 @@ def write_usage(run: RunDir, now: float) -> None:
 
 
 def mark_image(attempt: Attempt, at: float) -> None:
-    """Record when the container image of an attempt was available. Raises OSError."""
     write(attempt.marks, _marks(attempt)._replace(image=at))
 
 
 def mark_ready(attempt: Attempt, at: float) -> None:
-    """Record when the nodes of an attempt were chosen and its ranks about to start. Raises OSError."""
     write(attempt.marks, _marks(attempt)._replace(ready=at))
 
 
@@ -54,7 +51,6 @@ def gpus_asked(run: RunDir) -> int:
 
 
 def gpus_per_node(run: RunDir) -> int:
-    """GPUs (on CPUs: processes) of each node; 0 where the plan cannot be read."""
     plan = if_readable(read(PlanRecord, run.plan))
     return plan.gpus_per_node if plan else 0
 

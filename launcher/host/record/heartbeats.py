@@ -18,11 +18,8 @@ def read_heartbeats(attempt: RankFiles) -> list[Heartbeat]:
 
 
 class HangWatch:
-    """Looks for a rank that hangs. Times of the heartbeats in `newest` are by this process's clock.
-
-    Args:
-        limit: seconds after which a silent rank counts as hung; 0: never.
-    """
+    """Looks for a rank that is silent for `limit` seconds; 0: never. Times of the heartbeats in `newest` are by this
+    process's clock."""
 
     def __init__(self, attempt: RankFiles, limit: float) -> None:
         self._attempt, self._limit = attempt, limit
@@ -34,8 +31,7 @@ class HangWatch:
         self.newest: list[Heartbeat] = []
 
     def poll(self, now: float) -> Hang | None:
-        """The rank that hangs, if one does. May be called as often as wanted once the ranks are started. Raises
-        OSError."""
+        """The rank that hangs, if one does. May be called at any pace once the ranks are started. Raises OSError."""
         if self._limit <= 0 or now < self._looked + self._every:
             return None
         if self._began is None:

@@ -4,7 +4,8 @@ A run has an id (run.json), which its jobs carry in their comment. A copy of its
 another run: the job recorded there is the original's. A directory that was moved, or is reached by a link or another
 mount, is still the same run. A moved directory leaves nothing behind and keeps its inode; a link leads to the same
 run.json, with the same inode and change time, which no copy shares. A directory that moved to another file system looks
-like a copy and counts as one: no job is ended for it, and starting it makes it a run of its own."""
+like a copy and counts as one: no job is ended for it, and starting it makes it a separate run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, if_readable, read, read_or_raise, write
 from megatron_rl.contract.run_records import Owner, RunIdentity, Submission
 
-SUBMITTED_S = 3600.0  # seconds by which the clocks of two hosts may differ
+SUBMITTED_S = 3600.0  # seconds that the clocks of two hosts may differ
 TOKEN_BYTES = 32  # random bytes of a token
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,}\n")
@@ -29,11 +30,7 @@ _MARK = re.compile(r"\bmrl:([0-9a-f]{32})\b")
 
 
 def copied_from(run: RunDir, identity: RunIdentity) -> str | None:
-    """Directory that this one is a copy of; None where it is the run's own. Raises OSError.
-
-    Args:
-        identity: the record in the directory.
-    """
+    """Directory that this one is a copy of; None where it is the run's own. Raises OSError."""
     if os.path.abspath(run.root) == identity.path:
         return None
     original = RunDir(identity.path)
@@ -76,12 +73,8 @@ def comment_of(run_id: str, given: str = "") -> str:
 
 def is_job_of(owner: Owner, comment: str, name: str, submitted_at: float | None, restarts: int) -> bool:
     """Whether the job that now has a recorded id is the recorded job, and not a later one with a reused id. Its comment
-    decides. Where that names no run, because sbatch was called by hand or the site sets comments of its own, it is
-    another job if both its name and its time of submission (which a requeue changes) differ.
-
-    Args:
-        comment, name, submitted_at, restarts: properties of the job that has the id now.
-    """
+    decides. Where that names no run, because sbatch was called by hand or the site sets its own comments, it is another
+    job if both its name and its time of submission (which a requeue changes) differ."""
     marked = _MARK.search(comment)
     if marked and owner.run_id:
         return marked.group(1) == owner.run_id
@@ -91,7 +84,7 @@ def is_job_of(owner: Owner, comment: str, name: str, submitted_at: float | None,
 
 
 def make_token(run: RunDir) -> None:
-    """Create the token by which a run's listeners know its other processes, readable by its owner only. A whole and
+    """Create the token that a run's listeners know its other processes by, readable by its owner only. A whole and
     private token stays. Call it before any rank starts, since ranks read it once. Raises OSError."""
     try:
         private = run.token.stat().st_mode & 0o077 == 0
@@ -109,7 +102,6 @@ def index_file(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def note_submission(run: RunDir, cluster: str, job_id: str | None) -> str | None:
-    """Add a submission to the index. Returns why that failed; no run stops for it."""
     line = Submission(os.path.abspath(run.root), cluster, time.time(), job_id)
     try:
         index_file().parent.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,9 @@ from megatron_rl.contract.records import PATIENCE_S, Unreadable, UnreadableRecor
 
 
 def read_ledger(run: RunDir, patience: float = PATIENCE_S) -> list[LedgerLine]:
-    """All readable lines, oldest first; torn lines are skipped. Raises UnreadableRecord.
+    """All readable lines, oldest first; torn lines are skipped. Raises UnreadableRecord after `patience` seconds.
 
     Of several starts, or ends, of one attempt the last counts: the disk had reported the earlier ones as not written.
-
-    Args:
-        patience: seconds of retries where the ledger cannot be read at all.
     """
     found = read_lines(LEDGER, run.attempts_ledger, patience)
     if isinstance(found, Unreadable):
@@ -40,7 +37,6 @@ def newest_line(run: RunDir) -> LedgerLine | None:
 
 
 def write_line(run: RunDir, line: LedgerLine) -> None:
-    """Add a line. Raises OSError."""
     append(run.attempts_ledger, line, durable=True)
 
 
@@ -53,12 +49,10 @@ def ends_in(lines: list[LedgerLine]) -> list[AttemptEnd]:
 
 
 def start_of(lines: list[LedgerLine], attempt: int) -> AttemptStart | None:
-    """Start of an attempt, if the ledger has it."""
     return next((start for start in starts_in(lines) if start.attempt == attempt), None)
 
 
 def unended(lines: list[LedgerLine]) -> list[AttemptStart]:
-    """Starts of attempts without a recorded end."""
     ended = {end.attempt for end in ends_in(lines)}
     return [start for start in starts_in(lines) if start.attempt not in ended]
 
@@ -74,11 +68,8 @@ def newest_known_checkpoint(run: RunDir) -> int:
 
 
 def point_latest(attempt: Attempt, tag: str) -> None:
-    """Link logs/latest to this attempt's logs. Raises OSError.
-
-    Args:
-        tag: distinguishes this process from others that do the same.
-    """
+    """Link logs/latest to this attempt's logs. `tag` distinguishes this process from others that do so. Raises
+    OSError."""
     fresh = attempt.latest_logs.with_name(f".latest.{tag}")
     if fresh.is_symlink():
         fresh.unlink()

@@ -18,7 +18,7 @@ SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended is th
 
 # `srun: error: node05: task 3: Killed`; of several tasks: `tasks 0-1,5: Exited with exit code 1`.
 _TASK = re.compile(r"^srun: error: (\S+): tasks? (\d+)[-,0-9]*: (.*?)(?: \(core dumped\))?$", re.MULTILINE)
-# Lines after which tasks end through no fault of their own.
+# Lines after which tasks end without a fault.
 _ENDED_BY_SLURM = re.compile(r"Node failure|Force Terminated|CANCELLED|Job step aborted", re.IGNORECASE)
 # The last line of every pyxis failure. Lines of pyxis that match _EMPTY_WORDS do not hold the cause; the others do.
 _NO_CONTAINER = re.compile(r"Failed to invoke spank plugin stack|spank: required plugin")
@@ -58,7 +58,6 @@ def tail(path: Path, size: int) -> str:
 
 
 def last_line(attempt: RankFiles, rank: int) -> str:
-    """Line of a rank's log that shows how it ended; empty where there is none."""
     return _end_of_log(attempt.log(rank))
 
 
@@ -69,18 +68,13 @@ def _end_of_log(path: Path) -> str:
 
 
 def last_words(srun: Path) -> str:
-    """Last line of srun about a step; empty where there is none."""
     lines = [line.strip() for line in tail(srun, TAIL).split("\n") if line.strip()]
     return re.sub(r"^srun: (error: )?", "", (lines or [""])[-1])[:LINE_LIMIT]
 
 
 def reason_of_step(logs: Path, name: str) -> str:
     """Why a step of the host side failed: the end of the log of its first failed task, else srun's last line; may be
-    empty.
-
-    Args:
-        logs: folder of the attempt's logs, with `NAME.srun.log` and `NAME.TASK.log`.
-    """
+    empty."""
     srun = logs / f"{name}.srun.log"
     failed = parse_exits(tail(srun, LONG_TAIL))
     of_task = _end_of_log(logs / f"{name}.{failed[0].rank}.log") if failed else ""
@@ -88,7 +82,7 @@ def reason_of_step(logs: Path, name: str) -> str:
 
 
 def reasons_of_step(logs: Path, name: str) -> dict[str, str]:
-    """Host -> why its task of a step failed, for hosts that srun names. Arguments are those of `reason_of_step`."""
+    """Host -> why its task of a step failed, for hosts that srun names."""
     failed = parse_exits(tail(logs / f"{name}.srun.log", LONG_TAIL))
     found = {str(task.host): _end_of_log(logs / f"{name}.{task.rank}.log") for task in failed}
     return {host: why for host, why in found.items() if why}
@@ -96,7 +90,7 @@ def reasons_of_step(logs: Path, name: str) -> dict[str, str]:
 
 def timed_out_collective(attempt: RankFiles, rank: int) -> str | None:
     """Collective of a rank that timed out, by the message of NCCL's watchdog in its log, if there is one. The watchdog
-    aborts the rank, so C++ and Python stacks follow, and the log's last line is no help."""
+    aborts the rank, so C++ and Python stacks follow, and the log's last line says nothing."""
     found = _TIMED_OUT.search(tail(attempt.log(rank), LONG_TAIL))
     return found.group(1).strip()[:LINE_LIMIT] if found else None
 
@@ -119,13 +113,12 @@ def why_not_started(attempt: RankFiles, rank: int) -> str | None:
 
 
 def exits(attempt: RankFiles) -> list[RankExit]:
-    """Ranks that ended, by srun's log of the step, the only source that names a killed rank."""
     return parse_exits(tail(attempt.srun, LONG_TAIL))
 
 
 def parse_exits(text: str) -> list[RankExit]:
-    """First rank that srun's standard error names, and the first rank with an exit code of its own on each further
-    node. Empty where Slurm itself ended the step, or srun names none."""
+    """First rank that srun's standard error names, and on each further node the first rank with its own exit code.
+    Empty where Slurm itself ended the step, or srun names none."""
     named = list(_TASK.finditer(text))
     if not named or _ENDED_BY_SLURM.search(text[: named[0].start()]):
         return []

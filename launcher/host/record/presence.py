@@ -15,8 +15,6 @@ LOOK_S = 0.2  # seconds between looks
 
 
 class Presence:
-    """Watches the directory of a run."""
-
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._clock = run, clock
         self._missing_since: float | None = None
@@ -56,7 +54,6 @@ class Presence:
             return False
 
     def _device_around(self) -> int | None:
-        """Device of the nearest existing directory above."""
         for folder in self._run.root.absolute().parents:
             try:
                 return folder.stat().st_dev

@@ -64,8 +64,6 @@ class NoSuchCommand(SlurmRefused):
 
 
 class Answer(NamedTuple):
-    """Exit code and output of a command that ran to its end."""
-
     code: int
     out: str
     err: str
@@ -74,9 +72,7 @@ class Answer(NamedTuple):
 def run(command: Sequence[str], limit_s: float | None = None, environ: Mapping[str, str] | None = None) -> Answer:
     """Run a command to its end, whatever its exit code. Raises SlurmSilent and NoSuchCommand.
 
-    Args:
-        limit_s: seconds after which it is ended; default: LIMIT_S.
-        environ: its environment; default: `asking_environment()`.
+    environ: its environment; default: `asking_environment()`.
     """
     limit_s = LIMIT_S if limit_s is None else limit_s
     try:
@@ -103,7 +99,6 @@ def call(command: Sequence[str], environ: Mapping[str, str] | None = None) -> st
 
 
 def unclear(command: Sequence[str], answer: str) -> SlurmUnclear:
-    """Exception for an answer that cannot be parsed."""
     return SlurmUnclear(f"{' '.join(command)}: no answer that makes sense: {answer[:200]!r}")
 
 
@@ -130,9 +125,7 @@ def submitting_environment(options: str, environ: Mapping[str, str] | None = Non
     """Environment to run sbatch in, which the job inherits. To sbatch a variable such as SBATCH_ACCOUNT outweighs the
     script, so a user's default is kept only where the script has no such option.
 
-    Args:
-        options: options of the job, one a line, such as the text of its script.
-        environ: environment to start from; default: this process's.
+    options: options of the job, one a line, such as the text of its script.
     """
     environ = os.environ if environ is None else environ
     given = _OPTION.findall(options)

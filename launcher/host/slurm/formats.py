@@ -6,7 +6,7 @@ import itertools
 import re
 import time
 
-CLOCK_S = 5.0  # seconds by which times of one record may differ
+CLOCK_S = 5.0  # seconds that times of one record may differ
 
 # States of a job that has ended. With any other word, also one of a later version, it may still run. So it may with
 # REVOKED, the state that a cluster of a federation shows for a job which another cluster has started.
@@ -47,13 +47,13 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def expand_hosts(node_list: str) -> list[str]:
-    """Expand `node[01-03,07],x` into the name of each host. Raises ValueError where it is no list of nodes."""
+    """Expand `node[01-03,07],x` into the name of each host. Raises ValueError for what is not a list of nodes."""
     if not node_list:
         return []
     hosts: list[str] = []
     for part in re.split(_COMMA, node_list):
         if re.fullmatch(_HOSTS, part) is None:
-            raise ValueError(f"{node_list!r} is no list of nodes as Slurm writes it: {part!r}")
+            raise ValueError(f"{node_list!r} is not a list of nodes as Slurm writes it: {part!r}")
         pieces = re.split(_BRACKETS, part)  # text, numbers, text, numbers, ..., text
         choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
@@ -67,7 +67,7 @@ def _numbers(ranges: str) -> list[str]:
         first, _, last = one.partition("-")
         count = int(last or first) - int(first) + 1
         if not 0 < count <= MOST_HOSTS:
-            raise ValueError(f"[{ranges}]: {one} is no range of nodes")
+            raise ValueError(f"[{ranges}]: {one} is not a range of nodes")
         numbers += [str(int(first) + number).zfill(len(first)) for number in range(count)]
     return numbers
 
@@ -80,7 +80,6 @@ def id_of_job(answer: str) -> str | None:
 
 
 def is_dead(state: str) -> bool:
-    """Whether a node in this state cannot start a step."""
     return state.endswith("*") or state.startswith(("down", "unknown"))
 
 
@@ -99,7 +98,7 @@ def time_limit_s(text: str | None) -> int | None:
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if found is None:
-        raise ValueError(f"{text!r} is no time of Slurm's")
+        raise ValueError(f"{text!r} is not a time as Slurm writes it")
     days, first, second, third = (int(part or 0) for part in found.groups())
     if found.group(1) is not None:
         return days * 86400 + first * 3600 + second * 60 + third

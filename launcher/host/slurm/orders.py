@@ -12,28 +12,21 @@ from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
 
 
 def signal_steps(job_id: str, name: str) -> None:
-    """Send a signal to the steps of a job, but not to its batch script."""
     call(["scancel", f"--signal={name}", job_id])
 
 
 def signal_step(job_id: str, step: str, name: str) -> None:
-    """Send a signal to the tasks of one step, if it runs.
-
-    Args:
-        step: its name, such as infer-0.
-    """
+    """Send a signal to the tasks of the step of this name, such as infer-0, if it runs."""
     found = step_called(job_id, step)
     if found is not None:
         call(["scancel", f"--signal={name}", found])
 
 
 def cancel(job_id: str) -> None:
-    """End a job for good."""
     call(["scancel", job_id])
 
 
 def cancel_waiting(job_id: str) -> None:
-    """End a job for good, if it waits in the queue."""
     call(["scancel", "--state=PENDING", job_id])
 
 
@@ -51,7 +44,6 @@ def submit_command(options: Sequence[str], command: Sequence[str], environment: 
 
 
 def kill_steps(job_id: str) -> None:
-    """End the steps of a job and leave its batch script alone."""
     steps = steps_of(job_id)
     if steps:
         call(["scancel", "--signal=KILL", *steps])
@@ -67,17 +59,14 @@ def requeue(job_id: str) -> None:
 
 
 def forbid_requeue(job_id: str) -> None:
-    """Have a job end for good when its script ends."""
     call(["scontrol", "update", "JobId=" + job_id, "Requeue=0"])
 
 
 def postpone(job_id: str, start: float) -> None:
-    """Keep a pending job from starting before a unix time."""
     call(["scontrol", "update", "JobId=" + job_id, "StartTime=" + text_of(start)])
 
 
 def exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """Keep a pending job away from these nodes, and from no others."""
     call(["scontrol", "update", "JobId=" + job_id, "ExcNodeList=" + ",".join(hosts)])
 
 
@@ -92,12 +81,7 @@ def submit_successor(
 ) -> str:
     """Submit a script again, to start when job `job_id`, which runs it now, has ended. Returns the new job's id.
 
-    Args:
-        name: name of the present job, and of its successor.
-        comment: which run the job is for.
-        start: unix time before which it must not start; None: no limit.
-        avoid: nodes to exclude.
-        environment: variables added to those of this process.
+    start: unix time before which it must not start; None: no limit.
     """
     options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name, "--comment=" + comment]
     options += ["--begin=" + text_of(start)] if start else []
@@ -107,7 +91,6 @@ def submit_successor(
 
 
 def _submit(command: Sequence[str], environment: dict[str, str]) -> str:
-    """Run `sbatch --parsable`. Returns the id of the job."""
     answer = call(command, environment)
     job_id = id_of_job(answer)
     if job_id is None:

@@ -27,7 +27,6 @@ def show_job(job_id: str) -> dict[str, str]:
 
 
 def is_completing(job_id: str) -> bool:
-    """Whether a job has ended and Slurm still cleans up its nodes; False where Slurm does not answer."""
     try:
         return show_job(job_id).get("JobState") == "COMPLETING"
     except SlurmRefused:
@@ -46,7 +45,6 @@ def node_states(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def states_of_all(hosts: Sequence[str]) -> dict[str, str]:
-    """Return `node_states` of nodes that exist. Raises SlurmSilent where the answer omits one of them."""
     states = node_states(hosts)
     missing = [host for host in hosts if host not in states]
     if missing:
@@ -120,7 +118,6 @@ def could_start(script: str, avoid: Sequence[str]) -> bool:
 
 
 def text_of_script(script: str) -> str:
-    """Text of a script, empty where it cannot be read: sbatch then refuses the script itself."""
     try:
         with open(script, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -136,7 +133,6 @@ def waiting_for(job_id: str, name: str) -> list[str]:
 
 
 def partitions() -> list[str]:
-    """Names of all partitions, hidden ones included. Raises SlurmRefused."""
     command = ["sinfo", "--all", "--noheader", "--format=%R"]
     answer = call(command)
     names = sorted(set(answer.split()))
@@ -152,13 +148,11 @@ def jobs_called(name: str) -> dict[str, str]:
 
 
 def steps_of(job_id: str) -> list[str]:
-    """Ids of a job's steps, without Slurm's own such as 7.batch. Raises SlurmRefused."""
     steps = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i"]).split()
     return [step for step in steps if step.rpartition(".")[2].isdigit()]
 
 
 def step_called(job_id: str, name: str) -> str | None:
-    """Id of the newest step of a job that has this name; None: none runs. Raises SlurmRefused."""
     rows = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i %j"]).splitlines()
     found = [row.split()[0] for row in rows if row.split()[1:] == [name]]
     return max(found, key=lambda step: int(step.rpartition(".")[2])) if found else None

@@ -42,8 +42,8 @@ def test_missing_models_and_data_are_errors_and_an_image_of_a_registry_is_a_note
     ("content", "why"),
     [
         (None, "No such file or directory"),
-        (b"", "is no squashfs file"),
-        (b"#!/bin/sh\n" * 30, "is no squashfs file"),
+        (b"", "is not a squashfs file"),
+        (b"#!/bin/sh\n" * 30, "is not a squashfs file"),
         (squashfs(100), "is cut short, 100 of 200 bytes"),
     ],
     ids=["missing", "empty", "junk", "cut"],

@@ -383,7 +383,7 @@ snapshot.take(plan_sources([], [{str(mine)!r}]), {str(tmp_path / "run" / "code")
 def test_a_directory_that_is_no_snapshot_is_not_touched(tmp_path):
     mine = repository(tmp_path / "mine", {"a.py": ""})
     write(tmp_path / "run" / "code", {"precious.py": ""})
-    with pytest.raises(SnapshotError, match="is no snapshot of mrl"):
+    with pytest.raises(SnapshotError, match="is not a snapshot of mrl"):
         shot(tmp_path, mine)
     assert (tmp_path / "run" / "code" / "precious.py").exists()
 

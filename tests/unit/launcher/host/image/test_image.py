@@ -160,7 +160,7 @@ def test_squashfs_options_are_fast_unless_the_user_has_some(machine, monkeypatch
         ('echo "[ERROR] URL returned error code: 401 Unauthorized" >&2; exit 1', "401.*credentials"),
         ('echo "[ERROR] URL returned error code: 404" >&2; exit 1', "no such image or tag"),
         ('printf x > "$3"; echo "write: No space left on device"; exit 1', "ENROOT_TEMP_PATH"),
-        ('printf "not a squashfs" > "$3"', "is no squashfs file"),
+        ('printf "not a squashfs" > "$3"', "is not a squashfs file"),
         ('head -c 100 "$SQUASHFS" > "$3"', "cut short, 100 of 4096 bytes"),
         ('cp "$SQUASHFS" "$3"; touch "$(dirname "$0")/unsquashfs.broken"', "damaged.*read failed"),
         ("exit 3", "exit code 3"),
@@ -206,7 +206,7 @@ def test_a_path_is_passed_through_when_it_is_a_squashfs_file(machine, tmp_path):
     assert import_image(str(tmp_path / "squashfs"), machine.cache) == tmp_path / "squashfs"
     with pytest.raises(ImageError, match="No such file"):
         import_image(str(tmp_path / "nowhere.sqsh"), machine.cache)
-    with pytest.raises(ImageError, match="is no squashfs file"):
+    with pytest.raises(ImageError, match="is not a squashfs file"):
         import_image(str(machine.bin / "enroot"), machine.cache)
     assert machine.calls("import") == []
 

@@ -41,12 +41,12 @@ def test_a_host_list_is_expanded(listed, hosts):
     ],
 )
 def test_what_is_no_host_list_is_refused(listed):
-    with pytest.raises(ValueError, match=r"no (list|range) of nodes"):
+    with pytest.raises(ValueError, match=r"not a (list|range) of nodes"):
         expand_hosts(listed)
 
 
 def test_a_job_whose_nodes_cannot_be_read_is_refused():
-    with pytest.raises(Refused, match="SLURM_JOB_NODELIST: 'node\\[1-,4\\]' is no list of nodes"):
+    with pytest.raises(Refused, match="SLURM_JOB_NODELIST: 'node\\[1-,4\\]' is not a list of nodes"):
         context_of({"SLURM_JOB_ID": "7", "MRL_RUN_DIR": "/r", "SLURM_JOB_NODELIST": "node[1-,4]"})
 
 
