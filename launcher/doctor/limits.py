@@ -29,11 +29,8 @@ def no_partition(cluster: Cluster, name: str | None) -> Finding:
     """Error for a partition that does not exist; None: the profile names none, and the cluster has no default."""
     if name is None:
         known = ", ".join(sorted(cluster.partitions)) or "none that you may see"
-        return error(
-            "partition",
-            f"the profile names none and the cluster has no default; there are: {known}",
-            "set partition: in the profile",
-        )
+        text = f"the profile names none and the cluster has no default; there are: {known}"
+        return error("partition", text, "set partition: in the profile")
     text, hint = refusal.no_partition(name, cluster.partitions)
     return error("partition", text, hint or "set partition: in the profile to one of these")
 
@@ -44,11 +41,8 @@ def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Findi
     if state in ("DRAIN", "INACTIVE"):
         yield error("partition", f"{name} accepts no new jobs (State={state})", "wait, or choose another partition")
     elif state == "DOWN":
-        yield warning(
-            "partition",
-            f"{name} starts no jobs at the moment (State=DOWN), so this one would wait",
-            "ask the administrators, or wait",
-        )
+        text = f"{name} starts no jobs at the moment (State=DOWN), so this one would wait"
+        yield warning("partition", text, "ask the administrators, or wait")
     else:
         yield ok("partition", f"{name}{'' if profile.partition else ', the default of the cluster'}")
     account = profile.account or target.association.get("Account")
@@ -101,12 +95,11 @@ def _end_notice(profile: Profile, demand: Demand, limit_s: int) -> Finding:
     if profile.signal_s >= limit_s:
         return error("time limit", f"the signal to save comes {notice}, so no attempt could do any work", fix)
     if demand.write_s is not None and demand.write_s > profile.signal_s:
-        return warning(
-            "time limit",
+        text = (
             f"the signal to save comes {notice}, but a checkpoint takes about {span(demand.write_s)}: each time limit "
-            f"loses {demand.loss}",
-            fix,
+            f"loses {demand.loss}"
         )
+        return warning("time limit", text, fix)
     return ok("time limit", f"the signal to save comes {notice}: the current step and a save must fit in")
 
 
@@ -114,17 +107,11 @@ def sizes(cluster: Cluster, target: Target, demand: Demand) -> Iterator[Finding]
     row = target.partition
     most, least = number(row.get("MaxNodes"), 0), number(row.get("MinNodes"), 0)
     if most and demand.nodes > most:
-        yield error(
-            "size",
-            f"{count(demand.nodes, 'node')} exceed the {most} that partition {target.name} gives one job (MaxNodes)",
-            "lower job.nodes (and job.spare_nodes), or choose another partition",
-        )
+        text = f"{count(demand.nodes, 'node')} exceed the {most} that partition {target.name} gives one job (MaxNodes)"
+        yield error("size", text, "lower job.nodes (and job.spare_nodes), or choose another partition")
     if demand.nodes < least:
-        yield error(
-            "size",
-            f"{count(demand.nodes, 'node')} are fewer than the {least} that {target.name} requires (MinNodes)",
-            "choose another partition",
-        )
+        text = f"{count(demand.nodes, 'node')} are fewer than the {least} that {target.name} requires (MinNodes)"
+        yield error("size", text, "choose another partition")
     if cluster.qos is None:
         return
     if not cluster.limits_kept:
@@ -135,10 +122,8 @@ def sizes(cluster: Cluster, target: Target, demand: Demand) -> Iterator[Finding]
     jobs = number(target.qos.get("MaxJobsPU"), 0)
     if jobs:
         whose = f"MaxJobsPerUser of QOS {target.qos_name}"
-        yield note(
-            "limits",
-            f"at most {count(jobs, 'job')} of yours can run at a time ({whose}), so the jobs of a sweep take turns",
-        )
+        text = f"at most {count(jobs, 'job')} of yours can run at a time ({whose}), so the jobs of a sweep take turns"
+        yield note("limits", text)
     if not broken:
         yield ok(
             "limits", f"the request ({demand.needed}) is within the limits of your account and QOS {target.qos_name}"
@@ -188,11 +173,8 @@ def _broken(source: str, limits: Fields, target: Target, demand: Demand) -> Iter
                 kind, (0, "")
             )
             if asked > most:
-                yield error(
-                    "limits",
-                    f"{count(asked, name)} exceed the {most} that {source} allows ({key}): {_outcome(target)}",
-                    "lower job.nodes or job.gpus_per_node, or use another qos or account",
-                )
+                text = f"{count(asked, name)} exceed the {most} that {source} allows ({key}): {_outcome(target)}"
+                yield error("limits", text, "lower job.nodes or job.gpus_per_node, or use another qos or account")
 
 
 def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[Finding]:

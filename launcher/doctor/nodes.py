@@ -22,11 +22,8 @@ def nodes(cluster: Cluster, target: Target, profile: Profile, demand: Demand) ->
     featured = _with_features(there, profile.constraint)
     if not featured:
         known = ", ".join(sorted(set().union(*(node.features for node in there)))) or "none"
-        yield error(
-            "constraint",
-            f"no node of {target.name} has the features {profile.constraint}; its features: {known}",
-            "correct constraint: in the profile",
-        )
+        text = f"no node of {target.name} has the features {profile.constraint}; its features: {known}"
+        yield error("constraint", text, "correct constraint: in the profile")
         return
     if profile.gres is None:  # the job requests none from Slurm
         demand = replace(demand, gpus=0)
@@ -49,29 +46,18 @@ def _gpus(target: Target, profile: Profile, demand: Demand, there: list[Node]) -
         )
     elif not any(node.gpus(profile.gpu_type) for node in there):
         types = ", ".join(sorted({kind for kind, _ in kinds if kind != "gpu"})) or "only gpu"
-        yield error(
-            "gpus",
-            f"{target.name} has no GPU type {profile.gpu_type}; its types: {types}",
-            "correct gres: in the profile",
-        )
+        text = f"{target.name} has no GPU type {profile.gpu_type}; its types: {types}"
+        yield error("gpus", text, "correct gres: in the profile")
     elif max(node.gpus(profile.gpu_type) for node in there) < demand.gpus:
-        yield error(
-            "gpus",
-            f"{demand.who} asks for {demand.gpus} GPUs per node, and the nodes of {target.name} have: {known}",
-            "lower job.gpus_per_node",
-        )
+        text = f"{demand.who} asks for {demand.gpus} GPUs per node, and the nodes of {target.name} have: {known}"
+        yield error("gpus", text, "lower job.gpus_per_node")
     else:
         most = max(node.gpus(profile.gpu_type) for node in there)
-        yield ok(
-            "gpus",
-            f"{target.name} has {known}; each node of {demand.who} gets {demand.gpus} ({_flag(profile, demand)})",
-        )
+        text = f"{target.name} has {known}; each node of {demand.who} gets {demand.gpus} ({_flag(profile, demand)})"
+        yield ok("gpus", text)
         if most != profile.gpus_per_node:
-            yield note(
-                "gpus",
-                f"the profile says {count(profile.gpus_per_node, 'GPU')} per node, Slurm says {most}",
-                "correct gpus_per_node: in the profile",
-            )
+            text = f"the profile says {count(profile.gpus_per_node, 'GPU')} per node, Slurm says {most}"
+            yield note("gpus", text, "correct gpus_per_node: in the profile")
 
 
 def _flag(profile: Profile, demand: Demand) -> str:
@@ -87,11 +73,8 @@ def _enough(target: Target, demand: Demand, fitting: list[Node]) -> Iterator[Fin
     elif len(working) < demand.nodes:
         out = Counter(node.state for node in fitting if not node.in_service)
         states = ", ".join(f"{number} {state}" for state, number in sorted(out.items()))
-        yield warning(
-            "nodes",
-            f"{what}, but only {len(working)} in service ({states}): the job waits for the others",
-            "lower job.nodes, or ask when they return (sinfo -R gives the reasons)",
-        )
+        text = f"{what}, but only {len(working)} in service ({states}): the job waits for the others"
+        yield warning("nodes", text, "lower job.nodes, or ask when they return (sinfo -R gives the reasons)")
     else:
         yield ok("nodes", f"{what}, {len(working)} in service and {idle} idle now")
 
@@ -101,11 +84,8 @@ def _cpus(profile: Profile, demand: Demand, fitting: list[Node]) -> Iterator[Fin
     wanted = demand.ranks * (profile.cpus_per_task or 1)
     if most and wanted > most:
         each = f"{demand.ranks} ranks of {count(profile.cpus_per_task or 1, 'CPU')}"
-        yield error(
-            "cpus",
-            f"{each} need {wanted} CPUs per node, and the nodes have {most}",
-            "lower cpus_per_task: in the profile, or job.gpus_per_node",
-        )
+        text = f"{each} need {wanted} CPUs per node, and the nodes have {most}"
+        yield error("cpus", text, "lower cpus_per_task: in the profile, or job.gpus_per_node")
 
 
 def _with_features(there: list[Node], constraint: str | None) -> list[Node]:

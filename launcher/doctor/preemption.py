@@ -128,12 +128,11 @@ def _ending(demand: Demand, by: str, modes: set[str]) -> Finding:
     if "REQUEUE" in modes:
         return ok("preemption", f"{demand.who} can be preempted {by}; it is requeued and resumes (PreemptMode=REQUEUE)")
     if "SUSPEND" in modes:
-        return warning(
-            "preemption",
+        text = (
             f"{demand.who} can be preempted {by} and is then suspended (PreemptMode=SUSPEND): it gets no "
-            "notice, keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they continue",
-            "use a partition or QOS whose PreemptMode is REQUEUE",
+            "notice, keeps its GPU memory, and its ranks may run into job.collective_timeout_s when they continue"
         )
+        return warning("preemption", text, "use a partition or QOS whose PreemptMode is REQUEUE")
     return note(
         "preemption",
         f"{demand.who} can be preempted {by}; Slurm then ends the job and does not requeue it (PreemptMode=CANCEL); "
@@ -154,11 +153,8 @@ def _notice(demand: Demand, grace_s: int, kill_s: int, source: str) -> Finding:
     if demand.save_every != "auto":
         fix += f", or lower save.every ({demand.save_every}) so that less is lost"
     if demand.write_s is not None and demand.write_s > total:
-        return warning(
-            "notice",
-            f"{notice}; a checkpoint takes about {span(demand.write_s)}, so a preemption loses {demand.loss}",
-            fix,
-        )
+        text = f"{notice}; a checkpoint takes about {span(demand.write_s)}, so a preemption loses {demand.loss}"
+        return warning("notice", text, fix)
     if demand.write_s is None and total < TIGHT_S:
         return warning("notice", f"{notice}; a save that takes longer is lost, and with it {demand.loss}", fix)
     takes = "a save" if demand.write_s is None else f"a checkpoint, about {span(demand.write_s)},"

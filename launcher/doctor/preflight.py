@@ -217,11 +217,8 @@ def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[Finding]
     if needed > machine.memory_bytes:
         yield error("memory", f"{says}, and this machine has {size(machine.memory_bytes)}", smaller)
     elif machine.free_bytes is not None and needed > machine.free_bytes:
-        yield warning(
-            "memory",
-            f"{says}, and {size(machine.free_bytes)} of {size(machine.memory_bytes)} are free: it may be killed",
-            "end other work first",
-        )
+        text = f"{says}, and {size(machine.free_bytes)} of {size(machine.memory_bytes)} are free: it may be killed"
+        yield warning("memory", text, "end other work first")
     else:
         yield ok("memory", f"{says}, of {size(machine.free_bytes or machine.memory_bytes)} free")
 

@@ -32,17 +32,11 @@ def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
             "run mrl doctor on a login node, or add Slurm's commands to PATH; --cluster local needs no Slurm",
         )
     elif not facts.version.known:
-        yield error(
-            "slurm",
-            f"its commands are installed but do not work: {facts.version.failure}",
-            "correct SLURM_CONF, or unset it if the cluster needs none",
-        )
+        text = f"its commands are installed but do not work: {facts.version.failure}"
+        yield error("slurm", text, "correct SLURM_CONF, or unset it if the cluster needs none")
     elif not facts.config.known:
-        yield error(
-            "slurm",
-            f"its controller does not answer: {facts.config.failure}",
-            "try again later; scontrol ping shows more",
-        )
+        text = f"its controller does not answer: {facts.config.failure}"
+        yield error("slurm", text, "try again later; scontrol ping shows more")
     else:
         shown = cluster.config.get("SLURM_VERSION", "of an unknown version")
         name = cluster.config.get("ClusterName", "without a name")
@@ -59,19 +53,15 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
     missing = [flag for flag in NEEDED if flag not in facts.srun_help.text]
     if not facts.srun_help.known or NEEDED[0] in missing:
         images = " and ".join(demand.images)
-        yield error(
-            "pyxis",
+        text = (
             f"srun has no option --container-image here, and {demand.who} needs {images}: sbatch would accept the job, "
-            "and every step would fail",
-            "ask the administrators for pyxis, or set container: null in the profile",
+            "and every step would fail"
         )
+        yield error("pyxis", text, "ask the administrators for pyxis, or set container: null in the profile")
         return
     if missing:
-        yield error(
-            "pyxis",
-            f"this version lacks {', '.join(missing)}",
-            "ask the administrators for pyxis 0.15 or later",
-        )
+        text = f"this version lacks {', '.join(missing)}"
+        yield error("pyxis", text, "ask the administrators for pyxis 0.15 or later")
     else:
         yield ok("pyxis", "srun has its options")
     for image in demand.images:
@@ -104,22 +94,16 @@ def host_python(software: Software, node: NodeFacts | None, profile: Profile) ->
 
 def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[Finding]:
     if node.failure:
-        yield warning(
-            "compute node",
-            f"none could be tested: {node.failure}",
-            "try again when a node of the partition is free, or without --deep",
-        )
+        text = f"none could be tested: {node.failure}"
+        yield warning("compute node", text, "try again when a node of the partition is free, or without --deep")
         return
     driver = f", NVIDIA driver {node.driver}" if node.driver else ""
     yield ok("compute node", f"a step ran on {node.host}{driver}")
     if demand.gpus and not node.driver and profile.health_check:
         yield note("compute node", "it has no nvidia-smi, so the health check cannot see the state of the GPUs")
     if node.enroot is None and not all(map(is_path, demand.images)):
-        yield error(
-            "enroot",
-            f"not found on {node.host}, and {demand.who} needs containers",
-            "install it there, or load it in prolog: of the profile",
-        )
+        text = f"not found on {node.host}, and {demand.who} needs containers"
+        yield error("enroot", text, "install it there, or load it in prolog: of the profile")
     elif demand.images and node.enroot is not None:
         yield ok("enroot", f"{node.enroot or 'there'} on {node.host}")
 
@@ -167,17 +151,11 @@ def _credentials(software: Software, image: str) -> Iterator[Finding]:
     except ImageError:  # launcher.doctor.fetched reports it
         return
     if software.registries is None:
-        yield note(
-            "credentials",
-            f"enroot has none ({software.credentials}), so only public images of {host} can be imported",
-            f"for a private image add a line for {host} there; see containers/README.md",
-        )
+        text = f"enroot has none ({software.credentials}), so only public images of {host} can be imported"
+        yield note("credentials", text, f"for a private image add a line for {host} there; see containers/README.md")
     elif software.exposed:
-        yield warning(
-            "credentials",
-            f"other users can read {software.credentials}",
-            f"chmod 600 {software.credentials}",
-        )
+        text = f"other users can read {software.credentials}"
+        yield warning("credentials", text, f"chmod 600 {software.credentials}")
     elif host not in software.registries:
         yield note("credentials", f"enroot has none for {host}, so only its public images can be imported")
     else:

@@ -42,11 +42,8 @@ def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[Findi
             yield error("run root", f"a file written here is not seen on {node.host}: {disk.path} is not shared", MOVE)
     elif disk.shared is False:
         kind = disk.measured.file_system if disk.measured else ""
-        yield note(
-            "run root",
-            f"{kind} is usually local to one machine, and all nodes of {demand.who} must see {disk.path}",
-            f"mrl doctor --deep tests it on a compute node; if it is not shared, {MOVE}",
-        )
+        text = f"{kind} is usually local to one machine, and all nodes of {demand.who} must see {disk.path}"
+        yield note("run root", text, f"mrl doctor --deep tests it on a compute node; if it is not shared, {MOVE}")
 
 
 def _speed(bytes_per_s: float, demand: Demand) -> Finding:
