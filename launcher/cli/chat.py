@@ -16,7 +16,7 @@ from launcher.backends.child import ModuleProcess
 from launcher.cli.arguments import DEVICE, DTYPE, SAMPLING, SAMPLING_OPTIONS, TP, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
-from launcher.runs.policy import prepare_policy
+from launcher.runs.policy_path import prepare_policy
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 
 MODULE = "megatron_rl.standalone.chat"

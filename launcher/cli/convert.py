@@ -105,7 +105,7 @@ def megatron_to_hf(source: str, target: Path, adapters: bool, shard_size: int, f
     Weights keep the type of the checkpoint. Tokenizer and configuration come from the weights that the run began with.
     Adapters (model.lora) are merged into those weights; DST/adapter has them alone, as PEFT loads them.
     """
-    from launcher.runs.policy import run_named  # imports Slurm's client, which the other direction does not need
+    from launcher.runs.policy_path import run_named  # imports Slurm's client, which the other direction does not need
 
     run = run_named(source)
     _convert(

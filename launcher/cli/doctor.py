@@ -25,7 +25,7 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image, replica_python
 from launcher.doctor.examine import ClusterFacts, examine, examine_local
 from launcher.doctor.fetched import fetched, image_of
-from launcher.doctor.finding import Finding, Level
+from launcher.doctor.finding import DoctorFinding, Level
 from launcher.doctor.node_files import on_nodes
 from launcher.doctor.preflight import collect_local
 from launcher.errors import BadInput
@@ -89,14 +89,14 @@ def command(
     context.exit(EXIT_CRASHED if counts["error"] else EXIT_FINISHED)
 
 
-def on_this_machine(recipe: Recipe | None) -> list[Finding]:
+def on_this_machine(recipe: Recipe | None) -> list[DoctorFinding]:
     """Return findings about a run without Slurm."""
     config = recipe.config if recipe else None
     run_root = disk.inspect(Path.cwd() / "runs")
     return examine_local(collect_local(recipe), run_root, known(checkpoint_bytes, config), config)
 
 
-def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Finding]:
+def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[DoctorFinding]:
     """Collect facts, the slow ones in parallel, and examine them."""
     config = recipe.config if recipe else None
     with ThreadPoolExecutor() as pool:
@@ -133,7 +133,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Find
     return examine(facts, config, profile)
 
 
-def _fetched(recipe: Recipe | None, profile: Profile, run_root: disk.Disk) -> tuple[Finding, ...]:
+def _fetched(recipe: Recipe | None, profile: Profile, run_root: disk.Disk) -> tuple[DoctorFinding, ...]:
     if recipe is None:
         return tuple(image_of(profile))
     return tuple(fetched(recipe, profile)) if run_root.measured else ()
@@ -154,7 +154,7 @@ def known(count_bytes: Callable[[RunConfig, int], int], config: RunConfig | None
     return count_bytes(config, rows) if config and rows else None
 
 
-def report(findings: Sequence[Finding], title: str, counts: Counter[Level]) -> None:
+def report(findings: Sequence[DoctorFinding], title: str, counts: Counter[Level]) -> None:
     """Print one line per finding and one per fix, which can be grepped; coloured on a terminal."""
     for one in findings:
         click.echo(f"{click.style(f'{one.level:<8}', **STYLES[one.level])} {one.topic}: {one.text}")

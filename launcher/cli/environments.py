@@ -18,7 +18,7 @@ from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
-from launcher.runs.policy import prepare_policy
+from launcher.runs.policy_path import prepare_policy
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import (
     EnvironmentInfo,

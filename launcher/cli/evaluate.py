@@ -17,10 +17,10 @@ from launcher.cli.arguments import DTYPE, SAMPLING, SAMPLING_OPTIONS, TP, TRUST_
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.doctor.preflight import problems, refuse_unready
-from launcher.doctor.vllm import vllm_findings
+from launcher.doctor.vllm_python import vllm_findings
 from launcher.errors import BadInput
 from launcher.job.evaluation_request import Origin, job_recipe, origin_of, refuse_ranks, requested
-from launcher.runs.policy import prepare_policy
+from launcher.runs.policy_path import prepare_policy
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 from megatron_rl.contract.paths import RunDir

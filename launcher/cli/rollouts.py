@@ -66,7 +66,7 @@ def command(
     from launcher.cli.show.rollouts import PROBLEM_HEADING, group_json, group_lines, problem_json, problem_line
     from launcher.errors import Failed
     from launcher.runs.find import find
-    from launcher.runs.rollouts import Wanted, histories, selected
+    from launcher.runs.rollout_selection import Wanted, histories, selected
 
     found = find(run)
     newest = _newest_step(found)
@@ -106,7 +106,7 @@ def _newest_step(run: RunDir) -> int:
 def _groups(run: RunDir, newest: int, steps: tuple[float, float] | None, every: bool) -> Iterator[GroupLine]:
     """Groups of the steps from:to; by default of all steps, or of the newest with sampled groups. Raises Failed."""
     from launcher.errors import Failed
-    from launcher.runs.rollouts import newest_sampled
+    from launcher.runs.rollout_selection import newest_sampled
     from megatron_rl.contract.rollout_records import read_rollouts
 
     if steps is None:

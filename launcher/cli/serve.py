@@ -16,7 +16,7 @@ from launcher.cli.serving import default_token_file, make_token_file, serve
 from launcher.doctor.preflight import refuse_unready
 from launcher.job.evaluation_request import checked_environment, parse_args
 from launcher.recipe.load import load_recipe, read_resolved
-from launcher.runs.policy import prepare_policy
+from launcher.runs.policy_path import prepare_policy
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.paths import RunDir

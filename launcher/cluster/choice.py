@@ -98,7 +98,8 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
         environ: values of ~ and $NAME.
     """
     asked = path or (Path(environ["MRL_CLUSTERS"]) if environ.get("MRL_CLUSTERS") else None)
-    file = asked or _config_home(environ) / "mrl" / "clusters.yaml"
+    config_home = Path(environ.get("XDG_CONFIG_HOME") or _home(environ) + "/.config")
+    file = asked or config_home / "mrl" / "clusters.yaml"
     shipped = tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
     try:
         there = asked is not None or file.exists()
@@ -130,7 +131,6 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
 
 
 def _split(values: Mapping[str, Any], nested: bool, locate: Locate) -> tuple[str | None, dict[str, Any], list[str]]:
-    """Split the file into default, profiles by name, and problems."""
     problems = []
     default = values.get("default")
     if default is not None and not isinstance(default, str):
@@ -189,8 +189,7 @@ def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate, fold
             "mounts": [expanded(mount, "container", "mounts", str(i)) for i, mount in enumerate(mounts)]
         }
         problems += [
-            f"{locate(('container', 'mounts', str(i)))[0]}: container.mounts: enroot takes no white space: "
-            f"{mount!r}; "
+            f"{locate(('container', 'mounts', str(i)))[0]}: container.mounts: enroot takes no white space: {mount!r}; "
             "mount a link without any, or choose another directory"
             for i, mount in enumerate(container["mounts"])
             if re.search(r"\s", mount)
@@ -204,10 +203,6 @@ def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate, fold
     if problems:
         raise BadInput(problems)
     return profile.model_copy(update=changed)
-
-
-def _config_home(environ: Mapping[str, str]) -> Path:
-    return Path(environ.get("XDG_CONFIG_HOME") or _home(environ) + "/.config")
 
 
 def _home(environ: Mapping[str, str]) -> str:

@@ -28,7 +28,6 @@ class Node:
         return self.state not in OUT_OF_SERVICE
 
     def gpus(self, kind: str = "gpu") -> int:
-        """Number of GPUs of a type; `gpu` counts all types."""
         return sum(one.count for one in self.gres if one.name == "gpu" and kind in ("gpu", one.type))
 
 
@@ -63,7 +62,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class JobTarget:
     """Partition, QOS and association that a job of the profile gets."""
 
     partition: Fields
@@ -79,7 +78,6 @@ class Target:
 
 
 def read_cluster(facts: SlurmFacts) -> Cluster:
-    """Parse the collected answers; missing ones leave empty fields."""
     config = settings(facts.config.text)
     unclear: list[str] = []
 
@@ -122,14 +120,14 @@ def partition_names(cluster: Cluster, profile: Profile) -> list[str]:
     return [name for name, row in cluster.partitions.items() if row.get("Default") == "YES"]
 
 
-def target(cluster: Cluster, profile: Profile, name: str) -> Target:
+def target(cluster: Cluster, profile: Profile, name: str) -> JobTarget:
     partition = cluster.partitions[name]
     association = _association(cluster, profile.account, name)
     known = cluster.qos or {}
     qos_name = profile.qos or association.get("Def QOS") or association.get("QOS", "").split(",")[0] or None
     if qos_name is None and "normal" in known:
         qos_name = "normal"
-    return Target(
+    return JobTarget(
         partition=partition,
         qos_name=qos_name,
         qos=known.get(qos_name or "", {}),

@@ -26,7 +26,6 @@ class Demand:
     """Time limit of one attempt in seconds; None: neither the recipe nor the profile has one."""
     time_limit_key: str
     images: tuple[str, ...]
-    """Container images of the ranks and, if they have their own, of the inference replicas; empty: no containers."""
     save_every: int | Literal["auto"] | None
     """Steps between checkpoints; 0: only at the end; None: no recipe was given."""
     checkpoint_bytes: int | None

@@ -12,12 +12,12 @@ from launcher.backends.probe.software import Software
 from launcher.backends.probe.vllm import VllmFacts
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
-from launcher.doctor import limits, nodes, preemption, preflight, software, storage
+from launcher.doctor import limits, node_findings, preemption, preflight, software_findings, storage
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.demand import Demand, demand_of
-from launcher.doctor.finding import Finding, error, ok, warning
+from launcher.doctor.finding import DoctorFinding, error, ok, warning
 from launcher.doctor.preflight import LocalFacts
-from launcher.doctor.vllm import inexact_options, transfers, vllm_findings, vllm_later
+from launcher.doctor.vllm_python import inexact_options, transfers, vllm_findings, vllm_later
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import INFER
 
@@ -28,11 +28,10 @@ class ClusterFacts:
     software: Software
     run_root: Disk
     node: NodeFacts | None
-    """None: without --deep."""
     rank: RankFacts | None
     """Result of a rank in the container; None: without --deep."""
     missing_secrets: tuple[str, ...]
-    fetched: tuple[Finding, ...]
+    fetched: tuple[DoctorFinding, ...]
     checkpoint_bytes: int | None
     """Size of one checkpoint; None: no recipe, or only the tokenizer knows the vocabulary."""
     refusals: tuple[str, ...]
@@ -41,33 +40,33 @@ class ClusterFacts:
     """vLLM in the container of the inference replicas; None: without --deep, or the run starts none."""
     version_bytes: int | None = None
     """Bytes that each replica receives with a version of the weights; None: as for `checkpoint_bytes`."""
-    preflight: tuple[Finding, ...] = ()
+    preflight: tuple[DoctorFinding, ...] = ()
 
 
-def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> list[Finding]:
+def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> list[DoctorFinding]:
     """Return all findings, the most general first. Without a recipe they are about a run of one node."""
     demand = demand_of(config, profile, facts.checkpoint_bytes, _speed(facts.run_root))
     cluster = read_cluster(facts.slurm)
     found = [error("recipe", refusal, "change the recipe or override the value") for refusal in facts.refusals]
-    found += software.controller(facts.slurm, cluster)
+    found += software_findings.controller(facts.slurm, cluster)
     for said in cluster.unclear:
         text = f"{said} is not a valid Slurm time; checks that need it were skipped"
         found.append(warning("slurm", text, "see it with scontrol show partition, or sacctmgr show qos"))
     if facts.slurm.config.known:
         found += _placed(cluster, profile, demand)
-        found.append(software.accounting(facts.slurm, cluster))
-        found += software.containers(facts.slurm, facts.software, demand)
+        found.append(software_findings.accounting(facts.slurm, cluster))
+        found += software_findings.containers(facts.slurm, facts.software, demand)
     if facts.node is not None:
-        found += software.compute_node(facts.node, profile, demand)
+        found += software_findings.compute_node(facts.node, profile, demand)
     if facts.rank is not None and profile.container is not None:
-        found.append(software.first_rank(facts.rank, demand))
-        found += software.kernels(facts.rank, config)
+        found.append(software_findings.first_rank(facts.rank, demand))
+        found += software_findings.kernels(facts.rank, config)
     if config is not None:
         found += inexact_options(config)
     if config is not None and profile.container is not None and config.started_vllms:
         found += vllm_findings(facts.vllm, config.job.device) if facts.vllm else [vllm_later(config, profile)]
         found += _transfers(facts, config)
-    found += software.host_python(facts.software, facts.node, profile)
+    found += software_findings.host_python(facts.software, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)
     found += storage.shared(facts.run_root, facts.node, demand)
     found += facts.preflight
@@ -77,7 +76,7 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
 
 def examine_local(
     facts: LocalFacts, run_root: Disk, checkpoint_bytes: int | None, config: RunConfig | None
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     profile = Profile(gpus_per_node=max(facts.machine.gpus, 1), run_root=str(run_root.path))
     return [
         ok("local", "runs on this machine without Slurm; it is never preempted, and Ctrl-C saves and ends it"),
@@ -86,7 +85,7 @@ def examine_local(
     ]
 
 
-def _transfers(facts: ClusterFacts, config: RunConfig) -> Iterator[Finding]:
+def _transfers(facts: ClusterFacts, config: RunConfig) -> Iterator[DoctorFinding]:
     """Finding about how weights reach the replicas, if both releases of NCCL are known. A teacher receives none."""
     if INFER in config.started_vllms and facts.rank and facts.rank.nccl and facts.vllm and facts.vllm.nccl:
         yield transfers(facts.rank.nccl, facts.vllm, facts.version_bytes)
@@ -96,7 +95,7 @@ def _speed(run_root: Disk) -> float | None:
     return run_root.measured.bytes_per_s if run_root.measured else None
 
 
-def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Finding]:
+def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[DoctorFinding]:
     names = partition_names(cluster, profile)
     if not names:
         yield limits.no_partition(cluster, None)
@@ -106,14 +105,14 @@ def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Find
             continue
         chosen = target(cluster, profile, name)
         yield from limits.access(cluster, chosen, profile)
-        yield from nodes.nodes(cluster, chosen, profile, demand)
+        yield from node_findings.nodes(cluster, chosen, profile, demand)
         yield from limits.sizes(cluster, chosen, demand)
         yield from limits.time_limit(cluster, chosen, profile, demand)
         yield from preemption.preemption(cluster, chosen, demand)
         yield from preemption.requeue(cluster)
 
 
-def _secrets_and_files(facts: ClusterFacts, profile: Profile) -> Iterator[Finding]:
+def _secrets_and_files(facts: ClusterFacts, profile: Profile) -> Iterator[DoctorFinding]:
     if facts.missing_secrets:
         names = ", ".join(facts.missing_secrets)
         yield warning(

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
-from launcher.doctor.finding import Finding, error, note
+from launcher.doctor.finding import DoctorFinding, error, note
 from launcher.fetch.prefetch import Cache, Need, needs, only_begins
 from launcher.host.image.cache import check
 from launcher.host.image.reference import ImageError, is_path
 from launcher.recipe.load import Recipe, place_of
 
 
-def fetched(recipe: Recipe, profile: Profile, resumes: bool = False) -> Iterator[Finding]:
+def fetched(recipe: Recipe, profile: Profile, resumes: bool = False) -> Iterator[DoctorFinding]:
     """Yield an error for each item without which the job surely fails, and a note for each that it gets at its start.
 
     resumes: whether the run has its own checkpoint.
@@ -31,7 +31,7 @@ def fetched(recipe: Recipe, profile: Profile, resumes: bool = False) -> Iterator
             yield error("files", text, "`mrl prefetch RECIPE` fetches it")
 
 
-def _image(need: Need, recipe: Recipe, profile: Profile, cache: Cache) -> Iterator[Finding]:
+def _image(need: Need, recipe: Recipe, profile: Profile, cache: Cache) -> Iterator[DoctorFinding]:
     try:
         check(need.name)
     except ImageError as bad:
@@ -46,7 +46,7 @@ def _image(need: Need, recipe: Recipe, profile: Profile, cache: Cache) -> Iterat
         yield note("image", text, "`mrl prefetch RECIPE` imports it now")
 
 
-def image_of(profile: Profile) -> Iterator[Finding]:
+def image_of(profile: Profile) -> Iterator[DoctorFinding]:
     """Yield an error if the image of a profile surely cannot be used."""
     if profile.container is not None:
         try:
@@ -55,7 +55,7 @@ def image_of(profile: Profile) -> Iterator[Finding]:
             yield _unusable(OF_PROFILE, bad)
 
 
-def _unusable(named: str, bad: ImageError) -> Finding:
+def _unusable(named: str, bad: ImageError) -> DoctorFinding:
     return error("image", f"{named}: {bad}", "build or import it again, or name another one: containers/README.md")
 
 

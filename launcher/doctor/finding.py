@@ -9,7 +9,7 @@ Level = Literal["ok", "note", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     level: Level
     """ok: as it should be. note: worth knowing. warning: the run works, but may lose work or time. error: it will not
     run."""
@@ -19,24 +19,23 @@ class Finding:
     fix: str | None = None
 
 
-def ok(topic: str, text: str) -> Finding:
-    return Finding("ok", topic, text)
+def ok(topic: str, text: str) -> DoctorFinding:
+    return DoctorFinding("ok", topic, text)
 
 
-def note(topic: str, text: str, fix: str | None = None) -> Finding:
-    return Finding("note", topic, text, fix)
+def note(topic: str, text: str, fix: str | None = None) -> DoctorFinding:
+    return DoctorFinding("note", topic, text, fix)
 
 
-def warning(topic: str, text: str, fix: str) -> Finding:
-    return Finding("warning", topic, text, fix)
+def warning(topic: str, text: str, fix: str) -> DoctorFinding:
+    return DoctorFinding("warning", topic, text, fix)
 
 
-def error(topic: str, text: str, fix: str) -> Finding:
-    return Finding("error", topic, text, fix)
+def error(topic: str, text: str, fix: str) -> DoctorFinding:
+    return DoctorFinding("error", topic, text, fix)
 
 
 def span(seconds: float) -> str:
-    """Format a duration: `20 s`, `10 min`, `1 h 30 min`, `4 days`. Less than a second becomes `1 s`."""
     if seconds < 120:
         return f"{max(seconds, 1):.0f} s" if seconds else "0 s"
     minutes = round(seconds / 60)
@@ -50,5 +49,4 @@ def span(seconds: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """Format a number with its noun: `1 node`, `8 nodes`."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

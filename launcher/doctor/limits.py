@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from launcher.backends.slurm import refusal
 from launcher.backends.slurm.parse import Fields, number, tres
 from launcher.cluster.profile import Profile
-from launcher.doctor.cluster import Cluster, Target
+from launcher.doctor.cluster import Cluster, JobTarget
 from launcher.doctor.demand import Demand
-from launcher.doctor.finding import Finding, count, error, note, ok, span, warning
+from launcher.doctor.finding import DoctorFinding, count, error, note, ok, span, warning
 from launcher.host.slurm.formats import time_limit_s
 
 SIGNAL_SLACK_S = 60  # Slurm may send --signal this many seconds early, but never late
@@ -25,7 +25,7 @@ TRES_LIMITS = {
 """Column of sacctmgr -> name of the limit."""
 
 
-def no_partition(cluster: Cluster, name: str | None) -> Finding:
+def no_partition(cluster: Cluster, name: str | None) -> DoctorFinding:
     """Error for a partition that does not exist; None: the profile names none, and the cluster has no default."""
     if name is None:
         known = ", ".join(sorted(cluster.partitions)) or "none that you may see"
@@ -35,7 +35,7 @@ def no_partition(cluster: Cluster, name: str | None) -> Finding:
     return error("partition", text, hint or "set partition: in the profile to one of these")
 
 
-def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Finding]:
+def access(cluster: Cluster, target: JobTarget, profile: Profile) -> Iterator[DoctorFinding]:
     row, name = target.partition, target.name
     state = row.get("State", "UP")
     if state in ("DRAIN", "INACTIVE"):
@@ -68,7 +68,7 @@ def access(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Findi
             yield note("account", f"{text} (yours: {known}), but this cluster does not check it")
 
 
-def time_limit(cluster: Cluster, target: Target, profile: Profile, demand: Demand) -> Iterator[Finding]:
+def time_limit(cluster: Cluster, target: JobTarget, profile: Profile, demand: Demand) -> Iterator[DoctorFinding]:
     caps = _time_caps(cluster, target)
     limit, source = demand.time_limit_s, demand.time_limit_key
     if limit is None:
@@ -89,7 +89,7 @@ def time_limit(cluster: Cluster, target: Target, profile: Profile, demand: Deman
         yield _end_notice(profile, demand, limit)
 
 
-def _end_notice(profile: Profile, demand: Demand, limit_s: int) -> Finding:
+def _end_notice(profile: Profile, demand: Demand, limit_s: int) -> DoctorFinding:
     notice = f"{span(profile.signal_s)} before it (signal_s; Slurm may be up to {SIGNAL_SLACK_S} s early)"
     fix = "set signal_s in the profile to more than the time of a step and a save"
     if profile.signal_s >= limit_s:
@@ -103,7 +103,7 @@ def _end_notice(profile: Profile, demand: Demand, limit_s: int) -> Finding:
     return ok("time limit", f"the signal to save comes {notice}: the current step and a save must fit in")
 
 
-def sizes(cluster: Cluster, target: Target, demand: Demand) -> Iterator[Finding]:
+def sizes(cluster: Cluster, target: JobTarget, demand: Demand) -> Iterator[DoctorFinding]:
     row = target.partition
     most, least = number(row.get("MaxNodes"), 0), number(row.get("MinNodes"), 0)
     if most and demand.nodes > most:
@@ -139,7 +139,7 @@ class _Cap:
     """Fate of a job that asks for more."""
 
 
-def _time_caps(cluster: Cluster, target: Target) -> list[_Cap]:
+def _time_caps(cluster: Cluster, target: JobTarget) -> list[_Cap]:
     refused = cluster.config.get("EnforcePartLimits", "NO") != "NO"
     rows = [(f"partition {target.name}", target.partition, "MaxTime", REFUSED if refused else WAITS)]
     if cluster.limits_kept:
@@ -151,21 +151,21 @@ def _time_caps(cluster: Cluster, target: Target) -> list[_Cap]:
     ]
 
 
-def _limit_rows(target: Target) -> list[tuple[str, Fields]]:
+def _limit_rows(target: JobTarget) -> list[tuple[str, Fields]]:
     rows = [(f"QOS {target.qos_name}", target.qos)]
     if target.partition_qos and target.partition_qos != target.qos:
         rows.insert(0, (f"QOS {target.partition_qos['Name']} of partition {target.name}", target.partition_qos))
     return [*rows, (f"account {target.association.get('Account', '')}", target.association)]
 
 
-def _outcome(target: Target) -> str:
+def _outcome(target: JobTarget) -> str:
     """Fate of a job above a limit. The QOS decides, for the limits of the account too."""
     return (
         REFUSED if any("DenyOnLimit" in row.get("Flags", "") for row in (target.qos, target.partition_qos)) else WAITS
     )
 
 
-def _broken(source: str, limits: Fields, target: Target, demand: Demand) -> Iterator[Finding]:
+def _broken(source: str, limits: Fields, target: JobTarget, demand: Demand) -> Iterator[DoctorFinding]:
     for column, key in TRES_LIMITS.items():
         for resource, most in tres(limits.get(column)).items():
             kind = resource.partition(":")[0]  # gres/gpu:h100 counts as gres/gpu
@@ -177,7 +177,7 @@ def _broken(source: str, limits: Fields, target: Target, demand: Demand) -> Iter
                 yield error("limits", text, "lower job.nodes or job.gpus_per_node, or use another qos or account")
 
 
-def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[Finding]:
+def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[DoctorFinding]:
     name = row["PartitionName"]
     allowed, denied = row.get(f"Allow{key}", "ALL"), row.get(f"Deny{key}", "")
     if mine is None:
@@ -192,7 +192,7 @@ def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[Fi
         )
 
 
-def _qos_exists(cluster: Cluster, target: Target, profile: Profile) -> Iterator[Finding]:
+def _qos_exists(cluster: Cluster, target: JobTarget, profile: Profile) -> Iterator[DoctorFinding]:
     if cluster.qos is None:
         if profile.qos:
             yield note("qos", f"QOS {profile.qos} cannot be checked: sacctmgr does not answer")

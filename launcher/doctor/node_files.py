@@ -14,10 +14,9 @@ from pathlib import Path
 
 from launcher.backends.probe.disk import file_system, spans_machines
 from launcher.cluster.profile import Profile
-from launcher.doctor.files import file_error
-from launcher.doctor.finding import Finding, error
-from launcher.doctor.preflight import missing_packages, packages, vllm_of
-from launcher.doctor.vllm import PYTHON_KEYS, vllm_findings
+from launcher.doctor.finding import DoctorFinding, error
+from launcher.doctor.preflight import file_error, missing_packages, packages, vllm_of
+from launcher.doctor.vllm_python import PYTHON_KEYS, vllm_findings
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, named_paths, read_paths, with_changed_paths
 from megatron_rl.config import RunConfig
@@ -28,7 +27,7 @@ OF_THE_KERNEL = ("/dev", "/proc", "/sys")
 """Directories that each container has itself."""
 
 
-def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[Finding]:
+def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[DoctorFinding]:
     """Return findings about what the ranks will lack on the nodes, as far as this machine can see: files, and packages
     if they run without a container.
 
@@ -43,13 +42,13 @@ def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[Fi
     return found
 
 
-def run_directory(run_dir: Path, profile: Profile) -> Iterator[Finding]:
+def run_directory(run_dir: Path, profile: Profile) -> Iterator[DoctorFinding]:
     if why := _of_one_machine(run_dir, Path(profile.run_root)):
         fix = f"give one below run_root, {profile.run_root}, or on another file system that all nodes see"
         yield error("run directory", f"--run-dir {run_dir}: {why}, and the nodes do not see it", fix)
 
 
-def _unseen(recipe: Recipe, profile: Profile, resumes: bool) -> Iterator[Finding]:
+def _unseen(recipe: Recipe, profile: Profile, resumes: bool) -> Iterator[DoctorFinding]:
     read = [*read_paths(recipe.config, resumes), *(one for one in _of_evaluation(recipe) if one.mark.read)]
     shared = f"put it below run_root, {profile.run_root}, or on another file system that all nodes see"
     for named in _of_nodes(recipe):
@@ -110,7 +109,6 @@ def _mounts_of(profile: Profile) -> list[tuple[Path, Path]]:
 
 
 def _of_one_machine(path: Path, run_root: Path) -> str | None:
-    """Return why the nodes cannot see a path; None: they can, as far as this machine knows."""
     real, root = Path(os.path.realpath(path)), Path(os.path.realpath(run_root))
     for folder in OF_ONE_MACHINE:
         if real.is_relative_to(folder) and not root.is_relative_to(folder):

@@ -7,9 +7,9 @@ Follows slurm.conf(5) and qos(8), and for what they leave open Slurm's preempt p
 from __future__ import annotations
 
 from launcher.backends.slurm.parse import number, options
-from launcher.doctor.cluster import Cluster, Target
+from launcher.doctor.cluster import Cluster, JobTarget
 from launcher.doctor.demand import Demand
-from launcher.doctor.finding import Finding, note, ok, span, warning
+from launcher.doctor.finding import DoctorFinding, note, ok, span, warning
 from launcher.host.slurm.formats import time_limit_s
 
 KILL_WAIT_S = 30
@@ -18,7 +18,7 @@ NODE_TIMEOUT_S = 300
 TIGHT_S = 60  # a shorter notice counts as short if the time of a save is unknown
 
 
-def preemption(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
+def preemption(cluster: Cluster, target: JobTarget, demand: Demand) -> list[DoctorFinding]:
     """Findings about preemption: by whom, with how much notice, and what happens then."""
     kind = cluster.config.get("PreemptType", "preempt/none")
     if kind == "preempt/none" or _modes(cluster.config.get("PreemptMode")) <= {"OFF", "GANG"}:
@@ -28,7 +28,7 @@ def preemption(cluster: Cluster, target: Target, demand: Demand) -> list[Finding
     return _by_partition(cluster, target, demand)
 
 
-def requeue(cluster: Cluster) -> list[Finding]:
+def requeue(cluster: Cluster) -> list[DoctorFinding]:
     """Findings about the restart of an attempt that has lost its nodes."""
     new = not cluster.before(25, 11)  # releases with requeue_delay
     delay = options(cluster.config.get("SchedulerParameters")).get("requeue_delay") if new else None
@@ -58,7 +58,7 @@ def requeue(cluster: Cluster) -> list[Finding]:
     return found
 
 
-def _by_partition(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
+def _by_partition(cluster: Cluster, target: JobTarget, demand: Demand) -> list[DoctorFinding]:
     modes = _modes(target.partition.get("PreemptMode") or cluster.config.get("PreemptMode"))
     stronger = _stronger_partitions(cluster, target)
     if modes <= {"OFF", "GANG"}:
@@ -76,7 +76,7 @@ def _by_partition(cluster: Cluster, target: Target, demand: Demand) -> list[Find
     return _preempted(cluster, target, demand, by, modes, grace, f"GraceTime of partition {target.name}")
 
 
-def _by_qos(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
+def _by_qos(cluster: Cluster, target: JobTarget, demand: Demand) -> list[DoctorFinding]:
     if cluster.qos is None or target.qos_name not in cluster.qos:
         named = f"QOS {target.qos_name}" if target.qos_name else "the QOS of your jobs"
         return [
@@ -102,8 +102,8 @@ def _by_qos(cluster: Cluster, target: Target, demand: Demand) -> list[Finding]:
 
 
 def _preempted(
-    cluster: Cluster, target: Target, demand: Demand, by: str, modes: set[str], grace_s: int, source: str
-) -> list[Finding]:
+    cluster: Cluster, target: JobTarget, demand: Demand, by: str, modes: set[str], grace_s: int, source: str
+) -> list[DoctorFinding]:
     kill_s = number(cluster.config.get("KillWait"), KILL_WAIT_S)  # from SIGTERM to SIGKILL
     found = [_ending(demand, by, modes)]
     if "SUSPEND" in modes:
@@ -124,7 +124,7 @@ def _preempted(
     return found
 
 
-def _ending(demand: Demand, by: str, modes: set[str]) -> Finding:
+def _ending(demand: Demand, by: str, modes: set[str]) -> DoctorFinding:
     if "REQUEUE" in modes:
         return ok("preemption", f"{demand.who} can be preempted {by}; it is requeued and resumes (PreemptMode=REQUEUE)")
     if "SUSPEND" in modes:
@@ -141,7 +141,7 @@ def _ending(demand: Demand, by: str, modes: set[str]) -> Finding:
     )
 
 
-def _notice(demand: Demand, grace_s: int, kill_s: int, source: str) -> Finding:
+def _notice(demand: Demand, grace_s: int, kill_s: int, source: str) -> DoctorFinding:
     """Compare the time from the first signal to SIGKILL with the time of a save."""
     total = grace_s + kill_s
     notice = f"notice of {span(grace_s)} ({source}), then SIGTERM and {span(kill_s)} later SIGKILL (KillWait)"
@@ -161,7 +161,7 @@ def _notice(demand: Demand, grace_s: int, kill_s: int, source: str) -> Finding:
     return ok("notice", f"{notice}; {takes} must fit in, or {demand.loss} are lost")
 
 
-def _signals(cluster: Cluster, grace_s: int) -> Finding:
+def _signals(cluster: Cluster, grace_s: int) -> DoctorFinding:
     new = options(cluster.config.get("PreemptParameters"))
     old = options(cluster.config.get("SlurmctldParameters"))
     if "send_user_signal" in new or "preempt_send_user_signal" in old:
@@ -175,7 +175,7 @@ def _signals(cluster: Cluster, grace_s: int) -> Finding:
     )
 
 
-def _stronger_partitions(cluster: Cluster, target: Target) -> list[str]:
+def _stronger_partitions(cluster: Cluster, target: JobTarget) -> list[str]:
     mine = {node.name for node in cluster.nodes.get(target.name, [])}
     tier = number(target.partition.get("PriorityTier"), 1)
     return [

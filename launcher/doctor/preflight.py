@@ -3,6 +3,7 @@ command that starts something refuses all errors at once."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +14,17 @@ from launcher.backends.probe.vllm import VllmFacts, probe
 from launcher.backends.probe.vllm_options import Unasked, refused_options
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
-from launcher.doctor.files import file_error
-from launcher.doctor.finding import Finding, count, error, note, ok, warning
-from launcher.doctor.vllm import PYTHON_KEYS, inexact_options, vllm_findings
+from launcher.doctor.finding import DoctorFinding, count, error, note, ok, warning
+from launcher.doctor.vllm_python import PYTHON_KEYS, inexact_options, vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import Cache, Need, needs, only_begins
 from launcher.plan.gpu_memory import least_host_bytes
 from launcher.plan.summary import make_plan
-from launcher.recipe.load import Recipe
-from launcher.recipe.paths import read_paths
+from launcher.recipe.load import Recipe, place_of
+from launcher.recipe.paths import NamedPath, read_paths
 from megatron_rl.agent.registry import required_extras
+from megatron_rl.checkpoint.adapters import check_whole
+from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, read_manifest
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.text import size
 from megatron_rl.model.config import package_of
@@ -46,11 +48,11 @@ class LocalFacts:
     machine: Machine
     packages: Packages
     refusals: tuple[str, ...]
-    absent: tuple[Finding, ...]
+    absent: tuple[DoctorFinding, ...]
     least_bytes: int
     vllms: Mapping[str, VllmFacts] = field(default_factory=dict)
     """Kind of replicas that have vLLM -> their Python."""
-    vllm_options: tuple[Finding, ...] = ()
+    vllm_options: tuple[DoctorFinding, ...] = ()
 
 
 def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
@@ -80,7 +82,7 @@ def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
     )
 
 
-def vllm_of(config: RunConfig, profile: Profile | None) -> Iterator[tuple[str, VllmFacts, tuple[Finding, ...]]]:
+def vllm_of(config: RunConfig, profile: Profile | None) -> Iterator[tuple[str, VllmFacts, tuple[DoctorFinding, ...]]]:
     """Yield each kind of replicas that have vLLM, with the facts about its Python on this machine and errors for
     options that vLLM's own parser refuses."""
     for kind, vllm in config.started_vllms.items():
@@ -90,7 +92,7 @@ def vllm_of(config: RunConfig, profile: Profile | None) -> Iterator[tuple[str, V
         yield kind, facts, tuple(refused_by_vllm(kind, vllm, python)) if usable else ()
 
 
-def refused_by_vllm(kind: str, vllm: VllmConfig, python: str) -> Iterator[Finding]:
+def refused_by_vllm(kind: str, vllm: VllmConfig, python: str) -> Iterator[DoctorFinding]:
     section = PYTHON_KEYS[kind].removesuffix(".python=")
     try:
         refused = refused_options(python, vllm.args)
@@ -132,7 +134,7 @@ def _missing(extras: Iterable[str]) -> Packages:
     return Packages(tuple(missing(wanted)), install_command(*wanted) if wanted else "")
 
 
-def absent_files(recipe: Recipe, resumes: bool = False) -> Iterator[Finding]:
+def absent_files(recipe: Recipe, resumes: bool = False) -> Iterator[DoctorFinding]:
     for named in read_paths(recipe.config, resumes):
         if named.path is not None and (found := file_error(recipe, named, named.path)):
             yield found
@@ -143,9 +145,43 @@ def absent_files(recipe: Recipe, resumes: bool = False) -> Iterator[Finding]:
             yield error("files", f"{need} is neither a file nor a repository in {cache.huggingface}", fetch)
 
 
-def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
+def file_error(recipe: Recipe, named: NamedPath, path: Path) -> DoctorFinding | None:
+    """Return an error if a run cannot read a file that it needs; None if it can. This process sees the file at
+    `path`."""
+    key = ".".join(named.key)
+    place = f"{place_of(recipe, key)}: "
+    if why := unreadable(path):
+        return error("files", f"{place}{key}: {named.path}: {why}", "correct the path")
+    if why := _no_initial_weights(recipe, key, path):
+        return DoctorFinding("error", "files", f"{place}{why}")
+    return None
+
+
+def unreadable(path: Path) -> str | None:
+    try:
+        path.stat()
+    except OSError as refused:
+        return (refused.strerror or str(refused)).lower()
+    return None if os.access(path, os.R_OK) else "no permission to read it"
+
+
+def _no_initial_weights(recipe: Recipe, key: str, path: Path) -> str | None:
+    """Return why a model cannot start from a checkpoint; None if it can, or if the key names something else."""
+    starts = key == "model.checkpoint" and recipe.config.model.init == "checkpoint"
+    if not starts and not (key == "distill.teacher" and (path / MANIFEST).is_file()):
+        return None
+    try:
+        check_whole(path, read_manifest(path).meta, key)
+    except CheckpointError as unusable:
+        return f"{key}: {unusable}"
+    except ValueError as refused:
+        return str(refused)
+    return None
+
+
+def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[DoctorFinding]:
     for refusal in facts.refusals:
-        yield Finding("error", "recipe", refusal)  # the text says what to change
+        yield DoctorFinding("error", "recipe", refusal)  # the text says what to change
     yield packages(facts.packages)
     if config is not None:
         for kind, vllm in facts.vllms.items():
@@ -159,13 +195,13 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[Finding]:
     yield from facts.absent
 
 
-def packages(found: Packages) -> Finding:
+def packages(found: Packages) -> DoctorFinding:
     if found.names:
         return error("packages", f"not installed: {', '.join(found.names)}", found.install)
     return ok("packages", "all packages of the ranks are installed")
 
 
-def processors(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
+def processors(machine: Machine, config: RunConfig | None) -> Iterator[DoctorFinding]:
     if config is None:
         yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
         return
@@ -195,7 +231,7 @@ def processors(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
         yield ok("cpus", f"{count(threads, 'thread')} for {count(machine.cpus, 'CPU')}")
 
 
-def arithmetic(machine: Machine, config: RunConfig) -> Iterator[Finding]:
+def arithmetic(machine: Machine, config: RunConfig) -> Iterator[DoctorFinding]:
     if config.job.device == "cpu" and config.model.dtype == "bf16" and machine.multiplies_bf16 is False:
         yield warning(
             "arithmetic",
@@ -205,7 +241,7 @@ def arithmetic(machine: Machine, config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[Finding]:
+def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[DoctorFinding]:
     measured = config.job.memory_gib
     needed = int(measured * 2**30) if measured else least
     if config.job.device != "cpu" or machine.memory_bytes is None or not needed:
@@ -237,7 +273,7 @@ def _extras_of_policy(path: str) -> list[str]:
     return ["huggingface"] if package or published else []
 
 
-def problems(found: Iterable[Finding]) -> list[str]:
+def problems(found: Iterable[DoctorFinding]) -> list[str]:
     """Return the errors among findings, each with its remedy."""
     return ["; ".join(filter(None, [one.text, one.fix])) for one in found if one.level == "error"]
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from launcher.backends.probe.disk import Disk, over_quota
 from launcher.backends.probe.node import NodeFacts
 from launcher.doctor.demand import Demand
-from launcher.doctor.finding import Finding, error, note, ok, span, warning
+from launcher.doctor.finding import DoctorFinding, error, note, ok, span, warning
 from megatron_rl.contract.text import size
 
 SLOW_BYTES_PER_S = 50e6
 MOVE = "set run_root: in the profile to a directory on the shared file system"
 
 
-def run_root(disk: Disk, demand: Demand) -> Iterator[Finding]:
+def run_root(disk: Disk, demand: Demand) -> Iterator[DoctorFinding]:
     if disk.measured is None:
         yield error(
             "run root",
@@ -34,7 +34,7 @@ def run_root(disk: Disk, demand: Demand) -> Iterator[Finding]:
     yield from _space(disk, found.free_bytes, demand)
 
 
-def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[Finding]:
+def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[DoctorFinding]:
     if node is not None and node.failure is None:
         if node.shared:
             yield ok("run root", f"a file written here is seen on {node.host}")
@@ -46,7 +46,7 @@ def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[Findi
         yield note("run root", text, f"mrl doctor --deep tests it on a compute node; if it is not shared, {MOVE}")
 
 
-def _speed(bytes_per_s: float, demand: Demand) -> Finding:
+def _speed(bytes_per_s: float, demand: Demand) -> DoctorFinding:
     """Judge the write speed. One writer here says little about the many of a job, so only a slow one is reported."""
     text = f"{size(bytes_per_s)}/s from this machine with one writer, flushed to disk"
     if bytes_per_s < SLOW_BYTES_PER_S:
@@ -63,7 +63,7 @@ def _speed(bytes_per_s: float, demand: Demand) -> Finding:
     return ok("speed", text)
 
 
-def _space(disk: Disk, free: int, demand: Demand) -> Iterator[Finding]:
+def _space(disk: Disk, free: int, demand: Demand) -> Iterator[DoctorFinding]:
     wanted = (demand.checkpoint_bytes or 0) * demand.kept
     need = (
         f"{demand.who} keeps up to {size(wanted)} ({demand.kept} checkpoints, including the one being written)"

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.explain import curve_rules, lesson_rules
 from launcher.explain.record import Record
-from launcher.runs.failure import Failure, failure_of_run
+from launcher.runs.failure import RunFailure, failure_of_run
 from megatron_rl.contract import window_rules
 from megatron_rl.contract.learning import WINDOW, Hindrance, Rule
 from megatron_rl.contract.paths import RunDir
@@ -26,7 +26,7 @@ class Explanation:
     """Texts are those of the run: a view makes them printable."""
 
     steps: int
-    failure: Failure | None
+    failure: RunFailure | None
     """How the newest attempt failed; None if it did not."""
     findings: Sequence[Hindrance]
     quiet: Sequence[str]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Failed
-from launcher.explain.facts import NO_FACTS, NO_FORMATS, Formats, GroupFacts, facts_of, formats_of
+from launcher.explain.group_facts import NO_FACTS, NO_FORMATS, Formats, GroupFacts, facts_of, formats_of
 from launcher.runs.slow_ranks import SlowRank, read_slow_ranks
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -20,7 +20,6 @@ from megatron_rl.contract.run_records import LessonRecord, PromptCounts
 from megatron_rl.contract.window_rules import Watch
 
 RECORDED_STEPS = 50
-"""Newest steps whose recorded answers are read. By default every tenth has some."""
 
 
 @dataclass(frozen=True, slots=True)

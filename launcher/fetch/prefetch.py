@@ -90,7 +90,6 @@ class Cache:
 
 
 def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
-    """Return all items that a run reads from the internet, each once."""
     found: list[Need] = []
     images = (rank_image(config, profile), replica_image(config, profile))
     found += [Need("image", image) for image in images if image is not None]

@@ -63,7 +63,8 @@ def xid_problems(kernel_log: str, uptime: float) -> list[str]:
 
 def gpu_problems(document: str) -> list[str]:
     """Problems of the GPUs in `nvidia-smi -q -x`: foreign processes, reduced clocks, PCIe links that lost lanes, GPUs
-    that the fabric manager did not initialise. Raises ElementTree.ParseError."""
+    that the fabric manager did not initialise, uncorrectable memory errors since the driver was loaded. Raises
+    ElementTree.ParseError."""
     problems = []
     for index, gpu in enumerate(ElementTree.fromstring(document).findall("gpu")):
         for process in gpu.iterfind("processes/process_info"):
@@ -71,6 +72,13 @@ def gpu_problems(document: str) -> list[str]:
             if "C" in _text(process, "type") and used and int(used.group(1)) >= LEFTOVER_MIB:
                 pid, name, memory = (_text(process, key) for key in ("pid", "process_name", "used_memory"))
                 problems.append(f"GPU {index} is used by process {pid} ({name}, {memory})")
+        counts = [_text(node, ".") for node in gpu.iterfind("ecc_errors/volatile//*") if "uncorrectable" in node.tag]
+        if errors := sum(int(count) for count in counts if count.isdecimal()):  # "N/A" where the GPU has no ECC
+            problems.append(f"GPU {index} has {errors} uncorrectable memory errors")
+        if _text(gpu, "remapped_rows/remapped_row_failure") == "Yes":
+            problems.append(f"GPU {index} cannot remap a broken memory row")
+        if _text(gpu, "remapped_rows/remapped_row_pending") == "Yes":
+            problems.append(f"GPU {index} waits for a reset to remap a broken memory row")
         for reason, what in sorted(SLOWED.items()):
             # Drivers before 535 call them throttle reasons.
             names = ("clocks_event_reasons/clocks_event_reason_", "clocks_throttle_reasons/clocks_throttle_reason_")

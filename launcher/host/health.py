@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 from launcher.host.gpu_state import gpu_problems, limit_problems, network_gbps, nvlink_problems, xid_problems
 from launcher.host.process.limited import run_limited
-from launcher.host.process.processes import Fork
+from launcher.host.process.processes import ForkedChild
 from megatron_rl.contract.attempt_records import NodeHealth
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
@@ -60,30 +60,12 @@ def check_gpus(wanted: int, listing: str | None, devices: Sequence[str]) -> Chec
     return CheckResult(problems, facts={"gpus": found})
 
 
-def check_ecc(document: str) -> CheckResult:
-    """Pure: uncorrectable memory errors since the driver was loaded, from `nvidia-smi -q -x`."""
-    try:
-        gpus = ElementTree.fromstring(document).findall("gpu")
-    except ElementTree.ParseError as error:
-        return CheckResult(skipped=[f"ECC: nvidia-smi -q -x cannot be read: {error}"])
-    problems = []
-    for index, gpu in enumerate(gpus):
-        errors = sum(_count(node) for node in gpu.iterfind("ecc_errors/volatile//*") if _is_uncorrectable(node))
-        if errors:
-            problems.append(f"GPU {index} has {errors} uncorrectable memory errors")
-        if (gpu.findtext("remapped_rows/remapped_row_failure") or "").strip() == "Yes":
-            problems.append(f"GPU {index} cannot remap a broken memory row")
-        if (gpu.findtext("remapped_rows/remapped_row_pending") or "").strip() == "Yes":
-            problems.append(f"GPU {index} waits for a reset to remap a broken memory row")
-    return CheckResult(problems)
-
-
 def check_state(document: str) -> CheckResult:
-    """Pure: other problems of the GPUs in `nvidia-smi -q -x`. Where it cannot be parsed, check_ecc reports that."""
+    """Pure: the GPUs in `nvidia-smi -q -x`."""
     try:
         return CheckResult(gpu_problems(document))
-    except ElementTree.ParseError:
-        return CheckResult()
+    except ElementTree.ParseError as error:
+        return CheckResult(skipped=[f"ECC: nvidia-smi -q -x cannot be read: {error}"])
 
 
 def check_shared_memory(free_mib: int, gpus: int) -> CheckResult:
@@ -117,7 +99,7 @@ def within(limit: float, work: Callable[[], None]) -> str | None:
         work()
         return ""
 
-    child = Fork(silently)
+    child = ForkedChild(silently)
     if not child.wait(limit):
         child.end()
         return f"no answer within {limit:.0f} s"
@@ -157,9 +139,8 @@ def _gpus(wanted: int) -> list[CheckResult]:
     skipped = [f"NVLink: nvidia-smi nvlink -s: {problem or 'no answer'}"] if links is None else []
     results.append(CheckResult(nvlink_problems(links or ""), skipped))
     document, problem = _output("nvidia-smi", "-q", "-x")
-    results.append(check_state(document or ""))
     unread = CheckResult(skipped=[f"ECC: nvidia-smi -q -x: {problem or 'no answer'}"])
-    results.append(check_ecc(document) if document else unread)
+    results.append(check_state(document) if document else unread)
     results.append(_xids())
     return results
 
@@ -184,8 +165,6 @@ def _limits_and_network(gpus: int) -> CheckResult:
 
 
 def _port(folder: Path) -> tuple[str, str]:
-    """Return (state, rate) of a port of an RDMA adapter; empty where they cannot be read."""
-
     def text(name: str) -> str:
         try:
             return (folder / name).read_text().strip()
@@ -217,15 +196,6 @@ def _output(*command: str) -> tuple[str | None, str | None]:
         message = (answer.stderr.decode("utf-8", "replace") or text).split()
         return None, " ".join(message) or f"exit code {answer.returncode}"
     return text, None
-
-
-def _is_uncorrectable(node: ElementTree.Element) -> bool:
-    return "uncorrectable" in node.tag and not len(node)
-
-
-def _count(node: ElementTree.Element) -> int:
-    text = (node.text or "").strip()
-    return int(text) if text.isdecimal() else 0  # "N/A" where the GPU has no ECC
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -93,13 +93,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace, notifi
     write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=ranks, generating=generating))
     job = LocalJob(run, options.drain_limit, options.owner)
     settings = RankSettings(
-        options.ranks,
-        options.threads,
-        options.device,
-        options.silence_limit,
-        options.grace,
-        options.command,
-        replicas,
+        options.ranks, options.threads, options.device, options.silence_limit, options.grace, options.command, replicas
     )
     processes = LocalRanks(run, attempt, settings)
     runner = AttemptRunner(attempt, processes, job, Signals(REQUESTS), options.silence_limit, options.grace)
@@ -179,14 +173,8 @@ class LocalJob(Job):
             return request
         return request._replace(deadline=request.at + self._drain_limit)  # a rank wrote it, which only got a signal
 
-    def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
-        return request
-
     def facts(self, attempt: Attempt, request: Drain | None) -> Facts:
         return Facts(checkpoint=newest_known_checkpoint(self._run), can_return=False, requeueable=False)
-
-    def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
-        """No-op: mrl-submit prints how to continue."""
 
 
 if __name__ == "__main__":

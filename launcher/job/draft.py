@@ -13,10 +13,10 @@ from launcher import __file__ as launcher_file
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image
 from launcher.doctor.fetched import fetched
-from launcher.doctor.finding import Finding
+from launcher.doctor.finding import DoctorFinding
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import problems
-from launcher.doctor.vllm import inexact_options
+from launcher.doctor.vllm_python import inexact_options
 from launcher.errors import BadInput
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
@@ -147,7 +147,7 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
     return notes
 
 
-def _as_note(found: Finding) -> str:
+def _as_note(found: DoctorFinding) -> str:
     return "; ".join(filter(None, [found.text, found.fix]))
 
 

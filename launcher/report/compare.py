@@ -30,7 +30,6 @@ class ComparedRun(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Newest recorded step; 0 before the first."""
         return self.record.lines[-1].step if self.record.lines else 0
 
 
@@ -126,7 +125,6 @@ def _cut(name: str, longest: int) -> str:
 
 
 def short(keys: Sequence[str]) -> list[str]:
-    """Shorten keys to their last part where that is unique."""
     ends = Counter(key.rpartition(".")[2] for key in keys)
     return [end if ends[end := key.rpartition(".")[2]] == 1 else key for key in keys]
 
@@ -141,7 +139,6 @@ def value_at_end(record: Record, name: str) -> float | None:
 
 
 def overlaid(runs: Sequence[ComparedRun]) -> list[Group]:
-    """Return a chart for each metric, with a curve for each of the first runs."""
     steps, evaluations = [run.record.lines for run in runs], [run.record.evaluations for run in runs]
     names = labels([run.name for run in runs], LONGEST_LABEL)
     scores = sorted({name for lines in evaluations for name in evaluation_metrics(lines)})

@@ -24,7 +24,6 @@ Value = float | None
 class Curve:
     label: str
     values: list[Value]
-    """One per step of the chart; None where the metric is absent."""
 
 
 class Points(NamedTuple):

@@ -17,7 +17,7 @@ import jinja2
 from markupsafe import Markup
 
 from launcher.report.compare import Comparison, overlaid, verdict
-from launcher.report.report import RunReport
+from launcher.report.run_report import RunReport
 from launcher.report.usage import STACKED
 from launcher.runs.find import pasteable_command
 from megatron_rl.recipe.section import flat
@@ -54,7 +54,7 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
         live,
         report=report,
         rollouts=report.rollouts,
-        command=pasteable_command("rollouts", report.name),
+        command=pasteable_command("rollouts", report.status.name),
         now=now,
         recipe=flat(report.values),
     )
@@ -75,7 +75,7 @@ def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -
             f"script-src {' '.join(_hash(text) for text in scripts)}",
             f"style-src {' '.join(_hash(text) for text in styles)}",
             "img-src data:",
-            f"connect-src {_SELF if live else _NONE}",
+            "connect-src 'self'" if live else "connect-src 'none'",
             "base-uri 'none'",
             "form-action 'none'",
         )
@@ -94,18 +94,17 @@ def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -
     )
 
 
-_SELF, _NONE = "'self'", "'none'"
-
-
 def json_block(value: Any) -> str:
     """JSON that is safe inside a <script> element: without <, >, &, line separators and lone surrogates. Dataclasses
     are objects."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_fields)
+    text = json.dumps(
+        value,
+        ensure_ascii=False,
+        allow_nan=False,
+        separators=(",", ":"),
+        default=lambda one: {each.name: getattr(one, each.name) for each in fields(one)},
+    )
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 def visible(text: str) -> str:
@@ -168,7 +167,6 @@ def _number(value: float) -> str:
 
 
 def _count(value: float) -> str:
-    """Format a large number: `1,200`, `36k`, `5.6M`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 10 * size or (unit != "k" and value >= size):
             return f"{value / size:.3g}{unit}"
@@ -176,7 +174,6 @@ def _count(value: float) -> str:
 
 
 def _device_time(seconds: float, device: str) -> str:
-    """Format `412.6 GPU-hours`, `3.8 process-minutes`."""
     unit, size = ("hours", 3600) if seconds >= 3600 else ("minutes", 60)
     return f"{seconds / size:,.1f} {device}-{unit}"
 

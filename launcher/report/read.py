@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from launcher.cluster.choice import LOCAL, load_clusters
@@ -17,10 +18,10 @@ from launcher.recipe.defaults import with_defaults
 from launcher.recipe.files import EXTENDS, RecipeFile, shipped_values, with_base
 from launcher.recipe.located_yaml import read_mapping, read_text
 from launcher.report.charts import chart_groups, evaluation_charts
-from launcher.report.lesson import lesson_of
+from launcher.report.page_rollouts import collect
 from launcher.report.recipe import Difference, differences, overridden
-from launcher.report.report import Cost, Fact, ResultRow, RunReport, Span, generated_tokens, span
-from launcher.report.rollouts import collect
+from launcher.report.run_report import FirstAndLast, ResultRow, RunCost, RunFact, RunReport, generated_tokens, span
+from launcher.report.shown_lesson import lesson_of
 from launcher.report.usage import attempt_rows, timeline
 from launcher.runs.slow_ranks import read_phase_ranks
 from launcher.runs.state import RunStatus, read_statuses
@@ -56,14 +57,10 @@ def read_report(run: RunDir, now: float) -> RunReport:
     starts, ends = starts_in(ledger), ends_in(ledger)
     device = "GPU" if record.key("job.device") == "cuda" else "process"
     return RunReport(
-        name=status.name,
+        status=status,
         path=str(run.root.absolute()),
         recipe=str(record.key("name") or ""),
-        cluster=status.cluster,
-        state=status.state,
-        reason=status.reason,
         step=step,
-        steps=status.steps,
         began=starts[0].at if starts else None,
         ended=None if running or not ends else ends[-1].at,
         device=device,
@@ -109,7 +106,7 @@ def _gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsa
     return GpuUsage([]), []
 
 
-def _cost(cluster: str, seconds: float, unread: list[str]) -> Cost | None:
+def _cost(cluster: str, seconds: float, unread: list[str]) -> RunCost | None:
     if cluster in ("", LOCAL):
         return None
     try:
@@ -120,7 +117,7 @@ def _cost(cluster: str, seconds: float, unread: list[str]) -> Cost | None:
         return None
     if profile is None or profile.gpu_hour_price is None:
         return None
-    return Cost(seconds / 3600 * profile.gpu_hour_price, profile.currency)
+    return RunCost(seconds / 3600 * profile.gpu_hour_price, profile.currency)
 
 
 def _eta(record: Record, status: RunStatus) -> float | None:
@@ -128,15 +125,15 @@ def _eta(record: Record, status: RunStatus) -> float | None:
     return (status.steps - record.lines[-1].step) * sum(times) / len(times) if times and status.steps else None
 
 
-def _accuracies(record: Record) -> dict[str, Span]:
-    found: dict[str, Span] = {}
+def _accuracies(record: Record) -> dict[str, FirstAndLast]:
+    found: dict[str, FirstAndLast] = {}
     for line in record.evaluations:
         for name in line.values:
             parts = name.split("/")
             value = number(line, name)
             if parts[0] == "eval" and parts[-1] == GREEDY and value is not None:
                 key = "/".join(parts[1:-1])
-                found[key] = Span(found[key].first if key in found else value, value)
+                found[key] = FirstAndLast(found[key].first if key in found else value, value)
     return found
 
 
@@ -205,11 +202,11 @@ def _base_values(run: RunDir, name: str) -> dict[str, Any]:
     return with_base(RecipeFile(name, read_text(run.root / name), None)).values
 
 
-def _facts(run: RunDir, number: int, record: Record) -> list[Fact]:
+def _facts(run: RunDir, number: int, record: Record) -> list[RunFact]:
     if not number:
         return []
     attempt = run.attempt(number)
-    facts: list[Fact] = []
+    facts: list[RunFact] = []
     if kernels := if_readable(read(Kernels, attempt.kernels)):
         named = {
             "layers": f"{kernels.transformer_impl}: {kernels.reason}",
@@ -218,18 +215,17 @@ def _facts(run: RunDir, number: int, record: Record) -> list[Fact]:
             "decoding": kernels.decoding,
             "experts": kernels.experts,
         }
-        facts += [Fact(label, text) for label, text in named.items() if text]
+        facts += [RunFact(label, text) for label, text in named.items() if text]
     if nodes := if_readable(read(Nodes, attempt.nodes)):
-        facts += [Fact(f"nodes of {step}", ", ".join(hosts)) for step, hosts in nodes.steps.items()]
-        facts += [Fact("spare nodes", ", ".join(nodes.spare))] if nodes.spare else []
-        facts += [Fact(f"{host} is not used", why) for host, why in nodes.bad.items()]
-        checked = [if_readable(read(NodeHealth, attempt.health(host))) for host in sorted(_hosts(nodes))]
-        facts += [Fact(one.host, "; ".join(one.problems)) for one in checked if one and one.problems]
+        facts += [RunFact(f"nodes of {step}", ", ".join(hosts)) for step, hosts in nodes.steps.items()]
+        facts += [RunFact("spare nodes", ", ".join(nodes.spare))] if nodes.spare else []
+        facts += [RunFact(f"{host} is not used", why) for host, why in nodes.bad.items()]
+        checked = [
+            if_readable(read(NodeHealth, attempt.health(host)))
+            for host in sorted({*chain(*nodes.steps.values(), nodes.spare)})
+        ]
+        facts += [RunFact(one.host, "; ".join(one.problems)) for one in checked if one and one.problems]
     fabric = if_readable(read(FabricReport, attempt.fabric))
     if fabric and fabric.whole and fabric.whole.gbps:
-        facts.append(Fact("all-reduce between nodes", f"{fabric.whole.gbps:.3g} GB/s"))
+        facts.append(RunFact("all-reduce between nodes", f"{fabric.whole.gbps:.3g} GB/s"))
     return facts
-
-
-def _hosts(nodes: Nodes) -> set[str]:
-    return {host for hosts in nodes.steps.values() for host in hosts} | set(nodes.spare)

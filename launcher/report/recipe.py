@@ -11,12 +11,9 @@ from megatron_rl.recipe.section import flat
 OVERRIDE = re.compile(r"^# override: ([A-Za-z_][\w.\[\]-]*)=", re.MULTILINE)
 """Line of recipe.yaml that records an override of the command line."""
 WITHOUT_EFFECT = ("name", "cluster")
-"""Keys that do not change how a run learns, for tables of differences between runs."""
 
 
 class Difference(NamedTuple):
-    """A key with another value than in the base of a recipe."""
-
     key: str
     base: Any
     here: Any

@@ -113,7 +113,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _host(header: str) -> str | None:
-    """Name in a Host header; None if it has none."""
     try:
         return urlsplit(f"//{header}").hostname
     except ValueError:

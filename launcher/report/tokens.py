@@ -17,7 +17,7 @@ THINK = re.compile(r"<(/?)(think|thinking|reasoning)>")
 DIGITS = 3
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """Tokens that belong together: the prompt, a message that the model did not write (such as the result of a tool),
     reasoning, or the rest of an answer."""
 
@@ -58,27 +58,27 @@ def shown_sequence(sequence: SequenceLine) -> ShownSequence:
             made.append(_shown(sequence, part))
             continue
         head, tail = part.start + MOST_TOKENS // 2, part.end - MOST_TOKENS // 2
-        made.append(_shown(sequence, Part(part.kind, part.start, head)))
+        made.append(_shown(sequence, SequencePart(part.kind, part.start, head)))
         made.append(ShownPart(LEFT_OUT, tail - head, [], [], [], [], [], []))
-        made.append(_shown(sequence, Part(part.kind, tail, part.end)))
+        made.append(_shown(sequence, SequencePart(part.kind, tail, part.end)))
     return ShownSequence(made)
 
 
-def parts(pieces: Sequence[str], turns: Sequence[Sequence[int]]) -> list[Part]:
+def parts(pieces: Sequence[str], turns: Sequence[Sequence[int]]) -> list[SequencePart]:
     """Split the tokens of a sequence at its turns: each is its first token, and the token after its last."""
-    found: list[Part] = []
+    found: list[SequencePart] = []
     at = 0
     for start, end in turns:
         if start > at:
-            found.append(Part(MESSAGE if found else PROMPT, at, start))
+            found.append(SequencePart(MESSAGE if found else PROMPT, at, start))
         found += _of_turn(pieces, start, end)
         at = end
     if at < len(pieces):
-        found.append(Part(MESSAGE if found else PROMPT, at, len(pieces)))
+        found.append(SequencePart(MESSAGE if found else PROMPT, at, len(pieces)))
     return found
 
 
-def _of_turn(pieces: Sequence[str], start: int, end: int) -> Iterator[Part]:
+def _of_turn(pieces: Sequence[str], start: int, end: int) -> Iterator[SequencePart]:
     """Yield the parts of a turn. Reasoning is between <think> and </think>; the first may be part of the prompt, and
     the second may be missing."""
     text = "".join(pieces[start:end])
@@ -98,13 +98,13 @@ def _of_turn(pieces: Sequence[str], start: int, end: int) -> Iterator[Part]:
             continue  # a second opening tag, or a second closing one
         border = token_at(tag.end() - 1) + 1 if closes else token_at(tag.start())
         if border > at:
-            yield Part(REASONING if thinking else ANSWER, at, border)
+            yield SequencePart(REASONING if thinking else ANSWER, at, border)
         at, thinking = max(at, border), not closes
     if at < end:
-        yield Part(REASONING if thinking else ANSWER, at, end)
+        yield SequencePart(REASONING if thinking else ANSWER, at, end)
 
 
-def _shown(sequence: SequenceLine, part: Part) -> ShownPart:
+def _shown(sequence: SequenceLine, part: SequencePart) -> ShownPart:
     here = slice(part.start, part.end)
     pieces, trained, versions = sequence.pieces[here], sequence.trained[here], sequence.versions[here]
     sampled = any(version >= 0 for version in versions)

@@ -30,7 +30,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class UsageTimeline:
     seconds: float
     marks: list[Mark]
     lanes: list[Lane]
@@ -40,7 +40,6 @@ class AttemptRow(NamedTuple):
     attempt: int
     start: float
     seconds: float
-    """Time for which its GPUs were held."""
     queued_s: float
     gpus: int
     nodes: list[str]
@@ -50,7 +49,7 @@ class AttemptRow(NamedTuple):
     ending: str
 
 
-def timeline(usage: GpuUsage, slices: int = SLICES) -> Timeline | None:
+def timeline(usage: GpuUsage, slices: int = SLICES) -> UsageTimeline | None:
     pieces: list[tuple[float, float, Mapping[str, float], Mapping[str, float]]] = []
     marks: list[Mark] = []
     at = 0.0
@@ -65,10 +64,12 @@ def timeline(usage: GpuUsage, slices: int = SLICES) -> Timeline | None:
     if at <= 0:
         return None
     generating = any(any(piece[3].values()) for piece in pieces)
-    lanes = [Lane("training ranks" if generating else "all ranks", _shares([_own(p) for p in pieces], at, slices))]
+    lanes = [
+        Lane("training ranks" if generating else "all ranks", _shares([piece[:3] for piece in pieces], at, slices))
+    ]
     if generating:
         lanes.append(Lane("replicas", _shares([(low, high, its) for low, high, _, its in pieces], at, slices)))
-    return Timeline(at, marks, lanes)
+    return UsageTimeline(at, marks, lanes)
 
 
 def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> list[AttemptRow]:
@@ -95,12 +96,6 @@ def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> l
             )
         )
     return rows
-
-
-def _own(
-    piece: tuple[float, float, Mapping[str, float], Mapping[str, float]],
-) -> tuple[float, float, Mapping[str, float]]:
-    return piece[0], piece[1], piece[2]
 
 
 def _shares(

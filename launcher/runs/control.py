@@ -35,7 +35,6 @@ SAVE_LIMIT_S = 600.0  # seconds of a save, where the recipe of the run has no li
 class Target:
     status: RunStatus
     doubt: str
-    """Why another run may be meant; empty where this one was named in full."""
 
 
 def target_of(name: str | None) -> Target:
@@ -83,6 +82,9 @@ def cancel(status: RunStatus, drain: bool) -> str:
         limit = _save_limit_s(status) if drain else 0.0
         _ask_to_leave(status, status.attempt, CANCELLED, limit)
         return f"saving, then leaving, within {limit:.0f} s" if drain else "killed"
+    # The request goes into the attempt's drain file before Slurm gets any order. Without it the host side would see a
+    # signal that nothing explains, after which a run starts again: `mrl cancel` would restart it. A drain does not call
+    # scancel at all, since Slurm would kill the job after KillWait; it ends by itself once its ranks have saved.
     begun = _open_attempt(status) if drain else _attempt_to_warn(status)
     if drain and begun:
         _ask_to_leave(status, begun, CANCELLED, None)
@@ -153,7 +155,6 @@ def _open_attempt(status: RunStatus) -> int | None:
 
 
 def _attempt_to_warn(status: RunStatus) -> int | None:
-    """Number of the attempt to ask to leave without a save; the newest one where `_open_attempt` fails."""
     try:
         return _open_attempt(status)
     except Failed:

@@ -108,9 +108,7 @@ class PhaseRank(NamedTuple):
     steps: int
     of: int
     seconds: float
-    """Mean over the steps, of the slowest rank of each."""
     others: float
-    """Mean over the steps, of the median over the other ranks of each."""
 
 
 def phase_ranks(lines: Sequence[TimelineLine], generates: bool, host: Callable[[int], str | None]) -> list[PhaseRank]:

@@ -67,7 +67,6 @@ class RunStatus:
     waits_for: str
     """Condition that it waits for; empty for a run that does not wait."""
     job: JobState | None
-    """State of its job; None for a local run."""
     attempt: int
     steps: int
     """Number of training steps in its recipe; 0 where that cannot be read."""
@@ -83,6 +82,7 @@ class RunStatus:
 
 
 def read_statuses(runs: Sequence[RunDir]) -> list[RunStatus]:
+    """Status of each run, with one query to Slurm for all of them."""
     owners = at_once(recorded_owner, runs)
     jobs = iter(read_owners([owner for owner in owners if isinstance(owner, Owner)]))
     of_runs = [next(jobs) if isinstance(owner, Owner) else None for owner in owners]
@@ -113,17 +113,7 @@ def read_status(run: RunDir, job: JobState | None) -> RunStatus:
     except OSError as error:
         state, reason, waits_for = "unreadable", f"{error.filename or run.root}: {error.strerror or error}", ""
         unread.append(reason)
-    return RunStatus(
-        run=run,
-        cluster=cluster,
-        state=state,
-        reason=reason or problem,
-        waits_for=waits_for,
-        job=job,
-        attempt=attempt,
-        steps=steps,
-        unread=tuple(unread),
-    )
+    return RunStatus(run, cluster, state, reason or problem, waits_for, job, attempt, steps, tuple(unread))
 
 
 def _cluster_and_steps(run: RunDir) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
 from launcher.doctor.examine import ClusterFacts, examine
-from launcher.doctor.finding import Finding
+from launcher.doctor.finding import DoctorFinding
 from launcher.recipe.load import load_recipe
 from megatron_rl.config import RunConfig
 
@@ -72,11 +72,11 @@ def config(cluster: str, **changes: str) -> str:
     return "\n".join([*lines, *(f"{key} = {value}" for key, value in changes.items())])
 
 
-def found(cluster: str | SlurmFacts, topic: str, config: RunConfig | None = None, **values: Any) -> list[Finding]:
+def found(cluster: str | SlurmFacts, topic: str, config: RunConfig | None = None, **values: Any) -> list[DoctorFinding]:
     """Findings on one topic for a profile with these values."""
     return [one for one in examine(facts(cluster), config, profile(**values)) if one.topic == topic]
 
 
-def said(findings: list[Finding]) -> str:
+def said(findings: list[DoctorFinding]) -> str:
     """Levels and texts of findings, one per line."""
     return "\n".join(f"{one.level}: {one.text}" for one in findings)

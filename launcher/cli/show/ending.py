@@ -11,7 +11,7 @@ from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
 from launcher.host.judge.sentence import describe_end
 from launcher.job.admission import has_work
-from launcher.runs.failure import Failure, failure_of
+from launcher.runs.failure import RunFailure, failure_of
 from launcher.runs.state import result_file
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import (
@@ -79,7 +79,7 @@ def once_corrected(run: RunDir, resume: str) -> str:
     return f"correct it, then {resume}"
 
 
-def failure_lines(failure: Failure) -> list[str]:
+def failure_lines(failure: RunFailure) -> list[str]:
     """Return the failure, with the end of the traceback or of the log, and where the log is."""
     what = "logs" if failure.log.is_dir() else "log"
     return [failure.message, *indented(failure.shown), f"{what}: {failure.log}"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from launcher.runs.rollouts import ProblemHistory, has_signal
+from launcher.runs.rollout_selection import ProblemHistory, has_signal
 from megatron_rl.contract.rollout_records import NOT_FINITE, AnswerLine, GroupLine, SequenceLine
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.contract.text import printable

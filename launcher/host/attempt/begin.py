@@ -14,14 +14,14 @@ from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import moved_sources, read_sources
 from launcher.host.judge.policy import STAYS
-from launcher.host.record.goodput import generating_gpus, gpus_per_node
+from launcher.host.record.goodput import generating_gpus
 from launcher.host.record.ledger import newest_line, point_latest, write_line
 from launcher.host.record.striping import make_checkpoints
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.records import UnreadableRecord, if_readable, read, read_or_raise, write
-from megatron_rl.contract.run_records import CodeSnapshot, Owner
+from megatron_rl.contract.run_records import CodeSnapshot, Owner, PlanRecord
 
 
 def create(context: JobContext, document: Callable[[str], str]) -> None:
@@ -107,7 +107,7 @@ def code_paths(context: JobContext) -> CodePaths:
 
 def _start(context: JobContext, attempt: Attempt) -> AttemptStart:
     now = time.time()
-    owner = if_readable(read(Owner, context.run.job))
+    owner, plan = if_readable(read(Owner, context.run.job)), if_readable(read(PlanRecord, context.run.plan))
     submitted_at = owner.submitted_at if owner else now
     return AttemptStart(
         attempt=attempt.number,
@@ -117,8 +117,8 @@ def _start(context: JobContext, attempt: Attempt) -> AttemptStart:
         cluster=context.cluster,
         restart=context.restarts,
         nodes=context.hosts,
-        gpus=len(context.hosts) * gpus_per_node(context.run),
-        generating=generating_gpus(context.run),
+        gpus=len(context.hosts) * plan.gpus_per_node if plan else 0,
+        generating=generating_gpus(plan) if plan else 0,
         submitted_at=submitted_at,
         # An allocation of the user's (salloc) began before it had anything to do with this run.
         held_since=max(submitted_at, context.held_since or now),

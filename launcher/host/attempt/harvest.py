@@ -73,7 +73,6 @@ class Harvest:
                 print(f"no further replicas are harvested for now: {error}")
 
     def stop(self) -> None:
-        """Cancel the jobs. They would end by themselves, a minute after the run."""
         if self._clean:
             try:
                 orders.cancel_called(self._name)

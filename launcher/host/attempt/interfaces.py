@@ -12,10 +12,8 @@ from megatron_rl.contract.attempt_records import AttemptEnd, Drain
 from megatron_rl.contract.paths import Attempt
 
 
-class Steps(ABC):
-    tick_s = 1.0  # seconds between polls
-    remind_s = 5.0  # seconds between signals to ranks that were asked to leave
-    end_together = True  # whether their starter, such as srun, ends all of them when one fails
+class Ranks(ABC):
+    """Ranks that can be signalled and ended together."""
 
     @abstractmethod
     def signal(self, signum: int) -> None:
@@ -25,16 +23,23 @@ class Steps(ABC):
     def end(self, now: float, hurried: bool) -> None:
         """End all processes; called repeatedly until they have ended. Raises SlurmRefused.
 
-        Args:
-            hurried: give them no time to end by themselves.
+        hurried: give them no time to end by themselves.
         """
+
+
+class Steps(Ranks):
+    """Processes of an attempt."""
+
+    tick_s = 1.0  # seconds between polls
+    remind_s = 5.0  # seconds between signals to ranks that were asked to leave
+    end_together = True  # whether their starter, such as srun, ends all of them when one fails
 
     def exits(self) -> list[RankExit]:
         """Exits of the ranks, where each is a child of this process."""
         return []
 
 
-class ReplicaRanks(ABC):
+class ReplicaRanks(Ranks):
     """Ranks of one start of an inference replica: one torch.distributed world, which ends as a whole."""
 
     hosts: Sequence[str] = ()  # nodes that they run on; empty: this machine
@@ -42,18 +47,6 @@ class ReplicaRanks(ABC):
     @abstractmethod
     def observed(self, now: float) -> Observed | None:
         """How they ended; None while one of them runs. Once one has failed the others are ended."""
-
-    @abstractmethod
-    def signal(self, signum: int) -> None:
-        """Send a signal to each rank. Raises SlurmRefused."""
-
-    @abstractmethod
-    def end(self, now: float, hurried: bool) -> None:
-        """End all ranks; called repeatedly until they have ended. Raises SlurmRefused.
-
-        Args:
-            hurried: give them no time to end by themselves.
-        """
 
     @abstractmethod
     def close(self) -> None:
@@ -77,22 +70,16 @@ class Job(ABC):
     def complete(self, attempt: Attempt, request: Drain) -> Drain:
         """Add the cause and the deadline to a request to leave, as far as they are known. Raises SlurmRefused."""
 
-    @abstractmethod
     def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
-        """Request to leave as it is known after the end.
-
-        Args:
-            drained: whether the ranks reported that they were asked to leave.
-        """
+        """Request to leave as it is known after the end; `drained`: the ranks reported that they were asked to."""
+        return request
 
     @abstractmethod
     def facts(self, attempt: Attempt, request: Drain | None) -> Facts:
         """Facts that the decision about the job depends on."""
 
-    @abstractmethod
-    def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
+    def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:  # noqa: B027 - a local job stays
         """Start the job again, or keep it from starting, as its end in the ledger says. Never raises.
 
-        Args:
-            returning: whether Slurm has already put it back into its queue.
+        returning: whether Slurm has already put it back into its queue.
         """

@@ -114,7 +114,9 @@ def _conclude_earlier_starts(context: JobContext) -> None:
 
 
 def _lock(context: JobContext, owner: Owner | None, last: LedgerLine | None) -> Lock:
-    # Processes that this job, or the one before it, left when it was requeued may take a moment to end.
+    # Processes that this job, or the one before it, left when it was requeued may take a moment to end. Such a job
+    # waits; any other one refuses at once, since a user who submits a run twice by mistake should learn it in a second,
+    # and not after a minute in which a node stands idle.
     last_job = last.job_id if last is not None and last.job_id is not None else context.job_id
     mine = owner is not None and owner.job_id == context.job_id
     expected = context.succeeds is not None or (mine and (context.restarts > 0 or last_job != context.job_id))

@@ -16,18 +16,11 @@ from launcher.host.attempt.slurm_steps import SlurmSteps
 from launcher.host.attempt.start_again import just_excluded
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
-from launcher.host.judge.nodes import (
-    NOT_UNPACKED,
-    NotEnoughNodes,
-    assign,
-    not_unpacked,
-    skewed_clocks,
-    unfit_nodes,
-)
+from launcher.host.judge.nodes import NOT_UNPACKED, NotEnoughNodes, assign, not_unpacked, skewed_clocks, unfit_nodes
 from launcher.host.judge.verdict import describe_exit
-from launcher.host.process.processes import Fork
+from launcher.host.process.processes import ForkedChild
 from launcher.host.record.evidence import read_node_reports
-from launcher.host.record.goodput import mark_image, mark_ready
+from launcher.host.record.goodput import mark
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
 from launcher.host.record.logs import LONG_TAIL, reason_of_step, reasons_of_step, signed, tail
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
@@ -107,7 +100,7 @@ class Preparation:
             assignment = self._check_and_assign("fabric", fit)
         self._leave_if_asked()
         self._has_containers = bool(self._checks.images)
-        mark_ready(self._attempt, time.time())
+        mark(self._attempt, ready=time.time())
         return assignment
 
     def forget_containers(self, request: Drain | None) -> None:
@@ -154,7 +147,7 @@ class Preparation:
             except ImageError as error:
                 raise OSError(str(error)) from error
 
-        fork = Fork(work)
+        fork = ForkedChild(work)
         try:
             self._wait(fork.has_ended)
         finally:
@@ -163,7 +156,7 @@ class Preparation:
             reason = fork.text.strip().split("\n")[-1]
             raise NotReady(f"the container image is not there: {reason}")
         write_atomic(self._attempt.replica_image if of else self._attempt.image, fork.text + "\n")
-        mark_image(self._attempt, time.time())
+        mark(self._attempt, image=time.time())
 
     def _check_and_assign(self, check: str, hosts: list[str]) -> NodeAssignment:
         began = time.time()

@@ -8,18 +8,7 @@ import time
 from launcher.host.attempt.interfaces import Job
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.start_again import bring_back
-from launcher.host.judge.causes import (
-    TO_BATCH_HOST,
-    TO_STEPS,
-    Cause,
-    cause_of,
-    completed,
-    has_script,
-    is_ending,
-    is_requeueable,
-    is_returning,
-    is_truer,
-)
+from launcher.host.judge import causes
 from launcher.host.judge.nodes import suffice, to_exclude
 from launcher.host.judge.policy import Facts
 from launcher.host.record.ledger import newest_known_checkpoint, read_ledger, start_of
@@ -54,25 +43,25 @@ class SlurmJob(Job):
     def request_for(self, signal_name: str, now: float) -> Drain:
         # Slurm is not queried here: a controller that preempts many jobs answers late, and the grace time runs.
         hurry = now if signal_name == "SIGHUP" else None  # from mrl-submit in an allocation: end now
-        return Drain(SIGNALLED, TO_BATCH_HOST.format(signal_name), now, deadline=hurry)
+        return Drain(SIGNALLED, causes.TO_BATCH_HOST.format(signal_name), now, deadline=hurry)
 
     def complete(self, attempt: Attempt, request: Drain) -> Drain:
         cause = self._cause(queries.show_job(self.context.job_id), attempt, request)
         deadline = cause.end
         if deadline is not None and deadline <= time.time():
             deadline += queries.kill_wait()  # a job that Slurm ends at once is killed KillWait seconds later
-        return completed(request, cause, deadline)
+        return causes.completed(request, cause, deadline)
 
     def final_request(self, attempt: Attempt, request: Drain | None, drained: bool) -> Drain | None:
         """Query Slurm once more: a preemption may have become a cancellation, and steps may have ended on a signal that
         this process did not get."""
         self._job = show_job_or_complain(self.context.job_id)
-        if request is None and not drained and not is_ending(self._job):
+        if request is None and not drained and not causes.is_ending(self._job):
             return None
         cause = self._cause(self._job, attempt, request)
         if request is None:
-            final = Drain(cause.cause, TO_STEPS, time.time(), deadline=cause.end)
-        elif is_truer(cause.cause, request.cause):
+            final = Drain(cause.cause, causes.TO_STEPS, time.time(), deadline=cause.end)
+        elif causes.is_truer(cause.cause, request.cause):
             final = request._replace(cause=cause.cause)
         else:
             return request
@@ -89,9 +78,9 @@ class SlurmJob(Job):
         left = set(context.hosts) - set(self.unfit) - set(dead)
         return Facts(
             checkpoint=newest_known_checkpoint(context.run),
-            can_return=has_script(job),
-            requeueable=is_requeueable(job),
-            returning=is_returning(job, context.restarts),
+            can_return=causes.has_script(job),
+            requeueable=causes.is_requeueable(job),
+            returning=causes.is_returning(job, context.restarts),
             bad=to_exclude(self.unfit, unfit_before(context.run, attempt)),
             dead=dead,
             suffice=self._outlives_nodes and plan is not None and suffice(plan, left),
@@ -101,10 +90,10 @@ class SlurmJob(Job):
     def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:
         bring_back(self.context, attempt, end, returning)
 
-    def _cause(self, job: dict[str, str], attempt: Attempt, request: Drain | None) -> Cause:
+    def _cause(self, job: dict[str, str], attempt: Attempt, request: Drain | None) -> causes.Cause:
         end = request.end if request is not None else None
         cancels = queries.preemption_cancels(job)
-        cause = cause_of(job, time.time(), self._notice, self.context.restarts, end, cancels)
+        cause = causes.cause_of(job, time.time(), self._notice, self.context.restarts, end, cancels)
         if cause.cause not in (REQUEUE, SIGNALLED):
             return cause
         try:

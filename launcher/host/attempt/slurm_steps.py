@@ -35,7 +35,6 @@ DOCUMENT_LIMIT_S = 30.0  # seconds to print a document
 
 
 def _slurm_name(signum: int) -> str:
-    """Name of a signal as scancel takes it, such as USR1."""
     return signal.Signals(signum).name[len("SIG") :]
 
 
@@ -46,7 +45,6 @@ class Script:
         self.path = path
 
     def document(self, name: str) -> str:
-        """Text of a document, or of the `script` itself. Raises OSError."""
         if name == "script":
             return Path(self.path).read_text(encoding="utf-8")
         try:
@@ -74,11 +72,7 @@ class SlurmSteps(Steps):
         self._environ["PWD"] = code.folder  # bash keeps this path; the target of a link may not exist in a container
 
     def start(
-        self,
-        name: str,
-        hosts: Sequence[str],
-        errors: str | None = None,
-        variables: dict[str, str] | None = None,
+        self, name: str, hosts: Sequence[str], errors: str | None = None, variables: dict[str, str] | None = None
     ) -> Child:
         """Start a step. Raises OSError.
 
@@ -153,7 +147,7 @@ class SlurmReplicas:
             self._replace_dead(files.role)
         hosts = self._assignment.steps[files.role]
         step = self._steps.start(files.role, hosts, errors=str(files.srun), variables={START_VARIABLE: str(start)})
-        return _Step(self._context.job_id, files, step, hosts)
+        return _ReplicaStep(self._context.job_id, files, step, hosts)
 
     def _replace_dead(self, step: str) -> None:
         assignment = replaced(self._assignment, step, dead_nodes(self._assignment.steps[step]))
@@ -163,7 +157,7 @@ class SlurmReplicas:
             print(f"{step} continues on {', '.join(assignment.steps[step])}")
 
 
-class _Step(ReplicaRanks):
+class _ReplicaStep(ReplicaRanks):
     def __init__(self, job_id: str, files: Replica, step: Child, hosts: list[str]) -> None:
         self._job_id, self._files, self._step, self.hosts = job_id, files, step, hosts
         self._killed = False

@@ -46,7 +46,6 @@ def work_tree(path: str) -> WorkTree | None:
 
 
 def tracked(path: str) -> list[str]:
-    """Tracked files below `path`, relative to it; a submodule is one entry."""
     return _names(_ask(path, "ls-files", "-z"))
 
 

@@ -63,8 +63,6 @@ def take(sources: list[CodeSource], target: Path) -> CodeSnapshot:
 
 
 def update(sources: list[CodeSource], target: Path) -> CodeSnapshot:
-    """Make another snapshot, then move the link `target` to it in one step. Raises SnapshotError, with `target`
-    unchanged."""
     target = Path(target)
     _refuse_foreign(target)
     number = max(_records(target), default=0) + 1
@@ -83,7 +81,6 @@ def update(sources: list[CodeSource], target: Path) -> CodeSnapshot:
 
 
 def _link(sources: list[CodeSource], target: Path) -> None:
-    """Link `target` to the newest complete snapshot, or to a first one that is made now."""
     records = _records(target)
     whole = [number for number, found in records.items() if if_readable(found) is not None]
     for found in records.values():
@@ -139,7 +136,6 @@ def _building(target: Path) -> str:
 
 
 def _remove_debris(target: Path) -> None:
-    """Remove incomplete snapshots of processes of this host that were killed."""
     for path in target.parent.glob(os.path.basename(_building(target)) + ".*.tmp"):
         if start_time(int(path.name.split(".")[-3])) is None:
             shutil.rmtree(str(path), ignore_errors=True)
@@ -154,7 +150,8 @@ def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
         goal = os.path.join(folder, source.name)
         os.mkdir(goal, 0o700)  # private until each folder in it has the mode of its source
         for name in listing.files:
-            _copy(os.path.join(source.path, name), os.path.join(goal, name))
+            os.makedirs(os.path.dirname(os.path.join(goal, name)), exist_ok=True)
+            shutil.copy(os.path.join(source.path, name), os.path.join(goal, name), follow_symlinks=False)
         for name in {os.path.dirname(name) for name in listing.files}:
             _copy_modes(source.path, goal, name)
         if source.kind in ("git", "directory"):
@@ -168,7 +165,6 @@ def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
 
 
 def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
-    """Write the uncommitted changes of a copied source beside it. Returns the source's record."""
     tree = tree_of(source.path)
     commit = tree.commit if tree else None
     text = b""
@@ -230,15 +226,6 @@ def _refuse_data(sources: list[CodeSource], listings: list[Listing]) -> None:
         f"the code to copy is {total / 1e6:.0f} MB, more than {LIMIT_BYTES / 1e6:.0f}; the biggest files: "
         f"{', '.join(biggest)}; have git ignore data, or name smaller directories in code.include"
     )
-
-
-def _copy(source: str, goal: str) -> None:
-    os.makedirs(os.path.dirname(goal), exist_ok=True)
-    if os.path.islink(source):
-        os.symlink(os.readlink(source), goal)
-    else:
-        shutil.copyfile(source, goal)
-        shutil.copymode(source, goal)
 
 
 def _flush(folder: str) -> None:

@@ -11,7 +11,6 @@ import argparse
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
@@ -26,12 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", required=True, type=Path, help="shared directory, RUN_ROOT/cache/images")
     parser.add_argument("--refresh", action="store_true", help="resolve a tag again")
     options = parser.parse_args(arguments)
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)  # runs every `finally`, which ends enroot
-
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, leave)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # an exception runs every `finally`, which ends enroot
+        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))
     try:
         print(import_image(options.reference, options.cache, options.refresh))
     except ImageError as error:

@@ -18,11 +18,12 @@ import socket
 import struct
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from launcher.host.image import enroot
 from launcher.host.image.enroot import Report
-from launcher.host.image.reference import ImageError, Reference, is_path, parse
+from launcher.host.image.reference import ImageError, ImageReference, is_path, parse
 from launcher.host.process.lock import RunIsOwned, RunLock
 from megatron_rl.contract.records import LOOK_S, PATIENCE_S, if_readable, read, write
 from megatron_rl.contract.run_records import CachedImage
@@ -37,7 +38,7 @@ def import_image(reference: str, cache: Path, refresh: bool = False, report: Rep
     Of several processes, on any nodes, one imports and the others wait for it. Raises ImageError, and leaves no
     incomplete file under its final name.
     """
-    report = report or _to_stderr
+    report = report or partial(print, file=sys.stderr, flush=True)
     if is_path(reference):
         return _whole(_absolute(reference))
     try:
@@ -63,7 +64,9 @@ def _imported(reference: str, cache: Path, refresh: bool, report: Report) -> Pat
         file = entry.with_name(_file_name(exact, time.strftime("%Y%m%d-%H%M%S")))
         if not (digest and _is_whole(file, PATIENCE_S)):
             if lock.works:  # else another importer may be writing now
-                _remove_debris(entry)
+                for debris in cache.glob(f".{entry.stem}.*.tmp"):  # of importers that were killed
+                    with contextlib.suppress(OSError):
+                        debris.unlink()
             _import(exact, file, entry, report)
         write(entry, CachedImage(reference, file.name, time.time(), digest))
         return file
@@ -107,7 +110,7 @@ def _entry(reference: str, cache: Path) -> Path:
     return cache / f"{readable}.{code}.json"
 
 
-def _file_name(reference: Reference, now: str) -> str:
+def _file_name(reference: ImageReference, now: str) -> str:
     """Name of a reference's file. A file never changes: without a digest each import makes a new one, so that running
     containers keep theirs."""
     name = reference.name.replace("/", "+")
@@ -130,19 +133,7 @@ def _lock(path: Path, reference: str, report: Report) -> RunLock:
             raise ImageError(f"{path}: {error.strerror}") from error
 
 
-def _remove_debris(entry: Path) -> None:
-    """Remove files of importers that were killed. The caller holds the lock, so nobody else imports now."""
-    for debris in entry.parent.glob("." + entry.stem + ".*.tmp"):
-        _remove(debris)
-
-
-def _remove(file: Path) -> None:
-    """Remove a temporary file; one that cannot be removed stays for the next import."""
-    with contextlib.suppress(OSError):
-        file.unlink()
-
-
-def _import(reference: Reference, file: Path, entry: Path, report: Report) -> None:
+def _import(reference: ImageReference, file: Path, entry: Path, report: Report) -> None:
     fresh = entry.with_name(f".{entry.stem}.{socket.gethostname()}.{os.getpid()}.tmp")
     log = entry.with_suffix(".log")
     report(f"importing {reference.uri()} into {file} (log: {log})")
@@ -156,7 +147,8 @@ def _import(reference: Reference, file: Path, entry: Path, report: Report) -> No
             size = os.fstat(image.fileno()).st_size
         fresh.replace(file)
     except BaseException:
-        _remove(fresh)
+        with contextlib.suppress(OSError):  # else it stays for the next import
+            fresh.unlink()
         raise
     report(f"imported {size // 10**6} MB in {time.monotonic() - began:.0f} s")
 
@@ -167,20 +159,16 @@ def _whole(file: Path, patience: float = PATIENCE_S) -> Path:
     give_up = time.monotonic() + patience
     while True:
         try:
-            return _checked(file)
+            with file.open("rb") as image:
+                head = image.read(SUPERBLOCK.size)
+                size = os.fstat(image.fileno()).st_size
+            break
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ImageError(f"image {file}: {error.strerror}") from error
         except OSError as error:
             if time.monotonic() >= give_up:
                 raise ImageError(f"image {file}: {error.strerror}") from error
         time.sleep(LOOK_S)
-
-
-def _checked(file: Path) -> Path:
-    """Return `file` if it is complete. Raises ImageError where it is not, OSError where it cannot be read."""
-    with file.open("rb") as image:
-        head = image.read(SUPERBLOCK.size)
-        size = os.fstat(image.fileno()).st_size
     magic, used = SUPERBLOCK.unpack(head) if len(head) == SUPERBLOCK.size else (b"", 0)
     if magic != b"hsqs":
         raise ImageError(f"image {file}: is not a squashfs file; enroot import makes one")
@@ -194,7 +182,3 @@ def _is_whole(file: Path, patience: float) -> bool:
         return bool(_whole(file, patience))
     except ImageError:
         return False
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

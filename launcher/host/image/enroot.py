@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Callable
 
-from launcher.host.image.reference import ImageError, Reference
+from launcher.host.image.reference import ImageError, ImageReference
 from launcher.host.process.limited import run_limited
 from megatron_rl.contract.child import Child
 
@@ -23,7 +23,7 @@ SQUASH_OPTIONS = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"  # fast
 Report = Callable[[str], None]
 
 
-def ask_digest(reference: Reference, report: Report) -> str | None:
+def ask_digest(reference: ImageReference, report: Report) -> str | None:
     try:
         answer = run_limited(["enroot", "digest", reference.uri()], DIGEST_LIMIT)
     except FileNotFoundError:
@@ -41,7 +41,7 @@ def ask_digest(reference: Reference, report: Report) -> str | None:
     return None
 
 
-def run_import(reference: Reference, output: Path, log: Path, report: Report) -> None:
+def run_import(reference: ImageReference, output: Path, log: Path, report: Report) -> None:
     """Run `enroot import` into the squashfs file `output`, within IMPORT_LIMIT. Its output goes to `log` and, line by
     line, to `report`. Raises ImageError."""
     command = ["enroot", "import", "--output", str(output), reference.uri()]

@@ -12,7 +12,7 @@ class ImageError(Exception):
     """The image is unavailable."""
 
 
-class Reference(NamedTuple):
+class ImageReference(NamedTuple):
     user: str | None
     registry: str | None  # None: Docker Hub
     name: str
@@ -27,7 +27,7 @@ class Reference(NamedTuple):
         return "docker://" + user + registry + self.name + (":" + version if version else "")
 
 
-def parse(text: str) -> Reference:
+def parse(text: str) -> ImageReference:
     """Parse [docker://][USER@][REGISTRY#]IMAGE[:TAG][@DIGEST], or Docker's own REGISTRY/IMAGE. Raises ImageError."""
     match = re.match(
         r"^(?:docker://)?(?:(?P<user>[^@#/]+)@(?!sha256:))?(?:(?P<registry>[^@#/]+)#)?(?P<name>[a-z0-9._/-]+?(?::\d+/[a-z0-9._/-]+?)?)"
@@ -46,7 +46,7 @@ def parse(text: str) -> Reference:
     first, slash, rest = name.partition("/")
     if registry is None and slash and ("." in first or ":" in first or first == "localhost"):
         registry, name = first, rest
-    return Reference(match.group("user"), registry, name, match.group("tag"), match.group("digest"))
+    return ImageReference(match.group("user"), registry, name, match.group("tag"), match.group("digest"))
 
 
 def is_path(reference: str) -> bool:

@@ -19,12 +19,7 @@ OF_ENDED = {
 }
 """State of an ended job -> cause. Any other state does not explain why its script was killed."""
 
-OF_STEPD = {
-    "PREEMPTION": PREEMPTED,
-    "TIME LIMIT": TIME_LIMIT,
-    "NODE FAILURE": NODE_FAILURE,
-    "JOB REQUEUE": REQUEUE,
-}
+OF_STEPD = {"PREEMPTION": PREEMPTED, "TIME LIMIT": TIME_LIMIT, "NODE FAILURE": NODE_FAILURE, "JOB REQUEUE": REQUEUE}
 """Reason in slurmstepd's message when it ends a batch script -> cause."""
 
 ALIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING", "STOPPED", "SUSPENDED")
@@ -66,7 +61,10 @@ def cause_of(
     preempted = time_of(job.get("PreemptTime")) is not None
     if state == "PENDING" or is_returning(job, restarts):
         return Cause(PREEMPTED if preempted else REQUEUE, end)  # a requeue may also be the user's `scontrol requeue`
-    # scancel moves the end of a job to now; its state may say no more than COMPLETING.
+    # scancel moves the end of a job to now; its state may say no more than COMPLETING. So an end in the past means a
+    # cancellation, but not in every state: a job that reached its limit, or whose node died, has one too, so its state
+    # is looked at first. An end that is past, and before the one that an earlier record showed (`end_before`), means
+    # that somebody has cancelled the job meanwhile, even in the grace time of a preemption.
     over = end is not None and end <= now
     earlier = over and end is not None and end_before is not None and end < end_before - CLOCK_S
     if state in OF_ENDED:

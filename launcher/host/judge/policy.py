@@ -127,8 +127,10 @@ def _after_crash(history: list[AttemptEnd], verdict: Verdict, cause: str | None,
     crashes = 1 + len([end for end in before if end.checkpoint >= facts.checkpoint])
     last = before[-1] if before else None
     same_node = bool(last and verdict.node and verdict.node == last.node)
-    suspicious = verdict.node and (same_node or _found_nodes_disk_full(verdict.error))
-    suspects = {str(verdict.node)} if suspicious and not _is_wrong_everywhere(verdict.error) else set()
+    suspicious = bool(verdict.node) and (same_node or _found_nodes_disk_full(verdict.error))
+    if re.search(r"enroot-mount:|--container-mounts:", verdict.error or ""):  # the profile mounts it on every node
+        suspicious = False
+    suspects = {str(verdict.node)} if suspicious else set()
     decision = Decision(
         verdict.outcome,
         cause,
@@ -143,8 +145,14 @@ def _after_crash(history: list[AttemptEnd], verdict: Verdict, cause: str | None,
         return decision._replace(delay_s=ROOM_AGAIN_S, crashes=0, message=MAKE_ROOM)
     if decision.then == OVER:
         return decision
-    repeated = last is not None and _same_place(verdict, last) and _same(verdict.error, last.error)
-    # On the same node only where that was excluded in vain, because no other was left.
+    # The same error at the same step on two nodes is the run's own fault: a third start would fail too. On the same
+    # node it says nothing, because the node may be broken, and so it is excluded first. An example with crashes at step
+    # 12: node03, node03 -> node03 is excluded; node03, node07 -> held. Only where no other node was left, so that
+    # node03 came back although it had been excluded, does a repetition there count. Two attempts without a known step
+    # may have died at different places of the start: they are compared only if a rank, or a failure on all nodes, says
+    # where.
+    placed = last is not None and verdict.step == last.step and _knows_place(verdict) and _knows_place(last)
+    repeated = placed and last is not None and _same(verdict.error, last.error)
     if repeated and last is not None and (not same_node or str(verdict.node) in last.excluded):
         message = "the same error at the same step twice"
         if verdict.step is None:
@@ -174,10 +182,6 @@ def _found_nodes_disk_full(error: str | None) -> bool:
     return error.startswith(ON_A_NODE) and DISK_FULL.search(error) is not None
 
 
-def _same_place(end: Verdict, last: AttemptEnd) -> bool:
-    return end.step == last.step and _knows_place(end) and _knows_place(last)
-
-
 def _knows_place(end: Verdict | AttemptEnd) -> bool:
     return (
         _is_on_all_nodes(end)
@@ -188,10 +192,6 @@ def _knows_place(end: Verdict | AttemptEnd) -> bool:
 
 def _is_on_all_nodes(end: Verdict | AttemptEnd) -> bool:
     return end.node is None and (end.error or "").startswith(NOT_UNPACKED)
-
-
-def _is_wrong_everywhere(error: str | None) -> bool:
-    return re.search(r"enroot-mount:|--container-mounts:", error or "") is not None
 
 
 def who_starts_it(facts: Facts) -> str:
@@ -221,6 +221,9 @@ def _backoff(facts: Facts, failures: int) -> float:
 def _in_vain(ends: list[AttemptEnd]) -> list[AttemptEnd]:
     """Last attempts of a list that saved nothing new, whatever the cause. Ranks that did not leave in time record no
     step, though they may have saved earlier, so the newest checkpoint counts too."""
+    # Ends (step saved, newest checkpoint): (40, 40), (None, 40), (None, 60), (None, 60), (None, 60). The third saved no
+    # step when it ended but a checkpoint, 60, before that, so only the last two were in vain. Their causes do
+    # not matter here: time passed, and nothing was kept.
     checkpoints = [end.checkpoint for end in ends]
     older = [checkpoints[0], *checkpoints]  # the checkpoint before the first attempt is unknown
     vain = [end.step is None and newest <= before for end, newest, before in zip(ends, checkpoints, older)]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from launcher.host.judge.causes import is_unexplained
 from launcher.host.judge.evidence import AttemptEvidence, RankExit
 from launcher.host.judge.hang import absent_rank
-from megatron_rl.contract.attempt_records import Heartbeat
+from megatron_rl.contract.attempt_records import Hang, Heartbeat
 from megatron_rl.contract.codes import CRASHED, DRAINED, EXIT_CONFIG, LOST, MISCONFIGURED
 
 # Signals that end a rank before it can write an error file, and that are never a consequence of another rank's failure.
@@ -45,7 +45,11 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(evidence: AttemptEvidence) -> Verdict:
-    """How the attempt ended: the first of these rules that applies."""
+    # The order is what makes the verdict. Suppose the kernel kills rank 5 for its memory: rank 5 leaves only an exit by
+    # SIGKILL, while ranks 0 to 4 write error files about a lost connection a second later, and the ranks of other nodes
+    # leave with 75, since srun's SIGTERM looked like a request to save. By error files alone rank 0 would be to blame,
+    # by exit codes alone the attempt would count as drained. Asked first for a rank that was killed without a word, the
+    # evidence names rank 5 and its node, which is what decides whether the job avoids that node.
     return (
         _hung(evidence)
         or _killed_silently(evidence)
@@ -62,8 +66,7 @@ def _hung(evidence: AttemptEvidence) -> Verdict | None:
     hang = evidence.hang
     if hang is None or evidence.outcome is not None:
         return None
-    silent = f"silent for {hang.silent_s:.0f} s" + _stacks(evidence, hang.rank)
-    return Verdict(CRASHED, hang.step, silent, hang.rank, hang.host, hang.phase, hung=True)
+    return _by_hang(evidence, hang)
 
 
 def _killed_silently(evidence: AttemptEvidence) -> Verdict | None:
@@ -103,9 +106,7 @@ def _reported(evidence: AttemptEvidence) -> Verdict | None:
         waited = {error.rank for error in evidence.errors if error.waited}
         absent = absent_rank(evidence.heartbeats, waited) if first.waited else None
         if absent is not None:
-            error = f"silent for {absent.silent_s:.0f} s while rank {first.rank} waited for it: {first.error}"
-            error += _stacks(evidence, absent.rank)
-            return Verdict(CRASHED, absent.step, error, absent.rank, absent.host, absent.phase, hung=True)
+            return _by_hang(evidence, absent, f" while rank {first.rank} waited for it: {first.error}")
         kind = _kind(evidence, first.exit_code, first.error)
         return Verdict(kind, first.step, first.error, first.rank, first.host, first.phase)
     for rank, why in sorted(evidence.unreadable_errors.items()):
@@ -146,11 +147,8 @@ def _waited_for(evidence: AttemptEvidence, ended: RankExit) -> Verdict | None:
         return None
     aborted = {each.rank for each in evidence.exits if -each.code == signal.SIGABRT}
     absent = absent_rank(evidence.heartbeats, aborted | set(evidence.timed_out))
-    if absent is None:
-        return None
-    error = f"silent for {absent.silent_s:.0f} s before rank {ended.rank} {describe_exit(ended.code)}"
-    error += _stacks(evidence, absent.rank)
-    return Verdict(CRASHED, absent.step, error, absent.rank, absent.host, absent.phase, hung=True)
+    consequence = f" before rank {ended.rank} {describe_exit(ended.code)}"
+    return _by_hang(evidence, absent, consequence) if absent is not None else None
 
 
 def _unrecorded(evidence: AttemptEvidence) -> Verdict:
@@ -209,8 +207,10 @@ def _beat(evidence: AttemptEvidence, rank: int) -> Heartbeat | None:
     return beat._replace(step=evidence.trained + 1, phase="")
 
 
-def _stacks(evidence: AttemptEvidence, rank: int) -> str:
-    return f" (stacks: {evidence.stacks[rank]})" if rank in evidence.stacks else ""
+def _by_hang(evidence: AttemptEvidence, hang: Hang, consequence: str = "") -> Verdict:
+    stacks = f" (stacks: {evidence.stacks[hang.rank]})" if hang.rank in evidence.stacks else ""
+    error = f"silent for {hang.silent_s:.0f} s{consequence}{stacks}"
+    return Verdict(CRASHED, hang.step, error, hang.rank, hang.host, hang.phase, hung=True)
 
 
 def describe_exit(code: int) -> str:

@@ -61,16 +61,19 @@ class Lock:
         return True
 
 
+UNKNOWN_OWNER = LockOwner("another process", 0, "an unknown host", "an unknown time")
+
+
 class RunIsOwned(Exception):
     """Another process holds the run directory. `owner` is its record in the lock file; None: unreadable."""
 
     def __init__(self, owner: LockOwner | None) -> None:
         self.owner = owner
-        what, pid, host, since = owner or LockOwner("another process", 0, "an unknown host", "an unknown time")
+        what, pid, host, since = owner or UNKNOWN_OWNER
         super().__init__(f"it is in use by {what} (pid {pid or 'unknown'} on {host}, since {since})")
 
 
-class RunLock:
+class RunLock(Lock):
     """The right to a run directory, or to one import of an image: a Lock whose file says who holds it."""
 
     def __init__(self, path: Path, what: str, patience: float = 0.0) -> None:
@@ -78,10 +81,9 @@ class RunLock:
         to others that find the run in use. Raises RunIsOwned, and OSError where the file cannot be created or
         written."""
         try:
-            self._lock = Lock(path, patience)
+            super().__init__(path, patience)
         except IsLocked:
             raise RunIsOwned(_read_owner(path)) from None
-        self.works = self._lock.works
         try:
             self._enter(path, what)
         except BaseException:
@@ -93,11 +95,8 @@ class RunLock:
         if other is not None and _runs_on_this_host(other):
             raise RunIsOwned(other)
         ours = LockOwner(what, os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"))
-        os.ftruncate(self._lock.descriptor, 0)
-        os.pwrite(self._lock.descriptor, (encode_line(ours) + "\n").encode("utf-8"), 0)
-
-    def release(self) -> None:
-        self._lock.release()
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, (encode_line(ours) + "\n").encode("utf-8"), 0)
 
 
 def owner_of(path: Path) -> LockOwner | None:
@@ -106,7 +105,7 @@ def owner_of(path: Path) -> LockOwner | None:
     try:
         lock = Lock(path)
     except IsLocked:
-        return _read_owner(path) or LockOwner("another process", 0, "an unknown host", "an unknown time")
+        return _read_owner(path) or UNKNOWN_OWNER
     lock.release()
     owner = None if lock.works else _read_owner(path)
     return owner if owner is not None and _runs_on_this_host(owner) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -24,7 +25,7 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-class Fork:
+class ForkedChild:
     """A forked child that runs a Python function which may hang, without starting another interpreter."""
 
     def __init__(self, work: Callable[[], str]) -> None:
@@ -89,7 +90,7 @@ def _do(work: Callable[[], str], writer: int, die_too: Callable[[], None]) -> No
     try:
         for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)  # the parent handles them
-        signal.signal(signal.SIGTERM, _raise_exit)
+        signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
         die_too()
         os.write(writer, work().encode("utf-8"))
         code = 0
@@ -101,7 +102,3 @@ def _do(work: Callable[[], str], writer: int, die_too: Callable[[], None]) -> No
         os.write(writer, traceback.format_exc(limit=-3).encode("utf-8", "replace"))
     finally:
         os._exit(code)
-
-
-def _raise_exit(signum: int, frame: object) -> None:
-    raise SystemExit(128 + signum)

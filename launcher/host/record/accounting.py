@@ -19,6 +19,7 @@ times are sorted, so that no span is negative and the sums hold.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,7 +101,6 @@ def held_of(seconds: Mapping[str, float]) -> float:
 
 
 def goodput_of(seconds: Mapping[str, float]) -> float | None:
-    """Useful share of the GPU-seconds held; None where none were held."""
     held = held_of(seconds)
     return sum(seconds[name] for name in USEFUL) / held if held else None
 
@@ -163,22 +163,27 @@ class _Account:
 
     def line(self, line: TimelineLine, ranks: int, fate: Mapping[str, str]) -> None:
         """Charge a line of the timeline. `fate` maps a category to the one that gets its seconds instead."""
+        # A line has seconds summed over the ranks that train, of the time since the previous line. 4 ranks that each
+        # trained for 6 s and generated for 3 s say {train: 24, generate: 12}, so recorded = 9. If 10 s have passed on
+        # the clock, the missing second of all GPUs is lost; if only 8 s, clocks differ and each entry shrinks by 8/9.
+        # With further GPUs that only generate, the ranks' seconds of generate are wait for the ranks and generate for
+        # those GPUs, and all their other seconds are wait for those GPUs. GPUs without a process always wait.
         start, span = self.at, self._pass(line.at)
         recorded = sum(line.seconds.values()) / ranks
         known = min(span, recorded)
         busy = min(ranks, self.gpus)
         apart = min(self.generating, self.gpus - busy)
-        seconds: dict[str, float] = {}
-        generating: dict[str, float] = {}
-        _add(seconds, fate.get(WAIT, WAIT), (self.gpus - busy - apart) * known)
+        seconds: dict[str, float] = defaultdict(float)
+        generating: dict[str, float] = defaultdict(float)
+        seconds[fate.get(WAIT, WAIT)] += (self.gpus - busy - apart) * known
         for name, its in line.seconds.items():
             passed = its / ranks * (known / recorded) if recorded else 0.0
             name = name if name in self.seconds else WAIT  # a newer version has more categories
             mine, theirs = (WAIT, GENERATE) if apart and name == GENERATE else (name, WAIT)
-            _add(seconds, fate.get(mine, mine), passed * busy)
-            _add(generating, fate.get(theirs, theirs), passed * apart)
-        _add(seconds, LOST, (self.gpus - apart) * (span - known))  # a line is missing
-        _add(generating, LOST, apart * (span - known))
+            seconds[fate.get(mine, mine)] += passed * busy
+            generating[fate.get(theirs, theirs)] += passed * apart
+        seconds[LOST] += (self.gpus - apart) * (span - known)  # a line is missing
+        generating[LOST] += apart * (span - known)
         self._charge(start, seconds, generating)
 
     def _charge(self, start: float, seconds: Mapping[str, float], generating: Mapping[str, float]) -> None:
@@ -193,10 +198,6 @@ class _Account:
         at = min(max(at, self.at), self.end)
         passed, self.at = at - self.at, at
         return passed
-
-
-def _add(seconds: dict[str, float], name: str, its: float) -> None:
-    seconds[name] = seconds.get(name, 0.0) + its
 
 
 def _charge_attempt(account: _Account, trace: AttemptTrace, kept: int, goes_on: bool) -> None:

@@ -18,9 +18,8 @@ from launcher.host.judge.evidence import AttemptEvidence, RankExit
 from launcher.host.judge.hang import by_clock_of_reader
 from launcher.host.judge.nodes import NodeReports
 from launcher.host.judge.verdict import NODES_DISK
+from launcher.host.record import logs
 from launcher.host.record.heartbeats import read_heartbeats
-from launcher.host.record.logs import TAIL, last_line, last_words, tail, timed_out_collective, why_not_started
-from launcher.host.record.logs import exits as exits_in_log
 from megatron_rl.contract.attempt_records import (
     Drain,
     FabricReport,
@@ -70,9 +69,9 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
     outcome, hang = read(Outcome, attempt.outcome, PATIENCE_S), if_readable(read(Hang, attempt.hang, PATIENCE_S))
     exits = observed.exits
     if exits is None:
-        # Exits prove nothing about ranks that were killed because they did not leave in time.
+        # Only srun names a killed rank. Exits prove nothing about ranks that were killed because they left too late.
         meaningful = observed.unseen is None and (drain is None or is_unexplained(drain))
-        exits = exits_in_log(attempt) if meaningful else []
+        exits = logs.parse_exits(logs.tail(attempt.srun, logs.LONG_TAIL)) if meaningful else []
     heartbeats = observed.heartbeats or _heartbeats(attempt)
     silent = not errors and outcome is ABSENT and any(ended.bad for ended in exits)
     return AttemptEvidence(
@@ -82,7 +81,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
         unreadable_outcome=str(outcome) if isinstance(outcome, Unreadable) else None,
         heartbeats=heartbeats,
         stacks=_stacks(attempt),
-        last_lines={ended.rank: last_line(attempt, ended.rank) for ended in exits if ended.bad},
+        last_lines={ended.rank: logs.end_of_log(attempt.log(ended.rank)) for ended in exits if ended.bad},
         not_started=_not_started(attempt, exits, heartbeats),
         timed_out=_timed_out(attempt, exits, heartbeats),
         trained=_trained(attempt) if isinstance(attempt, Attempt) else None,
@@ -91,7 +90,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
         hang=observed.hang or hang,
         exits=exits,
         code=observed.code,
-        last_words=last_words(attempt.srun),
+        last_words=logs.last_words(attempt.srun),
         unready=observed.unready,
         unready_host=observed.unready_host,
         late=observed.late,
@@ -183,14 +182,14 @@ def why_unwritable(folder: Path) -> str | None:
 
 def _trained(attempt: Attempt) -> int | None:
     """Newest step in the timeline. It is more recent than heartbeats, which are seconds apart."""
-    found = decode_lines(TimelineLine, tail(attempt.timeline, TAIL).encode("utf-8")).records
+    found = decode_lines(TimelineLine, logs.tail(attempt.timeline, logs.TAIL).encode("utf-8")).records
     return found[-1].step if found else None
 
 
 def _not_started(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heartbeat]) -> dict[int, str]:
     began = {beat.rank for beat in heartbeats}
     silent = [ended.rank for ended in exits if ended.bad and ended.rank not in began]
-    found = {rank: why_not_started(attempt, rank) for rank in silent}
+    found = {rank: logs.why_not_started(attempt, rank) for rank in silent}
     return {rank: why for rank, why in found.items() if why is not None}
 
 
@@ -198,12 +197,11 @@ def _timed_out(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heart
     """Rank -> its collective that timed out. Where one rank aborted all logs are read: srun names only the first."""
     aborted = {ended.rank for ended in exits if -ended.code == signal.SIGABRT}
     ranks = aborted | {beat.rank for beat in heartbeats} if aborted else set()
-    found = {rank: timed_out_collective(attempt, rank) for rank in ranks}
+    found = {rank: logs.timed_out_collective(attempt, rank) for rank in ranks}
     return {rank: collective for rank, collective in found.items() if collective is not None}
 
 
 def _stacks(attempt: RankFiles) -> dict[int, str]:
-    """Rank -> path of its stack dump, relative to the run directory."""
     stacks = {}
     try:
         for name in names_in(attempt.logs):

@@ -24,7 +24,9 @@ def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = Fa
     ended = {end.attempt for end in ends_in(ledger) if is_own(end)}
     traces = {line.attempt: _trace(run.attempt(line.attempt), line.attempt in ended) for line in ledger}
     owner = if_readable(read(Owner, run.job)) if queued else None
-    waiting = in_queue(owner.job_id, owner.submitted_at, gpus_asked(run), now) if owner else None
+    plan = if_readable(read(PlanRecord, run.plan)) if owner else None
+    gpus = (plan.nodes + plan.spare_nodes) * plan.gpus_per_node if plan else 0
+    waiting = in_queue(owner.job_id, owner.submitted_at, gpus, now) if owner else None
     return gpu_usage(ledger, traces, now, running, waiting)
 
 
@@ -36,29 +38,15 @@ def write_usage(run: RunDir, now: float) -> None:
         print(f"{run.goodput}: {error.strerror or error}; mrl status computes it", file=sys.stderr)
 
 
-def mark_image(attempt: Attempt, at: float) -> None:
-    write(attempt.marks, _marks(attempt)._replace(image=at))
+def mark(attempt: Attempt, **times: float) -> None:
+    """Record when the container image of an attempt was available (`image`), and when its nodes were chosen and its
+    ranks about to start (`ready`). Raises OSError."""
+    write(attempt.marks, _marks(attempt)._replace(**times))
 
 
-def mark_ready(attempt: Attempt, at: float) -> None:
-    write(attempt.marks, _marks(attempt)._replace(ready=at))
-
-
-def gpus_asked(run: RunDir) -> int:
-    """GPUs that a job requests, including spare nodes; 0 where the plan cannot be read."""
-    plan = if_readable(read(PlanRecord, run.plan))
-    return (plan.nodes + plan.spare_nodes) * plan.gpus_per_node if plan else 0
-
-
-def gpus_per_node(run: RunDir) -> int:
-    plan = if_readable(read(PlanRecord, run.plan))
-    return plan.gpus_per_node if plan else 0
-
-
-def generating_gpus(run: RunDir) -> int:
-    """GPUs that only generate; 0 where the plan cannot be read."""
-    plan = if_readable(read(PlanRecord, run.plan))
-    replicas = [step for step in plan.steps if step.name.startswith(INFER + "-")] if plan else []
+def generating_gpus(plan: PlanRecord) -> int:
+    """GPUs that only generate."""
+    replicas = [step for step in plan.steps if step.name.startswith(INFER + "-")]
     return sum(len(step.nodes) * step.gpus_per_node for step in replicas)
 
 

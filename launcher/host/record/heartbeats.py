@@ -11,7 +11,6 @@ from megatron_rl.contract.records import if_readable, read
 
 
 def read_heartbeats(attempt: RankFiles) -> list[Heartbeat]:
-    """Newest readable heartbeat of each rank. Raises OSError."""
     files = [attempt.heartbeats / name for name in sorted(names_in(attempt.heartbeats)) if name.endswith(".json")]
     found = [if_readable(read(Heartbeat, file)) for file in files if not file.name.startswith(".")]
     return [beat for beat in found if beat is not None]

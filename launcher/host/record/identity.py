@@ -33,6 +33,10 @@ def copied_from(run: RunDir, identity: RunIdentity) -> str | None:
     """Directory that this one is a copy of; None where it is the run's own. Raises OSError."""
     if os.path.abspath(run.root) == identity.path:
         return None
+    # The record names /lustre/a; this directory is /lustre/b. If both lead to one run.json (inode and change time), b
+    # is a link to a, or another mount of it. If a is gone, or holds another run, and b has the recorded inode, b is a
+    # that was moved. Otherwise b was copied. Where a cannot be looked at, it may still run there, so b counts as a
+    # copy.
     original = RunDir(identity.path)
     try:
         theirs, ours = original.identity.stat(), run.identity.stat()
@@ -67,7 +71,6 @@ def identify(run: RunDir) -> RunIdentity:
 
 
 def comment_of(run_id: str, given: str = "") -> str:
-    """Comment of a job of a run, after the text `given`."""
     return f"{given} mrl:{run_id}".strip()
 
 

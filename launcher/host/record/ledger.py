@@ -31,7 +31,6 @@ def read_ledger_or_complain(run: RunDir) -> list[LedgerLine]:
 
 
 def newest_line(run: RunDir) -> LedgerLine | None:
-    """Last readable line, if there is one. Raises UnreadableRecord."""
     lines = read_ledger(run)
     return lines[-1] if lines else None
 

@@ -48,7 +48,6 @@ _SIGNALS = {
 
 
 def tail(path: Path, size: int) -> str:
-    """Last `size` bytes of a log; empty where there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - size))
@@ -57,11 +56,7 @@ def tail(path: Path, size: int) -> str:
         return ""
 
 
-def last_line(attempt: RankFiles, rank: int) -> str:
-    return _end_of_log(attempt.log(rank))
-
-
-def _end_of_log(path: Path) -> str:
+def end_of_log(path: Path) -> str:
     """Why a container did not start, else the last line that is not blank."""
     lines = [line.strip() for line in tail(path, TAIL).split("\n") if line.strip()]
     return (reason_of_container(lines) or (lines or [""])[-1])[:LINE_LIMIT]
@@ -77,14 +72,14 @@ def reason_of_step(logs: Path, name: str) -> str:
     empty."""
     srun = logs / f"{name}.srun.log"
     failed = parse_exits(tail(srun, LONG_TAIL))
-    of_task = _end_of_log(logs / f"{name}.{failed[0].rank}.log") if failed else ""
+    of_task = end_of_log(logs / f"{name}.{failed[0].rank}.log") if failed else ""
     return of_task or last_words(srun)
 
 
 def reasons_of_step(logs: Path, name: str) -> dict[str, str]:
     """Host -> why its task of a step failed, for hosts that srun names."""
     failed = parse_exits(tail(logs / f"{name}.srun.log", LONG_TAIL))
-    found = {str(task.host): _end_of_log(logs / f"{name}.{task.rank}.log") for task in failed}
+    found = {str(task.host): end_of_log(logs / f"{name}.{task.rank}.log") for task in failed}
     return {host: why for host, why in found.items() if why}
 
 
@@ -110,10 +105,6 @@ def why_not_started(attempt: RankFiles, rank: int) -> str | None:
     found = next(filter(None, map(_NOT_BEGUN.search, reversed(lines[-2:]))), None)
     why = reason_of_container(lines) or (found.group(1) if found is not None else None)
     return why[:LINE_LIMIT] if why else None
-
-
-def exits(attempt: RankFiles) -> list[RankExit]:
-    return parse_exits(tail(attempt.srun, LONG_TAIL))
 
 
 def parse_exits(text: str) -> list[RankExit]:

@@ -30,7 +30,6 @@ def make_checkpoints(run: RunDir) -> None:
 
 
 def _lfs(*arguments: str) -> str | None:
-    """Output of lfs; None without lfs or Lustre, or where it does not answer."""
     try:
         done = run_limited(("lfs", *arguments), LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -63,13 +63,15 @@ class NoSuchCommand(SlurmRefused):
     """Slurm's commands are not installed here."""
 
 
-class Answer(NamedTuple):
+class CommandOutput(NamedTuple):
     code: int
     out: str
     err: str
 
 
-def run(command: Sequence[str], limit_s: float | None = None, environ: Mapping[str, str] | None = None) -> Answer:
+def run(
+    command: Sequence[str], limit_s: float | None = None, environ: Mapping[str, str] | None = None
+) -> CommandOutput:
     """Run a command to its end, whatever its exit code. Raises SlurmSilent and NoSuchCommand.
 
     environ: its environment; default: `asking_environment()`.
@@ -85,7 +87,9 @@ def run(command: Sequence[str], limit_s: float | None = None, environ: Mapping[s
         raise SlurmSilent(f"{command[0]}: {error.strerror}") from None
     if done.returncode < 0:  # for example out of memory; its order may have been carried out
         raise SlurmSilent(f"{' '.join(command)}: ended by signal {-done.returncode}")
-    return Answer(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))
+    return CommandOutput(
+        done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+    )
 
 
 def call(command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:

@@ -34,14 +34,12 @@ _BRACKETS = r"\[([^\]]*)\]"
 
 
 def parse_fields(line: str) -> dict[str, str]:
-    """Key -> value of one line of `scontrol show ... -o`."""
     found = list(re.finditer(_FIELD, line))
     ends = [match.start() for match in found[1:]] + [len(line)]
     return {match.group(1): line[match.end() : end].strip() for match, end in zip(found, ends)}
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Key -> value of `scontrol show config`."""
     pairs = (line.partition(" = ") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
@@ -61,7 +59,6 @@ def expand_hosts(node_list: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """`01-03,07` -> 01, 02, 03, 07. Raises ValueError."""
     numbers: list[str] = []
     for one in ranges.split(","):
         first, _, last = one.partition("-")

@@ -16,7 +16,6 @@ def signal_steps(job_id: str, name: str) -> None:
 
 
 def signal_step(job_id: str, step: str, name: str) -> None:
-    """Send a signal to the tasks of the step of this name, such as infer-0, if it runs."""
     found = step_called(job_id, step)
     if found is not None:
         call(["scancel", f"--signal={name}", found])
@@ -39,7 +38,6 @@ def cancel_called(name: str) -> None:
 
 
 def submit_command(options: Sequence[str], command: Sequence[str], environment: dict[str, str]) -> str:
-    """Submit a job that runs one command. Returns its id."""
     return _submit(["sbatch", "--parsable", *options, "--wrap=exec " + shlex.join(command)], environment)
 
 

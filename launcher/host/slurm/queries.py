@@ -16,7 +16,6 @@ _TOO_FEW = re.compile(r"configuration (is )?not available", re.IGNORECASE)
 
 
 def show_job(job_id: str) -> dict[str, str]:
-    """Slurm's record of one job. Raises SlurmRefused, also for a job that Slurm does not know."""
     command = ["scontrol", "show", "job", "-o", job_id]
     answer = call(command)
     jobs = [parse_fields(record.strip()) for record in re.split(r"^(?=JobId=)", answer, flags=re.MULTILINE)]
@@ -84,7 +83,6 @@ def preemption_cancels(job: dict[str, str]) -> bool | None:
 
 
 def kill_wait() -> float:
-    """Seconds between SIGTERM and SIGKILL at the end of a job."""
     try:
         found = re.match(r"\d+", _config().get("KillWait", ""))
     except SlurmRefused:

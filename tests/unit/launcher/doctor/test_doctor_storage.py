@@ -13,10 +13,10 @@ from launcher.backends.probe import disk as backend
 from launcher.backends.probe.command import Fact
 from launcher.backends.probe.disk import Disk, inspect, over_quota
 from launcher.doctor.examine import examine
-from launcher.doctor.finding import Finding
+from launcher.doctor.finding import DoctorFinding
 
 
-def about(topic: str, run_root: Disk, size: int | None = None, **values: object) -> list[Finding]:
+def about(topic: str, run_root: Disk, size: int | None = None, **values: object) -> list[DoctorFinding]:
     findings = examine(facts("25.05", run_root=run_root, checkpoint_bytes=size), recipe(), profile(**values))
     return [one for one in findings if one.topic == topic]
 

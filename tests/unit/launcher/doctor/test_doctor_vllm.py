@@ -10,8 +10,8 @@ from doctor_helpers import facts, profile, said
 from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.vllm import VllmFacts
 from launcher.doctor.examine import examine
-from launcher.doctor.finding import Finding
-from launcher.doctor.vllm import inexact_options, vllm_findings
+from launcher.doctor.finding import DoctorFinding
+from launcher.doctor.vllm_python import inexact_options, vllm_findings
 from launcher.plan.gpu_memory import version_bytes
 from launcher.recipe.load import load_recipe
 from megatron_rl.inference.vllm_options import VLLM_VERSIONS
@@ -20,14 +20,14 @@ LOWEST, BELOW = VLLM_VERSIONS
 VLLM = VllmFacts("python3", "in vllm:1", release=(3, 12), version=LOWEST, nccl="2.29.7")
 
 
-def finding(device: str = "cpu", **facts: object) -> Finding:
+def finding(device: str = "cpu", **facts: object) -> DoctorFinding:
     known = {"python": "/v/python", "where": "on this machine", "release": (3, 12), "version": LOWEST}
     (found,) = vllm_findings(VllmFacts(**{**known, **facts}), device)  # type: ignore[arg-type]
     return found
 
 
 def test_the_release_that_was_tried_is_as_it_should_be() -> None:
-    assert finding() == Finding("ok", "vllm", f"{LOWEST}, /v/python on this machine")
+    assert finding() == DoctorFinding("ok", "vllm", f"{LOWEST}, /v/python on this machine")
 
 
 def test_a_later_patch_of_it_is_a_warning_that_names_what_was_tried() -> None:
@@ -92,7 +92,7 @@ def test_options_that_change_log_probs_are_a_warning(args: str, named: list[str]
     assert all(name in one.text for name, one in zip(named, found, strict=True))
 
 
-def about_nccl(ranks: str | None, vllm: VllmFacts | None = VLLM, *overrides: str) -> list[Finding]:
+def about_nccl(ranks: str | None, vllm: VllmFacts | None = VLLM, *overrides: str) -> list[DoctorFinding]:
     config = load_recipe("qwen2.5-32b-dapo-partitioned", overrides).config
     changes = {"rank": RankFacts(nccl=ranks), "vllm": vllm, "version_bytes": version_bytes(config, 152_064)}
     findings = examine(facts("25.05", **changes), config, profile(container={"image": "a:b"}))

@@ -16,7 +16,7 @@ from launcher.backends.local import Machine
 from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.doctor import preflight
-from launcher.doctor.finding import Finding
+from launcher.doctor.finding import DoctorFinding
 from launcher.doctor.preflight import arithmetic, collect_local, extras_of, findings, memory, processors
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
@@ -237,7 +237,7 @@ def test_shipped_recipes_that_run_here_need_no_gpu():
             levels = {
                 one.topic: one.level
                 for one in findings(collect_local(recipe), recipe.config)
-                if isinstance(one, Finding)
+                if isinstance(one, DoctorFinding)
             }
             assert levels["cpus"] in ("ok", "note") and levels["memory"] in ("ok", "warning"), name
 

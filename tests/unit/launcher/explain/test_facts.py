@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from launcher.explain.facts import Formats, ends_with, explained_by_length, facts_of, formats_of
+from launcher.explain.group_facts import Formats, ends_with, explained_by_length, facts_of, formats_of
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, SequenceLine
 
 

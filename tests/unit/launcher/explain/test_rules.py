@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher.explain.explanation import OF_RECORD, findings
-from launcher.explain.facts import Formats, GroupFacts
+from launcher.explain.group_facts import Formats, GroupFacts
 from launcher.explain.record import Record
 from launcher.runs.slow_ranks import SlowRank
 from megatron_rl.contract.attempt_records import MetricsLine

@@ -12,9 +12,9 @@ import pytest
 from launcher.host import health
 from launcher.host.health import (
     canary,
-    check_ecc,
     check_gpus,
     check_shared_memory,
+    check_state,
     examine,
     within,
 )
@@ -66,15 +66,15 @@ def test_gpus_are_counted(wanted, listing, devices, problems):
 
 
 def test_only_uncorrectable_errors_since_the_driver_started_condemn_a_gpu():
-    assert check_ecc(smi({}, {})).problems == []
-    assert check_ecc(smi({}, {"parity": "1", "dram": "2"})).problems == ["GPU 1 has 3 uncorrectable memory errors"]
-    assert check_ecc(smi({"dram": "N/A"})).problems == []
-    assert "cannot remap" in check_ecc(smi({"failure": "Yes"})).problems[0]
-    assert "waits for a reset" in check_ecc(smi({"pending": "Yes"})).problems[0]
+    assert check_state(smi({}, {})).problems == []
+    assert check_state(smi({}, {"parity": "1", "dram": "2"})).problems == ["GPU 1 has 3 uncorrectable memory errors"]
+    assert check_state(smi({"dram": "N/A"})).problems == []
+    assert "cannot remap" in check_state(smi({"failure": "Yes"})).problems[0]
+    assert "waits for a reset" in check_state(smi({"pending": "Yes"})).problems[0]
 
 
 def test_an_unreadable_answer_is_no_verdict():
-    found = check_ecc("Unable to determine the device handle")
+    found = check_state("Unable to determine the device handle")
     assert found.problems == []
     assert "cannot be read" in found.skipped[0]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.report.lesson import MOST_ROWS, MOST_TOKENS, lesson_of, passage
-from launcher.report.rollouts import collect
+from launcher.report.page_rollouts import collect
+from launcher.report.shown_lesson import MOST_ROWS, MOST_TOKENS, lesson_of, passage
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, SequenceLine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.report.rollouts import Collector, Rollouts, thinned
+from launcher.report.page_rollouts import RolloutCollector, Rollouts, thinned
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, SequenceLine
 
 
@@ -20,7 +20,7 @@ def group(step: int, ordinal: int = 0, rewards: tuple[float, ...] = (0.0, 1.0), 
 
 
 def collected(*groups: GroupLine, most_answers: int = 1000, most_tokens: int = 1000) -> Rollouts:
-    collector = Collector(most_answers, most_tokens)
+    collector = RolloutCollector(most_answers, most_tokens)
     for one in groups:
         collector.add(one)
     return collector.rollouts()
@@ -74,12 +74,12 @@ def test_what_is_kept_fits_and_has_the_newest(sizes, most):
 
 
 def test_bands_are_the_deciles_of_groups_and_of_answers():
-    collector = Collector()
+    collector = RolloutCollector()
     for place in range(11):
         collector.add(group(7, place, (place / 10,) * 2, lengths=[place * 10] * 2))
     bands = collector.bands()
     assert (round(bands["Reward"].low[7], 6), round(bands["Reward"].high[7], 6)) == (0.1, 0.9)
     assert (bands["Length of answers"].low[7], bands["Length of answers"].high[7]) == (10.0, 90.0)
-    alone = Collector()
+    alone = RolloutCollector()
     alone.add(group(7))
     assert "Reward" not in alone.bands()

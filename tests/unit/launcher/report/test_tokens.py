@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.report.tokens import ANSWER, LEFT_OUT, MOST_TOKENS, Part, parts, shown_sequence
+from launcher.report.tokens import ANSWER, LEFT_OUT, MOST_TOKENS, SequencePart, parts, shown_sequence
 from megatron_rl.contract.rollout_records import NOT_FINITE, SequenceLine
 
 
@@ -78,4 +78,4 @@ def test_the_middle_of_a_long_part_is_left_out_and_counted():
         7,
         MOST_TOKENS // 2,
     )
-    assert parts(["a"], [[0, 1]]) == [Part(ANSWER, 0, 1)]
+    assert parts(["a"], [[0, 1]]) == [SequencePart(ANSWER, 0, 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.host.record.accounting import AttemptTrace, goodput_of, gpu_usage
-from launcher.report.usage import STACKED, Timeline, attempt_rows, timeline
+from launcher.report.usage import STACKED, UsageTimeline, attempt_rows, timeline
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, TimelineLine
 
 LEDGER = [
@@ -33,7 +33,7 @@ TRACES = {
 USAGE = gpu_usage(LEDGER, TRACES, 1000.0)
 
 
-def amounts(found: Timeline) -> dict[str, float]:
+def amounts(found: UsageTimeline) -> dict[str, float]:
     """GPU-seconds of each category in the slices of all lanes, for two GPUs."""
     width = 2 * found.seconds / len(found.lanes[0].shares)
     totals = [sum(slice_[at] for lane in found.lanes for slice_ in lane.shares) * width for at in range(len(STACKED))]

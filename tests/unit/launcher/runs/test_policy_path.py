@@ -11,7 +11,7 @@ from run_helpers import make_run
 from launcher.cli.serving import make_token_file
 from launcher.errors import BadInput
 from launcher.host.record.identity import note_submission
-from launcher.runs.policy import prepare_policy
+from launcher.runs.policy_path import prepare_policy
 
 
 def test_runs_checkpoints_weights_and_names_in_the_cache_may_hold_one(
@@ -24,7 +24,7 @@ def test_runs_checkpoints_weights_and_names_in_the_cache_may_hold_one(
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "config.json").touch()
-    (tmp_path / "home" / "hub" / "models--Qwen--Tiny").mkdir(parents=True)
+    (tmp_path / "home" / "hub" / "models--Qwen--Tiny" / "snapshots").mkdir(parents=True)
     (tmp_path / "home" / "mrl" / "packages" / "some-package").mkdir(parents=True)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     for path in (run.root, checkpoint, weights, "Qwen/Tiny", "package:some-package"):

@@ -15,7 +15,7 @@ from run_helpers import make_run
 from launcher.cli.show.status import status_json, status_lines
 from launcher.host.record import goodput
 from launcher.host.record.accounting import CATEGORIES, AttemptTrace, AttemptUsage, gpu_usage, in_queue
-from launcher.host.record.goodput import mark_image, mark_ready, read_usage, write_usage
+from launcher.host.record.goodput import mark, read_usage, write_usage
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, Heartbeat, Outcome, TimelineLine
 from megatron_rl.contract.paths import RunDir
@@ -276,8 +276,8 @@ def a_run(root: Path) -> RunDir:
     attempt.folder.mkdir(parents=True)
     for entry in LEDGER[:1]:
         append(run.attempts_ledger, entry)
-    mark_image(attempt, 110.0)
-    mark_ready(attempt, 130.0)
+    mark(attempt, image=110.0)
+    mark(attempt, ready=130.0)
     for entry in TRACES[1].timeline:
         append(attempt.timeline, entry)
     with attempt.timeline.open("a") as file:

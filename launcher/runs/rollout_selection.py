@@ -25,7 +25,6 @@ class Wanted:
     """Lowest and highest reward of an answer."""
     reason: str | None = None
     length: tuple[float, float] | None = None
-    """Least and most tokens of an answer."""
     text: str | None = None
     """Part of the prompt or of an answer; upper and lower case are alike. Only sampled groups have the text of
     answers."""

@@ -8,24 +8,25 @@ from typing import Any, NamedTuple
 
 from launcher.explain.explanation import Explanation
 from launcher.report.charts import Chart, Group
-from launcher.report.lesson import ShownLesson
+from launcher.report.page_rollouts import Rollouts
 from launcher.report.recipe import Difference
-from launcher.report.rollouts import Rollouts
-from launcher.report.usage import AttemptRow, Timeline
+from launcher.report.shown_lesson import ShownLesson
+from launcher.report.usage import AttemptRow, UsageTimeline
 from launcher.runs.slow_ranks import PhaseRank
+from launcher.runs.state import RunStatus
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number, numbers
 from megatron_rl.contract.run_records import Fork, RecipeChange, RightAnswer
 
 
-class Span(NamedTuple):
+class FirstAndLast(NamedTuple):
     """A number at the start of a run and now, each the mean of at most WINDOW steps."""
 
     first: float
     last: float
 
 
-class Cost(NamedTuple):
+class RunCost(NamedTuple):
     amount: float
     currency: str
 
@@ -39,36 +40,30 @@ class ResultRow(NamedTuple):
     problems: int
 
 
-class Fact(NamedTuple):
+class RunFact(NamedTuple):
     label: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    name: str
+    status: RunStatus
     path: str
     recipe: str
-    cluster: str
-    state: str
-    reason: str
     step: int
-    steps: int
-    """Steps of the recipe; 0 if unknown."""
     began: float | None
     """Unix time of the first attempt."""
     ended: float | None
+    """None while it runs."""
     device: str
-    """GPU or process."""
     gpus: int
     gpu_seconds: float
     goodput: float | None
-    cost: Cost | None
+    cost: RunCost | None
     tokens: float
-    """Generated tokens of the recorded steps."""
-    reward: Span | None
-    right: Span | None
-    accuracies: dict[str, Span]
+    reward: FirstAndLast | None
+    right: FirstAndLast | None
+    accuracies: dict[str, FirstAndLast]
     eta_s: float | None
     explanation: Explanation
     groups: list[Group]
@@ -78,7 +73,7 @@ class RunReport:
     rollouts: Rollouts
     evaluations: list[Chart]
     results: list[ResultRow]
-    timeline: Timeline | None
+    timeline: UsageTimeline | None
     attempts: list[AttemptRow]
     phases: list[PhaseRank]
     base: str
@@ -86,17 +81,16 @@ class RunReport:
     changes: list[RecipeChange]
     fork: Fork | None
     values: dict[str, Any]
-    """Sections of resolved.yaml, with defaults."""
-    facts: list[Fact]
+    facts: list[RunFact]
     unread: list[str] = field(default_factory=list)
 
 
-def span(lines: Sequence[MetricsLine], name: str) -> Span | None:
+def span(lines: Sequence[MetricsLine], name: str) -> FirstAndLast | None:
     values = numbers(lines, name)
     if not values:
         return None
     first, last = values[:WINDOW], values[-WINDOW:]
-    return Span(sum(first) / len(first), sum(last) / len(last))
+    return FirstAndLast(sum(first) / len(first), sum(last) / len(last))
 
 
 def generated_tokens(lines: Sequence[MetricsLine]) -> float:

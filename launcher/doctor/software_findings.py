@@ -12,7 +12,7 @@ from launcher.backends.slurm.parse import number
 from launcher.cluster.profile import Profile
 from launcher.doctor.cluster import Cluster
 from launcher.doctor.demand import Demand
-from launcher.doctor.finding import Finding, count, error, note, ok, span, warning
+from launcher.doctor.finding import DoctorFinding, count, error, note, ok, span, warning
 from launcher.host.image.reference import ImageError, is_path, parse
 from megatron_rl.config import RunConfig
 from megatron_rl.platform.cards import without_fp8
@@ -24,7 +24,7 @@ DOCKER_HUB = "registry-1.docker.io"
 MIN_JOB_AGE_S = 300
 
 
-def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
+def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[DoctorFinding]:
     if not facts.version.there:
         yield error(
             "slurm",
@@ -46,7 +46,7 @@ def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[Finding]:
             yield ok("slurm", f"{shown}, cluster {name}")
 
 
-def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterator[Finding]:
+def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterator[DoctorFinding]:
     if not demand.images:
         yield ok("containers", "none: the ranks run on the nodes as they are")
         return
@@ -69,7 +69,7 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
             yield from _credentials(software, image)
 
 
-def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[Finding]:
+def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[DoctorFinding]:
     fix = "set host_python: in the profile to a Python 3.9 or later, or load one in prolog:"
     name = profile.host_pythons()[0]
     if node is not None and node.failure is None:
@@ -92,7 +92,7 @@ def host_python(software: Software, node: NodeFacts | None, profile: Profile) ->
         yield ok("python", f"{name} is {software.host_python.text.strip()} on this machine; {later}")
 
 
-def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[Finding]:
+def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[DoctorFinding]:
     if node.failure:
         text = f"none could be tested: {node.failure}"
         yield warning("compute node", text, "try again when a node of the partition is free, or without --deep")
@@ -108,7 +108,7 @@ def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[
         yield ok("enroot", f"{node.enroot or 'there'} on {node.host}")
 
 
-def first_rank(rank: RankFacts, demand: Demand) -> Finding:
+def first_rank(rank: RankFacts, demand: Demand) -> DoctorFinding:
     """Finding about a rank in the container that imported torch, formed a communicator and wrote to the run root."""
     if rank.unasked:
         return note("container", f"not started: {rank.unasked}", "mrl prefetch imports the image")
@@ -121,7 +121,7 @@ def first_rank(rank: RankFacts, demand: Demand) -> Finding:
     return ok("container", f"a rank in it communicates and writes to run_root: {rank.versions}{gpus}, CPUs {rank.cpus}")
 
 
-def kernels(rank: RankFacts, config: RunConfig | None) -> Iterator[Finding]:
+def kernels(rank: RankFacts, config: RunConfig | None) -> Iterator[DoctorFinding]:
     for fits, text in rank.packages:
         if fits:
             yield ok("kernels", text)
@@ -134,7 +134,7 @@ def kernels(rank: RankFacts, config: RunConfig | None) -> Iterator[Finding]:
         yield error("kernels", f"training.fp8 is {fp8}, but {against}", "training.fp8=none")
 
 
-def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
+def accounting(facts: SlurmFacts, cluster: Cluster) -> DoctorFinding:
     if facts.sacct.known:
         return ok("accounting", "sacct works, so mrl status knows jobs that have ended")
     age = number(cluster.config.get("MinJobAge"), MIN_JOB_AGE_S)
@@ -145,7 +145,7 @@ def accounting(facts: SlurmFacts, cluster: Cluster) -> Finding:
     )
 
 
-def _credentials(software: Software, image: str) -> Iterator[Finding]:
+def _credentials(software: Software, image: str) -> Iterator[DoctorFinding]:
     try:
         host = (parse(image).registry or DOCKER_HUB).partition(":")[0]  # enroot looks up hosts without the port
     except ImageError:  # launcher.doctor.fetched reports it

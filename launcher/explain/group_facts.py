@@ -16,7 +16,6 @@ BINS = 40
 """Groups of answers of about the same length."""
 ENDS = re.compile(r"[\s.!?,;:*`'\"$()\[\]{}]+$")
 DRESS = re.compile(r"\\boxed\{(.*)\}|<answer>(.*)</answer>|(?:answer:|####)\s*(.*)")
-"""Formats around a right answer, in small letters."""
 
 
 class GroupFacts(NamedTuple):
@@ -32,7 +31,6 @@ class GroupFacts(NamedTuple):
     by_length: float = 0.0
     """Share of the variance of their rewards that their length explains, at most 1."""
     advantages: int = 0
-    """Answers whose advantages are compared with their lengths."""
     correlation: float = 0.0
     """Correlation of advantage and length within the groups."""
     learned: int = 0
@@ -57,9 +55,10 @@ def facts_of(groups: Iterable[GroupLine]) -> GroupFacts:
             usual = fmean(lengths)
             pairs += zip((one - usual for one in lengths), compress(group.advantages, whole), strict=True)
         for at, answer in enumerate(group.answers):
-            if _is_row(answer):
-                rows += 1
-                learned, ends = learned + _learned(answer), ends + _ends(answer)
+            if all(version < 0 for sequence in answer.sequences for version in sequence.versions):
+                rows += 1  # no policy sampled any of its tokens
+                learned += sum(sequence.trained.count(True) for sequence in answer.sequences)
+                ends += _ends(answer)
             elif group.right and whole[at] and group.rewards[at] < 1:
                 missed += 1
                 if ends_with(answer.text, group.right):
@@ -109,14 +108,6 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
     return of_both / size if size else 0.0
 
 
-def _is_row(answer: AnswerLine) -> bool:
-    return all(version < 0 for sequence in answer.sequences for version in sequence.versions)
-
-
-def _learned(answer: AnswerLine) -> int:
-    return sum(sequence.trained.count(True) for sequence in answer.sequences)
-
-
 def _ends(answer: AnswerLine) -> int:
     """Number of learned tokens that are the same as the last learned one of the row."""
     found = 0
@@ -136,7 +127,6 @@ class Formats(NamedTuple):
     """Counts over answers with their tokens that ended by themselves."""
 
     requested: int = 0
-    """Answers whose prompt requests a format."""
     missing: int = 0
     format: str = ""
     """The format that is missing most often, as the prompt names it."""

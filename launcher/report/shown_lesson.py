@@ -27,7 +27,6 @@ class Token(NamedTuple):
 class Passage:
     start: Sequence[Token]
     end: Sequence[Token]
-    """Tokens after those that are left out."""
     left_out: int
 
     @property
@@ -44,8 +43,6 @@ class LessonAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaughtProblem:
-    """A problem of a step as the policy saw it, and its best and worst answer."""
-
     step: int
     prompt: Passage
     right: str | None

@@ -36,8 +36,10 @@ def prepare_policy(path: str, trusted: bool) -> str:
     if there:
         _check_directory(Path(path).absolute(), trusted)
     elif package := package_of(path):
-        _export(package, path)
-    elif not is_hub_name(path) or not _in_cache(path):
+        cache, need = Cache.of(None), Need("model", path)
+        if cache.find(need) is None and not export(need, cache):
+            raise BadInput(f"{path} cannot be exported from the Python package {package}: see above")
+    elif not is_hub_name(path) or not Cache.of(None).holds(Need("model", path)):
         raise BadInput(
             f"{path}: no such directory, and nothing of that name in the Hugging Face cache; give a run, a "
             "checkpoint, a directory of Hugging Face weights, or package:NAME"
@@ -68,13 +70,3 @@ def _check_directory(folder: Path, trusted: bool) -> None:
             f"{folder} is neither a run directory (resolved.yaml), nor a checkpoint (manifest.json), nor a directory "
             f"of Hugging Face weights ({CONFIG_FILE})"
         )
-
-
-def _in_cache(name: str) -> bool:
-    return (Cache.of(None).huggingface / "hub" / f"models--{name.replace('/', '--')}").is_dir()
-
-
-def _export(package: str, path: str) -> None:
-    cache, need = Cache.of(None), Need("model", path)
-    if cache.find(need) is None and not export(need, cache):
-        raise BadInput(f"{path} cannot be exported from the Python package {package}: see above")

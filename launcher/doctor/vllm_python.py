@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.backends.probe.vllm import VllmFacts
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
-from launcher.doctor.finding import Finding, error, note, ok, warning
+from launcher.doctor.finding import DoctorFinding, error, note, ok, warning
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import INFER, TEACHER
 from megatron_rl.contract.text import size
@@ -29,10 +29,9 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 PYTHON_KEYS = {INFER: "inference.vllm.python=", TEACHER: "distill.replicas.vllm.python="}
-"""Kind of replicas -> override of their Python, up to its value."""
 
 
-def vllm_findings(facts: VllmFacts, device: str, named: str = PYTHON_KEYS[INFER]) -> Iterator[Finding]:
+def vllm_findings(facts: VllmFacts, device: str, named: str = PYTHON_KEYS[INFER]) -> Iterator[DoctorFinding]:
     """Yield findings about the Python that is to run vLLM. `named` is the option that names it, up to its value."""
     fix = _install(device, named)
     where = f"{facts.python} {facts.where}"
@@ -65,7 +64,7 @@ def _build(version: str | None) -> str:
     return (version or "").partition("+")[2]
 
 
-def transfers(ranks: str, vllm: VllmFacts, version_bytes: int | None) -> Finding:
+def transfers(ranks: str, vllm: VllmFacts, version_bytes: int | None) -> DoctorFinding:
     """Finding about how weights travel from the training ranks, with this release of NCCL, to the replicas on GPUs.
 
     version_bytes: bytes that each replica receives with a version; None: unknown.
@@ -81,7 +80,7 @@ def transfers(ranks: str, vllm: VllmFacts, version_bytes: int | None) -> Finding
     )
 
 
-def inexact_options(config: RunConfig) -> Iterator[Finding]:
+def inexact_options(config: RunConfig) -> Iterator[DoctorFinding]:
     vllm = config.inference.own_vllm
     if vllm and vllm.inexact:
         yield warning(
@@ -93,7 +92,7 @@ def inexact_options(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def vllm_later(config: RunConfig, profile: Profile) -> Finding:
+def vllm_later(config: RunConfig, profile: Profile) -> DoctorFinding:
     image = replica_image(config, profile) or rank_image(config, profile)
     text = f"not checked in {image}: each replica checks its version when it starts, and the run ends if none can"
     return note("vllm", text, "--deep starts the container and asks it")

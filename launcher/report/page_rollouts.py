@@ -10,8 +10,8 @@ from statistics import fmean
 from launcher.report.charts import LENGTH, REWARD, Band
 from launcher.report.curve import quantile
 from launcher.report.tokens import ShownSequence, shown_sequence
-from launcher.runs.rollouts import has_signal
-from megatron_rl.contract.rollout_records import AnswerLine, GroupLine
+from launcher.runs.rollout_selection import has_signal
+from megatron_rl.contract.rollout_records import GroupLine
 
 MOST_ANSWERS = 150_000
 """Answers whose rewards and lengths are in a page: about 2 MB."""
@@ -23,7 +23,7 @@ DECILES = (0.1, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledGroup:
     prompt: str
     advantages: list[float]
     answers: list[ShownAnswer]
@@ -76,7 +76,7 @@ class Rollouts:
     passed_over: list[int] = field(default_factory=list)
     sample: list[int] = field(default_factory=list)
     """Place in `samples`, -1 for a group without tokens."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SampledGroup] = field(default_factory=list)
     problems: list[list[str]] = field(default_factory=list)
     """Digest and prompt of each problem."""
     names: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ class _Visits:
     last: float | None = None
 
 
-class Collector:
+class RolloutCollector:
     """Reader of groups in the order of their steps, which keeps no more of them than a page holds."""
 
     def __init__(self, most_answers: int = MOST_ANSWERS, most_tokens: int = MOST_TOKENS) -> None:
@@ -194,6 +194,10 @@ def thinned(sizes: Sequence[int], most: int) -> list[int]:
     of it, and evenly spaced ones before them in the rest. The very newest entry is kept whatever its size."""
     if sum(sizes) <= most:
         return list(range(len(sizes)))
+    # Half of the room for the end of the run, which people look at first, and half for an overview of what led there.
+    # Sizes 10, 10, 10, 10, 10, 10, 30 with room for 60: the last entry fills the half of 30, and of the six before it
+    # each second one fits into the rest. Adding as many as fit from the front instead would show the start and the end
+    # only.
     newest, used = len(sizes), 0
     while newest and (used + sizes[newest - 1] <= most // 2 or newest == len(sizes)):
         newest -= 1
@@ -210,8 +214,8 @@ def tokens_of(group: GroupLine) -> int:
     return sum(len(sequence.tokens) for answer in group.answers for sequence in answer.sequences)
 
 
-def collect(groups: Iterable[GroupLine]) -> Collector:
-    collector = Collector()
+def collect(groups: Iterable[GroupLine]) -> RolloutCollector:
+    collector = RolloutCollector()
     for group in groups:
         collector.add(group)
     return collector
@@ -227,10 +231,9 @@ def _band(values: dict[int, list[float]] | dict[int, list[int]], meaning: str) -
     return Band(low, high, meaning)
 
 
-def _sample(group: GroupLine) -> Sample:
-    return Sample(group.prompt, group.advantages, [_answer(answer) for answer in group.answers])
-
-
-def _answer(answer: AnswerLine) -> ShownAnswer:
-    sequences = [shown_sequence(sequence) for sequence in answer.sequences]
-    return ShownAnswer(answer.components, answer.tool_calls, answer.output, sequences)
+def _sample(group: GroupLine) -> SampledGroup:
+    answers = [
+        ShownAnswer(one.components, one.tool_calls, one.output, [shown_sequence(each) for each in one.sequences])
+        for one in group.answers
+    ]
+    return SampledGroup(group.prompt, group.advantages, answers)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from launcher.cluster.profile import Profile
-from launcher.doctor.cluster import Cluster, Node, Target
+from launcher.doctor.cluster import Cluster, JobTarget, Node
 from launcher.doctor.demand import Demand
-from launcher.doctor.finding import Finding, count, error, note, ok, warning
+from launcher.doctor.finding import DoctorFinding, count, error, note, ok, warning
 
 
-def nodes(cluster: Cluster, target: Target, profile: Profile, demand: Demand) -> Iterator[Finding]:
+def nodes(cluster: Cluster, target: JobTarget, profile: Profile, demand: Demand) -> Iterator[DoctorFinding]:
     """Findings about the nodes: whether they match, how many match, and how many of these work."""
     there = cluster.nodes.get(target.name, [])
     if not there:
@@ -35,7 +35,7 @@ def nodes(cluster: Cluster, target: Target, profile: Profile, demand: Demand) ->
         yield from _cpus(profile, demand, fitting)
 
 
-def _gpus(target: Target, profile: Profile, demand: Demand, there: list[Node]) -> Iterator[Finding]:
+def _gpus(target: JobTarget, profile: Profile, demand: Demand, there: list[Node]) -> Iterator[DoctorFinding]:
     kinds = Counter((one.type or "gpu", one.count) for node in there for one in node.gres if one.name == "gpu")
     known = ", ".join(f"{number} x {kind}:{each}" for (kind, each), number in sorted(kinds.items())) or "none"
     if not kinds:
@@ -64,7 +64,7 @@ def _flag(profile: Profile, demand: Demand) -> str:
     return " ".join(f"--{name}={value}" for name, value in profile.gpus(demand.gpus).items())
 
 
-def _enough(target: Target, demand: Demand, fitting: list[Node]) -> Iterator[Finding]:
+def _enough(target: JobTarget, demand: Demand, fitting: list[Node]) -> Iterator[DoctorFinding]:
     working = [node for node in fitting if node.in_service]
     idle = sum(node.state == "idle" for node in working)
     what = f"{demand.needed} needed, {target.name} has {count(len(fitting), 'such node')}"
@@ -79,7 +79,7 @@ def _enough(target: Target, demand: Demand, fitting: list[Node]) -> Iterator[Fin
         yield ok("nodes", f"{what}, {len(working)} in service and {idle} idle now")
 
 
-def _cpus(profile: Profile, demand: Demand, fitting: list[Node]) -> Iterator[Finding]:
+def _cpus(profile: Profile, demand: Demand, fitting: list[Node]) -> Iterator[DoctorFinding]:
     most = max(node.cpus for node in fitting)
     wanted = demand.ranks * (profile.cpus_per_task or 1)
     if most and wanted > most:
