@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals) -> int:
     # Imported here, where signals are queued already and an import error can be reported.
     from launcher.host.attempt.harvest import HarvestSettings
-    from launcher.host.attempt.job_context import Refused, context_of
+    from launcher.host.attempt.job_context import JobRefused, context_of
     from launcher.host.attempt.notify import NotifySettings
     from launcher.host.attempt.prepare import Checks
     from launcher.host.attempt.slurm_run import JobSettings, run_job
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals)
     settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks, harvest, notify)
     try:
         context = context_of(environ)._replace(run_mode=int(options.run_mode, 8))
-    except Refused as error:
+    except JobRefused as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return run_job(context, settings, signals)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from launcher.host.attempt.conclude import close, conclude_lost
-from launcher.host.attempt.interfaces import Job
+from launcher.host.attempt.interfaces import AttemptJob
 from launcher.host.attempt.local_ranks import LocalRanks, LocalReplicas, RankSettings
 from launcher.host.attempt.notify import Notifier, NotifySettings
 from launcher.host.attempt.runner import AttemptRunner
@@ -146,7 +146,7 @@ def _write_to(path: str) -> None:
     sys.stderr = QuietStream(sys.stderr)
 
 
-class LocalJob(Job):
+class LocalJob(AttemptJob):
     """The job of a local run, which nothing starts again.
 
     Args:

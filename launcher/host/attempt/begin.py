@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Callable, NamedTuple
 
-from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.job_context import JobContext, JobRefused
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import moved_sources, read_sources
@@ -37,7 +37,9 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
     try:
         sources = read_sources(document("sources_json"))
     except ValueError as error:  # the script is the same on every host
-        raise Refused(f"the script's list of the code to run cannot be read ({error}); submit the run again") from error
+        raise JobRefused(
+            f"the script's list of the code to run cannot be read ({error}); submit the run again"
+        ) from error
     try:
         for line in moved_sources(sources):
             print(f"code: {line}; the job runs what is there now")
@@ -47,7 +49,7 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
             raise error.__cause__ from None
         if isinstance(error.__cause__, OSError):
             raise OSError(error.__cause__.errno, str(error)) from error
-        raise Refused(str(error)) from error
+        raise JobRefused(str(error)) from error
     asked = [(run.evaluation_request, "evaluation_json")] if "\nevaluation_json() {\n" in document("script") else []
     files = (
         *asked,

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from launcher.host.attempt.interfaces import Job
+from launcher.host.attempt.interfaces import AttemptJob
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import dead_nodes, unfit_before
 from launcher.host.judge import policy
@@ -45,8 +45,6 @@ RECORD_AGAIN_S = 5.0  # seconds between them
 
 
 class Ended(NamedTuple):
-    """Time and place of the end of an attempt."""
-
     at: float  # unix time
     job_id: str | None = None
     host: str = ""  # default: this one
@@ -54,19 +52,11 @@ class Ended(NamedTuple):
 
 
 def close(
-    run: RunDir,
-    attempt: Attempt,
-    job: Job,
-    observed: Observed,
-    request: Drain | None,
-    began: float,
+    run: RunDir, attempt: Attempt, job: AttemptJob, observed: Observed, request: Drain | None, began: float
 ) -> AttemptEnd:
     """Judge the attempt, write its end into the ledger, and start the job again where it should.
 
-    Args:
-        observed: this process's observations of the end.
-        request: request to leave that this process knows of, and may have failed to write.
-        began: unix time.
+    request: request to leave that this process knows of, and may have failed to write.
     """
     now = time.time()
     outcome = read(Outcome, attempt.outcome)
@@ -83,19 +73,10 @@ def close(
 
 
 def conclude(
-    run: RunDir,
-    attempt: Attempt,
-    verdict: Verdict,
-    request: Drain | None,
-    facts: Facts,
-    ended: Ended,
+    run: RunDir, attempt: Attempt, verdict: Verdict, request: Drain | None, facts: Facts, ended: Ended
 ) -> AttemptEnd:
     """Decide about the job and write the ledger's line of this end. A full disk does not stop the caller from acting on
-    it: the next start reaches the same conclusion.
-
-    Args:
-        request: request to leave, if there was one.
-    """
+    it: the next start reaches the same conclusion."""
     history = [line for line in read_ledger_or_complain(run) if line.attempt != attempt.number]
     decision = decide(history, verdict, request, facts)
     end = _line(attempt.number, verdict, decision, facts, ended.at)
@@ -163,7 +144,6 @@ def conclude_lost(run: RunDir, now: float, context: JobContext | None = None, un
 
 
 def _judge(attempt: Attempt, observed: Observed, request: Drain | None) -> Verdict:
-    """Verdict on an attempt, by all its evidence."""
     verdict = verdict_of(read_evidence(attempt, observed, request))
     for kind in FOLDERS:
         verdict = without_replicas(verdict, read_replicas(attempt, kind), kind)
@@ -197,7 +177,6 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: JobC
 
 
 def _cause_of_end(run: RunDir, start: AttemptStart, request: Drain | None, dead: list[str]) -> str | None:
-    """Cause for which the batch script was killed: of the request to leave, or by Slurm's records."""
     asked = request.cause if request else None
     if asked not in (None, SIGNALLED, REQUEUE) or start.job_id is None:
         return asked
@@ -206,5 +185,4 @@ def _cause_of_end(run: RunDir, start: AttemptStart, request: Drain | None, dead:
 
 
 def _was_changed_since(run: RunDir, attempt: Attempt) -> bool:
-    """Whether the recipe was changed after an attempt had recorded its outcome."""
     return run.changes.exists() and run.changes.stat().st_mtime_ns > attempt.outcome.stat().st_mtime_ns

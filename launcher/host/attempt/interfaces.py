@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.policy import Facts
+from launcher.host.judge.verdict import RankExit
 from launcher.host.record.evidence import Observed
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain
 from megatron_rl.contract.paths import Attempt
@@ -53,7 +53,7 @@ class ReplicaRanks(Ranks):
         """Kill all ranks that are left."""
 
 
-class Job(ABC):
+class AttemptJob(ABC):
     """The job around an attempt: of Slurm, or just this machine."""
 
     job_id: str | None = None

@@ -13,7 +13,7 @@ FAULTS_VARIABLE = "MRL_HOST_FAULTS"  # host-side failures in a row of the jobs t
 PREPARED_VARIABLE = "MRL_PREPARED"  # the run directory, where it existed when the job was submitted
 
 
-class Refused(Exception):
+class JobRefused(Exception):
     """This job cannot run this run, and is not started again."""
 
 
@@ -37,9 +37,9 @@ class JobContext(NamedTuple):
 def context_of(environ: dict[str, str]) -> JobContext:
     """Job of an environment. Raises Refused where it describes none, or cannot be parsed."""
     if "SLURM_JOB_ID" not in environ:
-        raise Refused("this script is one for Slurm: sbatch it, or run it in an allocation (salloc)")
+        raise JobRefused("this script is one for Slurm: sbatch it, or run it in an allocation (salloc)")
     if "SLURM_ARRAY_JOB_ID" in environ:
-        raise Refused(
+        raise JobRefused(
             f"a run is one job, and this is a task of array {environ['SLURM_ARRAY_JOB_ID']}: submit the script without "
             "--array; mrl-submit submits a job for each of several values of a key"
         )
@@ -47,7 +47,7 @@ def context_of(environ: dict[str, str]) -> JobContext:
     try:
         hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))
     except ValueError as error:
-        raise Refused(f"SLURM_JOB_NODELIST: {error}; start the script in a job of Slurm's") from error
+        raise JobRefused(f"SLURM_JOB_NODELIST: {error}; start the script in a job of Slurm's") from error
     start = environ.get("SLURM_JOB_START_TIME")  # Slurm sets it from 23.02 on
     return JobContext(
         run=RunDir(root),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from launcher.host.attempt.interfaces import ReplicaRanks, Steps
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.attempt.runner import LEAVE_LIMIT_S
-from launcher.host.judge.evidence import RankExit
+from launcher.host.judge.verdict import RankExit
 from launcher.host.record.evidence import Observed
 from megatron_rl.contract.child import KILLED_S, Child
 from megatron_rl.contract.codes import HASH_SEED, PARENT_VARIABLE, SILENCE_VARIABLE, START_VARIABLE

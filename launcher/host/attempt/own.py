@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 from launcher.host.attempt.conclude import conclude_lost
-from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.job_context import JobContext, JobRefused
 from launcher.host.attempt.start_again import bring_back, is_too_early, write_owner
 from launcher.host.judge.policy import HELD, OVER
 from launcher.host.judge.sentence import describe_end
@@ -82,7 +82,7 @@ def _take_ownership(context: JobContext) -> None:
         if context.succeeds is not None and owner.job_id != context.succeeds:
             raise NothingToDo(f"{run.root}: now belongs to job {owner.job_id}, nothing to do")
         if not _has_ended(owner, context):
-            raise Refused(
+            raise JobRefused(
                 f"{run.root} belongs to job {owner.job_id}, which may still run; once it has ended, remove job.json"
             )
     _conclude_earlier_starts(context)
@@ -105,7 +105,7 @@ def _conclude_earlier_starts(context: JobContext) -> None:
     if start is None or context.restarts <= start.restart:
         return  # the same allocation once more
     if end.then == HELD:
-        raise Refused(f"{run.root}: {describe_end(end, time.time())}; mrl resume continues it")
+        raise JobRefused(f"{run.root}: {describe_end(end, time.time())}; mrl resume continues it")
     if end.then == OVER:
         raise NothingToDo(f"{run.root}: was stopped on request; mrl resume continues it")
     attempt = run.attempt(end.attempt)
@@ -124,7 +124,7 @@ def _lock(context: JobContext, owner: Owner | None, last: LedgerLine | None) -> 
         return Lock(context.run.job_lock, LEFTOVERS_S if expected else 0.0)
     except IsLocked:
         job_id = _job_that_begins(context.run)
-        raise Refused(f"{context.run.root}: belongs to job {job_id}, whose script is running") from None
+        raise JobRefused(f"{context.run.root}: belongs to job {job_id}, whose script is running") from None
 
 
 def _job_that_begins(run: RunDir) -> str:
@@ -171,4 +171,4 @@ def _refuse_foreign(run: RunDir) -> None:
     strange = [name for name in names_in(run.root) if name not in known and not is_temporary(name)]
     if strange and not ours:
         run.job_lock.unlink()
-        raise Refused(f"{run.root}: is not empty and not a run directory")
+        raise JobRefused(f"{run.root}: is not empty and not a run directory")

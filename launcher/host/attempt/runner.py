@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-from launcher.host.attempt.interfaces import Job, Steps
+from launcher.host.attempt.interfaces import AttemptJob, Steps
 from launcher.host.judge.causes import is_complete
-from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.hang import describe_hang
-from launcher.host.judge.verdict import ASKED_FOR_STACKS
+from launcher.host.judge.verdict import ASKED_FOR_STACKS, RankExit
 from launcher.host.process.signals import Signals
 from launcher.host.record.evidence import Observed
 from launcher.host.record.heartbeats import HangWatch
@@ -29,7 +28,7 @@ from megatron_rl.contract.records import ABSENT, Unreadable, if_readable, read, 
 COMPLETIONS = 10  # queries for the cause and deadline that a request to leave lacks
 COMPLETE_EVERY_S = 1.0  # seconds between them
 SIGNAL_S = 3.0  # seconds over which Slurm signals the processes of a job that it ends
-LEAVE_LIMIT_S = 60.0  # seconds that the other ranks have after the first one left in order
+LEAVE_LIMIT_S = 60.0  # seconds that the other ranks have after the first one left cleanly
 
 
 class Deadline(NamedTuple):
@@ -51,7 +50,7 @@ class AttemptRunner:
         self,
         attempt: Attempt,
         steps: Steps,
-        job: Job,
+        job: AttemptJob,
         signals: Signals,
         silence_limit: float,
         grace: float = 0.0,
@@ -75,11 +74,7 @@ class AttemptRunner:
         self._lost = False  # whether the run directory is gone
 
     def wait(self, ended: Callable[[], bool], through_requests: bool = True) -> None:
-        """Watch until `ended()` is true.
-
-        Args:
-            through_requests: whether to continue when the attempt is asked to leave.
-        """
+        """Watch until `ended()` is true, or the attempt is asked to leave unless `through_requests`."""
         while not ended():
             self.poll(time.time())
             if self.request is not None and not through_requests:
@@ -93,7 +88,6 @@ class AttemptRunner:
         self.wait(lambda: time.monotonic() >= give_up, through_requests=False)
 
     def poll(self, now: float) -> None:
-        """Run all tasks once."""
         own = (
             self._check_directory,
             self._read_requests,
@@ -128,12 +122,7 @@ class AttemptRunner:
             self.request, self._unwritten = self.request._replace(deadline=request.deadline), True
 
     def observed(self, code: int | None = None, unready: str | None = None) -> Observed:
-        """Observations of the end.
-
-        Args:
-            code: exit code of the training step; None: it never began.
-            unready: why it never began.
-        """
+        """Observations of the end: the exit code of the training step, or why it never began (`unready`)."""
         late = self._deadline.reason if self._ending and self._deadline else None
         return Observed(
             exits=None if self.steps.end_together else self._exits,
@@ -179,6 +168,11 @@ class AttemptRunner:
         self._unwritten = self.request != found
 
     def _check_exits(self, now: float) -> None:
+        # Who failed first must stay visible. Exits that our own signals caused are not kept as evidence, nor a SIGSEGV
+        # of a rank that was asked for its stack: they say nothing about that rank. On Slurm srun ends the other ranks
+        # when one fails; here a failed rank does so after the grace time. A rank that left cleanly does so after
+        # LEAVE_LIMIT_S: if rank 0 of 8 has saved and left while rank 3 hangs in a collective, the others would wait for
+        # ever. A rank whose collective timed out (`waited`) stays a moment, in which all ranks dump their stacks.
         for ended in self.steps.exits():
             if ended.rank in self.ended:
                 continue
@@ -255,7 +249,6 @@ class AttemptRunner:
             self._stacks_asked = True
 
     def _set_deadline(self, at: float, reason: str) -> None:
-        """Set a deadline, unless there is an earlier one."""
         if self._deadline is None or at < self._deadline.at:
             self._deadline = Deadline(at, reason)
 

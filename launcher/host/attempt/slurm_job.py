@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from launcher.host.attempt.interfaces import Job
+from launcher.host.attempt.interfaces import AttemptJob
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.start_again import bring_back
 from launcher.host.judge import causes
@@ -23,7 +23,7 @@ from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
 
 
-class SlurmJob(Job):
+class SlurmJob(AttemptJob):
     """Slurm job of this process.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Callable, NamedTuple, TypeVar
 from launcher.host.attempt.begin import begin_attempt, code_paths, create, forget_attempt, next_attempt
 from launcher.host.attempt.conclude import close
 from launcher.host.attempt.harvest import Harvest, HarvestSettings
-from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext, Refused
+from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext, JobRefused
 from launcher.host.attempt.notify import Notifier, NotifySettings
 from launcher.host.attempt.own import NothingToDo, own
 from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
@@ -55,8 +55,6 @@ T = TypeVar("T")
 
 
 class JobSettings(NamedTuple):
-    """Settings that the script passes."""
-
     script: Script
     notice: float  # seconds of --signal before the time limit
     backoff: float  # seconds before a crashed run starts again
@@ -71,7 +69,7 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
     notifier = Notifier(context.run, settings.notify)
     try:
         return _run(context, settings, signals, notifier)
-    except Refused as error:
+    except JobRefused as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except NothingToDo as nothing:
@@ -116,11 +114,8 @@ def _add_missed_signal(context: JobContext, signals: Signals) -> None:
 def supervise_attempt(
     context: JobContext, settings: JobSettings, signals: Signals, lock: int, notifier: Notifier
 ) -> AttemptEnd:
-    """Run the next attempt to its end. Raises OSError where it cannot begin.
-
-    Args:
-        lock: descriptor of the run's lock.
-    """
+    """Run the next attempt to its end; `lock` is the descriptor of the run's lock. Raises OSError where it cannot
+    begin."""
     attempt = _begun(context)
     began, code, unready, unready_host = time.time(), None, None, None
     job = SlurmJob(context, settings.notice, settings.backoff, settings.outlives_nodes)
@@ -166,14 +161,13 @@ def supervise_attempt(
         print(f"containers of this attempt may have stayed on the nodes: {error}", file=sys.stderr)
     steps.stop_all()  # a removal that took too long
     if runner.has_lost_directory():  # final: another start would create an empty run of that name
-        raise Refused(describe_loss(context.run))
+        raise JobRefused(describe_loss(context.run))
     signals.take()  # later signals are for the next attempt
     observed = runner.observed(code, unready)._replace(unready_host=unready_host)
     return close(context.run, attempt, job, observed, runner.request, began)
 
 
 def _begun(context: JobContext) -> Attempt:
-    """Begin the next attempt. Raises OSError."""
     attempt = _retried(lambda: next_attempt(context))
     try:
         _retried(lambda: begin_attempt(context, attempt))
@@ -184,7 +178,6 @@ def _begun(context: JobContext) -> Attempt:
 
 
 def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment) -> int:
-    """Run the training step. Returns its exit code."""
     errors = runner.attempt.srun
     train = steps.start(TRAIN, assignment.steps[TRAIN], errors=str(errors))
     runner.training = True
@@ -231,8 +224,7 @@ def come_back(context: JobContext, error: Exception, script: str) -> int:
     """Start the job again after a failure before any attempt began, since no user may be there to resume the run.
     Returns the exit code.
 
-    Args:
-        script: script of this job; the run directory may not hold one yet, or cannot be read.
+    script: that of this job; the run directory may not hold one yet, or cannot be read.
     """
     job = show_job_or_complain(context.job_id)
     facts = Facts(can_return=has_script(job), requeueable=is_requeueable(job))

@@ -1,7 +1,6 @@
 """Pure: evidence about an attempt -> how it ended, why, and what happens to the job.
 
-evidence          facts about an attempt that ended, read once (launcher.host.record.evidence)
-verdict           evidence -> how it ended
+verdict           evidence, read once (launcher.host.record.evidence) -> how the attempt ended
 causes            Slurm's record -> why it was asked to leave, or was ended
 hang              heartbeats -> the rank that the others wait for
 nodes             reports, plan -> unfit nodes, host of each step

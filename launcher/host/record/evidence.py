@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launcher.host.judge.causes import is_unexplained
-from launcher.host.judge.evidence import AttemptEvidence, RankExit
 from launcher.host.judge.hang import by_clock_of_reader
 from launcher.host.judge.nodes import NodeReports
-from launcher.host.judge.verdict import NODES_DISK
+from launcher.host.judge.verdict import NODES_DISK, AttemptEvidence, RankExit
 from launcher.host.record import logs
 from launcher.host.record.heartbeats import read_heartbeats
 from megatron_rl.contract.attempt_records import (

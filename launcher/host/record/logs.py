@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from launcher.host.judge.causes import cause_in_log
-from launcher.host.judge.evidence import RankExit
+from launcher.host.judge.verdict import RankExit
 from megatron_rl.contract.attempt_records import AttemptStart
 from megatron_rl.contract.paths import RankFiles, RunDir
 

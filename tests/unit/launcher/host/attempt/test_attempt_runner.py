@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from launcher.host.attempt import runner as runner_module
-from launcher.host.attempt.interfaces import Job, Steps
+from launcher.host.attempt.interfaces import AttemptJob, Steps
 from launcher.host.attempt.runner import LEAVE_LIMIT_S, AttemptRunner
-from launcher.host.judge.evidence import RankExit
 from launcher.host.judge.policy import Facts
+from launcher.host.judge.verdict import RankExit
 from launcher.host.process.signals import Signals
 from launcher.host.slurm.call import SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, Hang, Heartbeat, Outcome, RankError
@@ -44,7 +44,7 @@ class AskedToLeave(Steps):
             self.calls.append("KILL")
 
 
-class ScriptedJob(Job):
+class ScriptedJob(AttemptJob):
     takes_nodes = True
 
     def __init__(self, asked: AskedToLeave) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.host.attempt.begin import create
-from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.job_context import JobContext, JobRefused
 from launcher.host.attempt.slurm_steps import Script
 from megatron_rl.contract.paths import RunDir
 
@@ -56,7 +56,7 @@ def test_what_a_shell_prints_at_its_start_is_no_part_of_a_document(tmp_path: Pat
 
 
 def test_a_document_that_cannot_be_read_is_the_fault_of_no_host(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="submit the run again"):
+    with pytest.raises(JobRefused, match="submit the run again"):
         create(context_in(tmp_path), lambda name: "module loaded\n" + document(name))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from launcher.host.attempt import begin as begin_module
 from launcher.host.attempt import conclude, own, slurm_run, start_again
-from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.job_context import JobContext, JobRefused
 from launcher.host.attempt.own import NothingToDo
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_run import JobSettings, run_job
@@ -282,7 +282,7 @@ def test_a_job_that_slurm_requeued_is_not_sent_away_for_the_rest_of_its_pause(wo
 def test_a_crash_that_is_held_is_not_started_by_a_requeue_of_its_job(world):
     write(world.run.attempt(1).error(0), RankError(0, "n1", 0, "starting", "no such file", exit_code=78))
     world.end(NEVER)
-    with pytest.raises(Refused, match=r"no such file; held: .*; mrl resume continues it"):
+    with pytest.raises(JobRefused, match=r"no such file; held: .*; mrl resume continues it"):
         world.start()
     assert world.start(restarts=0, job_id="8") == GOES_ON
 
@@ -322,7 +322,7 @@ def test_three_scripts_that_were_killed_without_a_word_are_enough(world):
     for restarts in (1, 2):
         assert world.start(restarts) == GOES_ON
         world.begin(restarts)
-    with pytest.raises(Refused, match="3 crashes without a new checkpoint"):
+    with pytest.raises(JobRefused, match="3 crashes without a new checkpoint"):
         world.start(3)
     assert [outcome for outcome, _, _ in world.ends()] == ["lost"] * 3
 

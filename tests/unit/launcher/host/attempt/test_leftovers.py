@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.job_context import JobContext, JobRefused
 from launcher.host.attempt.own import own
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
 from megatron_rl.contract.paths import RunDir
@@ -59,7 +59,7 @@ def test_a_resumed_run_waits_for_what_the_job_before_it_left_behind(run: RunDir)
 
 def test_a_second_script_in_the_allocation_of_the_first_is_refused_at_once(run: RunDir) -> None:
     begin(run, "8")
-    with locked(run, 30.0), pytest.raises(Refused, match="belongs to job 8"):
+    with locked(run, 30.0), pytest.raises(JobRefused, match="belongs to job 8"):
         start(run)
 
 

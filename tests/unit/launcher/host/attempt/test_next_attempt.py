@@ -12,7 +12,7 @@ import pytest
 from launcher.host.attempt import own, slurm_run
 from launcher.host.attempt import runner as runner_module
 from launcher.host.attempt.begin import begin_attempt, next_attempt
-from launcher.host.attempt.job_context import JobContext, Refused
+from launcher.host.attempt.job_context import JobContext, JobRefused
 from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
@@ -346,7 +346,7 @@ def test_a_run_is_taken_over_only_from_a_job_that_is_known_to_have_ended(
         monkeypatch.setattr(queries, "show_job", show)
         write(context.run.job, owner)
         if (owner, answer) in stays:
-            with pytest.raises(Refused, match="belongs to job 6, which may still run"):
+            with pytest.raises(JobRefused, match="belongs to job 6, which may still run"):
                 own.own(context)
         else:
             own.own(context).release()

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.host.attempt.interfaces import ReplicaRanks
 from launcher.host.attempt.replicas import Replicas
-from launcher.host.judge.evidence import RankExit
+from launcher.host.judge.verdict import RankExit
 from launcher.host.record.evidence import Observed, read_replicas
 from megatron_rl.contract.attempt_records import Heartbeat, RankError, ReplicaAddress
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING, REPLICA_WAITING, STACKS_LIMIT_S

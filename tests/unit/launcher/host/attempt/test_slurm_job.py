@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.attempt.job_context import JobContext, Refused, context_of
+from launcher.host.attempt.job_context import JobContext, JobRefused, context_of
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.judge.nodes import ABSENT_FROM_FABRIC
 from launcher.host.slurm import queries
@@ -52,7 +52,7 @@ def test_a_job_that_slurm_ended_did_not_crash_though_its_signal_found_nobody(
 
 def test_a_task_of_an_array_is_refused(tmp_path: Path) -> None:
     """An order for the array's own id applies to all of its tasks."""
-    with pytest.raises(Refused, match="a task of array 5: submit the script without --array"):
+    with pytest.raises(JobRefused, match="a task of array 5: submit the script without --array"):
         context_of({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", RUN_DIR_VARIABLE: str(tmp_path)})
 
 

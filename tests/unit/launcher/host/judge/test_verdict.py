@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.judge.evidence import AttemptEvidence, RankExit
-from launcher.host.judge.verdict import Verdict, verdict_of
+from launcher.host.judge.verdict import AttemptEvidence, RankExit, Verdict, verdict_of
 from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError
 from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, HEARTBEAT_WAIT, LOST, MISCONFIGURED, SIGNALLED
 

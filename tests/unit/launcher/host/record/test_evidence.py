@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.host.judge.evidence import RankExit
-from launcher.host.judge.verdict import verdict_of
+from launcher.host.judge.verdict import RankExit, verdict_of
 from launcher.host.record import evidence as evidence_module
 from launcher.host.record.evidence import Observed, read_drain, read_evidence
 from launcher.host.record.logs import LONG_TAIL, end_of_log, parse_exits, tail

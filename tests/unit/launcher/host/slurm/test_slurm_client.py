@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.attempt.job_context import Refused, context_of
+from launcher.host.attempt.job_context import JobRefused, context_of
 from launcher.host.slurm import call as call_module
 from launcher.host.slurm import orders, queries
 from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, SlurmSilent, SlurmUnclear, call, patiently, run
@@ -46,7 +46,7 @@ def test_what_is_no_host_list_is_refused(listed):
 
 
 def test_a_job_whose_nodes_cannot_be_read_is_refused():
-    with pytest.raises(Refused, match="SLURM_JOB_NODELIST: 'node\\[1-,4\\]' is not a list of nodes"):
+    with pytest.raises(JobRefused, match="SLURM_JOB_NODELIST: 'node\\[1-,4\\]' is not a list of nodes"):
         context_of({"SLURM_JOB_ID": "7", "MRL_RUN_DIR": "/r", "SLURM_JOB_NODELIST": "node[1-,4]"})
 
 
