@@ -69,8 +69,7 @@ class Clusters:
         return name, None if name == LOCAL else self.profile(name)
 
     def profile(self, name: str) -> Profile:
-        """Profile called `name`, with paths expanded; the user's own has priority over a shipped one. Raises
-        BadInput."""
+        """Profile called `name`, the user's own before a shipped one, with paths expanded. Raises BadInput."""
         self._check("cluster", name)
         if name in self.own:
             return _expanded(
@@ -164,8 +163,7 @@ def expand(text: str, environ: Mapping[str, str]) -> str:
 
 
 def _expanded(profile: Profile, environ: Mapping[str, str], locate: Locate, folder: Path) -> Profile:
-    """Expand the paths of a profile. Raises BadInput with every problem. A relative path of an image begins at
-    `folder`."""
+    """Expand the paths of a profile; relative ones begin at `folder`. Raises BadInput with every problem."""
     problems = []
 
     def expanded(text: str, *path: str) -> str:

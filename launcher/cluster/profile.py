@@ -140,8 +140,7 @@ class Profile(Section):
         return (self.host_python,) if self.host_python else (sys.executable, "python3")
 
     def gpus(self, count: int) -> dict[str, str]:
-        """Option of sbatch and srun, by name, that requests this number of GPUs per node; empty where Slurm does not
-        manage GPUs."""
+        """Option of sbatch and srun that requests this number of GPUs per node; empty without Slurm's management."""
         if self.gres is None:
             return {}
         if self.gres.startswith("gres/"):

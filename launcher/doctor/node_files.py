@@ -151,8 +151,7 @@ def _whole(named: NamedPath) -> Path:
 
 
 def _with_targets(path: Path) -> list[Path]:
-    """Return a path and the targets of its links. It may be a link itself, or a snapshot of the hub's cache, whose
-    files are links."""
+    """Return a path and the targets of its links, or of those in it: files of the hub's cache are links."""
     found = [path]
     if (real := Path(os.path.realpath(path))) != path:
         found.append(real)

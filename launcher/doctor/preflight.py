@@ -146,8 +146,7 @@ def absent_files(recipe: Recipe, resumes: bool = False) -> Iterator[DoctorFindin
 
 
 def file_error(recipe: Recipe, named: NamedPath, path: Path) -> DoctorFinding | None:
-    """Return an error if a run cannot read a file that it needs; None if it can. This process sees the file at
-    `path`."""
+    """Return an error if a run cannot read a file that it needs, which this process sees at `path`."""
     key = ".".join(named.key)
     place = f"{place_of(recipe, key)}: "
     if why := unreadable(path):

@@ -1,5 +1,4 @@
-"""Findings about vLLM: whether the Python of its replicas has it, in a version that was tried, and how weights reach
-them. Pure."""
+"""Findings about vLLM: its version in the Python of its replicas, and how weights reach them. Pure."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ class Record:
         return _mean(self.lines[-WINDOW:], name)
 
     def change(self, name: str) -> tuple[float, float] | None:
-        """Return the mean over the first WINDOW steps and that over the newest ones; None unless all of them have the
-        metric."""
+        """Return the means over the first WINDOW and the newest steps; None unless all of them have the metric."""
         first, last = _mean(self.lines[:WINDOW], name), self.last(name)
         return None if first is None or last is None else (first, last)
 

@@ -53,8 +53,7 @@ def fetch(kind: str, name: str, home: Path) -> Path:
 
 
 def explain(kind: str, name: str, error: Exception) -> str:
-    """Explain an exception in one line. Exceptions are matched by name, which is more stable than their modules.
-    Pure."""
+    """Explain an exception in one line, by its name, which is more stable than its module. Pure."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if "GatedRepoError" in names:
         return f"{kind} {name}: accept its terms at https://huggingface.co/{name}, then export HF_TOKEN"

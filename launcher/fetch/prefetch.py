@@ -159,8 +159,7 @@ def unreachable(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def import_image_on_login(config: RunConfig, profile: Profile) -> None:
-    """Import the image before a submission, if `image.import_on: login` asks for it and the cache lacks it. Raises
-    BadInput."""
+    """Import the image before a submission, if `image.import_on: login` and the cache lacks it. Raises BadInput."""
     if config.image.import_on != "login":
         return
     for need in absent(config, profile):

@@ -51,8 +51,7 @@ class CheckResult(NamedTuple):
 
 
 def check_gpus(wanted: int, listing: str | None, devices: Sequence[str]) -> CheckResult:
-    """Pure: whether the node has the GPUs that the job needs. `listing` is that of `nvidia-smi -L`, None without the
-    tool."""
+    """Pure: whether the node has the GPUs that the job needs, by `nvidia-smi -L`; None: there is no such tool."""
     if not wanted:
         return CheckResult()
     found = len(devices) if listing is None else len(re.findall(r"^GPU \d+:", listing, re.M))
@@ -92,8 +91,7 @@ def canary(folder: Path, host: str) -> None:
 
 
 def within(limit: float, work: Callable[[], None]) -> str | None:
-    """Run `work` in a child process. Returns why it failed; None: it did not. A child that hangs in the kernel is left
-    behind."""
+    """Run `work` in a child. Returns why it failed, or None. A child that hangs in the kernel is left behind."""
 
     def silently() -> str:
         work()
@@ -120,9 +118,7 @@ def examine(folder: Path, host: str, gpus: int) -> tuple[NodeHealth, bool]:
         )
     )
     problems = [problem for result in results for problem in result.problems]
-    facts: dict[str, Any] = {}
-    for result in results:
-        facts.update(result.facts)
+    facts = {name: value for result in results for name, value in result.facts.items()}
     skipped = [reason for result in results for reason in result.skipped]
     return NodeHealth(host, time.time(), not problems, problems, skipped, **facts), hung is None
 

@@ -63,8 +63,7 @@ def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals)
 
 
 def _use_zone_of_host() -> None:
-    """Read and write times in this host's zone, as slurmstepd does, and not in the user's TZ. The steps still get
-    TZ."""
+    """Use this host's zone for times, as slurmstepd does, and not the user's TZ, which the steps still get."""
     if os.environ.pop("TZ", None) is not None:
         time.tzset()
 

@@ -130,8 +130,7 @@ def short(keys: Sequence[str]) -> list[str]:
 
 
 def value_at_end(record: Record, name: str) -> float | None:
-    """Return the mean of a metric over the last WINDOW steps that have it, or its value in the newest evaluation; None
-    if there is neither."""
+    """Return the mean of a metric over the last WINDOW steps that have it, or its newest evaluation, or None."""
     values = numbers(record.lines, name)[-WINDOW:]
     if values:
         return sum(values) / len(values)

@@ -95,8 +95,7 @@ def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -
 
 
 def json_block(value: Any) -> str:
-    """JSON that is safe inside a <script> element: without <, >, &, line separators and lone surrogates. Dataclasses
-    are objects."""
+    """JSON that is safe inside a <script> element: it escapes <, >, &, line separators and lone surrogates."""
     text = json.dumps(
         value,
         ensure_ascii=False,

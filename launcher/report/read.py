@@ -94,8 +94,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
 
 
 def _gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsage, list[LedgerLine]]:
-    """Return the use of the GPUs and the ledger; both are empty if they cannot be read, and `unread` gets the
-    reason."""
+    """Return the use of the GPUs and the ledger; if unreadable both are empty, and `unread` gets the reason."""
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
     try:
         return read_usage(status.run, now, running, queued), read_ledger(status.run, patience=0.0)

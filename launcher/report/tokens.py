@@ -79,8 +79,7 @@ def parts(pieces: Sequence[str], turns: Sequence[Sequence[int]]) -> list[Sequenc
 
 
 def _of_turn(pieces: Sequence[str], start: int, end: int) -> Iterator[SequencePart]:
-    """Yield the parts of a turn. Reasoning is between <think> and </think>; the first may be part of the prompt, and
-    the second may be missing."""
+    """Yield the parts of a turn. Of <think> and </think> the first may be in the prompt, the second missing."""
     text = "".join(pieces[start:end])
     tags = list(THINK.finditer(text))
     starts, length = [], 0

@@ -17,8 +17,7 @@ IGNORING_DRAIN = 'trap "" USR1 USR2; exec "$@"'
 
 
 def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> str:
-    """Node of one rank of the step `role`, such as train or infer-0. Raises LookupError, with the steps or ranks that
-    there are."""
+    """Node of one rank of the step `role`, such as infer-0. Raises LookupError, with those that there are."""
     steps = {step.name: step for step in plan.steps}
     if role not in steps or role not in nodes.steps:
         raise LookupError(f"no step is called {role}; there are {', '.join(steps)}")
@@ -29,8 +28,7 @@ def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> st
 
 
 def of_step(role: str, plan: PlanRecord, *, harvested: bool) -> str:
-    """OF_REPLICAS for a step that runs in the image of the replicas with vLLM, else empty. A harvested replica runs as
-    all others do."""
+    """OF_REPLICAS for a step in the image of the replicas with vLLM, else "". Harvested replicas run as all others."""
     same = "infer-0" if harvested else role
     return next((step.of for step in plan.steps if step.name == same), "")
 

@@ -48,15 +48,13 @@ def newest_first(begun: str = "", unread: list[str] | None = None) -> Iterator[S
 
 
 def at_once(look: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-    """Map `look`, which reads files of a run, over sequences of arguments in many threads: a network file system
-    answers each call late."""
+    """Map `look` over sequences of arguments in many threads: a network file system answers each call late."""
     with ThreadPoolExecutor(LOOKERS) as threads:
         return list(threads.map(look, *arguments))
 
 
 def find(name: str | None) -> RunDir:
-    """Run of a name, a prefix of one, a path or a job id; None: the newest run. Raises BadInput where there is none, or
-    more than one."""
+    """Run of a name, a prefix of one, a path or a job id; None: the newest. Raises BadInput unless there is one."""
     if name is not None and not name.strip():
         raise BadInput("RUN is empty; give a name, a directory or a job id (`mrl ls` lists the runs)")
     if name is not None and is_run(name):

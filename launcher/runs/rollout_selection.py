@@ -26,8 +26,7 @@ class Wanted:
     reason: str | None = None
     length: tuple[float, float] | None = None
     text: str | None = None
-    """Part of the prompt or of an answer; upper and lower case are alike. Only sampled groups have the text of
-    answers."""
+    """Part of the prompt, or of a recorded answer, in upper or lower case."""
 
     @property
     def of_answers(self) -> bool:
@@ -101,8 +100,7 @@ def histories(groups: Iterable[GroupLine]) -> list[ProblemHistory]:
 
 
 def newest_sampled(run: RunDir, last: int) -> list[GroupLine]:
-    """Return the sampled groups of the newest step up to `last` that has some; those of `last` if none of the last
-    steps has."""
+    """Return the groups with answers of the newest step up to `last` that has some; else those of `last`."""
     recent = [*read_rollouts(run, last - STEPS_PER_FILE, last)]
     step = max((group.step for group in recent if group.answers), default=None)
     return [group for group in recent if (group.step == last if step is None else group.step == step and group.answers)]

@@ -128,11 +128,8 @@ def phase_ranks(lines: Sequence[TimelineLine], generates: bool, host: Callable[[
     return sorted((row for row in rows if row.seconds >= longest / 100), key=lambda row: -row.seconds)
 
 
-class _Newest(NamedTuple):
-    lines: list[TimelineLine]
-    generates: bool
-    host: Callable[[int], str | None]
-    nodes: int
+Newest = tuple[list[TimelineLine], bool, Callable[[int], str | None], int]
+"""The arguments of `slow_ranks`, for the newest attempt."""
 
 
 def read_slow_ranks(run: RunDir) -> list[SlowRank]:
@@ -142,10 +139,10 @@ def read_slow_ranks(run: RunDir) -> list[SlowRank]:
 
 def read_phase_ranks(run: RunDir) -> list[PhaseRank]:
     newest = _read_newest(run)
-    return phase_ranks(newest.lines, newest.generates, newest.host) if newest else []
+    return phase_ranks(*newest[:3]) if newest else []
 
 
-def _read_newest(run: RunDir) -> _Newest | None:
+def _read_newest(run: RunDir) -> Newest | None:
     try:
         attempt = run.attempt(run.last_attempt())
         recipe = resolved_values(run)
@@ -154,7 +151,7 @@ def _read_newest(run: RunDir) -> _Newest | None:
     except (BadInput, OSError, KeyError, TypeError, ValueError):
         return None
     lines = decode_lines(TimelineLine, tail(attempt.timeline, (STEPS + 1) * LONGEST_LINE).encode()).records
-    return _Newest(lines, generates, lambda rank: _host(attempt, rank), nodes)
+    return lines, generates, lambda rank: _host(attempt, rank), nodes
 
 
 def _host(attempt: Attempt, rank: int) -> str | None:

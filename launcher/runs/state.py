@@ -130,8 +130,7 @@ def _cluster_and_steps(run: RunDir) -> tuple[str, int]:
 
 
 def resolved_values(run: RunDir) -> dict[str, Any]:
-    """Sections of resolved.yaml, without validation: its writer has validated it, and that is slow for many runs.
-    Raises BadInput."""
+    """Sections of resolved.yaml, not validated again, which would be slow for many runs. Raises BadInput."""
     values: dict[str, Any] = read_mapping(str(run.resolved), read_text(run.resolved), "the sections of a recipe").value
     return values
 

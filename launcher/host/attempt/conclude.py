@@ -44,7 +44,7 @@ RECORD_PATIENCE_S = 120.0  # seconds of retries to record an end that no later s
 RECORD_AGAIN_S = 5.0  # seconds between them
 
 
-class Ended(NamedTuple):
+class EndContext(NamedTuple):
     at: float  # unix time
     job_id: str | None = None
     host: str = ""  # default: this one
@@ -65,7 +65,7 @@ def close(
     verdict = _judge(attempt, observed, request)
     facts = job.facts(attempt, request)
     seconds = round(now - began, 3)
-    end = conclude(run, attempt, verdict, request, facts, Ended(now, job.job_id, seconds=seconds))
+    end = conclude(run, attempt, verdict, request, facts, EndContext(now, job.job_id, seconds=seconds))
     print(f"attempt {attempt.number}: {describe_end(end, now)}")
     job.bring_back(attempt, end, facts.returning)
     write_usage(run, now)
@@ -73,7 +73,7 @@ def close(
 
 
 def conclude(
-    run: RunDir, attempt: Attempt, verdict: Verdict, request: Drain | None, facts: Facts, ended: Ended
+    run: RunDir, attempt: Attempt, verdict: Verdict, request: Drain | None, facts: Facts, ended: EndContext
 ) -> AttemptEnd:
     """Decide about the job and write the ledger's line of this end. A full disk does not stop the caller from acting on
     it: the next start reaches the same conclusion."""
@@ -173,7 +173,7 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: JobC
         over = AttemptEnd(start.attempt, now, FINISHED, step=verdict.step, checkpoint=facts.checkpoint)
         write_line(run, over._replace(host=start.host, then=policy.OVER, job_id=start.job_id))
         return
-    conclude(run, attempt, verdict, request, facts, Ended(now, start.job_id, start.host))
+    conclude(run, attempt, verdict, request, facts, EndContext(now, start.job_id, start.host))
 
 
 def _cause_of_end(run: RunDir, start: AttemptStart, request: Drain | None, dead: list[str]) -> str | None:

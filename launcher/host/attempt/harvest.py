@@ -114,8 +114,7 @@ class Harvest:
 
 
 def _name_of(run: RunDir) -> str:
-    """Name of the jobs. It holds the run's id, since jobs are cancelled by name and two run directories may have the
-    same name. Raises OSError."""
+    """Name of the jobs, with the run's id: two run directories may have the same name. Raises OSError."""
     identity = read_or_raise(RunIdentity, run.identity)
     return f"{run.root.name}-harvest-{identity.id[:8] if identity is not None else ''}"
 

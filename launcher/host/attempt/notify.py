@@ -63,8 +63,7 @@ class Notifier:
         self._sent: set[str] | None = None  # keys; None: not read yet
 
     def watch(self, attempt: Attempt) -> list[Callable[[float], None]]:
-        """Return the task that notifies of stalls and warnings, if settings ask for it; call it often, with the
-        time."""
+        """Return the task that notifies of stalls and warnings, if settings ask for it; call it often."""
         if self._settings is None:
             return []
         return [RecordWatch(self, self._run, attempt, self._settings.stalled_s)]

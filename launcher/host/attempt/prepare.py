@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -56,9 +56,9 @@ class Checks(NamedTuple):
 class NotReady(Exception):
     """The ranks cannot be started. `host` is the node to blame, where only one was tried."""
 
-    def __init__(self, why: str, host: str | None = None) -> None:
+    def __init__(self, why: str, tried: Sequence[str] = ()) -> None:
         super().__init__(why)
-        self.host = host
+        self.host = tried[0] if len(tried) == 1 else None
 
 
 class AskedToLeave(Exception):
@@ -135,7 +135,7 @@ class Preparation:
         without = not_unpacked(hosts, names_in(folder), reasons_of_step(self._attempt.logs, step))
         self._without_image.update(without)
         if not without:
-            raise NotReady(NOT_UNPACKED + failure, only(hosts))
+            raise NotReady(NOT_UNPACKED + failure, hosts)
         return True
 
     def _import_image(self, of: str, reference: str) -> None:
@@ -167,7 +167,7 @@ class Preparation:
                 self._runner.wait_for_reason()
                 self._leave_if_asked()
                 why = failure or "it left no report"
-                raise NotReady(f"no node has answered the health check: {why}", only(hosts))
+                raise NotReady(f"no node has answered the health check: {why}", hosts)
             for line in skewed_clocks(reports, began, time.time()):
                 print(f"warning: {line}")
         return self._assign(self._context.hosts)
@@ -235,7 +235,3 @@ class Preparation:
         self._runner.poll(time.time())
         if self._runner.request is not None:
             raise AskedToLeave()
-
-
-def only(hosts: list[str]) -> str | None:
-    return hosts[0] if len(hosts) == 1 else None

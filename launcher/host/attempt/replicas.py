@@ -43,8 +43,7 @@ class Replicas:
         self._all = [_Replica(each, start, silence_limit) for each in files]
 
     def poll(self, now: float) -> None:
-        """Start replicas that do not run, end those that hang. All get their turn before the first error is raised:
-        OSError, SlurmRefused."""
+        """Start replicas that do not run, end those that hang. Raises the first OSError or SlurmRefused, after all."""
         errors: list[Exception] = []
         for replica in self._all:
             try:
@@ -132,8 +131,7 @@ class _Replica:
 
 
 def forget_start(files: Replica) -> None:
-    """Create the folder of a replica, without the files of an earlier start, which would be mistaken for the next
-    one's. Raises OSError."""
+    """Create the folder of a replica, and remove the files of an earlier start from it. Raises OSError."""
     files.folder.mkdir(parents=True, exist_ok=True)
     for path in [files.listener, files.progress, files.outcome, files.hang, files.srun, *files.errors()]:
         with contextlib.suppress(FileNotFoundError):

@@ -114,8 +114,7 @@ class AttemptRunner:
         return self._lost or self._presence.wait_for_certainty()
 
     def ask_to_leave(self, request: Drain) -> None:
-        """Request that the attempt leave. The first cause counts, since later ones follow from it, and the earliest
-        deadline."""
+        """Request that the attempt leave. The first cause counts, others follow from it, and the earliest deadline."""
         if self.request is None:
             self.request, self._unwritten = request, True
         elif request.deadline is not None and request.deadline < (self.request.deadline or float("inf")):
@@ -205,8 +204,7 @@ class AttemptRunner:
             self._ask_for_stacks()
 
     def _signal_drain(self, now: float) -> None:
-        """Signal ranks that were asked to leave, repeatedly: a rank that is still importing ignores the first
-        signal."""
+        """Signal ranks that were asked to leave, repeatedly: one that is still importing ignores the first signal."""
         if self.request is None or not self.training or self._ending or now < self._reminded_at + self.steps.remind_s:
             return
         if not (self.attempt.outcome.exists() or self.attempt.errors()):

@@ -114,8 +114,7 @@ def _add_missed_signal(context: JobContext, signals: Signals) -> None:
 def supervise_attempt(
     context: JobContext, settings: JobSettings, signals: Signals, lock: int, notifier: Notifier
 ) -> AttemptEnd:
-    """Run the next attempt to its end; `lock` is the descriptor of the run's lock. Raises OSError where it cannot
-    begin."""
+    """Run the next attempt to its end; `lock` is a descriptor. Raises OSError where it cannot begin."""
     attempt = _begun(context)
     began, code, unready, unready_host = time.time(), None, None, None
     job = SlurmJob(context, settings.notice, settings.backoff, settings.outlives_nodes)
@@ -207,8 +206,7 @@ def without_dead_nodes(context: JobContext) -> JobContext:
 
 
 def _retried(work: Callable[[], T]) -> T:
-    """Return the result of `work`, which is retried for RETRY_S while the file system or Slurm fails. A full disk is
-    not retried."""
+    """Return the result of `work`. Retries for RETRY_S while the file system or Slurm fails, unless a disk is full."""
     give_up = time.monotonic() + RETRY_S
     while True:
         try:

@@ -228,8 +228,7 @@ def nodes_to_avoid(run: RunDir, end: AttemptEnd, listed: list[str], now: float) 
 
 
 def just_excluded(history: list[LedgerLine], end: AttemptEnd) -> list[str]:
-    """Nodes that failed the run in the present allocation, over all attempts up to `end`: Slurm does not know them
-    yet."""
+    """Nodes that failed the run in the present allocation, up to `end`: Slurm does not know them yet."""
     hosts = list(end.excluded)
     for earlier in reversed([line for line in ends_in(history) if line.attempt < end.attempt]):
         if earlier.then != policy.STAYS:

@@ -26,8 +26,7 @@ class WorkTree(NamedTuple):
 
 
 def work_tree(path: str) -> WorkTree | None:
-    """Work tree that holds `path`; None where there is none, no git, or where it ignores this directory. Raises
-    GitError."""
+    """Work tree that holds `path`; None without one or git, or where it ignores the directory. Raises GitError."""
     path = os.path.realpath(path)
     if not below_a_repository(path):  # avoids starting git for every installed package
         return None

@@ -72,8 +72,7 @@ def refuse_home(path: str) -> None:
 
 
 def _names(path: str, run: str, notes: list[str]) -> tuple[list[str], list[str]]:
-    """Return (tracked files, other files) below `path`; outside git all count as tracked. Appends to `notes` what is
-    left out."""
+    """Return (tracked files, other files) below `path`; outside git all count as tracked. `notes` gets omissions."""
     if tree_of(path) is None:
         if ask_git(git.below_a_repository, path) and shutil.which("git") is None:
             notes.append("git is not on PATH: no commit recorded, ignored files taken too")

@@ -75,8 +75,7 @@ def _imported(reference: str, cache: Path, refresh: bool, report: Report) -> Pat
 
 
 def check(reference: str) -> None:
-    """Raise ImageError where an image can surely not be used: its file is missing, empty or incomplete, or it is not a
-    reference."""
+    """Raise ImageError where an image can surely not be used: a missing or incomplete file, or not a reference."""
     if is_path(reference):
         _whole(_absolute(reference), patience=0.0)
     else:
@@ -111,8 +110,7 @@ def _entry(reference: str, cache: Path) -> Path:
 
 
 def _file_name(reference: ImageReference, now: str) -> str:
-    """Name of a reference's file. A file never changes: without a digest each import makes a new one, so that running
-    containers keep theirs."""
+    """Name of a reference's file. Without a digest each import makes a new file: running containers keep theirs."""
     name = reference.name.replace("/", "+")
     if reference.digest:
         return f"{name}.{reference.digest.replace(':', '-')}.sqsh"
@@ -154,8 +152,7 @@ def _import(reference: ImageReference, file: Path, entry: Path, report: Report) 
 
 
 def _whole(file: Path, patience: float = PATIENCE_S) -> Path:
-    """Return `file` if it is a complete squashfs file, after `patience` seconds of retries where the file system fails.
-    Raises ImageError."""
+    """Return `file` if it is a complete squashfs file; retries for `patience` seconds. Raises ImageError."""
     give_up = time.monotonic() + patience
     while True:
         try:

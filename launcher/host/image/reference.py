@@ -50,6 +50,5 @@ def parse(text: str) -> ImageReference:
 
 
 def is_path(reference: str) -> bool:
-    """Whether a reference names a file: by pyxis's rule, or by its suffix. A recipe's are made absolute, so pyxis
-    agrees."""
+    """Whether a reference names a file, by pyxis's rule or its suffix; a recipe's are absolute, so pyxis agrees."""
     return reference.startswith(("/", "./", "../", "~")) or reference.endswith(SUFFIXES)

@@ -18,8 +18,7 @@ MISSED = 3  # heartbeats that a rank may miss on a busy file system
 
 
 def by_clock_of_reader(beat: Heartbeat, first_seen: float) -> Heartbeat:
-    """Return a heartbeat with its times moved to the reader's clock, which first saw it at `first_seen`: the nodes'
-    clocks may be hours apart."""
+    """Return a heartbeat by the reader's clock, which first saw it at `first_seen`: clocks may be hours apart."""
     return beat._replace(at=beat.at + first_seen - beat.written, written=first_seen)
 
 
@@ -41,8 +40,7 @@ def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit
 
 
 def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Hang | None:
-    """The rank that did not join the collective that timed out on the `waiting` ranks; None where no rank stands
-    out."""
+    """The rank that did not join the collective that timed out on `waiting` ranks; None where none stands out."""
     if not heartbeats:
         return None
     present = _present(heartbeats, began=min(beat.at for beat in heartbeats))

@@ -111,8 +111,7 @@ def assign(plan: PlanRecord, hosts: Sequence[str], unfit: dict[str, str], given:
 
 
 def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> NodeAssignment:
-    """Return the assignment with spare nodes in place of a step's dead ones; unchanged where there are too few
-    spares."""
+    """Return the assignment with spare nodes for a step's dead ones; unchanged where there are too few."""
     spare = [host for host in assignment.spare if host not in dead]
     lost = [host for host in assignment.steps[step] if host in dead]
     if not lost or len(spare) < len(lost):

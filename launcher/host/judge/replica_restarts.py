@@ -28,8 +28,7 @@ class Restart(NamedTuple):
 
 
 def after_end(used: int, lived_s: float, verdict: Verdict) -> Restart:
-    """Whether and when a replica starts again, after `used` restarts and `lived_s` seconds from its last start to its
-    end."""
+    """Whether and when a replica starts again, after `used` restarts and a life of `lived_s` seconds."""
     used = max(0, used - int(lived_s // EARNED_S))
     if verdict.outcome == MISCONFIGURED or used >= RESTARTS:
         return Restart(used, None)

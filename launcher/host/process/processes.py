@@ -71,8 +71,7 @@ class ForkedChild:
         return self._status is not None and self._status != 0
 
     def end(self, patience: float = 0.0) -> None:
-        """End the work, after `patience` seconds for its `finally` blocks. A child that hangs in the kernel is left
-        behind."""
+        """End the work, after `patience` seconds for its `finally` blocks. One hung in the kernel is left behind."""
         if not self.has_ended() and patience > 0:
             os.kill(self.pid, signal.SIGTERM)
             self.wait(patience)

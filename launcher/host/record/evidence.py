@@ -1,5 +1,4 @@
-"""Evidence about an attempt, read from its files once. A file that cannot be read is reported, never treated as
-absent."""
+"""Evidence about an attempt, read from its files once. An unreadable file is reported, never treated as absent."""
 
 from __future__ import annotations
 
@@ -167,8 +166,7 @@ def _heartbeats(attempt: RankFiles) -> list[Heartbeat]:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why no file can be written to a folder: a full disk, a used-up quota, or a read-only file system. None
-    otherwise."""
+    """Why no file can be written to a folder: a full disk, a used-up quota, a read-only file system. Else None."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))

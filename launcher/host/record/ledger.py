@@ -57,8 +57,7 @@ def unended(lines: list[LedgerLine]) -> list[AttemptStart]:
 
 
 def newest_known_checkpoint(run: RunDir) -> int:
-    """Step of the newest checkpoint, 0 before the first. Where the folder cannot be listed the ledger's newest
-    counts."""
+    """Step of the newest checkpoint, 0 before the first; by the ledger where the folder cannot be listed."""
     try:
         return (run.checkpoint_steps() or [0])[0]
     except OSError as error:
@@ -67,8 +66,7 @@ def newest_known_checkpoint(run: RunDir) -> int:
 
 
 def point_latest(attempt: Attempt, tag: str) -> None:
-    """Link logs/latest to this attempt's logs. `tag` distinguishes this process from others that do so. Raises
-    OSError."""
+    """Link logs/latest to this attempt's logs; `tag` is unique to this process. Raises OSError."""
     fresh = attempt.latest_logs.with_name(f".latest.{tag}")
     if fresh.is_symlink():
         fresh.unlink()

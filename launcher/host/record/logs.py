@@ -68,8 +68,7 @@ def last_words(srun: Path) -> str:
 
 
 def reason_of_step(logs: Path, name: str) -> str:
-    """Why a step of the host side failed: the end of the log of its first failed task, else srun's last line; may be
-    empty."""
+    """Why a step of the host side failed: the end of its first failed task's log, else srun's last line, or ""."""
     srun = logs / f"{name}.srun.log"
     failed = parse_exits(tail(srun, LONG_TAIL))
     of_task = end_of_log(logs / f"{name}.{failed[0].rank}.log") if failed else ""
@@ -91,8 +90,7 @@ def timed_out_collective(attempt: RankFiles, rank: int) -> str | None:
 
 
 def reason_of_container(lines: list[str]) -> str | None:
-    """Cause of the failure of a container: the first informative line of pyxis or enroot. None where the lines do not
-    end with such a failure."""
+    """The first informative line of pyxis or enroot, if the lines end with the failure of a container."""
     if not lines or not _NO_CONTAINER.search(lines[-1]):
         return None
     messages = [found.group(1).strip() for found in map(_PYXIS.match, lines) if found]

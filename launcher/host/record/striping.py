@@ -18,8 +18,7 @@ LAYOUT = ("--component-end", "1G", "--stripe-count", "1", "--component-end", "-1
 
 
 def make_checkpoints(run: RunDir) -> None:
-    """Create the folder of the checkpoints if missing. Never raises: a rank that finds no folder creates it, and
-    reports why where it cannot."""
+    """Create the folder of the checkpoints if missing. Never raises: a rank creates it too, and reports why not."""
     try:
         run.checkpoints.mkdir(parents=True)
     except OSError:

@@ -107,8 +107,7 @@ def unclear(command: Sequence[str], answer: str) -> SlurmUnclear:
 
 
 def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result:
-    """Return the result of `ask`, which is repeated for `patience` seconds while Slurm is silent. Raises
-    SlurmRefused."""
+    """Return the result of `ask`, repeated for `patience` seconds while Slurm is silent. Raises SlurmRefused."""
     give_up = time.monotonic() + patience
     while True:
         try:
@@ -120,8 +119,7 @@ def patiently(ask: Callable[[], Result], patience: float = PATIENCE_S) -> Result
 
 
 def asking_environment() -> dict[str, str]:
-    """This process's environment without the variables that Slurm's commands obey, so that answers have a known
-    form."""
+    """This process's environment without variables that Slurm's commands obey, so that answers have a known form."""
     return dict(_without_options(os.environ), SLURM_TIME_FORMAT="standard", LC_ALL="C")
 
 

@@ -70,8 +70,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def id_of_job(answer: str) -> str | None:
-    """Job id in the output of `sbatch --parsable`: `4711` or `4711;cluster`, perhaps below a site's banner. None: there
-    is none."""
+    """Job id in the output of `sbatch --parsable`: `4711` or `4711;cluster`, perhaps below a banner; else None."""
     job_id = answer.strip().rpartition("\n")[2].partition(";")[0].strip()
     return job_id if job_id.isdecimal() else None
 

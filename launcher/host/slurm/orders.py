@@ -30,8 +30,7 @@ def cancel_waiting(job_id: str) -> None:
 
 
 def cancel_called(name: str) -> None:
-    """End all of this user's jobs of a name for good, by their ids: scancel's own --name would split a name at its
-    commas."""
+    """End this user's jobs of a name for good, by id: scancel's own --name would split it at its commas."""
     found = sorted(jobs_called(name))
     if found:
         call(["scancel", *found])

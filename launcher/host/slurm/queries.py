@@ -33,8 +33,7 @@ def is_completing(job_id: str) -> bool:
 
 
 def node_states(hosts: Sequence[str]) -> dict[str, str]:
-    """Node -> its state in Slurm's words: `idle`, `allocated`, `down*` (the star: it does not answer). Raises
-    SlurmRefused."""
+    """Node -> its state in Slurm's words: `idle`, `down*` (the star: it does not answer). Raises SlurmRefused."""
     command = ["sinfo", "--all", "--noheader", "--Node", "--nodes=" + ",".join(hosts), "--format=%N %T"]
     answer = call(command)
     lines = [line.split() for line in answer.splitlines() if line.strip()]  # a node has one for each partition
@@ -61,8 +60,7 @@ def avoided_nodes(job: dict[str, str]) -> list[str]:
 
 
 def preemption_cancels(job: dict[str, str]) -> bool | None:
-    """Whether the present preemption of a job, by its record, cancels it instead of requeueing it. None where Slurm
-    does not say."""
+    """Whether the present preemption of a job cancels it instead of requeueing it; None where Slurm does not say."""
     if time_of(job.get("PreemptTime")) is None:
         return False  # not being preempted: save the controller a query
     if job.get("Requeue") == "0":
@@ -140,8 +138,7 @@ def partitions() -> list[str]:
 
 
 def jobs_called(name: str) -> dict[str, str]:
-    """Id -> nodes of each of this user's jobs of a name that has not ended; the nodes of a pending job are empty.
-    Raises SlurmRefused."""
+    """Id -> nodes, empty if pending, of this user's jobs of a name that have not ended. Raises SlurmRefused."""
     return _mine(name, "%N")
 
 
