@@ -89,13 +89,8 @@ class Clusters:
 
 
 def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Clusters:
-    """Read the user's profiles; without a file there are only the shipped ones and `local`. Raises BadInput with every
-    problem of the file, each with its line.
-
-    Args:
-        path: default: $MRL_CLUSTERS, else clusters.yaml in $XDG_CONFIG_HOME/mrl or ~/.config/mrl.
-        environ: values of ~ and $NAME.
-    """
+    """Read the user's profiles: $MRL_CLUSTERS, else clusters.yaml in $XDG_CONFIG_HOME/mrl or ~/.config/mrl. Without a
+    file there are only the shipped ones and `local`. Raises BadInput with every problem, each with its line."""
     asked = path or (Path(environ["MRL_CLUSTERS"]) if environ.get("MRL_CLUSTERS") else None)
     config_home = Path(environ.get("XDG_CONFIG_HOME") or _home(environ) + "/.config")
     file = asked or config_home / "mrl" / "clusters.yaml"

@@ -58,10 +58,8 @@ def demand_of(
     checkpoint_bytes: int | None = None,
     node_bytes_per_s: float | None = None,
 ) -> Demand:
-    """Return the demand of a run; without a recipe, of one node with all its GPUs.
-
-    node_bytes_per_s: measured write speed of one machine; used if the profile has no `fs_bandwidth`.
-    """
+    """Return the demand of a run; without a recipe, of one node with all its GPUs. The measured write speed of one
+    machine counts if the profile has no `fs_bandwidth`."""
     if config is None:
         images = (profile.container.image,) if profile.container else ()
         limit = time_limit_s(profile.time_limit)

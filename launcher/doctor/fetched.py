@@ -14,10 +14,8 @@ from launcher.recipe.load import Recipe, place_of
 
 
 def fetched(recipe: Recipe, profile: Profile, resumes: bool = False) -> Iterator[DoctorFinding]:
-    """Yield an error for each item without which the job surely fails, and a note for each that it gets at its start.
-
-    resumes: whether the run has its own checkpoint.
-    """
+    """Yield an error for each item without which the job surely fails, and a note for each that it gets at its start. A
+    run that resumes has its own checkpoint."""
     cache, config = Cache.of(profile), recipe.config
     for need in needs(config, profile):
         if need.kind == "image":

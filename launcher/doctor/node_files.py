@@ -29,10 +29,7 @@ OF_THE_KERNEL = ("/dev", "/proc", "/sys")
 
 def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[DoctorFinding]:
     """Return findings about what the ranks will lack on the nodes, as far as this machine can see: files, and packages
-    if they run without a container.
-
-    resumes: whether the run has its own checkpoint.
-    """
+    if they run without a container. A run that resumes has its own checkpoint."""
     found = list(_unseen(recipe, profile, resumes))
     if profile.container is None and profile.python is None and (absent := missing_packages(recipe.config)).names:
         finding = packages(absent)

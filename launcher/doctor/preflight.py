@@ -56,10 +56,7 @@ class LocalFacts:
 
 
 def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
-    """Inspect this machine for a recipe, or for any run. Imports none of the packages and uses no network.
-
-    resumes: whether the run has its own checkpoint.
-    """
+    """Inspect this machine for a recipe, or for any run. Imports none of the packages and uses no network."""
     if recipe is None:
         return LocalFacts(inspect(), _missing([OF_RANKS]), (), (), 0)
     refusals: tuple[str, ...] = ()
@@ -278,13 +275,8 @@ def problems(found: Iterable[DoctorFinding]) -> list[str]:
 
 
 def refuse_unready(extras: Sequence[str] = (), device: str = "cpu", ranks: int = 1, policy: str | None = None) -> None:
-    """Refuse to compute with a model on this machine if packages or GPUs are missing. Raises BadInput with every
-    problem.
-
-    Args:
-        extras: extras needed besides OF_RANKS.
-        policy: path or name of the model, whose tokenizer may need more.
-    """
+    """Refuse to compute with a model on this machine if packages or GPUs are missing: extras besides OF_RANKS, and
+    those of the tokenizer of `policy`, a path or name. Raises BadInput with every problem."""
     found = [packages(_missing([OF_RANKS, *extras, *(_extras_of_policy(policy) if policy else ())]))]
     if device == "cuda" and (gpus := inspect().gpus) < ranks:
         fix = "--device cpu runs on processors"

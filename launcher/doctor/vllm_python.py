@@ -64,10 +64,7 @@ def _build(version: str | None) -> str:
 
 
 def transfers(ranks: str, vllm: VllmFacts, version_bytes: int | None) -> DoctorFinding:
-    """Finding about how weights travel from the training ranks, with this release of NCCL, to the replicas on GPUs.
-
-    version_bytes: bytes that each replica receives with a version; None: unknown.
-    """
+    """Finding about how weights, so many bytes a version, travel from the ranks with this NCCL to replicas on GPUs."""
     if ranks == vllm.nccl:
         return ok("nccl", f"the ranks and vLLM's replicas have the same release, {ranks}")
     each = f"{size(version_bytes)} to each replica" if version_bytes else "all of them to each replica"

@@ -117,10 +117,8 @@ def only_begins(need: Need, config: RunConfig) -> bool:
 
 
 def fetch(need: Need, cache: Cache) -> bool:
-    """Fetch an item in a child process, which reports progress and errors itself; return whether it succeeded.
-
-    Complete items are not fetched again, except that a tag or branch is looked up again.
-    """
+    """Fetch an item in a child process, which reports progress and errors itself; return whether it succeeded. Complete
+    items are not fetched again, except that a tag or branch is looked up again."""
     if need.kind == "image":
         command = ["launcher.host.image", "--reference", need.name, "--cache", str(cache.images), "--refresh"]
     elif need.package:

@@ -138,10 +138,8 @@ IN_NO_CHART = ("step", "first_ordinal", "next_ordinal", "policy_version", "answe
 
 
 def chart_groups(lines: Sequence[MetricsLine], bands: Mapping[str, Band] = {}) -> list[Group]:
-    """Return the charts whose metrics the record has, and one for each other number in it.
-
-    bands: title of a chart -> its band, from the rollouts.
-    """
+    """Return the charts whose metrics the record has, some with a band from the rollouts, and one for each other
+    number."""
     names = numeric_names(lines)
     groups = []
     shown = set(IN_NO_CHART)

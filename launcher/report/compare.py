@@ -65,10 +65,8 @@ class Comparison:
 
 
 def compare(runs: Sequence[ComparedRun], by: str = "mean_reward", lowest: bool | None = None) -> Comparison:
-    """Compare one or more runs by a metric of metrics.jsonl or evaluations.jsonl.
-
-    lowest: whether its lowest value is the best. Default: by its name.
-    """
+    """Compare runs by a metric of metrics.jsonl or evaluations.jsonl, whose name says by default if the lowest is the
+    best."""
     evaluated = dict.fromkeys(
         name for run in runs for line in run.record.evaluations for name in line.values if name.endswith("_accuracy")
     )

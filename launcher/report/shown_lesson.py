@@ -80,10 +80,8 @@ def _problem(group: GroupLine) -> TaughtProblem:
 
 
 def passage(sequence: SequenceLine, *, answer: bool | None = None) -> Passage:
-    """Return the tokens of a sequence.
-
-    answer: True for those from the first turn of the model on, False for those before it. Default: all.
-    """
+    """Return the tokens of a sequence: all, those from the model's first turn on (`answer`), or those before it
+    (False)."""
     border = sequence.turns[0][0] if sequence.turns else len(sequence.pieces)
     chosen = slice(None) if answer is None else slice(border, None) if answer else slice(border)
     pairs = zip(sequence.pieces[chosen], sequence.trained[chosen], strict=True)

@@ -39,10 +39,7 @@ class Target:
 
 def target_of(name: str | None) -> Target:
     """Run of a directory, a name, a prefix of one, or the id of its present job; None: the only one queued or running.
-
-    Raises:
-        BadInput: there is none, or more than one, or the directory is a copy of a run's.
-    """
+    Raises BadInput where there is none, or more than one, or the directory is a copy of a run's."""
     if name is None:
         runs = [RunDir(one.run_dir) for one in newest_first()]
         return Target(_only([one for one in read_statuses(runs) if one.alive]), "no RUN was given")
@@ -71,11 +68,8 @@ def _only(alive: list[RunStatus]) -> RunStatus:
 
 
 def cancel(status: RunStatus, drain: bool) -> str:
-    """End a run that is alive; with `drain` it saves first, if it has begun. Returns what was done.
-
-    Raises:
-        Failed: it failed, or it is unknown whether the run is alive.
-    """
+    """End a run that is alive; with `drain` it saves first, if it has begun. Returns what was done. Raises Failed, also
+    where it is unknown whether the run is alive."""
     _refuse_unsure(status)
     job = status.job
     if job is None:
@@ -104,11 +98,8 @@ def cancel(status: RunStatus, drain: bool) -> str:
 
 
 def requeue(status: RunStatus, now: bool) -> str:
-    """Release the nodes, after a save unless `now`, and wait in the queue again. Returns what was done.
-
-    Raises:
-        Failed: it failed, or it is unknown whether the run is alive.
-    """
+    """Release the nodes, after a save unless `now`, and wait in the queue again. Returns what was done. Raises Failed,
+    also where it is unknown whether the run is alive."""
     _refuse_unsure(status)
     job, resume = status.job, pasteable_command("resume", status.name)
     if job is None:
@@ -170,10 +161,8 @@ def _request(status: RunStatus, number: int) -> Drain | None:
 
 
 def _ask_to_leave(status: RunStatus, number: int, cause: str, limit_s: float | None) -> None:
-    """Write a request to leave. It replaces the cause of an earlier request and keeps its deadline.
-
-    limit_s: seconds from now to the deadline; None: the job's own deadline.
-    """
+    """Write a request to leave within `limit_s` seconds; None: by the job's own deadline. It replaces the cause of an
+    earlier request and keeps its deadline."""
     attempt, at = status.run.attempt(number), time.time()
     before = if_readable(read(Drain, attempt.drain, PATIENCE_S))
     deadline = (before.deadline if before else None) if limit_s is None else at + limit_s

@@ -30,13 +30,9 @@ T = TypeVar("T")
 
 
 def newest_first(begun: str = "", unread: list[str] | None = None) -> Iterator[Submission]:
-    """Last submission of each run whose directory still exists, newest run first. Directories are checked as needed: on
-    a network file system ten thousand checks take long. Raises BadInput where the index cannot be read.
-
-    Args:
-        begun: prefix of the names.
-        unread: gets messages about lines of the index that cannot be read; they are skipped.
-    """
+    """Last submission of each run whose directory exists and whose name has this prefix, newest run first. Directories
+    are checked as needed: on a network file system ten thousand checks take long. Messages about skipped lines of the
+    index go to `unread`. Raises BadInput where it cannot be read."""
     newest: dict[str, Submission] = {}
     for entry in reversed(_submissions(unread)):
         if Path(entry.run_dir).name.startswith(begun):

@@ -17,14 +17,10 @@ HOLDS = ("manifest.json", CONFIG_FILE, "release")
 
 
 def prepare_policy(path: str, trusted: bool) -> str:
-    """Return the path to load a policy from: for the name of a run its directory, else `path` itself.
-
-    A path that names no policy is refused here in milliseconds, instead of in a child in seconds. Weights in a Python
-    package are exported. Raises BadInput if nothing of that name holds a policy, or it is another user's.
-
-    path: a run's directory or name, a checkpoint, a directory of Hugging Face weights, their name in the cache of the
-    hub, or package:NAME. Its files are not checked.
-    """
+    """Return the path to load a policy from, which may be a run's directory or name, a checkpoint, a directory of
+    Hugging Face weights, their name in the cache of the hub, or package:NAME (exported here). What names no policy is
+    refused in milliseconds, instead of in a child in seconds; files are not checked. Raises BadInput, also for another
+    user's."""
     if not path.strip():
         raise BadInput("PATH is empty; give a run directory, a checkpoint or a directory of Hugging Face weights")
     try:

@@ -56,12 +56,8 @@ def slow_ranks(
     lines: Sequence[TimelineLine], generates: bool, host: Callable[[int], str | None], nodes: int
 ) -> list[SlowRank]:
     """Return the slow ranks of the newest steps, the slowest first, at most one for a category. `wait` is left out if
-    its rank is slow in another category, which explains it.
-
-    Args:
-        lines: newest lines of one attempt, oldest first; STEPS + 1 suffice if each is a step.
-        nodes: of the attempt, or more; with one node, a slow node is not named.
-    """
+    its rank is slow in another category, which explains it. On one node (`nodes`: of the attempt, or more) a slow node
+    is not named. STEPS + 1 lines suffice if each is a step."""
     steps = [(line, line.at - before.at) for before, line in pairwise(lines) if line.step > before.step]
     steps = steps[-STEPS:]
     whole = sum(seconds for _, seconds in steps)

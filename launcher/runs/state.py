@@ -158,10 +158,7 @@ def has_left(job: JobState, last: LedgerLine | None) -> bool:
 
 
 def _state(run: RunDir, job: JobState | None, unread: list[str]) -> tuple[State, str, str]:
-    """Return (state, reason, condition that it waits for). Raises OSError.
-
-    unread: gets messages about files that could not be read.
-    """
+    """Return (state, reason, condition that it waits for); `unread` gets messages about files. Raises OSError."""
     ledger = read_lines(LEDGER, run.attempts_ledger)
     if run.done.exists():
         return "finished", "", ""

@@ -54,10 +54,8 @@ class EndContext(NamedTuple):
 def close(
     run: RunDir, attempt: Attempt, job: AttemptJob, observed: Observed, request: Drain | None, began: float
 ) -> AttemptEnd:
-    """Judge the attempt, write its end into the ledger, and start the job again where it should.
-
-    request: request to leave that this process knows of, and may have failed to write.
-    """
+    """Judge the attempt, write its end into the ledger, and start the job again where it should. This process may have
+    failed to write the `request` to leave."""
     now = time.time()
     outcome = read(Outcome, attempt.outcome)
     drained = isinstance(outcome, Unreadable) or (isinstance(outcome, Outcome) and outcome.outcome == DRAINED)
@@ -132,13 +130,8 @@ def _line(number: int, verdict: Verdict, decision: Decision, facts: Facts, now: 
 
 
 def conclude_lost(run: RunDir, now: float, context: JobContext | None = None, unseen: str = UNSEEN) -> None:
-    """Conclude the attempts whose end nobody has recorded. Only the owner of the run may. Raises OSError where the
-    ledger cannot be read.
-
-    Args:
-        context: present job; None on a machine without Slurm.
-        unseen: error of an attempt whose ranks left none.
-    """
+    """Conclude the attempts whose end nobody has recorded, with the error `unseen` where the ranks left none. Only the
+    owner of the run may. Without Slurm there is no context. Raises OSError where the ledger cannot be read."""
     for start in unended(read_ledger(run)):
         _conclude_unseen(run, start, now, context, unseen)
 

@@ -21,10 +21,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def end(self, now: float, hurried: bool) -> None:
-        """End all processes; called repeatedly until they have ended. Raises SlurmRefused.
-
-        hurried: give them no time to end by themselves.
-        """
+        """End all processes, if `hurried` at once; called repeatedly until they have ended. Raises SlurmRefused."""
 
 
 class Steps(Ranks):
@@ -79,7 +76,5 @@ class AttemptJob(ABC):
         """Facts that the decision about the job depends on."""
 
     def bring_back(self, attempt: Attempt, end: AttemptEnd, returning: bool) -> None:  # noqa: B027 - a local job stays
-        """Start the job again, or keep it from starting, as its end in the ledger says. Never raises.
-
-        returning: whether Slurm has already put it back into its queue.
-        """
+        """Start the job again unless Slurm has put it back into its queue (`returning`), or keep it from starting, as
+        its end in the ledger says. Never raises."""

@@ -174,10 +174,8 @@ class _Processes(ReplicaRanks):
     def start(
         self, command: Sequence[str], environment: dict[str, str], ranks: int, first: int, files: RankFiles
     ) -> None:
-        """Start all ranks. Raises OSError.
-
-        first: number of rank 0 among all processes of the run; LOCAL_RANK, and so the GPU, counts from it.
-        """
+        """Start all ranks, from number `first` among all processes of the run: LOCAL_RANK, and so the GPU, counts from
+        it. Raises OSError."""
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks)}
             child = Child(list(command), dict(environment, **place), output=str(files.log(rank)))

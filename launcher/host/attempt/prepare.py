@@ -77,14 +77,8 @@ class Preparation:
         self._has_containers = False  # whether containers may have come to the nodes
 
     def run(self) -> NodeAssignment:
-        """Prepare the attempt. Returns which node does what.
-
-        Raises:
-            AskedToLeave: the attempt was asked to leave.
-            NotReady: the image is missing, or a step could not be started.
-            NotEnoughNodes: too few nodes are fit.
-            OSError: the file system fails.
-        """
+        """Prepare the attempt. Returns which node does what. Raises AskedToLeave, NotReady if the image is missing or a
+        step could not be started, NotEnoughNodes, and OSError."""
         for of, reference in self._checks.images.items():
             self._import_image(of, reference)
         assignment = self._check_and_assign("health", self._context.hosts) if self._checks.health else self._assign([])

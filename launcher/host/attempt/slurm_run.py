@@ -219,11 +219,8 @@ def _retried(work: Callable[[], T]) -> T:
 
 
 def come_back(context: JobContext, error: Exception, script: str) -> int:
-    """Start the job again after a failure before any attempt began, since no user may be there to resume the run.
-    Returns the exit code.
-
-    script: that of this job; the run directory may not hold one yet, or cannot be read.
-    """
+    """Start the job again after a failure before any attempt began, since no user may be there to resume the run. Takes
+    this job's script: the run directory may not hold one yet. Returns the exit code."""
     job = show_job_or_complain(context.job_id)
     facts = Facts(can_return=has_script(job), requeueable=is_requeueable(job))
     then, full = who_starts_it(facts), getattr(error, "errno", None) in FULL

@@ -74,12 +74,8 @@ class SlurmSteps(Steps):
     def start(
         self, name: str, hosts: Sequence[str], errors: str | None = None, variables: dict[str, str] | None = None
     ) -> Child:
-        """Start a step. Raises OSError.
-
-        Args:
-            name: function of the script; with a number, such as infer-0, where several steps share the function.
-            errors: file for srun's own output; default: the batch log.
-        """
+        """Start a step, a function of the script; with a number, such as infer-0, where several steps share it. srun's
+        own output goes to `errors`, or the batch log. Raises OSError."""
         self._stop([name], 0.0)
         child = Child(
             ["bash", "-p", self._script.path, "step", name, ",".join(hosts)],
@@ -95,12 +91,8 @@ class SlurmSteps(Steps):
     def elsewhere(
         self, name: str, hosts: str, options: Sequence[str], variables: dict[str, str]
     ) -> tuple[list[str], dict[str, str]]:
-        """Return the command of another job that runs a step on that job's nodes, and the environment to submit it in.
-
-        Args:
-            hosts: shell expression of its nodes, such as `$SLURM_JOB_NODELIST`.
-            options: options of sbatch for that job.
-        """
+        """Return the command of another job that runs a step on its nodes, and the environment to submit it in. `hosts`
+        is a shell expression, such as `$SLURM_JOB_NODELIST`; `options` are sbatch's for that job."""
         command = ["bash", "-pc", f'exec bash -p "$0" step "$1" "{hosts}"', self._script.path, name]
         return command, dict(submitting_environment("\n".join(options), self._environ), **variables)
 

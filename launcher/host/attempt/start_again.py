@@ -73,12 +73,8 @@ def _stay_away(context: JobContext) -> None:
 def start_again(
     context: JobContext, end: AttemptEnd, script: str | None = None, environment: dict[str, str] | None = None
 ) -> Requeued:
-    """Start the job again. Returns the record of it: the nodes that the job avoids, and what Slurm refused.
-
-    Args:
-        script: script of a successor; None: the one in the run directory.
-        environment: variables of a successor, added to those of this process.
-    """
+    """Start the job again, or a successor with a script, if not the run's own, and further variables. Returns the
+    record of it: the nodes that the job avoids, and what Slurm refused."""
     avoid: list[str] | None = None
     problems: list[str | None] = []
     queued, postponed = end.then == BY_SLURM, end.not_before is None

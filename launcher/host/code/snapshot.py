@@ -44,11 +44,8 @@ LIMIT_BYTES = 200 * 10**6  # bytes of all sources together: code, not data
 
 
 def take(sources: list[CodeSource], target: Path) -> CodeSnapshot:
-    """Make the snapshot `target` unless it exists, and return its record. Of several processes one makes it.
-
-    Raises:
-        SnapshotError: nothing is left behind. Its cause is an OSError where the file system fails now and here.
-    """
+    """Make the snapshot `target` unless it exists, and return its record. Of several processes one makes it. Raises
+    SnapshotError, and leaves nothing behind; its cause is an OSError where the file system fails now and here."""
     target = Path(target)
     found = _record_of(target, PATIENCE_S)
     if found is ABSENT:

@@ -16,15 +16,9 @@ METADATA = (".dist-info", ".egg-info")
 
 
 def plan_sources(installed: list[str], include: list[str]) -> list[CodeSource]:
-    """List the sources of a snapshot that is not taken yet. Writes nothing.
-
-    Args:
-        installed: directories of importable packages, and of their `.dist-info`, which holds entry points.
-        include: the user's directories, in the order of PYTHONPATH.
-
-    Raises:
-        SnapshotError: one of them is not a directory, or git refuses to read it.
-    """
+    """List the sources of a snapshot that is not taken yet, and write nothing: directories of importable packages and
+    of their `.dist-info`, and the user's, in the order of PYTHONPATH. Raises SnapshotError where one is not a
+    directory, or git refuses to read it."""
     sources = []
     for path in installed:
         name = os.path.basename(os.path.realpath(path))

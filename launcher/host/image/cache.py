@@ -83,11 +83,8 @@ def check(reference: str) -> None:
 
 
 def find(reference: str, cache: Path, patience: float = 0.0) -> Path | None:
-    """Complete squashfs file of `reference` in the cache; None where it must be imported.
-
-    patience: seconds of retries where a file cannot be read. They matter before an import, which takes long and may
-    resolve a tag to another image.
-    """
+    """Complete squashfs file of `reference` in the cache; None where it must be imported. That takes long and may
+    resolve a tag to another image, so before it an unreadable file deserves some seconds of `patience`."""
     if is_path(reference):
         file = _absolute(reference)
         return file if _is_whole(file, patience) else None

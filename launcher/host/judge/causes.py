@@ -84,11 +84,9 @@ def cause_of(
 
 
 def cause_in_log(text: str, job_id: str, since: float) -> str | None:
-    """Why Slurm ended the script of a job, by the message that slurmstepd writes first. It may be the only trace: a
-    preemption without grace leaves none in the record of the requeued job, and not every site has accounting.
-
-    since: unix time at which the attempt began; all attempts share the log, whose times are in the zone of the host.
-    """
+    """Why Slurm ended the script of a job, by the message that slurmstepd writes first, since this attempt began. It
+    may be the only trace: a preemption without grace leaves none in the record of the requeued job, and not every site
+    has accounting."""
     cause = None
     for job, at, why in _ENDED_BY_STEPD.findall(text):
         known = not why or why in OF_STEPD

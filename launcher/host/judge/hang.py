@@ -23,11 +23,8 @@ def by_clock_of_reader(beat: Heartbeat, first_seen: float) -> Heartbeat:
 
 
 def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit: float) -> Hang | None:
-    """The rank that hangs, if one does: its process is stopped, or no rank makes progress and it is the one without
-    heartbeats, or the one behind. While any rank makes progress the others may be waiting for it.
-
-    limit: seconds of silence after which a rank counts as hung.
-    """
+    """The rank that hangs, if one does: its process has been silent for `limit` seconds, or no rank makes progress and
+    it is the one without heartbeats, or the one behind. While any rank makes progress the others may wait for it."""
     # A rank that may still be starting counts as one that makes progress.
     present = _present(heartbeats, began if now - began > START_LIMIT_S else now)
     stopped = [beat for beat in present if now - beat.written > limit]

@@ -18,13 +18,8 @@ OF_A_JOB = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 def run_limited(
     command: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None, given: bytes | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command to its end, shielded from signals to the job and from Ctrl-C. After `limit_s` seconds it is killed,
-    with all that it has started.
-
-    Raises:
-        subprocess.TimeoutExpired: it was killed.
-        OSError: it could not be started.
-    """
+    """Run a command to its end, shielded from signals to the job and from Ctrl-C. After `limit_s` seconds it is killed
+    with all that it has started. Raises subprocess.TimeoutExpired, and OSError where it cannot be started."""
     ours = signal.pthread_sigmask(signal.SIG_BLOCK, OF_A_JOB)  # a child inherits it, also through exec
     try:
         process = subprocess.Popen(

@@ -112,12 +112,8 @@ def gpu_usage(
     running: bool = False,
     queued: AttemptStart | None = None,
 ) -> GpuUsage:
-    """Charge all time of a run.
-
-    Args:
-        running: whether an attempt without an end in the ledger runs; else it was killed.
-        queued: the coming start of a job in the queue (`in_queue`), as if it happened now.
-    """
+    """Charge all time of a run. An attempt without an end in the ledger was killed, unless it is `running`; `queued` is
+    the coming start of a job in the queue (`in_queue`), as if it happened now."""
     starts = [line for line in ledger if isinstance(line, AttemptStart)] + ([queued] if queued else [])
     ends = {line.attempt: line for line in ledger if isinstance(line, AttemptEnd)}
     traced = [traces.get(start.attempt, AttemptTrace()) for start in starts]
@@ -221,12 +217,8 @@ def _charge_attempt(account: _Account, trace: AttemptTrace, kept: int, goes_on: 
 
 
 def _repeated(step: int, before: int | None, kept: int) -> Sequence[str]:
-    """Categories of a line of the timeline whose work was lost.
-
-    Args:
-        step, before: steps of this line and of the one before it. Where the step rises, the line ends that step; where
-            it does not, the line holds work for the next one.
-    """
+    """Categories of a line of the timeline whose work was lost, by its step and that of the previous line. Where the
+    step rises, the line ends that step; where it does not, the line holds work for the next one."""
     if before is not None and before > kept:
         return CATEGORIES
     if step > kept:

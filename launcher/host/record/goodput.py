@@ -15,11 +15,8 @@ from megatron_rl.contract.run_records import Owner, PlanRecord
 
 
 def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = False) -> GpuUsage:
-    """Present usage of a run. Raises OSError where its ledger or a timeline cannot be read: without them used time
-    would count as lost.
-
-    running, queued: whether its newest attempt runs, and whether its job waits in the queue.
-    """
+    """Present usage of a run, whose newest attempt runs, or whose job waits in the queue. Raises OSError where its
+    ledger or a timeline cannot be read: without them used time would count as lost."""
     ledger = read_ledger(run, patience=0.0)
     ended = {end.attempt for end in ends_in(ledger) if is_own(end)}
     traces = {line.attempt: _trace(run.attempt(line.attempt), line.attempt in ended) for line in ledger}

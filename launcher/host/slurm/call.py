@@ -72,10 +72,8 @@ class CommandOutput(NamedTuple):
 def run(
     command: Sequence[str], limit_s: float | None = None, environ: Mapping[str, str] | None = None
 ) -> CommandOutput:
-    """Run a command to its end, whatever its exit code. Raises SlurmSilent and NoSuchCommand.
-
-    environ: its environment; default: `asking_environment()`.
-    """
+    """Run a command to its end, whatever its exit code, by default in `asking_environment()`. Raises SlurmSilent and
+    NoSuchCommand."""
     limit_s = LIMIT_S if limit_s is None else limit_s
     try:
         done = run_limited(command, limit_s, asking_environment() if environ is None else environ)
@@ -125,10 +123,7 @@ def asking_environment() -> dict[str, str]:
 
 def submitting_environment(options: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment to run sbatch in, which the job inherits. To sbatch a variable such as SBATCH_ACCOUNT outweighs the
-    script, so a user's default is kept only where the script has no such option.
-
-    options: options of the job, one a line, such as the text of its script.
-    """
+    script, so a user's default is kept only where the job's options, or the text of its script, lack it."""
     environ = os.environ if environ is None else environ
     given = _OPTION.findall(options)
     kept = {name: value for name, value in _without_options(environ).items() if name not in OF_AN_ATTEMPT}

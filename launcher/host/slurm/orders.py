@@ -76,10 +76,8 @@ def submit_successor(
     avoid: Sequence[str],
     environment: dict[str, str],
 ) -> str:
-    """Submit a script again, to start when job `job_id`, which runs it now, has ended. Returns the new job's id.
-
-    start: unix time before which it must not start; None: no limit.
-    """
+    """Submit a script again, to start when job `job_id`, which runs it now, has ended, and not before a unix time.
+    Returns the new job's id."""
     options = ["--parsable", "--dependency=afterany:" + job_id, "--job-name=" + name, "--comment=" + comment]
     options += ["--begin=" + text_of(start)] if start else []
     options += ["--exclude=" + ",".join(avoid)] if avoid else []
