@@ -80,14 +80,12 @@ class ModuleProcess:
                     stream.close()
 
     def send(self, text: str) -> None:
-        """Write one line; a no-op where the child has ended, which `said` and `wait` show."""
         assert self.process.stdin
         with suppress(BrokenPipeError):
             self.process.stdin.write(text + "\n")
             self.process.stdin.flush()
 
     def end_input(self) -> None:
-        """Close its input."""
         assert self.process.stdin
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -128,7 +126,6 @@ class ModuleProcess:
             raise TookTooLong
 
     def wait(self) -> int:
-        """Wait for its end. Returns the exit code."""
         code = self.process.wait()
         self._reader.join()
         return code
@@ -140,7 +137,6 @@ class ModuleProcess:
             raise self.failure(code)
 
     def failure(self, code: int) -> BadInput:
-        """Error for an exit code, with the child's last line on stderr."""
         last = self._complaints[-1] if self._complaints else ""
         if code == EXIT_USAGE:
             return BadInput(last)
@@ -194,11 +190,8 @@ def interruptible(module: str, *arguments: str, errors: int | None = PIPE) -> It
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished evaluation."""
-
     result: EvaluationResult
     out: str
-    """Path of the result file."""
 
 
 def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]) -> Done:

@@ -30,9 +30,7 @@ class Machine:
     """Resources of this machine for the ranks of a local run."""
 
     cpus: int
-    """Processors that this process may use."""
     gpus: int
-    """GPUs that this process may use."""
     memory_bytes: int | None
     """Memory limit of this process and its children; None: unknown."""
     free_bytes: int | None
@@ -66,7 +64,6 @@ def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> 
 
 
 def _processor_flags(root: Path) -> frozenset[str] | None:
-    """Return the flags of the first processor; None if they are unknown."""
     try:
         lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -76,7 +73,6 @@ def _processor_flags(root: Path) -> frozenset[str] | None:
 
 
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (bytes of memory, free bytes) of the machine."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
@@ -106,8 +102,6 @@ def _memory_of_groups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 class Supervisor:
-    """Process that supervises an attempt. Raises Failed where it cannot be started."""
-
     def __init__(self, command: list[str]) -> None:
         try:
             # An unnamed file: unlike a pipe it cannot break, and unlike a path it needs no removal.
@@ -122,7 +116,6 @@ class Supervisor:
         return self._process.pid
 
     def ended(self) -> bool:
-        """Whether it has ended."""
         return self._process.exit_code() is not None
 
     def complaint(self) -> str:

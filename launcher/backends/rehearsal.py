@@ -22,8 +22,6 @@ LIMIT_S = 600.0  # seconds for one rank
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failure of a rehearsed rank."""
-
     phase: str
     error: str
     where: str
@@ -31,11 +29,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Result of one rank."""
-
     kind: RankKind
     parameters: int
-    """Number of parameters on it."""
     phases: Mapping[str, Mapping[str, int]]
     """Phase -> holder -> bytes at the phase's peak."""
     failure: Failure | None
@@ -59,7 +54,6 @@ def rehearse(
 
 
 def request(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None = None) -> str:
-    """Input line of COMMAND for one rank."""
     asked: dict[str, Any] = {"world": kind.world, "rank": kind.rank, "role": kind.role, "vocab": vocab}
     if teacher is not None:
         asked["teacher"] = {"model": teacher.model.model_dump(mode="json"), "tokens": teacher.tokens or vocab}

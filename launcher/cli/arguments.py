@@ -51,7 +51,6 @@ class Bounds(click.ParamType):
     name = "number or from:to"
 
     def __init__(self, *, whole: bool = False) -> None:
-        """whole: whether the numbers have no decimals."""
         self._number = int if whole else float
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
@@ -73,8 +72,6 @@ class Bounds(click.ParamType):
 
 
 def together(*several: Decorator) -> Decorator:
-    """Make one decorator of several, which apply in this order in the help."""
-
     def decorate(function: Any) -> Any:
         for one in reversed(several):
             function = one(function)

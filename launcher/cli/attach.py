@@ -102,7 +102,6 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
 
 
 def _running(status: RunStatus) -> tuple[JobState, NodeAssignment]:
-    """Return the job of a run and its nodes. Raises Failed where no ranks run in a job."""
     from launcher.runs.state import UNSURE
     from megatron_rl.contract.attempt_records import NodeAssignment
 

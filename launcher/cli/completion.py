@@ -72,7 +72,6 @@ add_completion_class(WholeWords)
 
 
 def completion_scripts(shell: str) -> Iterator[str]:
-    """Yield the scripts of mrl and of mrl-submit."""
     kind = get_completion_class(shell)
     assert kind is not None  # click ships all of SHELLS
     for program in PROGRAMS:
@@ -82,7 +81,6 @@ def completion_scripts(shell: str) -> Iterator[str]:
 
 
 def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Complete names of shipped recipes, and files."""
     found = [CompletionItem(name) for name in shipped_recipes() if name.startswith(begun)]
     return found or [CompletionItem(begun, type="file")]
 
@@ -100,7 +98,6 @@ def complete_override(context: click.Context, parameter: click.Parameter, begun:
 
 
 def _values_of(key: str) -> list[str]:
-    """Return the values of a key; none if they cannot be listed."""
     from launcher.recipe.problems import known_keys
     from megatron_rl.config import RunConfig
 
@@ -109,7 +106,6 @@ def _values_of(key: str) -> list[str]:
 
 
 def _listed(field: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values that the schema of a field lists."""
     for one in field.get("anyOf", []):
         yield from _listed(one)
     yield from map(str, [*field.get("enum", []), *([field["const"]] if "const" in field else [])])
@@ -122,7 +118,6 @@ def _listed(field: Mapping[str, Any]) -> Iterator[str]:
 
 
 def complete_key(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Complete commands, sections of a recipe and their keys."""
     from launcher.cli.main import COMMANDS
 
     found = {**dict.fromkeys(COMMANDS, ""), **_keys(sections=True)}
@@ -130,7 +125,6 @@ def complete_key(context: click.Context, parameter: click.Parameter, begun: str)
 
 
 def _keys(sections: bool) -> dict[str, str]:
-    """Keys with their meanings in one line."""
     from launcher.recipe.meaning import meanings
     from launcher.recipe.problems import known_keys
     from megatron_rl.config import RunConfig
@@ -145,7 +139,6 @@ def _keys(sections: bool) -> dict[str, str]:
 
 
 def complete_run(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Complete names of runs, the newest first, and directories."""
     from launcher.errors import BadInput
     from launcher.runs.find import newest_first
 

@@ -19,8 +19,6 @@ CONVERTER = "megatron_rl.checkpoint.hf"
 
 
 class Size(click.ParamType):
-    """Size in bytes, given as `5GB` or `200MB`."""
-
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:

@@ -90,14 +90,12 @@ def command(
 
 
 def on_this_machine(recipe: Recipe | None) -> list[DoctorFinding]:
-    """Return findings about a run without Slurm."""
     config = recipe.config if recipe else None
     run_root = disk.inspect(Path.cwd() / "runs")
     return examine_local(collect_local(recipe), run_root, known(checkpoint_bytes, config), config)
 
 
 def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[DoctorFinding]:
-    """Collect facts, the slow ones in parallel, and examine them."""
     config = recipe.config if recipe else None
     with ThreadPoolExecutor() as pool:
         slurm_asked = pool.submit(slurm_facts.collect)
@@ -140,7 +138,6 @@ def _fetched(recipe: Recipe | None, profile: Profile, run_root: disk.Disk) -> tu
 
 
 def refusals(recipe: Recipe, profile: Profile) -> list[str]:
-    """Return the reasons why mrl-submit would refuse the recipe."""
     try:
         make_plan(recipe, profile)
     except BadInput as refused:

@@ -35,7 +35,6 @@ OF_THE_USER = ("python", "program", "judge", "math", "code", "gym", "remote", "v
 """Environments whose data, rewards or programs are the user's."""
 OURS = "mrl"
 PIPE_WIDTH = 120
-"""Columns where there is no terminal."""
 
 
 @click.group(

@@ -141,7 +141,6 @@ def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> 
 
 
 def _vllm_python(options: dict[str, Any], origin: Origin | None) -> str | None:
-    """Python that has vLLM; None if another engine answers."""
     if options["engine"] != "vllm":
         return None
     of_run = origin.config.inference.vllm if origin else None

@@ -73,10 +73,8 @@ EXAMPLES = {
     "serve": "mrl serve runs/mine --port 8000",
     "status": "mrl status runs/mine --watch",
 }
-"""Command -> an example of it, below its help."""
 START = "mrl-submit starts a run"
 SUBMIT_SYNONYMS = "grpo launch new rl run sbatch start submit train"
-"""Names of mrl-submit in other programs."""
 
 
 class _Commands(click.Group):

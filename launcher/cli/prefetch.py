@@ -80,7 +80,6 @@ def _fetch_all(wanted: Sequence[Need], cache: Cache) -> None:
 def _with_its_model(
     unknown: ShapeUnknown, recipe: str, overrides: tuple[str, ...], cluster: str | None, clusters: Clusters, check: bool
 ) -> RunConfig:
-    """Fetch the model whose shape the recipe leaves out, and load the recipe again."""
     cache = Cache.of(clusters.choose_profile(cluster, unknown.cluster)[1])
     need = Need("model", unknown.model)
     if check:
@@ -90,7 +89,6 @@ def _with_its_model(
 
 
 def table(found: Mapping[Need, Path | None]) -> list[str]:
-    """One line per item."""
     if not found:
         return ["nothing to fetch"]
     width = max(len(str(need)) for need in found)

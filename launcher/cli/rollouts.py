@@ -90,7 +90,6 @@ def command(
 
 
 def _newest_step(run: RunDir) -> int:
-    """Newest recorded step. Raises Failed where there is none."""
     from launcher.cli.show.history import newest_line
     from launcher.errors import Failed
     from megatron_rl.contract.records import Absent, Unreadable

@@ -84,7 +84,6 @@ def command(
 
 
 def _copies(recipe: Recipe, run: RunDir | None, stack: ExitStack) -> RunDir | None:
-    """Copies of the user's code: those of a run, or the ones that a run would have."""
     if run is not None or not own_files(recipe.config):
         return run
     copies = RunDir(Path(stack.enter_context(TemporaryDirectory(prefix="mrl-copies-"))))

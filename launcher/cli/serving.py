@@ -22,7 +22,6 @@ TOKEN_BYTES = 32
 
 
 def default_token_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Token file of this account, which all of its servers share."""
     home = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME") or str(Path.home())) / ".config")
     return Path(home) / "mrl" / "serve-token"
 

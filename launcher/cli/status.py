@@ -93,7 +93,6 @@ class StatusReader:
         self._noted: set[str] = set()
 
     def look(self) -> Look:
-        """Read the status now."""
         from launcher.cli.show.history import HistoryReader
         from launcher.cli.show.live import Look
         from launcher.cli.show.status import status_json  # not needed for completion

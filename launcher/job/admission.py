@@ -29,7 +29,6 @@ def check(recipe: Recipe, root: Path, change: bool) -> list[Change]:
 
 
 def refuse_foreign(run: RunDir) -> None:
-    """Raise BadInput where a directory holds something other than a run."""
     with disk_errors(run.root):
         if run.root.exists() and not run.root.is_dir():
             raise BadInput(f"{run.root}: is a file, not a directory")

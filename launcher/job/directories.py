@@ -14,7 +14,6 @@ PRIVATE = 0o700  # mode of a run directory, which holds the user's code and the 
 
 
 def run_name(name: str, now: time.struct_time) -> str:
-    """NAME-DATE-TIME."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
 
 

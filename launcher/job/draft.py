@@ -38,13 +38,9 @@ from megatron_rl.contract.shapes import from_json, to_json
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A job that could be submitted."""
-
     job: PlannedJob
     notes: tuple[str, ...]
-    """Remarks for the user that do not stop the job."""
     obstacles: tuple[str, ...]
-    """Reasons why a submission is refused; a dry run shows them."""
     script: str
 
 

@@ -33,13 +33,10 @@ MAX_NEW_TOKENS = 512
 """Default limit of an answer's tokens for a checkpoint of no run."""
 
 OPTIONS = {"sets": "--set", "checkpoint": "CHECKPOINT"}
-"""Key -> option, where their names differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The run of a checkpoint."""
-
     run: RunDir
     config: RunConfig
 
@@ -257,6 +254,5 @@ def refuse_ranks(asked: Evaluation, config: RunConfig, profile: Profile) -> None
 
 
 def _published(checkpoint: str) -> str:
-    """Directory of the config.json of published or converted weights."""
     carried = Path(checkpoint) / CARRIED
     return str(carried if carried.is_dir() else checkpoint)

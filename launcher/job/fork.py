@@ -33,16 +33,12 @@ FIXED = ("model.", "tokenizer.")
 
 @dataclass(frozen=True, slots=True)
 class PlannedFork:
-    """A fork before it is made."""
-
     source: RunDir
     step: int
     recipe: Recipe
     changes: tuple[Change, ...]
-    """Differences between the source's recipe and this one."""
 
     def record(self, at: float) -> Fork:
-        """Content of fork.json."""
         source, by = str(self.source.root.absolute()), os.environ.get("USER", "")
         return Fork(source, self.step, as_json(self.changes), at, by)
 
@@ -115,7 +111,6 @@ def checkpoint_of(run: RunDir, step: int | None) -> int:
 
 
 def refuse_misfits(changed: Sequence[Change], step: int, steps: int) -> None:
-    """Raise BadInput for changes that the checkpoint does not allow."""
     problems = [f"{one}: the weights of the checkpoint fix it" for one in changed if one.key.startswith(FIXED)]
     if steps <= step:
         problems.append(f"training.steps {steps}: the checkpoint is at step {step} already; give more")

@@ -48,21 +48,16 @@ TEACHING = (
     ("training", "objective"),
     ("training", "sequence_length"),
 )
-"""Keys that the check depends on."""
 LATER = "rank 0 checks it before the run trains"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the check."""
-
     problems: tuple[str, ...] = ()
-    """A sentence for each fault."""
     notes: tuple[str, ...] = ()
     """Sentences about faults that are uncertain, what the run would warn of, and what could not be checked here."""
 
     def of(self, recipe: Recipe) -> Verdict:
-        """Return it with the place of each fault in a recipe."""
         return Verdict(tuple(_placed(_with_key(problem, recipe), recipe) for problem in self.problems), self.notes)
 
 
@@ -129,7 +124,6 @@ class LessonCheck:
         return copies
 
     def verdict(self) -> Verdict:
-        """Wait for the result."""
         if self._child is not None:
             _verdicts[self._key] = self._wait(self._child)
         if known := _verdicts.get(self._key):
@@ -195,7 +189,6 @@ def _with_originals(fault: str, copies: RunDir | None) -> str:
 
 
 def _key(config: RunConfig, copies: RunDir | None, included: Sequence[Path]) -> str:
-    """Name for what the check reads of a recipe."""
     sections = config.model_dump(mode="json", include={"data", "environment", "environments", "tokenizer"})
     own = config.grpo.model_dump(mode="json") if config.grpo.own_functions else None
     code = copies.kept_files_record.read_text(encoding="utf-8") if copies else None
@@ -204,7 +197,6 @@ def _key(config: RunConfig, copies: RunDir | None, included: Sequence[Path]) -> 
 
 
 def rows_child(profile: Profile | None, included: Sequence[Path]) -> ModuleProcess:
-    """Start the process that reads rows, with the caches of the cluster. Raises Failed."""
     path = os.pathsep.join([*map(str, included), *filter(None, [os.environ.get("PYTHONPATH")])])
     home = {"HF_HOME": str(Cache.of(profile).huggingface)}
     return ModuleProcess("megatron_rl.standalone.rows", environ={"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **home})
@@ -221,7 +213,6 @@ def request_of(recipe: Recipe, profile: Profile | None, **more: Any) -> RowsRequ
 
 
 def own_files(config: RunConfig) -> list[str]:
-    """Files of the user's code that the run has copies of."""
     functions = (CodeReference.of(function).file for function in config.grpo.own_functions.values())
     return [*(used_files(config.task) if config.generates else []), *map(str, filter(None, functions))]
 

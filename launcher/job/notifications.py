@@ -38,7 +38,6 @@ def refusals(config: NotifyConfig | None, environ: Mapping[str, str] | None) -> 
 
 
 def notes(config: NotifyConfig | None, profile: Profile, cluster: str) -> list[str]:
-    """Return remarks for the user of a Slurm job."""
     webhook = config.webhook if config else None
     if not webhook or "/" in webhook or webhook in profile.secrets:
         return []

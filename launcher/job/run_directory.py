@@ -27,15 +27,11 @@ from megatron_rl.contract.run_records import RecipeChange
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run directory in which an attempt can start."""
-
     run: RunDir
     attempt: Attempt | None
     """Attempt to start; None: the run is finished."""
     changes: tuple[Change, ...]
-    """Values that `--change`, or a correction, altered."""
     corrected: bool
-    """Whether the changes correct a run in which nothing was trained yet."""
 
 
 @dataclass(slots=True)
@@ -44,9 +40,7 @@ class Opened:
 
     run: RunDir
     finished: bool
-    """Whether the run is finished."""
     changes: tuple[Change, ...]
-    """Values that `change`, or a correction, altered."""
     corrected: bool = False
     """Whether the changes correct a run in which nothing was trained yet: it starts over and keeps only the record of
     its attempts."""
@@ -177,7 +171,6 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 
 
 def _snapshot_of(run: RunDir) -> Path | None:
-    """Target of the link to the run's code."""
     return run.code.readlink() if run.code.is_symlink() else None
 
 

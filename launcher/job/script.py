@@ -50,18 +50,15 @@ class PlannedJob:
     recipe: Recipe
     plan: Plan
     plan_json: dict[str, Any]
-    """Content of plan.json."""
     cluster: str
     profile: Profile
     run_dir: Path
     sources: Sequence[CodeSource]
-    """Sources of the snapshot of the code."""
     seen: Sequence[Path]
     """Paths that the container has to mount, beside the profile's mounts."""
     installed: Path
     """Directory of the packages launcher and megatron_rl, from which the first attempt's host side runs."""
     version: str
-    """Version of mrl."""
 
 
 def render(job: PlannedJob) -> str:
@@ -106,7 +103,6 @@ def render(job: PlannedJob) -> str:
 
 
 def _host_options(job: PlannedJob) -> Iterator[Shell]:
-    """Options of launcher.host.job, by lines."""
     config, profile = job.recipe.config, job.profile
     outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
     shared = f" --run-mode {RUN_MODES[profile.readable_by]:o}" if profile.readable_by != "me" else ""
@@ -136,7 +132,6 @@ def _steps_of_replicas(job: PlannedJob) -> Iterator[str]:
 
 
 def _harvest_options(job: PlannedJob) -> list[str]:
-    """Options of sbatch for the job of one harvested replica."""
     config, profile = job.recipe.config, job.profile
     harvest, sizes = config.harvest, job.plan.sizes
     assert harvest is not None
@@ -201,7 +196,6 @@ class _Step:
     name: Shell
     """Name of the step: text, or the function's first argument."""
     options: list[Shell]
-    """Lines of options of srun."""
     command: Shell
     shown: Shell | None = None
     """Slurm's name of the step, if it differs."""

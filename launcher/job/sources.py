@@ -87,7 +87,6 @@ def included(recipe: Recipe, directory: Path) -> list[Path]:
 
 
 def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
-    """Installed packages, and the metadata that holds their entry points."""
     packages = {name: _package(name) for name in OURS}
     entries = entry_points_of(config.task) if config.generates else []
     metadata = [metadata_of(installed(OUR_DISTRIBUTION)), *(metadata_of(entry.dist) for entry in entries)]

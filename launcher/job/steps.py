@@ -63,8 +63,6 @@ REPLICA = "megatron_rl.replica_main"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of srun."""
-
     name: str
     value: str | None = None
     """None: a flag."""
@@ -73,21 +71,17 @@ class Option:
 
     @property
     def argv(self) -> str:
-        """Argument of srun."""
         return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
 
     @property
     def shell(self) -> str:
-        """Argument of srun as shell code."""
         return self.argv if self.value is None else f"--{self.name}={self.variable or shlex.quote(self.value)}"
 
 
 Lines = list[list[Option]]
-"""Options by lines of the script."""
 
 
 def shell_lines(lines: Lines) -> list[str]:
-    """Lines of a script."""
     return [" ".join(option.shell for option in line) for line in lines]
 
 
@@ -119,7 +113,6 @@ def shares_of_cpus(ranks: int) -> str:
 
 
 def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
-    """Options for the ranks and GPUs of each node."""
     asked = gpus_per_node(config, profile)
     return [Option("ntasks-per-node", str(tasks)), *(Option(name, value) for name, value in asked.items())]
 
@@ -143,7 +136,6 @@ def _is_of_container(flag: str) -> bool:
 
 
 def _flag(text: str) -> Option:
-    """Parse a flag of srun: --name or --name=value."""
     name, equals, value = text.removeprefix("--").partition("=")
     return Option(name, value if equals else None)
 
@@ -295,7 +287,6 @@ def _argv(lines: Lines) -> list[str]:
 
 
 def _command(config: RunConfig, profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[str]:
-    """argv of each process of a step."""
     run = ["--run-dir", str(run_dir), "--attempt", ATTEMPT]
     if step.replica is None:
         return [rank_python(profile), "-P", "-m", TRAINING, *run]

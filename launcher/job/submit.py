@@ -36,15 +36,12 @@ from megatron_rl.contract.shapes import from_json
 
 @dataclass(frozen=True, slots=True)
 class SubmittedJob:
-    """Result of a submission."""
-
     run: RunDir
     job_id: str | None
     """None: the run is finished, so nothing was submitted."""
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     fresh_code: bool
-    """Whether a new snapshot of the code was taken."""
 
 
 def refuse_unfit(drafts: Sequence[Draft]) -> None:
@@ -128,7 +125,6 @@ def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) 
 
 
 def _record(run: RunDir, owner: Owner) -> None:
-    """Record a job as the owner of its run, with retries. Raises Unsure."""
     give_up = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -31,5 +31,4 @@ def templates() -> jinja2.Environment:
 
 
 def _quoted(value: object) -> str:
-    """Quote a value as one shell word."""
     return value if isinstance(value, Shell) else shlex.quote(str(value))

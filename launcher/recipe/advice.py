@@ -14,7 +14,6 @@ WRONG = ("format_reward", "negative_reward")
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
-    """Yield what is likely to be a mistake, with its keys and what to do."""
     if config.supervised:
         return
     yield from _of_penalties(config)
@@ -32,7 +31,6 @@ def warnings(config: RunConfig) -> Iterator[str]:
 
 
 def _of_penalties(config: RunConfig) -> Iterator[str]:
-    """Penalties on the length that outweigh being right."""
     grpo = config.grpo
     difference = min((d for one in _trained_on(config) if (d := _difference(one)) is not None), default=None)
     if difference is None:

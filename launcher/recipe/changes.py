@@ -51,8 +51,6 @@ FREE = (
 
 
 class Change(NamedTuple):
-    """Value that differs between two configurations."""
-
     key: str
     old: Any
     new: Any
@@ -61,7 +59,6 @@ class Change(NamedTuple):
 
     @property
     def allowed(self) -> bool:
-        """Whether a run that has begun may continue with it."""
         return any(fnmatchcase(self.key, pattern) for pattern in CHANGEABLE)
 
     def __str__(self) -> str:

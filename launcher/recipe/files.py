@@ -29,8 +29,6 @@ EXTENDS = "extends"
 
 @dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """One file of a recipe."""
-
     name: str
     """Name in messages: the path as given, or `demo.yaml` for a shipped recipe."""
     text: str
@@ -48,8 +46,6 @@ class Override:
 
 
 class Origin(NamedTuple):
-    """Source of a value."""
-
     source: str
     """Name of a file, or `override`."""
     line: int | None
@@ -77,14 +73,12 @@ class Written:
         return str(self.origin(key)), False
 
     def origin(self, key: KeyPath) -> Origin:
-        """Source of a key's value, or of the nearest section around it."""
         if self._override(key):
             return Origin("override", None)
         place = self._place(key)
         return Origin(place[0].name, place[1]) if place else Origin(self.files[0].name, None)
 
     def is_overridden(self, key: KeyPath) -> bool:
-        """Whether an override gives a key, or a section that holds it."""
         return self._override(key) is not None
 
     def folder(self, key: KeyPath, path: str) -> Path:
@@ -135,7 +129,6 @@ def read_files(asked: str) -> Written:
 
 
 def shipped_values(name: str) -> dict[str, Any]:
-    """Values of a shipped recipe before defaults, those that it extends included."""
     return with_base(_shipped(name)).values
 
 
@@ -166,7 +159,6 @@ def with_base(file: RecipeFile) -> Written:
 
 
 def _base(file: RecipeFile, where: str, document: Located) -> Written:
-    """Read the recipe that `extends` of a file names."""
     name = document.value[EXTENDS]
     if not isinstance(name, str) or not name.strip():
         raise BadInput(f"{where}: expected the name of a shipped recipe or the path of a file, got {name!r}")
@@ -236,7 +228,6 @@ def _apply(values: dict[str, Any], override: Override) -> None:
 
 
 def _key_in(section: Any, name: str, override: Override) -> Any:
-    """Key of a mapping, or index of a list. Raises BadInput where the list has no such item."""
     if not isinstance(section, list):
         return name
     if not re.fullmatch(r"[0-9]{1,12}", name) or int(name) >= len(section):

@@ -40,10 +40,7 @@ _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"), ("inferen
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe as written and as configuration."""
-
     asked: str
-    """Name or path as given."""
     config: RunConfig
     written: Written
     filled: Mapping[str, str] = field(default_factory=dict)
@@ -51,11 +48,9 @@ class Recipe:
     implied: tuple[Override, ...] = ()
     """Overrides that follow from that of the engine; they are among those of `written`."""
     evaluation: Evaluation | None = None
-    """Evaluation that the job runs; None: it trains."""
 
     @property
     def text(self) -> str:
-        """The YAML of the recipe's own file, as written."""
         return self.written.files[0].text
 
     @property
@@ -239,7 +234,6 @@ def _with_environments_of_file(written: Written) -> tuple[dict[str, Any], Path |
 def _with_absolute_paths(
     values: Any, section: type[Section], folder_of: Callable[[KeyPath, str], Path], locate: Locate, prefix: KeyPath = ()
 ) -> Any:
-    """`with_absolute_paths` with the place of a value that cannot be a path. Raises BadInput."""
     try:
         return with_absolute_paths(values, section, folder_of, prefix)
     except NoPath as error:
@@ -295,7 +289,6 @@ def _with_teacher(config: RunConfig, caches: Sequence[Path], locate: Locate, fil
 
 
 def _check_environments(config: RunConfig, locate: Locate) -> None:
-    """Check that each environment exists and accepts its arguments. Raises BadInput."""
     problems = []
     for place, one in _environments(config).items():
         of = f" (environment {one.name!r})" if config.environments else ""

@@ -34,8 +34,6 @@ class YamlProblems(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A document and the 1-based line of each of its keys."""
-
     value: Any
     lines: dict[KeyPath, int]
 

@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 
 class NamedPath(NamedTuple):
-    """Key whose value names, or may name, a file or directory."""
-
     key: KeyPath
     value: str
     mark: PathMark
@@ -138,7 +136,6 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})(?=/|$)")
 
 
 def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPath], str]) -> Any:
-    """Replace each path in a value of this type by the result of `change`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         mark = next((each for each in arguments[1:] if isinstance(each, PathMark)), None)

@@ -21,14 +21,7 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "m
 def validation_problems(
     error: ValidationError, model: type[BaseModel], locate: Locate, prefix: KeyPath = ()
 ) -> list[str]:
-    """Return a sentence for each problem that pydantic found.
-
-    Args:
-        error: raised by `model.model_validate`.
-        model: class that was validated.
-        locate: gives the place of a value.
-        prefix: key of the validated mapping in the recipe (`environment.args`).
-    """
+    """prefix: key of the validated mapping in the recipe, such as `environment.args`."""
     schema = model.model_json_schema()
     known = known_keys(schema)
     return [_sentence(dict(detail), schema, known, locate, prefix) for detail in error.errors(include_url=False)]
@@ -124,7 +117,6 @@ def where_named(message: str, locate: Locate, section: KeyPath = (), prefix: Key
 
 
 def expected(schema: Mapping[str, Any]) -> str:
-    """Describe a JSON schema in words: `an integer > 0 or null`."""
     if "words" in schema:
         return str(schema["words"])
     if "anyOf" in schema:

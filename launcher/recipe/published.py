@@ -33,9 +33,7 @@ class ShapeUnknown(BadInput):
     def __init__(self, problem: str, model: str, cluster: str | None) -> None:
         super().__init__(problem)
         self.model = model
-        """Name on the hub, or package:NAME."""
         self.cluster = cluster
-        """Cluster that the recipe names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,6 @@ class PublishedModel:
 
     @property
     def source(self) -> str:
-        """Name of the file that the configuration was read from."""
         return MODELS.name if self.path is None else str(self.path)
 
     def missing(self, model: Mapping[str, Any]) -> dict[str, Any]:

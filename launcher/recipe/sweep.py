@@ -13,8 +13,6 @@ from launcher.errors import BadInput
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One run of a sweep."""
-
     overrides: tuple[str, ...]
     name: str
     """Such as `group_size=8_seed=1`; empty without a sweep."""
@@ -44,7 +42,6 @@ def variants(overrides: Sequence[str]) -> list[Variant]:
 
 
 def count(overrides: Sequence[str]) -> int:
-    """Number of runs."""
     return prod(len(split(override.partition("=")[2])) for override in overrides)
 
 

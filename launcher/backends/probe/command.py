@@ -10,10 +10,7 @@ from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, run
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Answer of a command."""
-
     text: str = ""
-    """Its standard output."""
     failure: str | None = None
     """Why there is no answer, in one line."""
     there: bool = True

@@ -30,8 +30,6 @@ _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ra
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of the child."""
-
     directory: str
     """The directory itself, or the nearest one above it that exists."""
     writable: bool
@@ -41,17 +39,13 @@ class Measured:
     bytes_per_s: float | None
     """Speed of writing and flushing 16 MiB; None: not writable."""
     problem: str | None
-    """Why it cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A directory as jobs will find it."""
-
     path: Path
     measured: Measured | None
     failure: str | None
-    """Why nothing could be measured."""
     quota: Fact
 
     @property
@@ -139,7 +133,6 @@ def spans_machines(kind: str) -> bool | None:
 
 
 def file_system(directory: Path) -> str:
-    """Type of the mount that holds the directory; empty: unknown."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:

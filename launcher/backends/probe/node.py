@@ -33,17 +33,13 @@ fi
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Facts about one compute node."""
-
     failure: str | None = None
-    """Why there are none."""
     host: str = ""
     python: str | None = None
     """Version of the interpreter for the host side there; None: not found or too broken to say."""
     interpreter: str = ""
     """The first of the profile's `host_pythons` that works there."""
     shared: bool = False
-    """Whether it sees a file that this machine wrote into the run root."""
     enroot: str | None = None
     """Version; None: not found."""
     driver: str | None = None

@@ -51,16 +51,11 @@ print("mrl.done=yes")
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """Facts about one rank."""
-
     failure: str | None = None
-    """Why it failed."""
     unasked: str | None = None
     """Why none was started, which is no fault."""
     versions: str = ""
-    """Versions of torch and megatron-core."""
     gpus: int = 0
-    """Number of GPUs that torch sees."""
     cpus: str = ""
     """Processors that it may run on, joined by commas."""
     capability: tuple[int, int] | None = None
@@ -138,7 +133,6 @@ def _cause(lines: list[str]) -> str:
 
 
 def _in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[str]) -> list[str]:
-    """argv of the step, with srun's errors and the command's output in one stream."""
     assert profile.container is not None
     mounts = ",".join([f"{profile.run_root}:{profile.run_root}", *profile.container.mounts])
     step = ["srun", "--job-name=mrl-doctor", "--nodes=1", "--ntasks=1", "--time=15", f"--immediate={WAIT_S}", "--quiet"]

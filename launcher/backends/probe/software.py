@@ -14,8 +14,6 @@ PYTHON_PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Software of this machine that matters to a run."""
-
     host_python: Fact
     """Version of the first of the profile's `host_pythons`, such as 3.9.21."""
     registries: frozenset[str] | None
@@ -23,7 +21,6 @@ class Software:
     credentials: Path
     """enroot's file of credentials."""
     exposed: bool
-    """Whether other users may read that file."""
 
 
 def inspect(host_python: str) -> Software:
@@ -49,7 +46,6 @@ def credentials_path() -> Path:
 
 
 def _registries(credentials: Path) -> tuple[frozenset[str] | None, bool]:
-    """Return (registries, whether other users may read the file)."""
     try:
         with credentials.open(encoding="utf-8", errors="replace") as file:
             tokens, mode = file.read().split(), os.fstat(file.fileno()).st_mode

@@ -45,14 +45,10 @@ print("mrl.vllm=" + json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class VllmFacts:
-    """Facts about one Python."""
-
     python: str
-    """Its path or name."""
     where: str
     """Its place: `on this machine`, or `in IMAGE`."""
     failure: str | None = None
-    """Why there are no further facts."""
     unasked: str | None = None
     """Why it was not asked, which is no fault."""
     release: tuple[int, int] = (0, 0)

@@ -57,7 +57,6 @@ def refused_options(python: str, args: Mapping[str, bool | int | float | str]) -
 
 
 def words_of(args: Mapping[str, bool | int | float | str]) -> str:
-    """The argument of PROGRAM."""
     options = given_options(args)
     return json.dumps({name: option_word(option_name(name), options[option_name(name)]) for name in args})
 
@@ -69,7 +68,6 @@ def _asked(python: str, words: str) -> dict[str, str]:
 
 
 def read_refused(text: str, failure: str | None) -> dict[str, str]:
-    """Read the output of PROGRAM. Raises Unasked."""
     said = [line for line in text.splitlines() if line.startswith("mrl.vllm_options=")]
     if failure is not None or not said:
         raise Unasked(failure or "vLLM's parser does not answer")

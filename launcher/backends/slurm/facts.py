@@ -20,24 +20,15 @@ NODE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class SlurmFacts:
-    """Output of Slurm's commands."""
-
     version: Fact
-    """sinfo --version"""
     config: Fact
-    """scontrol show config"""
     partitions: Fact
-    """scontrol --oneliner show partition, hidden ones included"""
     nodes: Fact
-    """sinfo with NODE_COLUMNS"""
     qos: Fact
-    """sacctmgr's QOS, with QOS_COLUMNS"""
     associations: Fact
-    """sacctmgr's associations of this user, with ASSOCIATION_COLUMNS"""
     sacct: Fact
     """sacct of the jobs that started just now: only whether it works matters"""
     reservations: Fact
-    """scontrol --oneliner show reservation"""
     srun_help: Fact
     """srun --help, in which loaded plug-ins list their options"""
 

@@ -63,9 +63,7 @@ class JobState:
     """Slurm's reason for a job that waits or has failed; for `unknown`, why Slurm did not answer."""
     name: str = ""
     comment: str = ""
-    """Comment, which names the run where mrl submitted the job."""
     restarts: int = 0
-    """Number of requeues."""
     nodes: str = ""
     """Slurm's host list: `node[01-08]`."""
     dependency: str = ""
@@ -83,7 +81,6 @@ class JobState:
 
     @property
     def owns(self) -> bool:
-        """Whether the job may still write into its run directory."""
         return self.kind in ("pending", "running", "unknown")
 
 
@@ -136,7 +133,6 @@ def _job_of(owner: Owner, this_cluster: str | None, found: Mapping[str, JobState
 
 
 def cluster_name() -> str | None:
-    """Name of the Slurm cluster that answers here; None where it does not answer."""
     try:
         return parse_config(run(["scontrol", "show", "config"]).out).get("ClusterName")
     except SlurmRefused:

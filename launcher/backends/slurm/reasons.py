@@ -9,8 +9,6 @@ from launcher.backends.slurm.jobs import JobState
 
 
 class Wait(NamedTuple):
-    """Condition that a pending job waits for."""
-
     what: str
     stuck: bool
     """Whether it waits for ever unless somebody acts."""

@@ -15,9 +15,7 @@ from launcher.report.compare import Comparison, labels, short, verdict
 from megatron_rl.contract.text import printable
 
 PIPE_WIDTH = 240
-"""Columns where there is no terminal."""
 HEADER, CELL = 13, 22
-"""Characters of a line of a header, and of a value of a recipe."""
 FEW_KEYS, MOST_KEYS = 4, 12
 """Keys that are shown before the metrics, and that are shown at all: runs that differ in more are not those of a
 sweep."""
@@ -37,7 +35,6 @@ class Column(NamedTuple):
 
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
-    """Return the comparison, the best run first."""
     rows = [
         {
             "run": found.runs[at].name,
@@ -121,7 +118,6 @@ def _cut(text: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Format a value of a recipe."""
     return value if isinstance(value, str) else "-" if value is None else json.dumps(value, ensure_ascii=False)
 
 

@@ -47,7 +47,6 @@ def trace_lines(found: Mapping[str, Any], reason: str) -> Iterator[str]:
 
 
 def said_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what the code of the task printed."""
     if output := found.get("output", "").strip():
         yield "  output"
         yield from _below(output)

@@ -86,12 +86,10 @@ def failure_lines(failure: RunFailure) -> list[str]:
 
 
 def indented(lines: Sequence[str]) -> list[str]:
-    """Indent lines of other programs."""
     return [f"  | {line}" for line in lines]
 
 
 def result_lines(history: History) -> list[str]:
-    """Return first and last mean reward, and the greedy accuracy before and after training on each set."""
     lines = []
     rewards = history.rewards()
     if rewards:

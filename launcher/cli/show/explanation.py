@@ -23,7 +23,6 @@ SHOWN = {
     "inference_logprob_difference": "engine's difference, nats",
     "grad_norm": "gradient norm",
 }
-"""Metrics shown with their means over the first and the last steps."""
 
 
 def explanation_lines(run: RunDir, record: Record, explanation: Explanation, *, every: bool) -> list[str]:

@@ -26,21 +26,16 @@ RECENT = 20  # steps averaged for means and the time left
 
 @dataclass(slots=True)
 class History:
-    """Steps and evaluations of a run, and the current phase of rank 0."""
-
     steps: int
-    """Steps that the run will make."""
     phase: str = "starting"
     lines: list[MetricsLine] = field(default_factory=list)
     """Lines of metrics.jsonl, one per step."""
     evaluations: list[MetricsLine] = field(default_factory=list)
     """Lines of evaluations.jsonl, one per evaluation."""
     warnings: list[Hindrance] = field(default_factory=list)
-    """Signs that the run learns nothing or loses something."""
     waits_for: list[dict[str, Any]] = field(default_factory=list)
     """Replicas that the run waits for, and those that have ended, as `replicas_json` returns them."""
     unread: list[str] = field(default_factory=list)
-    """Files that could not be read last time, with the reasons."""
 
     @property
     def step(self) -> int:
@@ -48,7 +43,6 @@ class History:
         return self.lines[-1].step if self.lines else 0
 
     def eta_s(self) -> float | None:
-        """Estimated seconds until the last step, at the pace of recent steps."""
         times = numbers(self.lines[-RECENT:], "time/step_s")
         return (self.steps - self.step) * sum(times) / len(times) if times else None
 
@@ -58,7 +52,6 @@ class History:
         return saves[-1] + max(steps) if saves and steps else None
 
     def rewards(self) -> list[float]:
-        """Mean reward of each step that has one."""
         return numbers(self.lines, "mean_reward")
 
     def accuracies(self) -> dict[str, tuple[float | None, float | None]]:
@@ -73,8 +66,6 @@ class History:
 
 
 class HistoryReader:
-    """Reader that follows the files of a run without reading them again."""
-
     def __init__(self, run: RunDir, attempt: Attempt, steps: int) -> None:
         self.attempt = attempt
         self.history = History(steps)
@@ -120,7 +111,6 @@ class _GrowingFile:
         """Number of times the file was read from its start."""
 
     def poll(self) -> str | None:
-        """Read new lines. Return the error if something could not be read."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
@@ -164,7 +154,6 @@ def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
 
 
 def numbers(lines: Sequence[MetricsLine], name: str) -> list[float]:
-    """Values of a metric in the steps that have it."""
     return [value for line in lines if (value := number(line, name)) is not None]
 
 

@@ -32,8 +32,6 @@ Every key of a recipe, with what it takes, its default and its meaning. A key wi
 
 
 class Keys:
-    """All that is known of the keys of a recipe."""
-
     def __init__(self) -> None:
         name = {
             "type": "string",
@@ -61,7 +59,6 @@ class Keys:
         return {_name(path): self.meaning(path) for path in self.known if path[:1] != ENVIRONMENTS}
 
     def markdown(self) -> str:
-        """The page docs/keys.md."""
         top = [key for key in self.known if len(key) == 1]
         lines = [
             PAGE,
@@ -123,7 +120,6 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def _set_by(path: KeyPath) -> Iterator[str]:
-    """Shipped recipes that set a key, by value."""
     by: dict[str, list[str]] = {}
     for recipe in shipped_recipes():
         value = _value(shipped_values(recipe), path)
@@ -145,7 +141,6 @@ def _value(values: Any, path: Sequence[str]) -> Any:
 
 
 def _written(value: Any) -> str:
-    """A value as a recipe writes it."""
     if value is None:
         return "null"
     if value == "":

@@ -33,12 +33,9 @@ LEAVE = ("q", "Q", "\x03", "\x04")
 
 
 class Look(NamedTuple):
-    """Status found by one read."""
-
     rows: list[dict[str, Any]]
     """Each as `status_json` returns it."""
     unsure: bool
-    """Whether something is unknown."""
     over: bool
     """Whether nothing more can happen."""
 
@@ -111,8 +108,6 @@ def _keys() -> Iterator[int | None]:
 
 
 class ChangeView:
-    """One block, or line of JSON, per change."""
-
     def __init__(self, as_json: bool, several: bool) -> None:
         self._as_json, self._several = as_json, several
         self._shown: list[Any] | None = None
@@ -150,7 +145,6 @@ class PanelView:
 
 
 def run_panel(row: dict[str, Any]) -> Panel:
-    """Panel of one run: a bar of its steps, and the lines of `mrl status`."""
     title, *lines = status_lines(row)
     parts: list[RenderableType] = []
     if row["steps"]:
@@ -164,7 +158,6 @@ def run_panel(row: dict[str, Any]) -> Panel:
 
 
 def overview(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    """Table of several runs, a line each."""
     if not rows:
         return Text("no run is queued or running")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -13,8 +13,6 @@ BLOCK = 1 << 16
 
 
 class LogLine(NamedTuple):
-    """A line of a log, and its source."""
-
     attempt: int
     """0 for the batch log, which all attempts share."""
     role: str
@@ -40,7 +38,6 @@ class LogFollower:
         self._source = (0, BATCH, 0)
 
     def poll(self) -> Iterator[LogLine]:
-        """Yield new complete lines."""
         path, source = self._choose()
         if path is not None and path != self.path:
             yield from self._rest()
@@ -82,7 +79,6 @@ def log_files(run: RunDir, attempt: int | None) -> list[Path]:
 
 
 def missing(run: RunDir, role: str, rank: int, attempt: int | None) -> str:
-    """Return the message for a missing log of a role's rank."""
     roles: dict[str, list[int]] = {BATCH: []} if run.batch_log.is_file() else {}
     for path in log_files(run, attempt):
         name, _, number = path.stem.rpartition(".")

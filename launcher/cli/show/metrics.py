@@ -52,7 +52,6 @@ CODE = re.compile(r"\(mrl [^)]+\)|mrl \w+ RUN@[^.]+(?:\.\w+)+=VALUE|\b[a-z_]+(?:
 
 
 def metrics_page() -> str:
-    """Return the page docs/metrics.md."""
     lines = [PAGE.rstrip("\n")]
     for title, metrics in {**SUBJECTS, "Evaluations (evaluations.jsonl)": EVALUATION_METRICS}.items():
         lines += ["", f"## {title}"]
@@ -69,7 +68,6 @@ def metrics_page() -> str:
 
 
 def metric_texts() -> dict[str, str]:
-    """Return the meaning of each metric."""
     return {name: metric.meaning for name, metric in {**STEP_METRICS, **EVALUATION_METRICS}.items()}
 
 

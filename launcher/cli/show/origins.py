@@ -37,7 +37,6 @@ def origin_lines(recipe: Recipe, cluster: str, profile: Profile | None) -> list[
 
 
 def _of_profile(recipe: Recipe, profile: Profile | None) -> Iterator[str]:
-    """Keys whose values the recipe leaves to the profile of the cluster."""
     if profile and profile.time_limit and recipe.config.job.time_limit is None:
         yield "job.time_limit"
     if profile and profile.container and recipe.config.image.reference is None:

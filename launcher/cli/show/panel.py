@@ -31,8 +31,6 @@ MOST_WAITS = 3
 
 
 class View(ABC):
-    """Display of a run until its end."""
-
     _evaluated: int | None = None  # step of the last evaluation shown
 
     def show(self, history: History) -> None:
@@ -180,14 +178,12 @@ class Display(View):
 
 
 def waiting_lines(history: History) -> list[str]:
-    """Describe the replicas that the run waits for, and since when."""
     named = replica_lines(history.waits_for[:MOST_WAITS], time.time())
     further = len(history.waits_for) - len(named)
     return [*named, f"and {further} more replicas that do not answer"] if further else named
 
 
 def step_line(history: History) -> str:
-    """Describe the newest step."""
     line = history.lines[-1]
     eta = history.eta_s()
     reward = f"reward {shown(line, 'mean_reward', '.3f')}  " if number(line, "mean_reward") is not None else ""
@@ -209,7 +205,6 @@ def evaluation_line(line: MetricsLine) -> str:
 
 
 def shown(line: MetricsLine, name: str, form: str) -> str:
-    """Format a value of a step, or return a dash."""
     value = number(line, name)
     return "-" if value is None else format(value, form)
 

@@ -107,7 +107,6 @@ def _line(node: int, row: Sequence[Block], cell: int, short: bool, framed: bool)
 
 
 def legend(plan: Plan) -> str:
-    """Explain the letters of a drawing."""
     sizes = plan.sizes
     what = ["dp: data-parallel replica"]
     if sizes.partitioned:

@@ -16,7 +16,6 @@ def recipes_json() -> str:
 
 
 def recipe_lines() -> Iterator[str]:
-    """Yield model, nodes x GPUs, mode and purpose of each recipe."""
     rows = [*_rows()]
     table = columns([(line["name"], line["model"].rpartition("/")[2], _ranks(line), line["mode"]) for line in rows])
     for first, line in zip(table, rows, strict=True):

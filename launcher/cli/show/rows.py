@@ -12,7 +12,6 @@ from launcher.cli.show.conversation import said_lines, trace_lines
 from megatron_rl.contract.text import printable_lines
 
 BEGIN, END = "[[", "]]"
-"""Around the tokens that are learned."""
 INDENT = "  "
 
 

@@ -16,7 +16,6 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 
 SHARES = ("greedy", "pass@", "avg@", "maj@", "cut_off")
-"""Prefixes of scores between 0 and 1."""
 NAMES = {"mean_reward": "mean reward", "tokens": "tokens per answer", "cut_off": "cut off at the limit"}
 
 
@@ -50,13 +49,11 @@ class ProgressLine:
 
 
 def result_of(run: RunDir) -> EvaluationResult | None:
-    """Return the result of an evaluation job; None if it has none yet, or if the run trains."""
     file = result_file(run)
     return None if file is None else if_readable(read(EvaluationResult, file))
 
 
 def lines(result: EvaluationResult, out: str) -> Iterator[str]:
-    """Yield the scores of each set, and the path of the record."""
     settings = result.settings
     weights, sampling = settings["checkpoint"], settings["sampling"]
     step = "" if weights["step"] is None else f" after step {weights['step']}"

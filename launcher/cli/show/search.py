@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from launcher.recipe.suggest import SYNONYMS
 
 MOST = 6
-"""Names of each kind that are listed."""
 WIDTH = 100
 
 

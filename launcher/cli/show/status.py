@@ -239,7 +239,6 @@ def _waiting(data: dict[str, Any]) -> str:
 
 
 def _next(status: RunStatus) -> str | None:
-    """Suggest the next command."""
     if status.state in ("stopped", "failed", "cancelled", "lost", "new"):
         resume = pasteable_command("resume", status.name)
         return once_corrected(status.run, resume) if _is_misconfigured(status) else resume

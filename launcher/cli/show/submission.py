@@ -30,7 +30,6 @@ def job_in_brief(job: PlannedJob) -> str:
 
 
 def dry_run_lines(draft: Draft) -> list[str]:
-    """Return lines about what would be submitted: where, and with which ranks."""
     return [
         f"would submit to {draft.job.cluster}: {job_in_brief(draft.job)}",
         f"  directory  {draft.job.run_dir}",
@@ -40,7 +39,6 @@ def dry_run_lines(draft: Draft) -> list[str]:
 
 
 def dry_run_json(draft: Draft) -> dict[str, Any]:
-    """Return the JSON of a dry run."""
     job = draft.job
     return {
         "cluster": job.cluster,
@@ -87,7 +85,6 @@ def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str],
 
 
 def submitted_json(submitted: SubmittedJob, draft: Draft) -> dict[str, Any]:
-    """Return the JSON of a submitted job."""
     return {
         "cluster": draft.job.cluster,
         "run_dir": str(submitted.run.root),
@@ -124,7 +121,6 @@ def _foreseen(start: str) -> bool:
 
 
 def _step_lines(plan: Plan) -> list[str]:
-    """One line for the training step, and one for all inference replicas."""
     train = next(step for step in plan.steps if step.replica is None)
     replicas = [step for step in plan.steps if step.replica is not None]
     lines = [f"train      {len(train.nodes) * train.tasks_per_node} ranks on {_nodes(len(train.nodes))}"]

@@ -13,15 +13,11 @@ import click
 
 
 class Interruptions:
-    """Ctrl-C, SIGTERM and SIGHUP, recorded instead of obeyed."""
-
     def __init__(self) -> None:
         self.names: list[str] = []
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Record the signals while the context lasts."""
-
         def note(signum: int, frame: FrameType | None) -> None:
             self.names.append("Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name)
 
@@ -34,7 +30,6 @@ class Interruptions:
 
 
 def at_terminal() -> bool:
-    """Whether a user can be asked."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
@@ -47,7 +42,6 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
 
 
 def discard_output() -> None:
-    """Redirect all further output to /dev/null, since the terminal is gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # a closed stream, or not a file

@@ -28,7 +28,6 @@ _OF_SALLOC = re.compile(r"--(partition|account|qos|constraint|reservation|nodes|
 
 
 def _salloc(job: PlannedJob) -> str:
-    """Return the salloc command for the resources that the script requests."""
     return " ".join(["salloc", *filter(_OF_SALLOC.match, header(job))])
 
 

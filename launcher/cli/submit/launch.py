@@ -12,7 +12,6 @@ from megatron_rl.contract.paths import RunDir
 
 
 def launch(request: Request) -> int:
-    """Start the requested runs and return the exit code. Raises BadInput."""
     clusters = load_clusters()
     cluster, planned = plan_runs(request, clusters)
     for note in dict.fromkeys(_implied(one) for one in planned if one.recipe.implied):

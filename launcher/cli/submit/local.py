@@ -48,7 +48,6 @@ RUNS = "runs"
 
 
 def refuse_slurm_only(request: Request, count: int) -> None:
-    """Refuse options, and sweeps, that need a Slurm cluster. Raises BadInput."""
     slurm_only = ("script", "test_only", "follow", "after", "max_running", "in_allocation", "update_code")
     given = [f"--{name.replace('_', '-')}" for name in slurm_only if getattr(request, name)]
     if given:
@@ -62,7 +61,6 @@ def refuse_slurm_only(request: Request, count: int) -> None:
 
 
 def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
-    """Run, or show, one planned run; return the exit code. Raises BadInput."""
     recipe = planned.recipe
     included = [Path(path) for path in recipe.config.code.include or ()]
     run = None if planned.given is None else RunDir(planned.given)
@@ -147,7 +145,6 @@ def _report_finished(config: RunConfig, run: RunDir) -> int:
 
 
 def _resume_command(recipe: Recipe, run: RunDir) -> str:
-    """Return the command that resumes the run."""
     from launcher.runs.find import pasteable_command
 
     if Path(recipe.asked) == run.resolved:
@@ -156,7 +153,6 @@ def _resume_command(recipe: Recipe, run: RunDir) -> str:
 
 
 def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, request: Request) -> int:
-    """Run the prepared attempt until its end; return the exit code."""
     # A dry run does not need these, and they are slow to import.
     from launcher.backends.local import Supervisor, supervisor_command
     from launcher.cli.submit.follow import Follower, NoSupervisor
@@ -203,7 +199,6 @@ def _report_detached(run: RunDir, attempt: Attempt, started: AttemptStart, resum
 def _follow(
     config: RunConfig, run: RunDir, attempt: Attempt, follower: Follower, interruptions: Interruptions, resume: str
 ) -> int:
-    """Show the run until it ends; return the exit code."""
     from launcher.cli.show.ending import EXIT_CODES, ending_lines
     from launcher.cli.show.history import HistoryReader
     from launcher.cli.show.panel import Display

@@ -41,23 +41,17 @@ class Request:
     max_running: int | None = None
     in_allocation: bool = False
     yes: bool = False
-    """Start a large sweep without asking."""
     update_code: bool = False
     """Take a new snapshot of the code; only set by `mrl resume` and `mrl fork`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """One of the requested runs."""
-
     recipe: Recipe
-    """Recipe, with the chosen cluster."""
     name: str
     """Name of its directory, if it gets a new one."""
     given: Path | None
-    """Directory from the command line."""
     asked_cluster: str | None
-    """`cluster` as the recipe has it."""
     stem: str = ""
     """Beginning of `name`, which the runs of a sweep share."""
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profile) -> int:
-    """Submit, estimate or show these runs; return the exit code. Raises BadInput."""
     if len(planned) > 1 and (request.follow or request.in_allocation):
         raise BadInput(f"a sweep of {len(planned)} jobs cannot be followed or run inside one allocation")
     if len(planned) == 1 and request.max_running is not None:

@@ -25,7 +25,6 @@ CODES = {"finished": EXIT_FINISHED, "stopped": EXIT_INTERRUPTED, "cancelled": EX
 
 
 def watch(run: RunDir) -> int:
-    """Watch until the run ends or Ctrl-C; return the exit code."""
     job_id = job_id_of(run)
     if job_id is None:
         raise BadInput(f"{run.root} is a local run")
@@ -92,7 +91,6 @@ def _job_now(run: RunDir, job: JobState) -> JobState:
 
 
 def _news(status: RunStatus) -> str:
-    """Describe a change in one line; empty if there is nothing new."""
     job = status.job
     if status.state in ("queued", "requeued") and job:
         waits = f", waiting for {status.waits_for}" if status.waits_for else ""

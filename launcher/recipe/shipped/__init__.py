@@ -8,7 +8,6 @@ BASES = SHIPPED / "bases"
 
 
 def shipped_recipes() -> list[str]:
-    """Names that can be used instead of a path."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
