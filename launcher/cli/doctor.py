@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
-from launcher.backends.probe import disk, software
+from launcher.backends.probe import disk
 from launcher.backends.probe import node as compute_node
 from launcher.backends.probe import rank as one_rank
-from launcher.backends.probe.vllm import probe_in_container
+from launcher.backends.probe.vllm_python import probe_in_container
 from launcher.backends.slurm import facts as slurm_facts
 from launcher.cli.arguments import OVERRIDES
 from launcher.cli.completion import complete_recipe
@@ -116,7 +116,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Doct
                 )
     facts = ClusterFacts(
         slurm=slurm,
-        software=software.inspect(profile.host_pythons()[0]),
+        software=compute_node.login_software(profile.host_pythons()[0]),
         run_root=run_root,
         node=node,
         rank=rank,

@@ -148,8 +148,8 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
     shown, and the exit code is 1.
     """
     from launcher.backends.child import tried  # not needed to list environments
-    from launcher.cli.show.conversation import conversation_lines
     from launcher.cli.show.ending import indented
+    from launcher.cli.show.row_lines import conversation_lines
 
     trial = _trial(name, problems, env_args, options)
     found: list[dict[str, Any]] = []
@@ -235,7 +235,7 @@ def _faults(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, bool
 
 
 def _shown(one: dict[str, Any]) -> str:
-    from launcher.cli.show.conversation import said_lines, trace_lines
+    from launcher.cli.show.row_lines import said_lines, trace_lines
 
     lines = [f"  {printable_lines(reason)}" for reason in filter(None, [one.get("no_gold")])]
     for reason in one.get("failures", ()):

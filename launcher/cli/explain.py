@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from typing import Any
 
 import click
 
-from launcher.cli.completion import complete_run
+from launcher.cli.arguments import RUN
+from launcher.cli.show.ending import failure_lines
+from launcher.explain.explanation import RULES, Explanation, explain
+from launcher.explain.record import Record, read_record
+from launcher.runs.find import find
+from megatron_rl.contract.learning import WINDOW
+from megatron_rl.contract.paths import RunDir
+
+WIDTH = 110
+SHOWN = {
+    "mean_reward": "reward",
+    "loss": "loss",
+    "nonzero_groups_ratio": "groups with signal",
+    "truncated_ratio": "answers cut off",
+    "answer_length": "tokens an answer",
+    "entropy": "entropy, nats",
+    "clip_fraction": "clipped tokens",
+    "inference_logprob_difference": "engine's difference, nats",
+    "grad_norm": "gradient norm",
+}
 
 
 @click.command("explain", short_help="Say why a run does not learn, with evidence and what to try.")
-@click.argument("run", required=False, shell_complete=complete_run)
+@RUN
 @click.option("--all", "every", is_flag=True, help="Also name the rules that found nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: {run, step, failure, findings, rules}.")
 def command(run: str | None, every: bool, as_json: bool) -> None:
@@ -22,11 +43,6 @@ def command(run: str | None, every: bool, as_json: bool) -> None:
     \b
     Exit codes: 0 printed, whether anything was found or not  1 the record cannot be read  2 no such run
     """
-    from launcher.cli.show.explanation import explanation_json, explanation_lines
-    from launcher.explain.explanation import explain
-    from launcher.explain.record import read_record
-    from launcher.runs.find import find
-
     found = find(run)
     record = read_record(found)
     explanation = explain(found, record)
@@ -34,3 +50,44 @@ def command(run: str | None, every: bool, as_json: bool) -> None:
         click.echo(json.dumps(explanation_json(found, explanation)))
     else:
         click.echo("\n".join(explanation_lines(found, record, explanation, every=every)))
+
+
+def explanation_lines(run: RunDir, record: Record, explanation: Explanation, *, every: bool) -> list[str]:
+    """Return the text for people: how the run failed, what the rules find, and what they compare.
+
+    every: whether to name the rules that found nothing.
+    """
+    lines = [f"{run.root.name}: {explanation.steps} of {record.key('training.steps')} steps"]
+    if explanation.failure is not None:
+        lines += ["", *failure_lines(explanation.failure), ""]
+    changes = {label: record.change(name) for name, label in SHOWN.items()}
+    known = [f"  {label:<26} {its[0]:>9.4g} -> {its[1]:.4g}" for label, its in changes.items() if its]
+    if known:
+        known[0] += f"   (means of the first and the last {WINDOW} steps)"
+    lines += known
+    for one in explanation.findings:
+        lines += ["", one.name if one.since is None else f"{one.name}, since step {one.since}"]
+        lines += [*_wrapped("seen", one.seen + "."), *_wrapped("try", one.advice)]
+    if explanation.remark:
+        lines += ["", *_wrapped("", explanation.remark)]
+    if every:
+        lines += ["", "without a finding:", *_wrapped("", ", ".join(explanation.quiet))]
+    return lines
+
+
+def explanation_json(run: RunDir, explanation: Explanation) -> dict[str, Any]:
+    failure = explanation.failure
+    return {
+        "run": str(run.root),
+        "step": explanation.steps,
+        "failure": None if failure is None else {"message": failure.message, "log": str(failure.log)},
+        "findings": [
+            {"rule": one.name, "since": one.since, "seen": one.seen, "try": one.advice} for one in explanation.findings
+        ],
+        "rules": [*RULES],
+    }
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    first = f"  {label:<5} " if label else "  "
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)

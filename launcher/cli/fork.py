@@ -47,7 +47,7 @@ def command(
     """
     from launcher.cli.submit.launch import launch
     from launcher.cli.submit.request import Request
-    from launcher.job.fork import forked, plan_fork
+    from launcher.job.forked_run import forked, plan_fork
     from launcher.recipe.changes import as_json as changes_json
 
     fork = plan_fork(run_at_step, overrides, trust)

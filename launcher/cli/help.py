@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import click
 
 from launcher.cli.completion import SHELLS, complete_key, completion_scripts
 from launcher.cli.main import ALIASES, COMMANDS
+from launcher.recipe.suggest import SYNONYMS, did_you_mean
+
+MOST = 6  # names of each kind that a search lists
+WIDTH = 100
 
 
 @click.command("help", short_help="Describe a command, a key of a recipe, or a metric.")
@@ -48,7 +55,7 @@ def command(
         click.echo("\n".join(completion_scripts(shell)))
         return
     if recipes:
-        from launcher.cli.show.recipes import recipe_lines, recipes_json
+        from launcher.cli.show.lists import recipe_lines, recipes_json
 
         click.echo(recipes_json() if as_json else "\n".join(recipe_lines()))
         return
@@ -75,7 +82,6 @@ def _describe(context: click.Context, name: str | None) -> None:
         return
     from launcher.cli.show.keys import Keys, key_path  # slow to import
     from launcher.cli.show.metrics import metric_lines, metric_texts
-    from launcher.recipe.suggest import did_you_mean
 
     keys, path = Keys(), key_path(name)
     if name not in COMMANDS and path not in keys.known and (entry := metric_lines(name)):
@@ -84,8 +90,6 @@ def _describe(context: click.Context, name: str | None) -> None:
     if len(path) > 1 and path not in keys.known:
         raise click.UsageError(f"recipes have no key {name}{did_you_mean(path, keys.known)}", context)
     if not {name} & {*COMMANDS, *ALIASES} and path not in keys.known:
-        from launcher.cli.show.search import search_lines
-
         commands = {command: group.get_command(root, command) for command in COMMANDS}
         texts = {command: found.get_short_help_str(200) for command, found in commands.items() if found}
         if lines := search_lines(name, {"keys": keys.texts(), "metrics": metric_texts(), "commands": texts}):
@@ -99,3 +103,37 @@ def _describe(context: click.Context, name: str | None) -> None:
         click.echo("\nIn recipes:\n")
     if path in keys.known:
         click.echo("\n".join(keys.lines(path)))
+
+
+def distance(name: str, meaning: str, word: str, meant: str) -> int | None:
+    """Return how far a name is from a word: 0 for what other programs call by this word, then by whether the last part
+    of the name, the name or the meaning has it; None if nothing has it."""
+    if name == meant:
+        return 0
+    last = name.rpartition(".")[2].rpartition("/")[2]
+    for place, text in enumerate((last, name, meaning), 2):
+        if re.search(rf"(?<![a-z]){re.escape(word)}", text.lower()):
+            return place - (text == word)
+    return None
+
+
+def search_lines(word: str, kinds: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return the names that fit a word, the nearest first; empty if there are none.
+
+    kinds: heading -> name -> meaning.
+    """
+    word, lines = word.lower(), list[str]()
+    meant = ".".join(SYNONYMS.get(word, ()))
+    for heading, entries in kinds.items():
+        near = {name: distance(name, meaning, word, meant) for name, meaning in entries.items()}
+        ranked = sorted((name for name in near if near[name] is not None), key=lambda name: near[name] or 0)
+        if not ranked:
+            continue
+        lines += ["", f"{heading}:"]
+        width = max(map(len, ranked[:MOST]))
+        for name in ranked[:MOST]:
+            text = f"  {name:<{width}}  {' '.join(entries[name].split())}"
+            lines.append(text if len(text) <= WIDTH else f"{text[: WIDTH - 1].rstrip()}…")
+        if len(ranked) > MOST:
+            lines.append(f"  and {len(ranked) - MOST} more")
+    return lines[1:]

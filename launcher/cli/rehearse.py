@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher.backends.rehearsal import Rehearsal, rehearse
-from launcher.cli.completion import complete_override, complete_recipe
+from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
@@ -19,13 +20,17 @@ from launcher.plan.parameters import tokens_known
 from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe, teacher_of
+from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED
+from megatron_rl.contract.text import size
 from megatron_rl.inference.capabilities import capabilities_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @click.command("rehearse", short_help="Run a step at its true size without a GPU: shapes, devices, memory.")
-@click.argument("recipe", shell_complete=complete_recipe)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@RECIPE
 @click.option("--cluster", help="Cluster profile whose GPUs it must fit, instead of the recipe's.")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ranks": [...], "fits": true}, sizes in bytes.')
 @click.pass_context
@@ -81,8 +86,6 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
             )
         if config.teacher_vllm:
             click.echo("note: the teacher's replicas are left out: vLLM divides their memory itself", err=True)
-        from launcher.cli.show.rehearsal import show  # rich is slow to import
-
         show(config, name, ranks, limit)
     if not fits:
         ctx.exit(EXIT_CRASHED)
@@ -98,3 +101,47 @@ def _row(one: Rehearsal, planned: int) -> dict[str, Any]:
         "planned_bytes": planned,
     }
     return row if one.failure is None else {**row, "failure": asdict(one.failure)}
+
+
+TRIFLE = 0.005
+"""Share of a phase's peak below which a holder is not named."""
+
+
+def show(config: RunConfig, cluster: str, ranks: Sequence[dict[str, Any]], limit: int | None) -> None:
+    """ranks: as in `mrl rehearse --json`. limit: bytes of a GPU; None: unknown."""
+    from rich.console import Console  # slow to import
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(f"{config.name} on {cluster}, rehearsed at its true size", style="bold"))
+    for rank in ranks:
+        console.print()
+        console.print(_table(rank, limit))
+        if failure := rank.get("failure"):
+            console.print(Text(f"fails in {failure['phase']}: {failure['error']}", style="bold red"))
+            console.print(Text(f"  at {failure['where']}", style="red"))
+
+
+def _table(rank: dict[str, Any], limit: int | None) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", justify="right", min_width=10)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    stage = rank["stage"]
+    article = "an" if rank["role"] == "inference" else "a"
+    kind = f"{article} {rank['role']} rank" + ("" if stage is None else f", stage {stage}")
+    table.add_row("", "", f"{kind}: {rank['parameters']:,} parameters")
+    for name, phase in rank["phases"].items():
+        largest = sorted(phase["held_by"].items(), key=lambda item: -item[1])
+        named = [f"{holder} {size(held)}" for holder, held in largest if held > TRIFLE * phase["bytes"]]
+        table.add_row(name, size(phase["bytes"]), ", ".join(named))
+    fits = limit is None or rank["peak_bytes"] + CONTEXT_BYTES <= limit
+    style = "bold" if fits else "bold red"
+    beside = f"and {size(CONTEXT_BYTES)} of CUDA and NCCL, of {size(limit)}" if limit else ""
+    table.add_row(Text("peak", style=style), Text(size(rank["peak_bytes"]), style=style), beside)
+    beside_peak = f"{rank['planned_bytes'] / rank['peak_bytes'] - 1:+.1%}" if rank["peak_bytes"] else ""
+    table.add_row("planned", size(rank["planned_bytes"]), beside_peak)
+    return table

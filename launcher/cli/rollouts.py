@@ -63,7 +63,7 @@ def command(
     \b
     Exit codes: 0 printed  1 nothing is recorded, or nothing fits  2 no such run
     """
-    from launcher.cli.show.rollouts import PROBLEM_HEADING, group_json, group_lines, problem_json, problem_line
+    from launcher.cli.show.groups import PROBLEM_HEADING, group_json, group_lines, problem_json, problem_line
     from launcher.errors import Failed
     from launcher.runs.find import find
     from launcher.runs.rollout_selection import Wanted, histories, selected

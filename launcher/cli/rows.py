@@ -56,7 +56,7 @@ def command(
     cluster: str | None,
     as_json: bool,
 ) -> None:
-    from launcher.cli.show.rows import count_lines, row_lines
+    from launcher.cli.show.row_lines import count_lines, row_lines
 
     clusters = load_clusters()
     run = find(recipe) if not Path(recipe).is_file() and names_run(recipe) else None

@@ -59,7 +59,7 @@ def command(
     if listing:
         if run is not None or watch:
             raise BadInput(f"--list and {'--watch' if watch else 'RUN'} exclude each other")
-        from launcher.cli.show.listing import list_runs
+        from launcher.cli.show.lists import list_runs
 
         list_runs(None if every else limit, as_json)
         return
@@ -69,7 +69,7 @@ def command(
 
         found = watch_status(reader.look, as_json, every)
     else:
-        from launcher.cli.show.status import status_lines
+        from launcher.cli.show.status_rows import status_lines
 
         found = reader.look()
         if as_json:
@@ -95,7 +95,7 @@ class StatusReader:
     def look(self) -> Look:
         from launcher.cli.show.history import HistoryReader
         from launcher.cli.show.live import Look
-        from launcher.cli.show.status import status_json  # not needed for completion
+        from launcher.cli.show.status_rows import status_json  # not needed for completion
         from launcher.runs.state import UNSURE, read_statuses
 
         statuses = read_statuses(self._alive() if self._run is None else [self._run])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.node import NodeFacts, Software
 from launcher.backends.probe.rank import RankFacts
-from launcher.backends.probe.software import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.backends.slurm.parse import number
 from launcher.cluster.profile import Profile

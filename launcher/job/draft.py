@@ -22,11 +22,11 @@ from launcher.host.code.listing import SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.host.slurm.formats import time_limit_s
 from launcher.job.admission import corrections, with_date
+from launcher.job.code_sources import code_sources
 from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import notes as notification_notes
 from launcher.job.notifications import refusals as notification_refusals
 from launcher.job.script import PlannedJob, render
-from launcher.job.sources import code_sources
 from launcher.job.steps import with_argv
 from launcher.plan.summary import make_plan, plan_json, with_offload
 from launcher.recipe.load import Recipe, refusal

@@ -17,12 +17,12 @@ from launcher.host.code.git import GitError, dirty, work_tree
 from launcher.plan.memory_terms import WEIGHT_BYTES
 from launcher.plan.parameters import vocabulary, weights
 from launcher.plan.summary import gpu_bytes
-from launcher.recipe.files import RecipeFile, with_base
 from launcher.recipe.load import Recipe, dump_resolved, read_resolved
 from launcher.recipe.located_yaml import YamlProblems, read
 from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import validation_problems
 from launcher.recipe.published import find_published
+from launcher.recipe.written import RecipeFile, with_base
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_arguments, environment_class, registered, with_kept_files
 from megatron_rl.config import RunConfig

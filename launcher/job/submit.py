@@ -10,7 +10,7 @@ from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 
-from launcher.backends.slurm import submit as sbatch
+from launcher.backends.slurm import sbatch as sbatch
 from launcher.backends.slurm.jobs import cluster_name
 from launcher.backends.slurm.refusal import no_partition, translate
 from launcher.cluster.profile import RUN_MODES

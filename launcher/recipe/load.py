@@ -14,13 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import BadInput
-from launcher.recipe.engine_override import implied
-from launcher.recipe.files import SECTIONS, Origin, Override, Written, read_files
 from launcher.recipe.located_yaml import YamlProblems, dump, locator, read, read_mapping, read_text
 from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import ITEM, KeyPath, Locate, generic, known_keys, validation_problems, where_named
 from launcher.recipe.published import find_folder, find_published
 from launcher.recipe.suggest import did_you_mean
+from launcher.recipe.written import SECTIONS, Origin, Override, Written, implied, read_files
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.config import RunConfig

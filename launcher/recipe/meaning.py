@@ -13,6 +13,8 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
 from launcher.recipe.problems import ITEM
 from launcher.recipe.suggest import KeyPath
 from megatron_rl.recipe.section import Section
@@ -64,3 +66,26 @@ def _classes(module: str) -> Mapping[str, Mapping[str, str]]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
                 said[field.target.id] = cleandoc(str(below.value.value))  # type: ignore[attr-defined]
     return found
+
+
+def with_defaults(values: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """Return the values of a section, keys that it does not know included, with the default of each key that they lack,
+    such as those of a resolved.yaml that an older mrl wrote. Required keys stay absent."""
+    filled = dict(values)
+    for field_name, field in section.model_fields.items():
+        name = field.alias or field_name
+        if name not in filled:
+            default = field.get_default(call_default_factory=True, validated_data={})
+            if default is not PydanticUndefined:
+                filled[name] = to_jsonable_python(default)
+            continue
+        found = [*sections_of(field.annotation)]
+        if len(found) == 1:
+            filled[name] = _filled(filled[name], *found[0])
+    return filled
+
+
+def _filled(value: Any, section: type[Section], is_item: bool) -> Any:
+    if is_item and isinstance(value, list):
+        return [_filled(one, section, False) for one in value]
+    return with_defaults(value, section) if isinstance(value, Mapping) and not is_item else value

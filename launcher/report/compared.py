@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.explain.record import read_record
-from launcher.recipe.defaults import with_defaults
+from launcher.recipe.meaning import with_defaults
 from launcher.report.compare import ComparedRun
 from launcher.runs.find import at_once, find, is_run, newest_first
 from launcher.runs.state import read_statuses

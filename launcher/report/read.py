@@ -14,9 +14,9 @@ from launcher.explain.record import Record, read_record
 from launcher.host.record.accounting import GpuUsage, goodput_of, held_of
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import ends_in, read_ledger, starts_in
-from launcher.recipe.defaults import with_defaults
-from launcher.recipe.files import EXTENDS, RecipeFile, shipped_values, with_base
 from launcher.recipe.located_yaml import read_mapping, read_text
+from launcher.recipe.meaning import with_defaults
+from launcher.recipe.written import EXTENDS, RecipeFile, shipped_values, with_base
 from launcher.report.charts import chart_groups, evaluation_charts
 from launcher.report.page_rollouts import collect
 from launcher.report.recipe import Difference, differences, overridden

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.backends.probe.command import Fact
 from launcher.backends.probe.disk import Disk, Measured
-from launcher.backends.probe.software import Software
+from launcher.backends.probe.node import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
 from launcher.doctor.examine import ClusterFacts, examine

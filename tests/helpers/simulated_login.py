@@ -24,14 +24,14 @@ from slurm_text import squeue_record
 
 from launcher.backends import local
 from launcher.backends.slurm import jobs as jobs_module
-from launcher.backends.slurm import submit as submit_module
+from launcher.backends.slurm import sbatch as submit_module
 from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.host.code import snapshot
 from launcher.host.slurm import call
 from launcher.host.slurm.call import Answer, SlurmSilent
 from launcher.host.slurm.formats import text_of
-from launcher.job import sources
+from launcher.job import code_sources as sources
 from launcher.runs import find
 from megatron_rl.contract.attempt_records import AttemptStart, MetricsLine, Progress, TimelineLine
 from megatron_rl.contract.paths import RunDir

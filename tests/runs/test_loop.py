@@ -17,7 +17,7 @@ from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, re
 from optional import needs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launcher.job.fork import PlannedFork, fill
+from launcher.job.forked_run import PlannedFork, fill
 from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.contract.attempt_records import Outcome

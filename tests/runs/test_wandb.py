@@ -23,7 +23,7 @@ from wandb_server import Server, Shown
 
 from launcher.cluster.choice import load_clusters
 from launcher.job.draft import draft
-from launcher.job.fork import PlannedFork, fill
+from launcher.job.forked_run import PlannedFork, fill
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
 from megatron_rl.contract.files import append_bytes

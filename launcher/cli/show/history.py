@@ -10,13 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from launcher.cli.show.replicas import replicas_json, waited_for
-from megatron_rl.contract.attempt_records import MetricsLine, Progress
+from launcher.host.record.evidence import read_replicas
+from megatron_rl.contract.attempt_records import MetricsLine, Progress, ReplicaAddress, ReplicaState
+from megatron_rl.contract.codes import REPLICA_RUNNING
 from megatron_rl.contract.learning import Hindrance, number
-from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, read
+from megatron_rl.contract.paths import FOLDERS, Attempt, Replica, RunDir
+from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, if_readable, read
 from megatron_rl.contract.window_rules import Watch
 
+ANSWERS, STARTS = "answers", "starts"  # states of replicas
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_LINE = 65536  # bytes
 TORN = "the last line cannot be read"
@@ -194,3 +196,38 @@ def clock(seconds: float) -> str:
 def shown_accuracy(value: float | None) -> str:
     """Format the greedy accuracy on a set; None: all answers were lost."""
     return "unknown (no answer has a reward)" if value is None else f"{value:.3f}"
+
+
+def replicas_json(attempt: Attempt) -> list[dict[str, Any]]:
+    """Return the state of each replica: `state` is answers, starts, waiting or given up; `at` since when
+    (unix time); `phase` what a start does; `why` how it ended last."""
+    return [
+        _replica_json(state, attempt.replica(state.replica, kind))
+        for kind in FOLDERS
+        for state in read_replicas(attempt, kind)
+    ]
+
+
+def waited_for(replicas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pick from `replicas_json` those of a kind of which none answers, which the run waits for, and ended ones."""
+    served = {one["kind"] for one in replicas if one["state"] == ANSWERS}
+    return [one for one in replicas if one["kind"] not in served or one["state"] not in (ANSWERS, STARTS)]
+
+
+def _replica_json(state: ReplicaState, files: Replica) -> dict[str, Any]:
+    address, progress = None, None
+    if state.state == REPLICA_RUNNING:
+        address = if_readable(read(ReplicaAddress, files.listener))
+        progress = if_readable(read(Progress, files.progress))
+    there = address is not None and address.start + 1 >= state.starts
+    return {
+        "name": files.role,
+        "kind": files.kind,
+        "state": (ANSWERS if there else STARTS) if state.state == REPLICA_RUNNING else state.state,
+        "phase": None if there or progress is None else progress.phase,
+        "at": address.at if address is not None and there else state.at or None,
+        "address": f"{address.host}:{address.port}" if address is not None and there else None,
+        "hosts": list(state.hosts),
+        "starts": state.starts,
+        "why": state.why,
+    }

@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher.recipe.files import EXTENDS, shipped_values
 from launcher.recipe.meaning import meanings
 from launcher.recipe.problems import ITEM, expected, generic, known_keys
 from launcher.recipe.shipped import shipped_bases, shipped_recipes
 from launcher.recipe.suggest import KeyPath
+from launcher.recipe.written import EXTENDS, shipped_values
 from megatron_rl.config import RunConfig
 
 WIDTH = 100  # columns of the terminal

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.cli.show.history import clock
-from launcher.cli.show.status import status_lines
+from launcher.cli.show.status_rows import status_lines
 from launcher.cli.show.terminal import Interruptions, echo
 from megatron_rl.contract.text import printable
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.cli.show.history import RECENT, History, clock, evaluation_values, mean, shown_accuracy, sparkline
-from launcher.cli.show.status import replica_lines
+from launcher.cli.show.status_rows import replica_lines
 from launcher.cli.show.terminal import echo
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number

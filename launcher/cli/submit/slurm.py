@@ -119,7 +119,7 @@ def _submit_all(
     planned: Sequence[PlannedRun], drafts: Sequence[Draft], after: Sequence[str], request: Request
 ) -> list[SubmittedJob]:
     """Submit the runs in order. If Slurm refuses one of a sweep, those before it stay, and the error names the rest."""
-    from launcher.job.sources import heavy, left_out
+    from launcher.job.code_sources import heavy, left_out
     from launcher.job.submit import refuse_unfit, submit
     from launcher.recipe.sweep import chains
 

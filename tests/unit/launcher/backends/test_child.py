@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.backends.child import ModuleProcess
-from launcher.cli.serving import serve
+from launcher.cli.serve import serve
 
 SAYS_ITS_ORDER = 'import json; print(json.dumps({"address": "", "order": list({f"task {i}" for i in range(20)})}))'
 

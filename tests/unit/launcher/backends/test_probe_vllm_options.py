@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.probe import vllm_options
-from launcher.backends.probe.vllm_options import Unasked, refused_options
+from launcher.backends.probe import vllm_python as vllm_options
+from launcher.backends.probe.vllm_python import Unasked, refused_options
 
 STAND_IN = """
 import argparse
@@ -60,7 +60,7 @@ def test_without_options_nothing_is_started() -> None:
 def test_a_python_that_does_not_answer_says_nothing_about_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, why: str
 ) -> None:
-    monkeypatch.setattr(vllm_options, "LIMIT_S", 0.2 if "sleep" in program else 60.0)
+    monkeypatch.setattr(vllm_options, "OPTIONS_LIMIT_S", 0.2 if "sleep" in program else 60.0)
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)

@@ -273,7 +273,7 @@ def test_arguments_of_doctor(home, head, place, more, cluster, damages, silent, 
     with (
         mock.patch.object(doctor.slurm_facts, "collect", lambda: said),
         mock.patch.object(doctor.disk, "inspect", lambda path: found),
-        mock.patch.object(doctor.software, "inspect", lambda python: software()),
+        mock.patch.object(doctor.compute_node, "login_software", lambda python: software()),
         mock.patch.object(doctor.compute_node, "probe", lambda *about: NodeFacts(failure="no node is free")),
     ):
         tried(main, ["doctor", *head, *place, *more])

@@ -10,7 +10,7 @@ from run_helpers import make_run
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import HistoryReader
 from launcher.cli.show.panel import LiveView, PlainView
-from launcher.cli.show.status import status_json, status_lines
+from launcher.cli.show.status_rows import status_json, status_lines
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
 from megatron_rl.contract.codes import FINISHED

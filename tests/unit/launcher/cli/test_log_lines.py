@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.cli.show.log_lines import LogFollower, _start_of_last, log_files, missing
+from launcher.cli.logs import LogFollower, _start_of_last, log_files, missing
 from megatron_rl.contract.paths import RunDir
 
 

@@ -14,9 +14,9 @@ from launcher.cli.main import ALIASES, main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.show.keys import Keys, key_path
 from launcher.errors import show
-from launcher.recipe.files import shipped_values
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from launcher.recipe.written import shipped_values
 from megatron_rl.agent.registry import EnvironmentInfo
 from megatron_rl.recipe.section import flat
 

@@ -9,7 +9,7 @@ from run_helpers import begin, end, make_run
 
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import History
-from launcher.cli.show.status import status_json
+from launcher.cli.show.status_rows import status_json
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import CRASHED, DRAINED, MISCONFIGURED

@@ -7,7 +7,7 @@ import json
 from click.testing import CliRunner
 
 from launcher.cli.main import main
-from launcher.cli.show.recipes import purpose
+from launcher.cli.show.lists import purpose
 from launcher.recipe.shipped import shipped_recipes
 
 

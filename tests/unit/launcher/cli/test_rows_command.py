@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from launcher.cli.main import main
 from launcher.cli.rows import is_faulty
-from launcher.cli.show.rows import count_lines, row_lines
+from launcher.cli.show.row_lines import count_lines, row_lines
 
 SPANS = [{"learned": False, "tokens": 2, "text": "a\x1b[2J\nb"}, {"learned": True, "tokens": 1, "text": "c"}]
 

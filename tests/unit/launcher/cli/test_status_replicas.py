@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.cli.show.history import HistoryReader
+from launcher.cli.show.history import HistoryReader, replicas_json
 from launcher.cli.show.panel import PlainView
-from launcher.cli.show.replicas import replicas_json
-from launcher.cli.show.status import replica_lines
+from launcher.cli.show.status_rows import replica_lines
 from megatron_rl.contract.attempt_records import Progress, ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING, REPLICA_WAITING
 from megatron_rl.contract.paths import TEACHER, Attempt, RunDir

@@ -8,9 +8,8 @@ import pytest
 from doctor_helpers import config, disk, facts, found, profile, recipe, said, slurm, software
 
 from launcher.backends.probe.command import Fact
-from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.node import NodeFacts, credentials_path, login_software
 from launcher.backends.probe.rank import RankFacts
-from launcher.backends.probe.software import credentials_path, inspect
 from launcher.doctor.examine import examine
 
 BOX = {"container": {"image": "nvcr.io#nvidia/pytorch:25.06-py3"}}
@@ -109,17 +108,17 @@ def test_only_the_hosts_of_credentials_are_read(tmp_path, monkeypatch):
     monkeypatch.setenv("ENROOT_CONFIG_PATH", str(tmp_path))
     path = credentials_path()
     assert path == tmp_path / ".credentials"
-    assert inspect("python3").registries is None
+    assert login_software("python3").registries is None
     path.write_text(
         "# mine\nmachine nvcr.io login $oauthtoken password nvapi-SECRET\nmachine auth.docker.io login a password b\n"
     )
     path.chmod(0o640)
-    seen = inspect("python3")
+    seen = login_software("python3")
     assert seen.registries == {"nvcr.io", "auth.docker.io"}
     assert seen.exposed
     assert "SECRET" not in repr(seen)
     path.chmod(0o600)
-    assert not inspect("python3").exposed
+    assert not login_software("python3").exposed
 
 
 def test_the_python_of_the_host_side_here():

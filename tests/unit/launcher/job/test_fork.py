@@ -6,7 +6,7 @@ import pytest
 from run_helpers import make_run
 
 from launcher.errors import BadInput, Unsure
-from launcher.job.fork import PlannedFork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
+from launcher.job.forked_run import PlannedFork, checkpoint_of, fill, forked, plan_fork, refuse_misfits
 from launcher.job.kept_files import keep_files
 from launcher.recipe.changes import Change
 from launcher.recipe.load import load_recipe

@@ -9,9 +9,9 @@ import pytest
 from launcher.backends.local import supervisor_command
 from launcher.errors import BadInput
 from launcher.job import lesson as lesson_module
+from launcher.job.code_sources import code_sources
 from launcher.job.lesson import LessonCheck, Verdict
 from launcher.job.run_directory import prepare
-from launcher.job.sources import code_sources
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
 from megatron_rl.contract.files import write_atomic

@@ -24,9 +24,9 @@ from launcher.host.attempt.notify import NotifySettings
 from launcher.job.script import PlannedJob, header, render
 from launcher.plan.placement import rank_rows
 from launcher.plan.summary import make_plan
-from launcher.recipe.files import RecipeFile, Written
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from launcher.recipe.written import RecipeFile, Written
 from megatron_rl.contract.attempt_records import AttemptStart
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append

@@ -13,8 +13,8 @@ import pytest
 from launcher.errors import BadInput
 from launcher.host.code import snapshot
 from launcher.host.code.sources import plan_sources
-from launcher.job import sources
-from launcher.job.sources import code_sources, heavy, left_out
+from launcher.job import code_sources as sources
+from launcher.job.code_sources import code_sources, heavy, left_out
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.registry import GROUP
 from megatron_rl.contract.paths import RunDir

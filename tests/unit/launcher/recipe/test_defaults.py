@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from launcher.recipe.defaults import with_defaults
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.recipe.located_yaml import read_mapping
+from launcher.recipe.meaning import with_defaults
 from megatron_rl.config import RunConfig
 
 

@@ -11,10 +11,10 @@ import yaml
 from launcher.cli.show.origins import origin_lines
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
-from launcher.recipe.files import shipped_values
 from launcher.recipe.load import asked_text, dump_resolved, load_recipe, origins, place_of
 from launcher.recipe.published import MODELS
 from launcher.recipe.shipped import shipped_bases, shipped_recipes
+from launcher.recipe.written import shipped_values
 
 MINE = """\
 extends: qwen2.5-3b-dapo

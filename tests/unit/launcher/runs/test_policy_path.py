@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_helpers import make_run
 
-from launcher.cli.serving import make_token_file
+from launcher.cli.serve import make_token_file
 from launcher.errors import BadInput
 from launcher.host.record.identity import note_submission
 from launcher.runs.policy_path import prepare_policy

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from launcher.cli.show.conversation import conversation_lines
+from launcher.cli.show.row_lines import conversation_lines
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.reward_only import RewardOnlyAgent

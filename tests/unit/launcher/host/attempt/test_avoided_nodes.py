@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from run_helpers import begin, end, make_run
 
 from launcher.backends.slurm.jobs import JobState
-from launcher.cli.show import status as show
+from launcher.cli.show import status_rows as show
 from launcher.host.attempt.start_again import EXCLUDED_FOR_S, nodes_to_avoid
 from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import make_run
 
-from launcher.cli.show.status import status_json, status_lines
+from launcher.cli.show.status_rows import status_json, status_lines
 from launcher.host.record import goodput
 from launcher.host.record.accounting import CATEGORIES, AttemptTrace, AttemptUsage, gpu_usage, in_queue
 from launcher.host.record.goodput import mark, read_usage, write_usage

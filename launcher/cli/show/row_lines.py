@@ -1,4 +1,4 @@
-"""Rows and problems of `mrl rows` as text."""
+"""Rows and problems of `mrl rows`, and rollouts of `mrl environments try`, as text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
-from launcher.cli.show.conversation import said_lines, trace_lines
 from megatron_rl.contract.text import printable_lines
 
-BEGIN, END = "[[", "]]"
+BEGIN, END = "[[", "]]"  # around the learned tokens of a row
+BOUNDARY = "│"  # between two tokens of a rollout
+COLOURS = {"trained": "green", "untrained": "yellow", "given": None}
+WIDTH = max(map(len, COLOURS))
 INDENT = "  "
 
 
@@ -85,13 +87,53 @@ def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
     for reason, count in dropped.items():
         yield f"{INDENT}{count:>9,}  {printable_lines(reason)}"
     if lengths := found["lengths"]:
-        yield f"{INDENT}tokens: {_percentiles(lengths)}; at most {found['limit']:,} fit"
+        *shares, longest = lengths
+        parts = [f"{name} % up to {lengths[name]:,}" for name in shares]
+        yield f"{INDENT}tokens: {', '.join(parts)}, the longest {lengths[longest]:,}; at most {found['limit']:,} fit"
     yield f"{INDENT}equal to an earlier one: {found['equal']:,} rows, {found['equal_prompts']:,} prompts"
     if found.get("learned") is not None:
         yield f"{INDENT}learned: {found['learned']:.1%} of the tokens"
 
 
-def _percentiles(lengths: Mapping[str, int]) -> str:
-    names: Sequence[str] = [*lengths]
-    parts = [f"{name} % up to {lengths[name]:,}" for name in names[:-1]]
-    return f"{', '.join(parts)}, the longest {lengths[names[-1]]:,}"
+def conversation_lines(found: Mapping[str, Any], *, boundaries: bool) -> Iterator[str]:
+    """found: as of `megatron_rl.standalone.trial.conversation`. boundaries: whether to mark where tokens end."""
+    sequences = found.get("sequences", ())
+    if not any("".join(spans[0]["texts"]) == found["prompt"] for spans in sequences):
+        yield printable_lines(found["prompt"])
+    for number, spans in enumerate(sequences, 1):
+        tokens = sum(len(span["tokens"]) for span in spans)
+        trained = sum(len(span["tokens"]) for span in spans if span["kind"] == "trained")
+        name = f"sequence {number} of {len(sequences)}" if len(sequences) > 1 else "conversation"
+        yield f"  {name}: {tokens} tokens, {trained} trained"
+        for span in spans:
+            yield from _span_lines(span["kind"], span["texts"], BOUNDARY if boundaries else "")
+    yield from said_lines(found)
+    if sequences:
+        parts = "".join(f", {name} {value:g}" for name, value in found["components"].items())
+        yield f"  reward {found['reward']:g}{parts}"
+    for reason in found["failures"]:
+        yield f"  lost: {printable_lines(reason)}"
+        yield from trace_lines(found, reason)
+    yield ""
+
+
+def trace_lines(found: Mapping[str, Any], reason: str) -> Iterator[str]:
+    """Yield the traceback, or the output of the program, of a reason for which a rollout is lost."""
+    yield from _below(found.get("traces", {}).get(reason, ""))
+
+
+def said_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    if output := found.get("output", "").strip():
+        yield "  output"
+        yield from _below(output)
+
+
+def _below(text: str) -> Iterator[str]:
+    yield from (f"    {printable_lines(line)}" for line in text.rstrip().splitlines())
+
+
+def _span_lines(kind: str, texts: Sequence[str], boundary: str) -> Iterator[str]:
+    label = kind
+    for line in printable_lines(boundary.join(texts)).split("\n"):
+        yield f"    {label:<{WIDTH}}  " + click.style(line, fg=COLOURS[kind], bold=kind == "trained")
+        label = ""

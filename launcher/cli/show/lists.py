@@ -1,4 +1,4 @@
-"""Lists in the terminal: the runs of this account, and columns of any list."""
+"""Lists in the terminal: the runs of this account, and the shipped recipes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import click
 
 from launcher.cli.show.history import newest_line
 from launcher.cli.show.scores import brief, result_of, scores_json
+from launcher.recipe.load import Recipe, load_recipe
+from launcher.recipe.shipped import shipped_recipes
 from launcher.runs.find import at_once, newest_first
 from launcher.runs.state import RunStatus, read_statuses
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -81,3 +83,45 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     done = f"{'?' if row['step'] is None else row['step']}/{row['steps'] or '?'}"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["submitted"]))
     return (row["run"], row["state"], done, reward, row["cluster"], row["job"] or "-", when)
+
+
+def _recipe_rows() -> list[dict[str, Any]]:
+    return [_recipe_row(load_recipe(name)) for name in shipped_recipes()]
+
+
+def recipes_json() -> str:
+    return json.dumps({"recipes": _recipe_rows()}, indent=2)
+
+
+def recipe_lines() -> Iterator[str]:
+    rows = _recipe_rows()
+    table = columns([(line["name"], line["model"].rpartition("/")[2], _ranks(line), line["mode"]) for line in rows])
+    for first, line in zip(table, rows, strict=True):
+        yield from (first, f"    {line['purpose']}")
+
+
+def _recipe_row(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.config
+    return {
+        "name": recipe.asked,
+        "model": config.model.huggingface or f"{config.model.num_layers} layers of {config.model.hidden_size}",
+        "nodes": config.job.nodes,
+        "gpus_per_node": config.job.gpus_per_node,
+        "device": config.job.device,
+        "mode": config.placement.mode,
+        "purpose": purpose(recipe.text),
+    }
+
+
+def purpose(text: str) -> str:
+    """Return the first sentence of the comment at the top of a recipe."""
+    comment: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("# "))
+    return " ".join(comment).partition(". ")[0].rstrip(".")
+
+
+def _ranks(line: dict[str, Any]) -> str:
+    return f"{line['nodes']} x {line['gpus_per_node']}{' CPU' if line['device'] == 'cpu' else ''}"

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launcher.cli.show.ending import once_corrected
-from launcher.cli.show.history import RECENT, HistoryReader, clock, mean
-from launcher.cli.show.replicas import replicas_json
+from launcher.cli.show.history import RECENT, HistoryReader, clock, mean, replicas_json
 from launcher.cli.show.scores import brief, result_of, scores_json
 from launcher.errors import BadInput
 from launcher.host.attempt.start_again import excluded_since
