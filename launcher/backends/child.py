@@ -9,7 +9,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from subprocess import PIPE
 from types import FrameType
 from typing import Any
@@ -27,7 +26,7 @@ class TookTooLong(Exception):
     """A child did not end within its limit, and was killed."""
 
 
-class Interrupted(Exception):
+class ChildInterrupted(Exception):
     """A child was asked to stop, and has stopped."""
 
 
@@ -163,8 +162,12 @@ def interruptible(module: str, *arguments: str, errors: int | None = PIPE) -> It
     """Yield a child that Ctrl-C, SIGTERM and SIGHUP stop, not this process: the first asks it to end, the second kills
     it. After the block it has ended.
 
-    Raises Interrupted where it was stopped, and BadInput or Failed where it failed.
+    Raises ChildInterrupted where it was stopped, and BadInput or Failed where it failed.
     """
+    # The child leads its own session, so a Ctrl-C at the terminal reaches only this process, which decides what it
+    # means: the first becomes SIGTERM, on which an evaluation keeps its answers and a server finishes its requests;
+    # the next one kills. A signal may also arrive before the child exists, so it is sent again once there is one. A
+    # child that was stopped and fails because of it counts as interrupted, not as failed.
     received: list[int] = []
     child: ModuleProcess | None = None
 
@@ -181,27 +184,20 @@ def interruptible(module: str, *arguments: str, errors: int | None = PIPE) -> It
             yield child
             code = child.wait()
             if code == EXIT_INTERRUPTED or (code != EXIT_FINISHED and received):
-                raise Interrupted
+                raise ChildInterrupted
             child.finish()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    result: EvaluationResult
-    out: str
+def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]) -> tuple[EvaluationResult, str]:
+    """Evaluate on this machine. Returns the result and the path of its file.
 
-
-def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]) -> Done:
-    """Evaluate on this machine.
-
-    Args:
-        report: gets the progress, as megatron_rl.evaluate.blocks.Progress.
+    report: gets the progress, as megatron_rl.evaluate.blocks.Progress.
 
     Raises:
-        Interrupted: it was stopped; its answers so far are kept.
+        ChildInterrupted: it was stopped; its answers so far are kept.
         BadInput: the evaluation is impossible as requested.
         Failed: something else went wrong.
     """
@@ -213,7 +209,7 @@ def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]
             if "progress" in said:
                 report(said["progress"])
             elif "result" in said:
-                done = Done(from_json(EvaluationResult, said["result"]), said["out"])
+                done = from_json(EvaluationResult, said["result"]), said["out"]
     if done is None:
         raise Failed("the evaluation ended without a result")
     return done

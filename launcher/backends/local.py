@@ -26,7 +26,7 @@ REPLICA_MODULE = "megatron_rl.replica_main"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class LocalMachine:
     """Resources of this machine for the ranks of a local run."""
 
     cpus: int
@@ -43,7 +43,7 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Names in /proc/cpuinfo of instructions that multiply bf16: x86, x86, Arm."""
 
 
-def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
+def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> LocalMachine:
     """Read the resources of this machine, without torch.
 
     Args:
@@ -54,7 +54,7 @@ def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> 
         gpus = min(gpus, sum(bool(name.strip()) for name in visible.split(",")))
     bounds = [*_memory(root), *_memory_of_groups(root)]
     total, free = zip(*bounds, strict=True) if bounds else ((), ())
-    return Machine(
+    return LocalMachine(
         len(os.sched_getaffinity(0)),
         gpus,
         min(total, default=None),

@@ -21,19 +21,19 @@ LIMIT_S = 600.0  # seconds for one rank
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RehearsalFailure:
     phase: str
     error: str
     where: str
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class RankRehearsal:
     kind: RankKind
     parameters: int
     phases: Mapping[str, Mapping[str, int]]
     """Phase -> holder -> bytes at the phase's peak."""
-    failure: Failure | None
+    failure: RehearsalFailure | None
 
     @property
     def peak_bytes(self) -> int:
@@ -42,7 +42,7 @@ class Rehearsal:
 
 def rehearse(
     config: RunConfig, vocab: int, kinds: Sequence[RankKind], teacher: TeacherFiles | None = None
-) -> list[Rehearsal]:
+) -> list[RankRehearsal]:
     """Rehearse one rank of each kind.
 
     Args:
@@ -60,23 +60,23 @@ def request(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles
     return json.dumps({"config": config.model_dump(mode="json"), **asked}) + "\n"
 
 
-def answer(kind: RankKind, said: str) -> Rehearsal:
+def answer(kind: RankKind, said: str) -> RankRehearsal:
     """Parse the last line of COMMAND's output; libraries may print something before it."""
     done: dict[str, Any] = json.loads(said.splitlines()[-1])
-    failure = None if done["failure"] is None else Failure(**done["failure"])
-    return Rehearsal(kind, done["parameters"], done["phases"], failure)
+    failure = None if done["failure"] is None else RehearsalFailure(**done["failure"])
+    return RankRehearsal(kind, done["parameters"], done["phases"], failure)
 
 
-def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None) -> Rehearsal:
+def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None) -> RankRehearsal:
     try:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         ran = run_limited(COMMAND, LIMIT_S, environ, request(config, vocab, kind, teacher).encode())
     except subprocess.TimeoutExpired:
-        return Rehearsal(kind, 0, {}, Failure("start", f"did not end within {LIMIT_S:.0f} s", COMMAND[-1]))
+        return RankRehearsal(kind, 0, {}, RehearsalFailure("start", f"did not end within {LIMIT_S:.0f} s", COMMAND[-1]))
     except OSError as refusal:  # no memory left for another process
-        return Rehearsal(kind, 0, {}, Failure("start", str(refusal), COMMAND[-1]))
+        return RankRehearsal(kind, 0, {}, RehearsalFailure("start", str(refusal), COMMAND[-1]))
     if ran.returncode != 0:
         said = [line for line in ran.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         error = said[-1] if said else f"exit code {ran.returncode}"
-        return Rehearsal(kind, 0, {}, Failure("start", error, COMMAND[-1]))
+        return RankRehearsal(kind, 0, {}, RehearsalFailure("start", error, COMMAND[-1]))
     return answer(kind, ran.stdout.decode("utf-8", "replace"))

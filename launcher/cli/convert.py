@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from launcher.backends.child import Interrupted, interruptible
+from launcher.backends.child import ChildInterrupted, interruptible
 from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import Failed
@@ -146,7 +146,7 @@ def _convert(
     try:
         with interruptible(CONVERTER, *arguments) as child:
             said = [*child.said()]
-    except Interrupted:
+    except ChildInterrupted:
         raise click.Abort from None
     finally:
         _warn_of_left(target)

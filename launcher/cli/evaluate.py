@@ -19,7 +19,7 @@ from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.doctor.preflight import problems, refuse_unready
 from launcher.doctor.vllm_python import vllm_findings
 from launcher.errors import BadInput
-from launcher.job.evaluation_request import Origin, job_recipe, origin_of, refuse_ranks, requested
+from launcher.job.evaluation_request import CheckpointRun, job_recipe, origin_of, refuse_ranks, requested
 from launcher.runs.policy_path import prepare_policy
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
@@ -127,7 +127,7 @@ def command(ctx: click.Context, **options: Any) -> None:
     ctx.exit(_as_job(_evaluation(options, _pinned(origin, options), device="cuda"), origin, cluster, options))
 
 
-def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> Evaluation:
+def _evaluation(options: dict[str, Any], origin: CheckpointRun | None, device: str) -> Evaluation:
     """device: default if neither the user nor a run says."""
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
     asked = {name: options[name] for name in (*ASKED, "checkpoint")}
@@ -140,7 +140,7 @@ def _evaluation(options: dict[str, Any], origin: Origin | None, device: str) -> 
     return requested(origin, options["env"], options["env_args"], sampling, asked)
 
 
-def _vllm_python(options: dict[str, Any], origin: Origin | None) -> str | None:
+def _vllm_python(options: dict[str, Any], origin: CheckpointRun | None) -> str | None:
     if options["engine"] != "vllm":
         return None
     of_run = origin.config.inference.vllm if origin else None
@@ -160,25 +160,25 @@ def _make_folder_of(out: Path) -> None:
 
 
 def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
-    from launcher.backends.child import Interrupted, evaluate  # not needed to submit a job
+    from launcher.backends.child import ChildInterrupted, evaluate  # not needed to submit a job
     from launcher.cli.show.scores import ProgressLine, lines
 
     progress = ProgressLine()
     try:
-        done = evaluate(evaluation, progress.report)
-    except Interrupted:
+        result, out = evaluate(evaluation, progress.report)
+    except ChildInterrupted:
         click.echo("interrupted; answers so far are kept, and the same command continues", err=True)
         return EXIT_INTERRUPTED
     finally:
         progress.end()
     if as_json:
-        click.echo(json.dumps({**to_json(done.result), "out": done.out}))
+        click.echo(json.dumps({**to_json(result), "out": out}))
     else:
-        click.echo("\n".join(lines(done.result, done.out)))
+        click.echo("\n".join(lines(result, out)))
     return EXIT_FINISHED
 
 
-def _pinned(origin: Origin | None, options: dict[str, Any]) -> Origin | None:
+def _pinned(origin: CheckpointRun | None, options: dict[str, Any]) -> CheckpointRun | None:
     """Pin the job to the newest checkpoint of now, in case the run continues meanwhile."""
     checkpoint = Path(options["checkpoint"])
     if origin and origin.run.root == checkpoint.absolute():
@@ -188,7 +188,7 @@ def _pinned(origin: Origin | None, options: dict[str, Any]) -> Origin | None:
     return origin
 
 
-def _as_job(evaluation: Evaluation, origin: Origin | None, cluster: str, options: dict[str, Any]) -> int:
+def _as_job(evaluation: Evaluation, origin: CheckpointRun | None, cluster: str, options: dict[str, Any]) -> int:
     from launcher.cli.submit.request import PlannedRun, Request
     from launcher.cli.submit.slurm import run_on_slurm
     from launcher.fetch.prefetch import known_caches

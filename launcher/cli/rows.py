@@ -14,8 +14,8 @@ from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import known_caches
-from launcher.job.kept_files import keep_files
-from launcher.job.lesson import own_files, request_of, rows_child, why_not_here
+from launcher.job.kept_files import keep_files, own_files
+from launcher.job.lesson import request_of, rows_child, why_not_here
 from launcher.recipe.load import Recipe, load_recipe
 from launcher.runs.find import find, names_run
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from launcher.backends.child import Interrupted, interruptible
+from launcher.backends.child import ChildInterrupted, interruptible
 from launcher.cli.arguments import DEVICE, DTYPE, TP, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.cli.show.terminal import echo
@@ -236,7 +236,7 @@ def serve(module: str, arguments: Sequence[str], tokens: Path, usage: Callable[[
                 if "address" in message:
                     message |= {"token_file": str(tokens.absolute())}
                     echo(usage(message) if usage else json.dumps(message))
-    except Interrupted:
+    except ChildInterrupted:
         raise click.Abort from None
     except BadInput as error:
         raise type(error)(reason) if reason else error from None

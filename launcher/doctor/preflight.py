@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.backends.local import Machine, inspect
+from launcher.backends.local import LocalMachine, inspect
 from launcher.backends.probe.vllm_python import Unasked, VllmFacts, probe, refused_options
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
@@ -44,7 +44,9 @@ class Packages:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    machine: Machine
+    """This machine, and what a recipe needs of it."""
+
+    machine: LocalMachine
     packages: Packages
     refusals: tuple[str, ...]
     absent: tuple[DoctorFinding, ...]
@@ -196,7 +198,8 @@ def packages(found: Packages) -> DoctorFinding:
     return ok("packages", "all packages of the ranks are installed")
 
 
-def processors(machine: Machine, config: RunConfig | None) -> Iterator[DoctorFinding]:
+def processors(machine: LocalMachine, config: RunConfig | None) -> Iterator[DoctorFinding]:
+    """Report whether there are enough GPUs and CPUs for the ranks."""
     if config is None:
         yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
         return
@@ -226,7 +229,8 @@ def processors(machine: Machine, config: RunConfig | None) -> Iterator[DoctorFin
         yield ok("cpus", f"{count(threads, 'thread')} for {count(machine.cpus, 'CPU')}")
 
 
-def arithmetic(machine: Machine, config: RunConfig) -> Iterator[DoctorFinding]:
+def arithmetic(machine: LocalMachine, config: RunConfig) -> Iterator[DoctorFinding]:
+    """Warn of bf16 on processors that would emulate it."""
     if config.job.device == "cpu" and config.model.dtype == "bf16" and machine.multiplies_bf16 is False:
         yield warning(
             "arithmetic",
@@ -236,7 +240,8 @@ def arithmetic(machine: Machine, config: RunConfig) -> Iterator[DoctorFinding]:
         )
 
 
-def memory(machine: Machine, config: RunConfig, least: int) -> Iterator[DoctorFinding]:
+def memory(machine: LocalMachine, config: RunConfig, least: int) -> Iterator[DoctorFinding]:
+    """Report whether the ranks of a CPU run fit into this machine's memory."""
     measured = config.job.memory_gib
     needed = int(measured * 2**30) if measured else least
     if config.job.device != "cpu" or machine.memory_bytes is None or not needed:

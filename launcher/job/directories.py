@@ -18,7 +18,7 @@ def run_name(name: str, now: time.struct_time) -> str:
 
 
 def refuse_unusable(path: Path) -> None:
-    """Raise BadInput where `path` is no directory and cannot become one: below a file, or at a dangling link."""
+    """Raise BadInput where `path` is not a directory and cannot become one: below a file, or at a dangling link."""
     if not str(path.absolute()).isprintable():
         raise BadInput(f"--run-dir {str(path)!r}: the path has control characters or is not UTF-8; give another one")
     for place in (path, *path.absolute().parents):
@@ -69,14 +69,13 @@ def made(path: Path, mode: int = 0o777) -> Iterator[None]:
 @contextmanager
 def _empty_ones_removed(made: Sequence[Path]) -> Iterator[None]:
     """Remove these directories, innermost first and if empty, where the caller fails."""
-    succeeded = False
     try:
         yield
-        succeeded = True
-    finally:
-        for folder in () if succeeded else made:
+    except BaseException:
+        for folder in made:
             with suppress(OSError):
                 folder.rmdir()
+        raise
 
 
 def clear(root: Path) -> None:
@@ -90,12 +89,7 @@ def clear(root: Path) -> None:
 
 @contextmanager
 def disk_errors(path: Path, advice: str = "give a writable --run-dir") -> Iterator[None]:
-    """Turn an OSError into BadInput, in one line.
-
-    Args:
-        path: path to name where the error names none.
-        advice: what to do.
-    """
+    """Turn an OSError into BadInput, in one line that names `path` where the error names none."""
     try:
         yield
     except OSError as error:

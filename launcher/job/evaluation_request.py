@@ -36,23 +36,23 @@ OPTIONS = {"sets": "--set", "checkpoint": "CHECKPOINT"}
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class CheckpointRun:
     run: RunDir
     config: RunConfig
 
 
-def origin_of(checkpoint: str) -> Origin | None:
+def origin_of(checkpoint: str) -> CheckpointRun | None:
     """Run whose directory or checkpoint a path is; None: it is neither. Raises BadInput."""
     path = Path(checkpoint).absolute()
     for root in (path, path.parent.parent):
         run = RunDir(root)
         if run.resolved.is_file() and (root == path or path.parent == run.checkpoints):
-            return Origin(run, read_resolved(run.resolved))
+            return CheckpointRun(run, read_resolved(run.resolved))
     return None
 
 
 def requested(
-    origin: Origin | None,
+    origin: CheckpointRun | None,
     environment: str | None,
     environment_args: Sequence[str],
     sampling: Mapping[str, Any],
@@ -188,7 +188,7 @@ def code_version(environment: str) -> str:
 # The job
 
 
-def job_recipe(evaluation: Evaluation, origin: Origin | None, cluster: str, caches: Sequence[Path]) -> Recipe:
+def job_recipe(evaluation: Evaluation, origin: CheckpointRun | None, cluster: str, caches: Sequence[Path]) -> Recipe:
     """Recipe of a job of one node that evaluates. Raises BadInput.
 
     Args:

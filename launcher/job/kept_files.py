@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.errors import BadInput
-from launcher.recipe.changes import Change
+from launcher.recipe.changes import Change, differing
 from launcher.recipe.load import Recipe
 from megatron_rl.agent.registry import used_files
+from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, write
@@ -18,35 +19,29 @@ from megatron_rl.recipe.own_code import CodeReference, modules_beside
 
 
 def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None = None) -> list[Change]:
-    """Copy the files of the user's code that the run's environments and algorithm use, so that all attempts run the
-    same. Returns the replaced copies.
+    """Copy the files of the user's code that the run's environments and algorithm use. See `copy_files`.
 
-    Args:
-        renew: whether to replace copies by the present files.
-        source: run whose copies take the place of the present files, as far as it has them.
-
-    Raises:
-        BadInput: a file cannot be read.
+    source: run whose copies take the place of the present files, as far as it has them.
     """
-    own = (CodeReference.of(function).file for function in recipe.config.grpo.own_functions.values())
-    files = used_files(recipe.config.task) if recipe.config.generates else []
     sources = {path: source.kept_files / one.name for path, one in kept_files(source).items()} if source else {}
-    return copy_files(run, [*files, *(str(file) for file in own if file is not None)], renew, sources)
+    return copy_files(run, own_files(recipe.config), renew, sources)
+
+
+def own_files(config: RunConfig) -> list[str]:
+    """Files of the user's code that a run has copies of."""
+    functions = (CodeReference.of(function).file for function in config.grpo.own_functions.values())
+    return [*(used_files(config.task) if config.generates else []), *map(str, filter(None, functions))]
 
 
 def copy_files(
     run: RunDir, files: Sequence[str], renew: bool, sources: Mapping[str, Path] | None = None
 ) -> list[Change]:
     """Copy files, each with the modules beside it that it imports, so that all attempts run the same. Return the
-    replaced copies.
+    replaced copies. Raises BadInput.
 
     Args:
-        files: original paths.
         renew: whether to replace copies by the present files.
-        sources: files that take the place of original ones.
-
-    Raises:
-        BadInput: a file cannot be read.
+        sources: original path -> file that takes its place.
     """
     before = kept_files(run)
     kept, changed = [], []
@@ -82,12 +77,7 @@ def kept_files(run: RunDir) -> dict[str, KeptFile]:
 
 def _changes(old: KeptFile, new: KeptFile) -> list[Change]:
     before, after = ({Path(one.path).name: one.sha256, **one.beside} for one in (old, new))
-    names = [*dict.fromkeys([*before, *after])]
-    return [
-        Change(f"files.{name}", before.get(name), after.get(name))
-        for name in names
-        if before.get(name) != after.get(name)
-    ]
+    return [one._replace(key=f"files.{one.key}") for one in differing(before, after)]
 
 
 def _beside(file: Path) -> list[Path]:

@@ -20,18 +20,17 @@ from launcher.doctor.node_files import as_seen_here
 from launcher.doctor.preflight import unreadable
 from launcher.fetch.prefetch import Cache, Need
 from launcher.job.admission import has_work, with_date
-from launcher.job.kept_files import keep_files
+from launcher.job.kept_files import keep_files, own_files
 from launcher.recipe.load import Recipe
 from launcher.recipe.paths import named_paths
 from launcher.recipe.problems import where_named
-from megatron_rl.agent.registry import environment_class, required_datasets, used_files
+from megatron_rl.agent.registry import environment_class, required_datasets
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_FINISHED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.model.config import is_hub_name, is_prefetched, package_of
-from megatron_rl.recipe.own_code import CodeReference
 from megatron_rl.standalone.config import RowsRequest
 
 LIMIT_S = 30.0
@@ -52,16 +51,18 @@ LATER = "rank 0 checks it before the run trains"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LessonVerdict:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences about faults that are uncertain, what the run would warn of, and what could not be checked here."""
 
-    def of(self, recipe: Recipe) -> Verdict:
-        return Verdict(tuple(_placed(_with_key(problem, recipe), recipe) for problem in self.problems), self.notes)
+    def of(self, recipe: Recipe) -> LessonVerdict:
+        return LessonVerdict(
+            tuple(_placed(_with_key(problem, recipe), recipe) for problem in self.problems), self.notes
+        )
 
 
-_verdicts: dict[str, Verdict] = {}
+_verdicts: dict[str, LessonVerdict] = {}
 """Results by what was checked, as the runs of a sweep mostly have the same data and functions."""
 
 
@@ -123,31 +124,31 @@ class LessonCheck:
         keep_files(copies, self._recipe, renew=self._change or source is None, source=source)
         return copies
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> LessonVerdict:
         if self._child is not None:
             _verdicts[self._key] = self._wait(self._child)
         if known := _verdicts.get(self._key):
             return known.of(self._recipe)
         reported = self._missing and not any(need.package for need in self._missing)  # as missing files
-        return Verdict(notes=(self._why,) if self._why and not reported else ())
+        return LessonVerdict(notes=(self._why,) if self._why and not reported else ())
 
-    def _wait(self, child: ModuleProcess) -> Verdict:
+    def _wait(self, child: ModuleProcess) -> LessonVerdict:
         """Return the result, whose problems have no places yet."""
         try:
             said = [*child.said(LIMIT_S - (monotonic() - self._began))]
             code = child.wait()
         except TookTooLong:
-            return Verdict(notes=(f"the check of the first rows took more than {LIMIT_S:g} s here; {LATER}",))
+            return LessonVerdict(notes=(f"the check of the first rows took more than {LIMIT_S:g} s here; {LATER}",))
         if code != EXIT_FINISHED:
             why = "; ".join(child.failure(code).problems)
-            return Verdict(notes=(f"the first rows could not be checked here: {why}; {LATER}",))
+            return LessonVerdict(notes=(f"the first rows could not be checked here: {why}; {LATER}",))
         elsewhere = self._profile is not None and bool(self._profile.container or self._profile.python)
         warnings = tuple(f"the first rows: {one['warning']}" for one in said if "warning" in one)
         found = [one for one in said if "warning" not in one]
         unsure = [one for one in found if not one["certain"] or (elsewhere and one.get("lacks") is not None)]
         faults = tuple(_with_originals(one["fault"], self._copied) for one in found if one not in unsure)
         notes = tuple(f"could not be checked here: {one['fault']}; {LATER}" for one in unsure)
-        return Verdict(faults, warnings + notes)
+        return LessonVerdict(faults, warnings + notes)
 
 
 def _is_shipped(recipe: Recipe) -> bool:
@@ -210,11 +211,6 @@ def request_of(recipe: Recipe, profile: Profile | None, **more: Any) -> RowsRequ
     copies: RunDir | None = more.pop("copies", None)
     values = as_seen_here(recipe.config, profile).model_dump(mode="json")
     return RowsRequest(recipe=values, copies=str(copies.root) if copies else None, **more)
-
-
-def own_files(config: RunConfig) -> list[str]:
-    functions = (CodeReference.of(function).file for function in config.grpo.own_functions.values())
-    return [*(used_files(config.task) if config.generates else []), *map(str, filter(None, functions))]
 
 
 def why_not_here(config: RunConfig, profile: Profile | None) -> str | None:

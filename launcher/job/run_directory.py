@@ -25,17 +25,8 @@ from megatron_rl.contract.records import UnreadableRecord, append
 from megatron_rl.contract.run_records import RecipeChange
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    run: RunDir
-    attempt: Attempt | None
-    """Attempt to start; None: the run is finished."""
-    changes: tuple[Change, ...]
-    corrected: bool
-
-
 @dataclass(slots=True)
-class Opened:
+class OpenedRun:
     """A run directory whose lock this process holds, with the recipe written into it."""
 
     run: RunDir
@@ -45,44 +36,38 @@ class Opened:
     """Whether the changes correct a run in which nothing was trained yet: it starts over and keeps only the record of
     its attempts."""
     run_id: str = ""
+    attempt: Attempt | None = None
+    """Attempt that `prepare` made; None: the run is finished."""
     handed_over: bool = False
     """Set once a job may use the directory: from then on a failure leaves it as it is."""
 
 
-def prepare(recipe: Recipe, root: Path, change: bool) -> Prepared:
-    """Write the recipe into `root` and create the next attempt there, unless the run is finished.
-
-    Raises:
-        BadInput: the directory is in use, foreign or unwritable, or its run has other values.
-    """
+def prepare(recipe: Recipe, root: Path, change: bool) -> OpenedRun:
+    """Write the recipe into `root` and create the next attempt there, unless the run is finished. Raises BadInput like
+    `opened`."""
     with opened(recipe, root, change) as found:
-        run = found.run
-        if found.finished:
-            return Prepared(run, None, (), False)
-        attempt = run.attempt(run.last_attempt() + 1)
-        attempt.folder.mkdir(parents=True)
-        attempt.logs.mkdir(parents=True, exist_ok=True)
-        return Prepared(run, attempt, found.changes, found.corrected)
+        if not found.finished:
+            attempt = found.attempt = found.run.attempt(found.run.last_attempt() + 1)
+            attempt.folder.mkdir(parents=True)
+            attempt.logs.mkdir(parents=True, exist_ok=True)
+        return found
 
 
 @contextmanager
 def opened(
     recipe: Recipe, root: Path, change: bool, my_job: str | None = None, source: RunDir | None = None
-) -> Iterator[Opened]:
+) -> Iterator[OpenedRun]:
     """Lock `root` and write the recipe into it. Where the caller fails everything is restored, unless it has set
-    `handed_over`.
+    `handed_over`. Raises BadInput where the directory is in use, foreign or unwritable, or its run has other values.
 
     Args:
         my_job: Slurm job of this process, which may own the run.
         source: run whose copies of the user's code a new run takes over.
-
-    Raises:
-        BadInput: the directory is in use, foreign or unwritable, or its run has other values.
     """
     run = RunDir(root)
     refuse_foreign(run)
     with disk_errors(root), made(root, PRIVATE), _locked(run):
-        found = Opened(run, False, ())
+        found = OpenedRun(run, False, ())
         with _put_back_on_failure(found), ExitStack() as aside:
             refuse_owned(run, my_job)
             recipe = with_date(recipe, run)
@@ -106,7 +91,7 @@ def opened(
 
 
 @contextmanager
-def _set_aside(found: Opened) -> Iterator[None]:
+def _set_aside(found: OpenedRun) -> Iterator[None]:
     """Move all files except the record of attempts aside, since they come from the recipe that is corrected. They
     return where the caller fails, and are deleted otherwise."""
     run = found.run
@@ -115,40 +100,40 @@ def _set_aside(found: Opened) -> Iterator[None]:
     aside = run.root / f".before.{os.getpid()}.tmp"
     before = [path for path in run.root.iterdir() if path not in kept]
     aside.mkdir(mode=PRIVATE)
-    succeeded = False
     try:
         for path in before:
             path.rename(aside / path.name)
         yield
-        succeeded = True
-    finally:
-        if not (succeeded or found.handed_over):
+    except BaseException:
+        if not found.handed_over:
             for path in run.root.iterdir():
                 if path not in kept and path != aside:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             for path in aside.iterdir():
                 path.rename(run.root / path.name)
+        raise
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager
-def _put_back_on_failure(found: Opened) -> Iterator[None]:
+def _put_back_on_failure(found: OpenedRun) -> Iterator[None]:
     run = found.run
     files = [run.recipe, run.resolved, run.evaluation_request, run.plan, run.script]
     files += [run.changes, run.done, run.identity, run.job, run.wandb]
+    # Three cases. A new directory holds only our lock, so it is emptied, also of files that the caller made. One with a
+    # run in it gets back each of its files that has changed: the link to the code first, since files may name it. Once
+    # `handed_over` is set nothing is touched, whatever fails: sbatch may have accepted a job whose answer was lost, and
+    # that job would find its script and its recipe gone.
     before = {path: (_version_of(path), read_text(path) if path.exists() else None) for path in files}
     there = {path.name for path in run.root.iterdir()}
     code = _snapshot_of(run)
-    succeeded = False
     try:
         yield
-        succeeded = True
-    finally:
-        if succeeded or found.handed_over:
-            pass
-        elif there == {run.lock.name}:
+    except BaseException:
+        if not found.handed_over and there == {run.lock.name}:
             clear(run.root)
-        else:
+        elif not found.handed_over:
             _put_code_back(run, code, there)
             if run.kept_files.name not in there:
                 shutil.rmtree(run.kept_files, ignore_errors=True)
@@ -159,6 +144,7 @@ def _put_back_on_failure(found: Opened) -> Iterator[None]:
                     path.unlink(missing_ok=True)
                 else:
                     write_atomic(path, text)
+        raise
 
 
 def _version_of(path: Path) -> tuple[int, int] | None:
@@ -192,7 +178,7 @@ def _run_id(run: RunDir) -> str:
     try:
         return identify(run).id
     except UnreadableRecord as error:
-        raise BadInput(f"{error}, so the run's identity is unknown; remove the file if this is no copy") from error
+        raise BadInput(f"{error}, so the run's identity is unknown; remove the file if this is not a copy") from error
 
 
 def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> None:

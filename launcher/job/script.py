@@ -189,7 +189,7 @@ def _outlives_nodes(job: PlannedJob) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _SrunFunction:
     """A function of the script that becomes one srun."""
 
     function: Shell
@@ -204,13 +204,13 @@ class _Step:
     """Seconds after which it is ended."""
 
 
-def _steps(job: PlannedJob) -> Iterator[_Step]:
+def _steps(job: PlannedJob) -> Iterator[_SrunFunction]:
     config, plan = job.recipe.config, job.plan
     python = shlex.quote(rank_python(job.profile))
     if _all_reduce(job):
         yield _fabric_step(job)
     train = next(step for step in plan.steps if step.replica is None)
-    yield _Step(
+    yield _SrunFunction(
         function=Shell("train"),
         name=Shell("train"),
         options=_shell(geometry(config, job.profile, plan, train, "train")),
@@ -228,7 +228,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         # Slurm would show every replica on a node the same first GPUs.
         mine = f"env CUDA_VISIBLE_DEVICES={_gpus_of_replica(first, plan.gpus_per_node)} " if shared else ""
         its_python = shlex.quote(replica_python(config, job.profile, kind))
-        yield _Step(
+        yield _SrunFunction(
             function=Shell(kind),
             name=Shell('"$1"'),
             options=_shell(geometry(config, job.profile, plan, first, "$1")),  # all of a kind are alike
@@ -239,7 +239,7 @@ def _steps(job: PlannedJob) -> Iterator[_Step]:
         yield _harvest_step(job)
 
 
-def _fabric_step(job: PlannedJob) -> _Step:
+def _fabric_step(job: PlannedJob) -> _SrunFunction:
     config = job.recipe.config
     limit = job.profile.all_reduce_gbps
     slow = f" --slower-than {limit}" if limit else ""
@@ -248,7 +248,7 @@ def _fabric_step(job: PlannedJob) -> _Step:
     slow += "" if named else f" --meet-s {UNPACK_S}"
     tasks = f'--ntasks="$((${{#hosts[@]}} * {config.job.gpus_per_node}))"'
     (each, bound) = shell_lines([per_node(config, job.profile, config.job.gpus_per_node), binding(job.profile)])
-    return _Step(
+    return _SrunFunction(
         function=Shell("fabric"),
         name=Shell("fabric"),
         options=[
@@ -262,7 +262,7 @@ def _fabric_step(job: PlannedJob) -> _Step:
     )
 
 
-def _harvest_step(job: PlannedJob) -> _Step:
+def _harvest_step(job: PlannedJob) -> _SrunFunction:
     config, sizes = job.recipe.config, job.plan.sizes
     python = shlex.quote(replica_python(config, job.profile))
     processes, shares = sizes.replica_processes, sizes.inference_tp // sizes.replica_processes
@@ -272,7 +272,7 @@ def _harvest_step(job: PlannedJob) -> _Step:
     asked += [f'--cpus-per-task="{shares_of_cpus(shares)}"'] if shares > 1 else []
     (bound,) = shell_lines([binding(job.profile, several=shares > 1)])
     ending = '--kill-on-bad-exit=1 --unbuffered --open-mode=append --output="$logs/infer-${1#harvest-}.%t.log"'
-    return _Step(
+    return _SrunFunction(
         function=Shell("harvest"),
         name=Shell('"infer-${1#harvest-}"'),
         options=[

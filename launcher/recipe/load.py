@@ -19,7 +19,7 @@ from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import ITEM, KeyPath, Locate, generic, known_keys, validation_problems, where_named
 from launcher.recipe.published import find_folder, find_published
 from launcher.recipe.suggest import did_you_mean
-from launcher.recipe.written import SECTIONS, Origin, Override, Written, implied, read_files
+from launcher.recipe.written import SECTIONS, Override, ValueOrigin, Written, implied, read_files
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.config import RunConfig
@@ -136,9 +136,9 @@ def asked_text(recipe: Recipe) -> str:
     return text
 
 
-def origins(recipe: Recipe) -> dict[str, Origin]:
-    """Origin of each value of a recipe that is no default, by its full key."""
-    filled = {key: Origin(source, None) for key, source in recipe.filled.items()}
+def origins(recipe: Recipe) -> dict[str, ValueOrigin]:
+    """ValueOrigin of each value of a recipe that is no default, by its full key."""
+    filled = {key: ValueOrigin(source, None) for key, source in recipe.filled.items()}
     return filled | {key: recipe.written.origin(tuple(key.split("."))) for key in flat(recipe.written.values)}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -33,12 +34,17 @@ def variants(overrides: Sequence[str]) -> list[Variant]:
         choices.append([f"{key}{equals}{value}" for value in split(text)])
     several = [index for index, values in enumerate(choices) if len(values) > 1]
     _refuse_twins(overrides, several)
-    keys = _short([overrides[index].partition("=")[0] for index in several])
-    found = []
+    whole = [overrides[index].partition("=")[0] for index in several]
+    last = [key.rpartition(".")[2] for key in whole]
+    keys = [short if last.count(short) == 1 else key for key, short in zip(whole, last, strict=True)]
+    found: list[Variant] = []
+    uses: Counter[str] = Counter()  # of a name: a:b and a/b both become a-b
     for combination in product(*choices):
-        values = [combination[index].partition("=")[2] for index in several]
-        found.append((combination, "_".join(f"{key}={_plain(value)}" for key, value in zip(keys, values, strict=True))))
-    return list(_distinct(found))
+        values = [_plain(combination[index].partition("=")[2]) for index in several]
+        name = "_".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+        uses[name] += 1
+        found.append(Variant(combination, name if uses[name] == 1 else f"{name}_{uses[name]}"))
+    return found
 
 
 def count(overrides: Sequence[str]) -> int:
@@ -81,22 +87,9 @@ def _refuse_twins(overrides: Sequence[str], several: Sequence[int]) -> None:
         raise BadInput(problems)
 
 
-def _short(keys: Sequence[str]) -> list[str]:
-    """Last part of each key, or the whole key if two keys share that."""
-    last = [key.rpartition(".")[2] for key in keys]
-    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
-
-
 def _plain(value: str) -> str:
     """Write a value for the name of a directory, without characters that a shell, Slurm or pyxis interprets."""
     return re.sub(r"[^A-Za-z0-9.+-]+", "-", value).strip("-")
-
-
-def _distinct(found: Sequence[tuple[tuple[str, ...], str]]) -> Iterator[Variant]:
-    seen: dict[str, int] = {}
-    for overrides, name in found:
-        seen[name] = seen.get(name, 0) + 1
-        yield Variant(overrides, name if seen[name] == 1 else f"{name}_{seen[name]}")
 
 
 def chains(job_ids: Sequence[str], running: int | None) -> list[str]:

@@ -46,7 +46,7 @@ class Override:
     value: Any
 
 
-class Origin(NamedTuple):
+class ValueOrigin(NamedTuple):
     source: str
     """Name of a file, or `override`."""
     line: int | None
@@ -73,11 +73,11 @@ class Written:
             return f"override {override.text!r}", True
         return str(self.origin(key)), False
 
-    def origin(self, key: KeyPath) -> Origin:
+    def origin(self, key: KeyPath) -> ValueOrigin:
         if self._override(key):
-            return Origin("override", None)
+            return ValueOrigin("override", None)
         place = self._place(key)
-        return Origin(place[0].name, place[1]) if place else Origin(self.files[0].name, None)
+        return ValueOrigin(place[0].name, place[1]) if place else ValueOrigin(self.files[0].name, None)
 
     def is_overridden(self, key: KeyPath) -> bool:
         return self._override(key) is not None

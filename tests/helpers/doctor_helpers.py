@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from launcher.backends.probe.command import Fact
-from launcher.backends.probe.disk import Disk, Measured
+from launcher.backends.probe.command import CommandAnswer
+from launcher.backends.probe.disk import Disk, DiskMeasurement
 from launcher.backends.probe.node import Software
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cluster.profile import Profile
@@ -23,13 +23,13 @@ RECORDED = Path(__file__).parent / "slurm_output"
 def slurm(cluster: str, **texts: str) -> SlurmFacts:
     """Recorded Slurm output of a cluster, with some texts replaced."""
 
-    def fact(name: str) -> Fact:
+    def fact(name: str) -> CommandAnswer:
         if name in texts:
-            return Fact(texts[name])
+            return CommandAnswer(texts[name])
         said, failed = (RECORDED / cluster / f"{name}{end}" for end in (".txt", ".failure.txt"))
         if failed.exists():
-            return Fact(failure=failed.read_text().strip())
-        return Fact(said.read_text() if said.exists() else "")
+            return CommandAnswer(failure=failed.read_text().strip())
+        return CommandAnswer(said.read_text() if said.exists() else "")
 
     return SlurmFacts(**{field.name: fact(field.name) for field in fields(SlurmFacts)})
 
@@ -51,13 +51,13 @@ def recipe(*overrides: str) -> RunConfig:
 
 
 def disk(**changes: Any) -> Disk:
-    found = Measured("/shared/mrl", True, 10**13, "lustre", 1e9, None)
-    return Disk(Path("/shared/mrl"), replace(found, **changes), None, Fact(""))
+    found = DiskMeasurement("/shared/mrl", True, 10**13, "lustre", 1e9, None)
+    return Disk(Path("/shared/mrl"), replace(found, **changes), None, CommandAnswer(""))
 
 
 def software(**changes: Any) -> Software:
     credentials = Path("/home/ada/.config/enroot/.credentials")
-    return replace(Software(Fact("3.9.2\n"), frozenset({"nvcr.io"}), credentials, False), **changes)
+    return replace(Software(CommandAnswer("3.9.2\n"), frozenset({"nvcr.io"}), credentials, False), **changes)
 
 
 def facts(cluster: str | SlurmFacts, **changes: Any) -> ClusterFacts:

@@ -9,7 +9,7 @@ from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, run
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class CommandAnswer:
     text: str = ""
     failure: str | None = None
     """Why there is no answer, in one line."""
@@ -21,7 +21,7 @@ class Fact:
         return self.failure is None
 
 
-def ask(command: Sequence[str], limit_s: float = 20.0) -> Fact:
+def ask(command: Sequence[str], limit_s: float = 20.0) -> CommandAnswer:
     """Run a command that changes nothing.
 
     Args:
@@ -30,8 +30,8 @@ def ask(command: Sequence[str], limit_s: float = 20.0) -> Fact:
     try:
         answer = run(command, limit_s)
     except SlurmRefused as error:
-        return Fact(failure=str(error), there=not isinstance(error, NoSuchCommand))
+        return CommandAnswer(failure=str(error), there=not isinstance(error, NoSuchCommand))
     if answer.code == 0:
-        return Fact(answer.out)
+        return CommandAnswer(answer.out)
     complaint = next((line.strip() for line in answer.err.splitlines() if line.strip()), "")
-    return Fact(answer.out, complaint or f"{command[0]} failed with exit code {answer.code}")
+    return CommandAnswer(answer.out, complaint or f"{command[0]} failed with exit code {answer.code}")

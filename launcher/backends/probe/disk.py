@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.backends.probe.command import Fact, ask
+from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.host.process.limited import run_limited
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.text import size
@@ -29,7 +29,7 @@ _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ra
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class DiskMeasurement:
     directory: str
     """The directory itself, or the nearest one above it that exists."""
     writable: bool
@@ -44,9 +44,9 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Disk:
     path: Path
-    measured: Measured | None
+    measured: DiskMeasurement | None
     failure: str | None
-    quota: Fact
+    quota: CommandAnswer
 
     @property
     def shared(self) -> bool | None:
@@ -62,12 +62,14 @@ def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
         return _unknown(path, f"no answer within {limit_s:.0f} s")
     if child.returncode:
         return _unknown(path, child.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2])
-    measured = Measured(**json.loads(child.stdout.splitlines()[-1]))  # a sitecustomize may print something before it
+    measured = DiskMeasurement(
+        **json.loads(child.stdout.splitlines()[-1])
+    )  # a sitecustomize may print something before it
     return Disk(path, measured, None, _quota(measured))
 
 
 def _unknown(path: Path, why: str) -> Disk:
-    return Disk(path, None, why, Fact(failure=why))
+    return Disk(path, None, why, CommandAnswer(failure=why))
 
 
 def over_quota(text: str, free_wanted: int) -> str | None:
@@ -88,14 +90,14 @@ def over_quota(text: str, free_wanted: int) -> str | None:
     return None
 
 
-def _quota(measured: Measured) -> Fact:
+def _quota(measured: DiskMeasurement) -> CommandAnswer:
     command = ["quota", "-wp", "-f", measured.directory]
     if measured.file_system == "lustre":
         command = ["lfs", "quota", "-q", "-u", getpass.getuser(), measured.directory]
-    return ask(command) if shutil.which(command[0]) else Fact(failure=f"there is no command {command[0]} here")
+    return ask(command) if shutil.which(command[0]) else CommandAnswer(failure=f"there is no command {command[0]} here")
 
 
-def _measure(path: Path) -> Measured:
+def _measure(path: Path) -> DiskMeasurement:
     directory = next(place for place in (path, *path.parents) if place.is_dir())
     status = os.statvfs(directory)
     speed, problem = None, None
@@ -106,7 +108,7 @@ def _measure(path: Path) -> Measured:
             speed = _write(directory)
         except OSError as error:
             problem = error.strerror
-    return Measured(
+    return DiskMeasurement(
         directory=str(directory),
         writable=problem is None,
         free_bytes=status.f_bavail * status.f_frsize,

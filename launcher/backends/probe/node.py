@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from launcher.backends.probe.command import Fact, ask
+from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.cluster.profile import Profile
 
 WAIT_S = 60  # seconds for a free node
@@ -102,7 +102,7 @@ PYTHON_PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    host_python: Fact
+    host_python: CommandAnswer
     """Version of the first of the profile's `host_pythons`, such as 3.9.21."""
     registries: frozenset[str] | None
     """Registries that enroot has credentials for; the credentials themselves are never kept. None: no such file."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.backends.probe.command import Fact, ask
+from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.backends.probe.node import WAIT_S, placed
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_python
@@ -113,7 +113,7 @@ def find_image(profile: Profile, reference: str) -> Path | None:
     return find(reference, Path(profile.run_root) / "cache" / "images")
 
 
-def ask_in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[str]) -> Fact:
+def ask_in_container(profile: Profile, image: Path, gpus: bool, command: Sequence[str]) -> CommandAnswer:
     """Run a command in a container on a compute node, with the profile's variables, and behind its wrapper if that is
     for all ranks. Its errors are part of its output; a failure has its cause.
 

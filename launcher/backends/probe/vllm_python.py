@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from launcher.backends.probe.command import Fact, ask
+from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.backends.probe.rank import ask_in_container, find_image
 from launcher.cluster.profile import Profile
 from launcher.host.image.reference import ImageError
@@ -89,7 +89,7 @@ def probe_in_container(profile: Profile, reference: str, python: str, gpus: bool
     return _read(python, where, ask_in_container(profile, image, gpus, [python, "-P", "-c", PROGRAM, *of_gpus]))
 
 
-def _read(python: str, where: str, answer: Fact) -> VllmFacts:
+def _read(python: str, where: str, answer: CommandAnswer) -> VllmFacts:
     said = [line for line in answer.text.splitlines() if line.startswith("mrl.vllm=")]
     if not (answer.known and said):
         return VllmFacts(python, where, failure=answer.failure or "it does not answer")

@@ -6,7 +6,7 @@ import getpass
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
-from launcher.backends.probe.command import Fact, ask
+from launcher.backends.probe.command import CommandAnswer, ask
 
 QOS_COLUMNS = (
     "Name,GraceTime,Preempt,PreemptMode,PreemptExemptTime,Flags,MaxWall,GrpTRES,MaxTRES,MaxTRESPU,MaxTRESPA,"
@@ -20,16 +20,16 @@ NODE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class SlurmFacts:
-    version: Fact
-    config: Fact
-    partitions: Fact
-    nodes: Fact
-    qos: Fact
-    associations: Fact
-    sacct: Fact
+    version: CommandAnswer
+    config: CommandAnswer
+    partitions: CommandAnswer
+    nodes: CommandAnswer
+    qos: CommandAnswer
+    associations: CommandAnswer
+    sacct: CommandAnswer
     """sacct of the jobs that started just now: only whether it works matters"""
-    reservations: Fact
-    srun_help: Fact
+    reservations: CommandAnswer
+    srun_help: CommandAnswer
     """srun --help, in which loaded plug-ins list their options"""
 
 

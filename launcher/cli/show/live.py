@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,34 +40,33 @@ class Look(NamedTuple):
     """Whether nothing more can happen."""
 
 
-class StatusView(Protocol):
-    """Display of status rows."""
-
-    def show(self, rows: list[dict[str, Any]]) -> None: ...
-
-
 def watch(look: Callable[[], Look], as_json: bool, several: bool) -> Look:
     """Show what `look` returns until it is over, or the user presses q or Ctrl-C; return the last of it.
 
-    On a terminal the view redraws itself; elsewhere, and with `as_json`, each change is a block of its own.
+    On a terminal the view redraws itself; elsewhere, and with `as_json`, each change is one block.
     """
     console = Console(highlight=False)
     interruptions = Interruptions()
     with interruptions.caught():
         if as_json or not console.is_terminal or console.is_dumb_terminal:
-            return _loop(look, ChangeView(as_json, several), interruptions, None)
+            return _loop(look, ChangeView(as_json, several).show, interruptions, None)
         with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-            found = _loop(look, PanelView(live, several), interruptions, keys)
+            found = _loop(look, _panel_view(live, several), interruptions, keys)
     for row in found.rows:
         echo("\n".join(status_lines(row)))
     return found
 
 
-def _loop(look: Callable[[], Look], view: StatusView, interruptions: Interruptions, keys: int | None) -> Look:
+def _loop(
+    look: Callable[[], Look],
+    show: Callable[[list[dict[str, Any]]], None],
+    interruptions: Interruptions,
+    keys: int | None,
+) -> Look:
     while True:
         began = time.monotonic()
         found = look()
-        view.show(found.rows)
+        show(found.rows)
         with_job = any(row["job"] for row in found.rows)
         pause = max(SLURM_S if with_job else REFRESH_S, LEAST_PAUSE * (time.monotonic() - began))
         if found.over or _asked_to_leave(pause, interruptions, keys):
@@ -91,7 +90,7 @@ def _asked_to_leave(pause_s: float, interruptions: Interruptions, keys: int | No
 
 @contextmanager
 def _keys() -> Iterator[int | None]:
-    """Standard input that delivers each key at once, without echo; None if it is no terminal."""
+    """Standard input that delivers each key at once, without echo; None if it is not a terminal."""
     import termios
     import tty
 
@@ -132,16 +131,14 @@ def _essence(row: dict[str, Any]) -> Any:
     return facts, names, replicas, job.get("id"), job.get("state"), job.get("reason")
 
 
-class PanelView:
-    """A screen that redraws itself: a panel for one run, a table for several."""
+def _panel_view(live: Live, several: bool) -> Callable[[list[dict[str, Any]]], None]:
+    """Return a function that redraws the screen: a panel for one run, a table for several."""
 
-    def __init__(self, live: Live, several: bool) -> None:
-        self._live, self._several = live, several
-
-    def show(self, rows: list[dict[str, Any]]) -> None:
-        body: RenderableType = overview(rows) if self._several else run_panel(rows[0])
+    def show(rows: list[dict[str, Any]]) -> None:
         hint = Text(f"{time.strftime('%H:%M:%S')}  q leaves, and ends no run", style="dim")
-        self._live.update(Group(body, hint), refresh=True)
+        live.update(Group(overview(rows) if several else run_panel(rows[0]), hint), refresh=True)
+
+    return show
 
 
 def run_panel(row: dict[str, Any]) -> Panel:

@@ -22,7 +22,7 @@ from launcher.job.directories import run_directory
 from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import refusals as notification_refusals
 from launcher.job.notifications import settings_json
-from launcher.job.run_directory import Prepared, prepare
+from launcher.job.run_directory import OpenedRun, prepare
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
@@ -118,11 +118,7 @@ def _in_brief(config: RunConfig, sizes: Sizes) -> str:
     machine, 2 of which train, 1 only generates and 1 only holds the teacher`."""
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
     text = f"{config.name} on {config.job.world_size} {kind} of this machine"
-    train, generate, teach = (
-        sizes.training_world,
-        sizes.generating * sizes.partitioned,
-        sizes.teacher_nodes * sizes.gpus_per_node,
-    )
+    generate, teach = sizes.generating * sizes.partitioned, sizes.teacher_nodes * sizes.gpus_per_node
     apart = [
         f"{count} only {verb + 's' * (count == 1)}{what}"
         for count, verb, what in ((generate, "generate", ""), (teach, "hold", " the teacher"))
@@ -130,6 +126,7 @@ def _in_brief(config: RunConfig, sizes: Sizes) -> str:
     ]
     if not apart:
         return text
+    train = sizes.training_world
     first, last = [f"{train} of which {'trains' if train == 1 else 'train'}", *apart[:-1]], apart[-1]
     return f"{text}, {', '.join(first)} and {last}"
 
@@ -152,7 +149,7 @@ def _resume_command(recipe: Recipe, run: RunDir) -> str:
     return shlex.join(["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(run.root)])
 
 
-def _start(recipe: Recipe, sizes: Sizes, prepared: Prepared, attempt: Attempt, request: Request) -> int:
+def _start(recipe: Recipe, sizes: Sizes, prepared: OpenedRun, attempt: Attempt, request: Request) -> int:
     # A dry run does not need these, and they are slow to import.
     from launcher.backends.local import Supervisor, supervisor_command
     from launcher.cli.submit.follow import Follower, NoSupervisor

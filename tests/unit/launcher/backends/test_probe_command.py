@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from launcher.backends.probe.command import Fact, ask
+from launcher.backends.probe.command import CommandAnswer, ask
 
 
 def test_what_a_command_says():
-    assert ask(["sh", "-c", "echo yes; echo no >&2"]) == Fact("yes\n")
+    assert ask(["sh", "-c", "echo yes; echo no >&2"]) == CommandAnswer("yes\n")
 
 
 def test_a_refusal_is_its_first_complaint():
-    assert ask(["sh", "-c", "echo; echo 'why not' >&2; echo more >&2; exit 3"]) == Fact("\n", "why not")
+    assert ask(["sh", "-c", "echo; echo 'why not' >&2; echo more >&2; exit 3"]) == CommandAnswer("\n", "why not")
     assert ask(["sh", "-c", "exit 3"]).failure == "sh failed with exit code 3"
 
 

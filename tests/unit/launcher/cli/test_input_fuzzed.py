@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from run_helpers import begin, end, submitted
 
 from launcher.backends import child, rehearsal
-from launcher.backends.probe.command import Fact
+from launcher.backends.probe.command import CommandAnswer
 from launcher.backends.probe.node import NodeFacts
 from launcher.backends.slurm.facts import SlurmFacts
 from launcher.cli import doctor, prefetch
@@ -267,8 +267,8 @@ def test_arguments_of_doctor(home, head, place, more, cluster, damages, silent, 
     """The facts are recorded, with some of Slurm's answers damaged or missing."""
     said = slurm(cluster)
     for name, at, odd, cut in damages:
-        said = replace(said, **{name: Fact(spoilt(getattr(said, name).text, at, odd, cut))})
-    said = replace(said, **{name: Fact(failure="no answer within 20 s") for name in silent})
+        said = replace(said, **{name: CommandAnswer(spoilt(getattr(said, name).text, at, odd, cut))})
+    said = replace(said, **{name: CommandAnswer(failure="no answer within 20 s") for name in silent})
     found = disk(writable=writable, problem=None if writable else "Read-only file system")
     with (
         mock.patch.object(doctor.slurm_facts, "collect", lambda: said),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from click.testing import CliRunner, Result
 
-from launcher.backends.rehearsal import Failure, Rehearsal
+from launcher.backends.rehearsal import RankRehearsal, RehearsalFailure
 from launcher.cli import rehearse
 from launcher.plan.placement import RankKind
 from megatron_rl.config import RunConfig
@@ -23,14 +23,14 @@ def mrl_rehearse(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "100"}).invoke(rehearse.command, list(arguments))
 
 
-def done(monkeypatch: pytest.MonkeyPatch, gib: float, failure: Failure | None = None) -> None:
+def done(monkeypatch: pytest.MonkeyPatch, gib: float, failure: RehearsalFailure | None = None) -> None:
     """Make the rehearsal return ranks with this peak."""
 
     def ranks(
         config: RunConfig, vocab: int, kinds: Sequence[RankKind], teacher: TeacherFiles | None
-    ) -> list[Rehearsal]:
+    ) -> list[RankRehearsal]:
         held = {"weights": 7 * GIB, "activations": int((gib - 7) * GIB)}
-        return [Rehearsal(kind, 4_000_000_000, {"train": held}, failure) for kind in kinds]
+        return [RankRehearsal(kind, 4_000_000_000, {"train": held}, failure) for kind in kinds]
 
     monkeypatch.setattr(rehearse, "rehearse", ranks)
 
@@ -79,7 +79,7 @@ def test_every_stage_and_role_is_listed(monkeypatch):
 
 
 def test_a_failure_is_named_with_its_phase_and_place(monkeypatch):
-    failure = Failure("train", "RuntimeError: mat1 and mat2", "megatron_rl/model/layers.py:7 in forward")
+    failure = RehearsalFailure("train", "RuntimeError: mat1 and mat2", "megatron_rl/model/layers.py:7 in forward")
     done(monkeypatch, 70.0, failure)
     result = mrl_rehearse(RECIPE)
     assert result.exit_code == 1

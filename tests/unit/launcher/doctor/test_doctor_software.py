@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from doctor_helpers import config, disk, facts, found, profile, recipe, said, slurm, software
 
-from launcher.backends.probe.command import Fact
+from launcher.backends.probe.command import CommandAnswer
 from launcher.backends.probe.node import NodeFacts, credentials_path, login_software
 from launcher.backends.probe.rank import RankFacts
 from launcher.doctor.examine import examine
@@ -26,7 +26,7 @@ def test_slurm_and_its_name():
 
 
 def test_no_slurm_here():
-    nothing = Fact(failure="no sinfo here (No such file or directory)", there=False)
+    nothing = CommandAnswer(failure="no sinfo here (No such file or directory)", there=False)
     missing = replace(slurm("22.05-partition"), version=nothing, config=nothing)
     findings = examine(facts(missing), recipe(), profile())
     assert (findings[0].level, findings[0].topic) == ("error", "slurm")
@@ -36,7 +36,7 @@ def test_no_slurm_here():
 
 
 def test_a_slurm_whose_commands_do_not_work():
-    wrong = Fact(failure="sinfo: fatal: Could not establish a configuration source")
+    wrong = CommandAnswer(failure="sinfo: fatal: Could not establish a configuration source")
     broken = replace(slurm("22.05-partition"), version=wrong, config=wrong)
     (problem,) = [one for one in examine(facts(broken), recipe(), profile()) if one.topic == "slurm"]
     assert (problem.level, problem.text) == ("error", f"its commands are installed but do not work: {wrong.failure}")
@@ -44,7 +44,7 @@ def test_a_slurm_whose_commands_do_not_work():
 
 
 def test_a_controller_that_does_not_answer():
-    silent = replace(slurm("22.05-partition"), config=Fact(failure="scontrol did not answer within 20 s"))
+    silent = replace(slurm("22.05-partition"), config=CommandAnswer(failure="scontrol did not answer within 20 s"))
     (problem,) = [one for one in examine(facts(silent), recipe(), profile()) if one.topic == "slurm"]
     assert problem.level == "error"
     assert "did not answer within 20 s" in problem.text
@@ -123,8 +123,8 @@ def test_only_the_hosts_of_credentials_are_read(tmp_path, monkeypatch):
 
 def test_the_python_of_the_host_side_here():
     assert shown("python").startswith("ok: python3 is 3.9.2 on this machine")
-    assert "error: python3 is 3.6.8" in shown("python", software=software(host_python=Fact("3.6.8\n")))
-    absent = software(host_python=Fact(failure="no python3 here (No such file or directory)"))
+    assert "error: python3 is 3.6.8" in shown("python", software=software(host_python=CommandAnswer("3.6.8\n")))
+    absent = software(host_python=CommandAnswer(failure="no python3 here (No such file or directory)"))
     assert shown("python", software=absent).startswith("error: no python3 here")
     assert shown("python", software=absent, values={"prolog": ["module load python"]}).startswith("note:")
 

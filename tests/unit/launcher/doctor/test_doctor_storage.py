@@ -10,7 +10,7 @@ import pytest
 from doctor_helpers import disk, facts, profile, recipe, said
 
 from launcher.backends.probe import disk as backend
-from launcher.backends.probe.command import Fact
+from launcher.backends.probe.command import CommandAnswer
 from launcher.backends.probe.disk import Disk, inspect, over_quota
 from launcher.doctor.examine import examine
 from launcher.doctor.finding import DoctorFinding
@@ -120,8 +120,8 @@ def test_quota(text, problem):
 
 
 def test_quota_findings():
-    tight = replace(disk(), quota=Fact("/lustre 1000000 0 2500000 - 50 0 0 -\n"))
+    tight = replace(disk(), quota=CommandAnswer("/lustre 1000000 0 2500000 - 50 0 0 -\n"))
     assert said(about("quota", tight, 10**9)).startswith("error: /lustre: 1.43 GiB are left")
-    unknown = replace(disk(), quota=Fact(failure="there is no command quota here"))
+    unknown = replace(disk(), quota=CommandAnswer(failure="there is no command quota here"))
     assert said(about("quota", unknown)) == "note: unknown: there is no command quota here"
     assert said(about("quota", disk())) == "ok: none"

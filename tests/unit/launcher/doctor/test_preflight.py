@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.backends import local
-from launcher.backends.local import Machine
+from launcher.backends.local import LocalMachine
 from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.doctor import preflight
@@ -25,7 +25,7 @@ from megatron_rl.contract.paths import CARRIED
 from megatron_rl.recipe import extras
 
 GIB = 2**30
-LAPTOP = Machine(cpus=2, gpus=0, memory_bytes=8 * GIB, free_bytes=6 * GIB)
+LAPTOP = LocalMachine(cpus=2, gpus=0, memory_bytes=8 * GIB, free_bytes=6 * GIB)
 HEAD = """\
 name: mine
 model: {num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1,

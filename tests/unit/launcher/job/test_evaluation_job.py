@@ -9,13 +9,13 @@ import pytest
 
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
-from launcher.job.evaluation_request import Origin, job_recipe, refuse_ranks, requested
+from launcher.job.evaluation_request import CheckpointRun, job_recipe, refuse_ranks, requested
 from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.contract.paths import RunDir
 
 
 def job_of(tmp_path: Path, recipe: str, **asked: Any) -> Recipe:
-    origin = Origin(RunDir(tmp_path), load_recipe(recipe).config)
+    origin = CheckpointRun(RunDir(tmp_path), load_recipe(recipe).config)
     given = {"checkpoint": str(tmp_path), "device": "cuda"} | asked
     job = job_recipe(requested(origin, None, [], {}, given), origin, "h100", [])
     assert job.evaluation

@@ -12,7 +12,7 @@ from launcher.cli.mrl_submit import main
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.job import lesson
-from launcher.job.lesson import LessonCheck, Verdict
+from launcher.job.lesson import LessonCheck, LessonVerdict
 from launcher.job.run_directory import prepare
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.files import write_atomic
@@ -40,7 +40,7 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def checked(folder: Path, profile: Profile | None = None, *overrides: str, run: RunDir | None = None) -> Verdict:
+def checked(folder: Path, profile: Profile | None = None, *overrides: str, run: RunDir | None = None) -> LessonVerdict:
     with LessonCheck(load_recipe(str(folder / "mine.yaml"), overrides), profile, run=run) as check:
         return check.verdict()
 
@@ -116,7 +116,7 @@ def test_recipe_with_the_lesson_of_a_shipped_one_starts_no_process(monkeypatch: 
     monkeypatch.setattr(lesson, "rows_child", start)
     for overrides in ([], ["training.seed=2", "optimizer.learning_rate=1e-4"]):
         with LessonCheck(load_recipe("demo", overrides)) as check:
-            assert check.verdict() == Verdict()
+            assert check.verdict() == LessonVerdict()
     with pytest.raises(Started), LessonCheck(load_recipe("demo", ["environment.args.max_terms=3"])):
         pass
 

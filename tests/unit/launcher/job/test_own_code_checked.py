@@ -10,7 +10,7 @@ from launcher.backends.local import supervisor_command
 from launcher.errors import BadInput
 from launcher.job import lesson as lesson_module
 from launcher.job.code_sources import code_sources
-from launcher.job.lesson import LessonCheck, Verdict
+from launcher.job.lesson import LessonCheck, LessonVerdict
 from launcher.job.run_directory import prepare
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
@@ -21,7 +21,7 @@ from megatron_rl.recipe.own_code import kept
 LOSS = "def loss(tokens, config):\n    return -tokens.ratio * tokens.advantages * tokens.weights\n"
 
 
-def checked(recipe: Recipe, *included: Path) -> Verdict:
+def checked(recipe: Recipe, *included: Path) -> LessonVerdict:
     with LessonCheck(recipe, included=included) as lesson:
         return lesson.verdict()
 

@@ -11,7 +11,7 @@ import pytest
 from launcher.errors import BadInput
 from launcher.host.process.lock import RunLock
 from launcher.job.directories import run_directory
-from launcher.job.run_directory import Prepared, opened, prepare
+from launcher.job.run_directory import OpenedRun, opened, prepare
 from launcher.recipe.load import load_recipe, read_resolved
 from megatron_rl.agent.registry import with_kept_files
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -20,7 +20,7 @@ from megatron_rl.contract.records import encode_line, read, read_lines
 from megatron_rl.contract.run_records import KeptFiles, RecipeChange
 
 
-def ask(root: Path, *overrides: str, change: bool = False) -> Prepared:
+def ask(root: Path, *overrides: str, change: bool = False) -> OpenedRun:
     return prepare(load_recipe("demo", ["training.steps=800", "grpo.group_size=16", *overrides]), root, change)
 
 

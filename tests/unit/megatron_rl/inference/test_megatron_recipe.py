@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import BadInput
-from launcher.job.evaluation_request import Origin, job_recipe, requested
+from launcher.job.evaluation_request import CheckpointRun, job_recipe, requested
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
 
@@ -51,7 +51,7 @@ def test_unsupported_recipe_is_refused_and_the_native_engine_accepts_it(override
 def test_run_with_another_engine_is_evaluated_by_the_native_one(engine: list[str], tmp_path: Path) -> None:
     """The native engine also works in one process, on a CPU, and with what is refused above."""
     config = load_recipe("qwen2.5-math-7b-dapo", [*engine, "job.nodes=2"]).config
-    origin = Origin(RunDir(tmp_path), config)
+    origin = CheckpointRun(RunDir(tmp_path), config)
     asked = requested(origin, None, [], {"min_p": 0.1}, {"checkpoint": str(tmp_path)})
     job = job_recipe(asked, origin, "h100", []).config
     assert (job.inference.engine, job.job.device) == ("native", "cpu")
