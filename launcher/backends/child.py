@@ -143,10 +143,8 @@ class ModuleProcess:
 
 
 def tried(trial: Trial) -> Iterator[dict[str, Any]]:
-    """Try the first problems of an environment. Yields the results of `megatron_rl.standalone.trial.tried`.
-
-    Raises BadInput where the environment cannot be built or the model not opened, Failed where the process fails.
-    """
+    """Try the first problems of an environment. Yields the results of `megatron_rl.standalone.trial.tried`. Raises
+    BadInput where the environment cannot be built or the model not opened, Failed where the process fails."""
     with ModuleProcess("megatron_rl.standalone.trial") as child:
         child.send(trial.model_dump_json())
         child.end_input()
@@ -160,10 +158,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextmanager
 def interruptible(module: str, *arguments: str, errors: int | None = PIPE) -> Iterator[ModuleProcess]:
     """Yield a child that Ctrl-C, SIGTERM and SIGHUP stop, not this process: the first asks it to end, the second kills
-    it. After the block it has ended.
-
-    Raises ChildInterrupted where it was stopped, and BadInput or Failed where it failed.
-    """
+    it. After the block it has ended. Raises ChildInterrupted where it was stopped, and BadInput or Failed where it
+    failed."""
     # The child leads its own session, so a Ctrl-C at the terminal reaches only this process, which decides what it
     # means: the first becomes SIGTERM, on which an evaluation keeps its answers and a server finishes its requests;
     # the next one kills. A signal may also arrive before the child exists, so it is sent again once there is one. A

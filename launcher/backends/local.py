@@ -44,11 +44,7 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def inspect(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> LocalMachine:
-    """Read the resources of this machine, without torch.
-
-    Args:
-        root: root of the file system; another one in tests.
-    """
+    """Read the resources of this machine, without torch. `root`: root of the file system; another one in tests."""
     gpus = sum(device.name[6:].isdigit() for device in (root / "dev").glob("nvidia*"))
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         gpus = min(gpus, sum(bool(name.strip()) for name in visible.split(",")))
@@ -148,15 +144,13 @@ def supervisor_command(
     owner: int | None,
     notify: str | None = None,
 ) -> list[str]:
-    """Command that supervises one attempt here.
+    """Command that supervises one attempt here. Raises Failed.
 
     Args:
         sizes: sizes of the plan.
-        drain_limit_s: seconds the ranks have to save when they are asked to leave.
+        drain_limit_s: seconds that the ranks get to save when they are asked to leave.
         owner: process id whose death drains the run; None: nobody's does.
         notify: NotifySettings in JSON; None: no notifications.
-
-    Raises Failed.
     """
     job, include = config.job, config.code.include or ()
     supervisor = module_command("launcher.host.supervise")

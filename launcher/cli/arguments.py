@@ -25,7 +25,7 @@ class RunDirectory(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
-            self.fail("the path is empty; a run needs a directory of its own", param, ctx)
+            self.fail("the path is empty; a run needs its own directory", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -46,7 +46,7 @@ class Lags(click.ParamType):
 
 
 class Bounds(click.ParamType):
-    """A number, or two with a colon between them, of which one may be missing: `0`, `0.5:1`, `100:`, `:-1`."""
+    """A number, or two with a colon between them, one of which may be missing: `0`, `0.5:1`, `100:`, `:-1`."""
 
     name = "number or from:to"
 

@@ -54,17 +54,8 @@ def command(run: str | None, drain: bool, again: bool, now: bool, yes: bool, as_
 
 
 def _certain_run(name: str | None, action: str, yes: bool) -> RunStatus:
-    """Return the run to end: it is unambiguous, or confirmed at the terminal.
-
-    Args:
-        name: run as the user named it; None: not named.
-        action: verb for the question, such as `cancel`.
-        yes: skip the question.
-
-    Raises:
-        BadInput: the run is ambiguous, and there is no terminal to ask at.
-        Failed: the user declined.
-    """
+    """Return the run to end: it is unambiguous, or confirmed at the terminal. Raises BadInput for an ambiguous run
+    without a terminal, Failed where the user declines. `action`: verb for the question, such as `cancel`."""
     from launcher.errors import BadInput, Failed
     from launcher.runs.control import target_of
 

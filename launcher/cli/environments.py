@@ -50,7 +50,7 @@ PIPE_WIDTH = 120
 @click.pass_context
 def command(ctx: click.Context, as_json: bool, every: bool) -> None:
     """List the registered environments with a description of each: first those that read data, rewards or programs of
-    yours, then those with problems of their own.
+    yours, then those that bring their own problems.
 
     A recipe sets one of these names as `environment.name`. With --json, all of them with their packages. To write one,
     copy a folder of examples/: environments/riddles (a class, with a test), programs/sums or verifiers/running_sum.

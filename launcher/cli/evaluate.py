@@ -124,7 +124,8 @@ def command(ctx: click.Context, **options: Any) -> None:
         raise BadInput("--engine vllm: a job evaluates with mrl's own engine; leave out --cluster to evaluate here")
     if options["out"] and not options["dry_run"]:
         _make_folder_of(options["out"].absolute())
-    ctx.exit(_as_job(_evaluation(options, _pinned(origin, options), device="cuda"), origin, cluster, options))
+    _pin(origin, options)
+    ctx.exit(_as_job(_evaluation(options, origin, device="cuda"), origin, cluster, options))
 
 
 def _evaluation(options: dict[str, Any], origin: CheckpointRun | None, device: str) -> Evaluation:
@@ -135,16 +136,11 @@ def _evaluation(options: dict[str, Any], origin: CheckpointRun | None, device: s
     day = options["date"] or (None if origin else datetime.now())  # the same for all ranks and attempts of a job
     asked["date"] = day and day.date().isoformat()
     asked["device"] = options["device"] or (origin.config.job.device if origin else device)
-    asked["vllm_python"] = _vllm_python(options, origin)
+    of_run = origin.config.inference.vllm if origin else None
+    vllm_python = str(options["vllm_python"] or (of_run and of_run.python) or sys.executable)
+    asked["vllm_python"] = vllm_python if options["engine"] == "vllm" else None
     asked["out"] = options["out"] and str(options["out"].absolute())
     return requested(origin, options["env"], options["env_args"], sampling, asked)
-
-
-def _vllm_python(options: dict[str, Any], origin: CheckpointRun | None) -> str | None:
-    if options["engine"] != "vllm":
-        return None
-    of_run = origin.config.inference.vllm if origin else None
-    return str(options["vllm_python"] or (of_run and of_run.python) or sys.executable)
 
 
 def _make_folder_of(out: Path) -> None:
@@ -178,14 +174,13 @@ def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
     return EXIT_FINISHED
 
 
-def _pinned(origin: CheckpointRun | None, options: dict[str, Any]) -> CheckpointRun | None:
+def _pin(origin: CheckpointRun | None, options: dict[str, Any]) -> None:
     """Pin the job to the newest checkpoint of now, in case the run continues meanwhile."""
     checkpoint = Path(options["checkpoint"])
     if origin and origin.run.root == checkpoint.absolute():
         options["checkpoint"] = str(origin.run.checkpoint(origin.run.checkpoint_steps()[0]))
     elif checkpoint.exists():
         options["checkpoint"] = str(checkpoint.absolute())
-    return origin
 
 
 def _as_job(evaluation: Evaluation, origin: CheckpointRun | None, cluster: str, options: dict[str, Any]) -> int:

@@ -53,10 +53,8 @@ def command(run: str | None, every: bool, as_json: bool) -> None:
 
 
 def explanation_lines(run: RunDir, record: Record, explanation: Explanation, *, every: bool) -> list[str]:
-    """Return the text for people: how the run failed, what the rules find, and what they compare.
-
-    every: whether to name the rules that found nothing.
-    """
+    """Return the text for people: how the run failed, what the rules find, and what they compare. `every`: whether to
+    name the rules that found nothing."""
     lines = [f"{run.root.name}: {explanation.steps} of {record.key('training.steps')} steps"]
     if explanation.failure is not None:
         lines += ["", *failure_lines(explanation.failure), ""]

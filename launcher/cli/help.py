@@ -118,10 +118,8 @@ def distance(name: str, meaning: str, word: str, meant: str) -> int | None:
 
 
 def search_lines(word: str, kinds: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return the names that fit a word, the nearest first; empty if there are none.
-
-    kinds: heading -> name -> meaning.
-    """
+    """Return the names that fit a word, the nearest first; empty if there are none. `kinds`: heading -> name ->
+    meaning."""
     word, lines = word.lower(), list[str]()
     meant = ".".join(SYNONYMS.get(word, ()))
     for heading, entries in kinds.items():

@@ -101,7 +101,7 @@ class _Commands(click.Group):
             asks_for_help = bool({*args[1:]} & {"-h", "--help"})  # which the option would take as its value
             args = [*words[: 1 if asks_for_help else None], *args[1:]]
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"there is no command {args[0]!r}; {_hint(args[0])}", ctx)
+            raise click.UsageError(f"mrl has no command {args[0]!r}; {_hint(args[0])}", ctx)
         return super().resolve_command(ctx, args)
 
 

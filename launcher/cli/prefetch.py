@@ -32,7 +32,7 @@ def command(
 
     Run it on a machine with internet that sees the cluster's run_root; the job itself runs offline. Files that are
     already there are not fetched again, unless their tag or branch has moved. For gated models set HF_TOKEN or run `hf
-    auth login`; enroot has credentials of its own (containers/README.md).
+    auth login`; enroot has its own credentials (containers/README.md).
 
     \b
     Exit codes:

@@ -28,7 +28,6 @@ from launcher.runs.policy_path import prepare_policy
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.model.config import TokenizerConfig
 
 SERVER, PORT = "megatron_rl.server", 8000
 AGENT_SERVER, AGENT_PORT = "megatron_rl.server.agent", 8100
@@ -146,16 +145,12 @@ def _policy_words(path: str, options: dict[str, Any]) -> list[str]:
 
 def _environment_words(name: str, asked: str, env_args: tuple[str, ...], options: dict[str, Any]) -> list[str]:
     environment = checked_environment(EnvironmentConfig(name=name, args=parse_args(env_args)), "--environment")
-    tokenizer = _tokenizer(asked)
+    run = RunDir(Path(asked))
+    tokenizer = (read_resolved(run.resolved) if run.resolved.is_file() else load_recipe(asked).config).tokenizer
     refuse_unready([*required_extras(environment), *(["huggingface"] if tokenizer.type == "huggingface" else [])])
     shared = [f"--{one.replace('_', '-')}={options[one]}" for one in ("host", "port", "token_file")]
     as_text = environment.model_dump_json(), tokenizer.model_dump_json()
     return [f"--environment={as_text[0]}", f"--tokenizer={as_text[1]}", *shared]
-
-
-def _tokenizer(asked: str) -> TokenizerConfig:
-    run = RunDir(Path(asked))
-    return (read_resolved(run.resolved) if run.resolved.is_file() else load_recipe(asked).config).tokenizer
 
 
 def _usage(ready: dict[str, Any]) -> str:

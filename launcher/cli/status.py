@@ -81,11 +81,7 @@ def command(
 
 
 class StatusReader:
-    """Reader of the status of one run, or of all that are alive, again and again.
-
-    Args:
-        run: None: all runs that are alive.
-    """
+    """Reader of the status of one run, or of all that are alive (`run` is None), again and again."""
 
     def __init__(self, run: RunDir | None) -> None:
         self._run = run

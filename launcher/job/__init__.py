@@ -1,1 +1,1 @@
-"""Making of a Slurm job from a recipe and its plan: draft, script, code, run directory, submission, fork."""
+"""From a recipe and its plan to a Slurm job: draft, script, code, run directory, submission, fork."""

@@ -39,11 +39,7 @@ def refuse_foreign(run: RunDir) -> None:
 
 def refuse_owned(run: RunDir, my_job: str | None) -> None:
     """Raise BadInput where another Slurm job owns the run, or may. A job owns its run until Slurm says that it has
-    ended.
-
-    Args:
-        my_job: Slurm job of this process, which may own the run.
-    """
+    ended. `my_job`: Slurm job of this process, which may own the run."""
     if not run.job.exists():
         return
     from launcher.backends.slurm.jobs import read_owners  # imported late: a new run does not need it

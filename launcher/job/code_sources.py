@@ -26,14 +26,9 @@ HEAVY_BYTES = 20 * 10**6  # a larger snapshot probably holds data that git does 
 
 
 def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
-    """Sources of the run's snapshot, by launcher.host.code.sources.plan_sources.
-
-    Args:
-        directory: current directory; its repository is included when the recipe's file lies in it.
-
-    Raises:
-        BadInput: an included directory does not exist, or git refuses to read it.
-    """
+    """Sources of the run's snapshot, by launcher.host.code.sources.plan_sources. Raises BadInput: an included directory
+    does not exist, or git refuses to read it. `directory`: current directory; its repository is included when the
+    recipe's file lies in it."""
     include = included(recipe, directory)
     missing = [path for path in include if not path.is_dir()]
     if missing:

@@ -13,7 +13,6 @@ from launcher import __file__ as launcher_file
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image
 from launcher.doctor.fetched import fetched
-from launcher.doctor.finding import DoctorFinding
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import problems
 from launcher.doctor.vllm_python import inexact_options
@@ -47,19 +46,17 @@ class Draft:
 def draft(
     recipe: Recipe, cluster: str, profile: Profile, root: Path, update_code: bool = False, change: bool = False
 ) -> Draft:
-    """Do everything that a submission to `cluster` does before it writes anything.
+    """Do everything that a submission to `cluster` does before it writes anything. Raises BadInput: the recipe does not
+    fit the cluster, or cannot be put into a script.
 
     Args:
         recipe: its `config.cluster` is `cluster`.
         root: run directory, absolute.
         update_code: whether to replace an existing snapshot of the code.
         change: whether an existing run is to take other values and files.
-
-    Raises:
-        BadInput: the recipe does not fit the cluster, or cannot be put into a script.
     """
     if not root.name:
-        raise BadInput(f"--run-dir {root}: a run needs a directory of its own")
+        raise BadInput(f"--run-dir {root}: a run needs its own directory")
     if root.exists() and not root.is_dir():
         raise BadInput(f"{root}: is a file, not a directory")
     run = RunDir(root)
@@ -70,7 +67,10 @@ def draft(
         job = _planned(recipe, cluster, profile, root, sources)
         resumes = bool(run.checkpoint_steps())
         needed = [*fetched(recipe, profile, resumes)]
-        notes = [*_notes(job, update_code), *(_as_note(one) for one in needed if one.level == "note")]
+        notes = [
+            *_notes(job, update_code),
+            *(f"{one.text}; {one.fix}".removesuffix("; ") for one in needed if one.level == "note"),
+        ]
         obstacles = [*_obstacles(job, resumes), *problems(needed)]
         script = render(job)
         verdict = lesson.verdict()
@@ -143,10 +143,6 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
     return notes
 
 
-def _as_note(found: DoctorFinding) -> str:
-    return "; ".join(filter(None, [found.text, found.fix]))
-
-
 def _import_paths(run: RunDir, sources: Sequence[CodeSource], update_code: bool) -> list[Path]:
     """Directories of the user's code from which the ranks will import."""
     taken = read(CodeSnapshot, run.code_record)
@@ -169,7 +165,7 @@ def _obstacles(job: PlannedJob, resumes: bool) -> list[str]:
     if place.exists() and not os.access(place, os.W_OK):
         found.append(
             f"you may not write to {place}, where Slurm writes the job's log ({log.name}) before it starts anything; "
-            "give a --run-dir in a folder of your own"
+            "give a --run-dir in your own folder"
         )
     return [*found, *refusal(job.recipe, notification_refusals(job.recipe.config.notify, None)).problems]
 

@@ -58,15 +58,13 @@ def requested(
     sampling: Mapping[str, Any],
     asked: Mapping[str, Any],
 ) -> Evaluation:
-    """Complete an evaluation.
+    """Complete an evaluation. Raises BadInput.
 
     Args:
         environment: name; None: the run's. The run's own environment keeps its arguments.
         environment_args: laid over these, see `parse_args`.
         sampling: given values, laid over the run's.
         asked: the other values of Evaluation.
-
-    Raises BadInput.
     """
     config = origin.config if origin else None
     if environment is None and config is None:
@@ -89,14 +87,9 @@ def requested(
 
 
 def checked_environment(environment: EnvironmentConfig, option: str) -> EnvironmentConfig:
-    """Return the environment with relative paths in its arguments resolved from the current directory.
-
-    Args:
-        option: option that names the environment, for messages.
-
-    Raises:
-        BadInput: there is no such environment, or it has no such arguments.
-    """
+    """Return the environment with relative paths in its arguments resolved from the current directory. Raises BadInput:
+    there is no such environment, or it has no such arguments. `option`: option that names the environment, for
+    messages."""
     try:
         environment_arguments(environment)
         values = with_absolute_paths(environment.model_dump(), type(environment), lambda key, path: Path.cwd())
@@ -189,11 +182,8 @@ def code_version(environment: str) -> str:
 
 
 def job_recipe(evaluation: Evaluation, origin: CheckpointRun | None, cluster: str, caches: Sequence[Path]) -> Recipe:
-    """Recipe of a job of one node that evaluates. Raises BadInput.
-
-    Args:
-        caches: Hugging Face caches, which may hold the config.json of published weights.
-    """
+    """Recipe of a job of one node that evaluates. Raises BadInput. `caches`: Hugging Face caches, which may hold the
+    config.json of published weights."""
     device = {"device": evaluation.device}
     if origin:
         values = origin.config.model_dump()

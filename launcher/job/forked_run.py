@@ -44,14 +44,11 @@ class PlannedFork:
 
 
 def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> PlannedFork:
-    """Plan a fork.
+    """Plan a fork. Raises BadInput: there is no such run or checkpoint, or it does not fit these values.
 
     Args:
         run_at_step: `RUN@STEP`, or RUN for its newest checkpoint.
         trusted: whether it may be a run of another user.
-
-    Raises:
-        BadInput: there is no such run or checkpoint, or it does not fit these values.
     """
     name, at, number = run_at_step.rpartition("@")
     if at and names_run(run_at_step):
@@ -69,14 +66,8 @@ def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> Plan
 
 @contextmanager
 def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
-    """Make the run; it is removed again where the caller fails to start it.
-
-    Args:
-        given: its directory; None: a new one beside the source's.
-
-    Raises:
-        BadInput: the directory holds a run already.
-    """
+    """Make the run; it is removed again where the caller fails to start it. Raises BadInput: the directory holds a run
+    already. `given`: its directory; None: a new one beside the source's."""
     found_there = given is not None and given.exists()
     name = run_name(fork.recipe.config.name, time.localtime())
     if found_there and RunDir(str(given)).resolved.exists():

@@ -19,10 +19,8 @@ from megatron_rl.recipe.own_code import CodeReference, modules_beside
 
 
 def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None = None) -> list[Change]:
-    """Copy the files of the user's code that the run's environments and algorithm use. See `copy_files`.
-
-    source: run whose copies take the place of the present files, as far as it has them.
-    """
+    """Copy the files of the user's code that the run's environments and algorithm use. See `copy_files`. `source`: run
+    whose copies take the place of the present files, as far as it has them."""
     sources = {path: source.kept_files / one.name for path, one in kept_files(source).items()} if source else {}
     return copy_files(run, own_files(recipe.config), renew, sources)
 

@@ -63,7 +63,10 @@ class LessonVerdict:
 
 
 _verdicts: dict[str, LessonVerdict] = {}
-"""Results by what was checked, as the runs of a sweep mostly have the same data and functions."""
+"""Results by what was checked. The check takes seconds, and 20 runs of a sweep may have equal data and functions: the
+first starts a child, the others find its verdict by `_key`, which covers all that the child reads, and nothing else. A
+verdict is kept without places, because the same fault may stand in line 7 of one recipe and in an override of the next;
+`of` adds them."""
 
 
 class LessonCheck:
@@ -204,10 +207,7 @@ def rows_child(profile: Profile | None, included: Sequence[Path]) -> ModuleProce
 
 
 def request_of(recipe: Recipe, profile: Profile | None, **more: Any) -> RowsRequest:
-    """Request to the process, with paths as this machine sees them.
-
-    more: further fields; `copies` as a RunDir.
-    """
+    """Request to the process, with paths as this machine sees them. `more`: further fields; `copies` as a RunDir."""
     copies: RunDir | None = more.pop("copies", None)
     values = as_seen_here(recipe.config, profile).model_dump(mode="json")
     return RowsRequest(recipe=values, copies=str(copies.root) if copies else None, **more)

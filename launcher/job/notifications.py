@@ -18,10 +18,8 @@ def settings_json(config: NotifyConfig) -> str:
 
 
 def refusals(config: NotifyConfig | None, environ: Mapping[str, str] | None) -> list[str]:
-    """Return reasons why nothing could be sent.
-
-    environ: environment of the process that sends, of a run on this machine; None on Slurm, where it is another one.
-    """
+    """Return reasons why nothing could be sent. `environ`: environment of the process that sends, of a run on this
+    machine; None on Slurm, where it is another one."""
     found: list[str] = []
     if config is None:
         return found

@@ -55,7 +55,7 @@ class PlannedJob:
     run_dir: Path
     sources: Sequence[CodeSource]
     seen: Sequence[Path]
-    """Paths that the container has to mount, beside the profile's mounts."""
+    """Paths to mount into the container, beside the profile's mounts."""
     installed: Path
     """Directory of the packages launcher and megatron_rl, from which the first attempt's host side runs."""
     version: str
@@ -275,12 +275,9 @@ def _harvest_step(job: PlannedJob) -> _SrunFunction:
     return _SrunFunction(
         function=Shell("harvest"),
         name=Shell('"infer-${1#harvest-}"'),
-        options=[
-            Shell(" ".join(asked)),
-            Shell(f"{bound} {ending}".strip()),
-        ],
+        options=[Shell(" ".join(asked)), Shell(f"{bound} {ending}".strip())],
         command=Shell(f'{python} -P -m {REPLICA} {RUN} --replica "${{1#harvest-}}"'),
-        comment=Shell("An inference replica in a job of its own, wherever there is room: see recipe key harvest."),
+        comment=Shell("An inference replica in its own job, wherever there is room: see recipe key harvest."),
     )
 
 

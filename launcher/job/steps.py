@@ -86,11 +86,8 @@ def shell_lines(lines: Lines) -> list[str]:
 
 
 def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: str) -> Lines:
-    """Options for the nodes, ranks and output of a step.
-
-    Args:
-        name: name of the step in the script; `$1` in the function that all replicas share.
-    """
+    """Options for the nodes, ranks and output of a step. `name`: name of the step in the script; `$1` in the function
+    that all replicas share."""
     nodes, ranks = str(len(step.nodes)), str(len(step.nodes) * step.tasks_per_node)
     counts = [Option("nodes", nodes), Option("nodelist", HOSTS, '"$nodes"'), Option("ntasks", ranks)]
     if plan.smaller:
@@ -118,12 +115,8 @@ def per_node(config: RunConfig, profile: Profile, tasks: int) -> list[Option]:
 
 
 def binding(profile: Profile, *, several: bool = False) -> list[Option]:
-    """Options for the CPUs of each process, and the profile's own options of srun.
-
-    Args:
-        several: whether a process stands for several ranks, so that a list of CPUs with an entry for each rank would
-            leave it those of the first.
-    """
+    """Options for the CPUs of each process, and the profile's own options of srun. `several`: whether a process stands
+    for several ranks, so that a list of CPUs with an entry for each rank would leave it those of the first."""
     bind = None if several and re.search(r"\b(map|mask)_", profile.cpu_bind or "") else profile.cpu_bind
     asked = {"distribution": profile.distribution, "cpu-bind": bind}
     flags = [flag for flag in profile.srun if not _is_of_container(flag)]
@@ -146,11 +139,8 @@ def gpus_per_node(config: RunConfig, profile: Profile) -> dict[str, str]:
 
 
 def container(config: RunConfig, profile: Profile, seen: Sequence[Path]) -> Lines:
-    """Options of pyxis, without the container's name; empty without a container.
-
-    Args:
-        seen: paths to mount, beside the profile's mounts.
-    """
+    """Options of pyxis, without the container's name; empty without a container. `seen`: paths to mount, beside the
+    profile's mounts."""
     asked = profile.container
     if asked is None:
         return []
@@ -172,7 +162,7 @@ def name_of_container(config: RunConfig, profile: Profile) -> Lines:
     if profile.container is None or not profile.container.named:
         return []
     name = container_name("$SLURM_JOB_ID", "$MRL_ATTEMPT", "$of" if replica_image(config, profile) else "")
-    # no_exec: each step gets namespaces of its own, except that of `mrl attach`.
+    # no_exec: each step gets its own namespaces, except that of `mrl attach`.
     return [[Option("container-name", CONTAINER, f'"{name}:no_exec"')]]
 
 
@@ -209,7 +199,7 @@ def rank_variables(config: RunConfig, profile: Profile) -> dict[str, str]:
 
 
 def in_front_of_ranks(config: RunConfig, profile: Profile) -> str:
-    """Shell code before each rank. Signals are ignored until the rank has handlers of its own."""
+    """Shell code before each rank. Signals are ignored until the rank has its own handlers."""
     values = rank_variables(config, profile)
     home = [f"mkdir -p {shlex.quote(values['HOME'])}"] if "HOME" in values else []
     exports = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in values.items())

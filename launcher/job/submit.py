@@ -86,7 +86,11 @@ def submit(
             before = read(CodeSnapshot, run.code_record)
             write_files(run, job, update_code)
             fresh = read(CodeSnapshot, run.code_record) != before
-            found.handed_over = True  # from now on there may be a job that needs the directory
+            # sbatch has three outcomes. It refuses: no job exists, and the directory is restored. It answers with an
+            # id. Or it says nothing, or nothing clear, such as after a time limit: the controller may have queued the
+            # job. Then the directory stays, because a job without its files would fail hours later, and the user is
+            # told to look (Unsure). So the default is "handed over", and only a refusal takes it back.
+            found.handed_over = True
             try:
                 job_id = _hand_over(job, run, found.run_id, after)
             except sbatch.SubmissionRefused as error:
@@ -107,7 +111,7 @@ def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) 
     """Submit the script and record its job. Returns the job's id.
 
     Raises:
-        SubmissionRefused, OSError: there is no job.
+        SubmissionRefused, OSError: no job exists.
         Unsure: there may be a job, or there is one that could not be recorded.
     """
     flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
@@ -180,7 +184,7 @@ def flags_by_name(options: Sequence[str]) -> dict[str, str]:
 
 def refuse_unknown_partitions(jobs: Sequence[PlannedJob]) -> None:
     """Raise BadInput where Slurm has no partition of a recipe's `harvest.partition`. The run itself submits those jobs,
-    when it is on its nodes: a wrong name would only show in its log. A Slurm that does not answer is no error here."""
+    when it is on its nodes: a wrong name would only show in its log. A silent Slurm is not an error here."""
     harvesting = [(job.recipe, job.recipe.config.harvest) for job in jobs if job.recipe.config.harvest]
     if not harvesting:
         return

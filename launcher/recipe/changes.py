@@ -85,11 +85,7 @@ def _written_out(config: RunConfig) -> dict[str, Any]:
 
 
 def with_remarks(changed: Sequence[Change], old: RunConfig, new: RunConfig, reached: int) -> list[Change]:
-    """Add to the changes what they cause unexpectedly.
-
-    Args:
-        reached: steps that the run has made.
-    """
+    """Add to the changes what they cause unexpectedly. `reached`: steps that the run has made."""
     from megatron_rl.training.config import learning_rate
 
     if reached <= old.optimizer.warmup_steps or any(one.key.startswith("optimizer.") for one in changed):

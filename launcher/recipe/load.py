@@ -58,16 +58,14 @@ class Recipe:
 
 
 def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path] = ()) -> Recipe:
-    """Read and validate a recipe.
+    """Read and validate a recipe. Raises BadInput with every problem found, each with its file and line or the
+    override it came from.
 
     Args:
         asked: name of a shipped recipe, or path of a YAML file.
         overrides: `section.key=value`, the value written as in YAML; later ones win. That of an engine brings others:
             see engine_override.
         caches: directories (HF_HOME) that may hold the hub model whose shape the recipe leaves out.
-
-    Raises:
-        BadInput: with every problem found, each with its file and line or the override it came from.
     """
     given = _parse_overrides(overrides)
     files = read_files(asked)
@@ -104,17 +102,18 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
             check_files(with_kept_files(one, run))
         except ValueError as error:
             raise BadInput(f"{locate((*place, 'args', 'file'))[0]}: {error}") from error
-    _check_own_functions(config, run, locate)
+    for key, reference in config.grpo.own_functions.items():
+        try:
+            check_file(kept(reference, run))
+        except ValueError as error:
+            raise BadInput(f"{locate(('grpo', key))[0]}: grpo.{key}: {error}") from error
     evaluation = recorded_evaluation(run) if Path(asked).name == run.resolved.name else None
     return Recipe(asked, config, written, filled, more, evaluation)
 
 
 def refusal(recipe: Recipe, problems: Sequence[str]) -> BadInput:
-    """Make the error for values that are valid each but do not fit together, or do not fit the cluster.
-
-    Args:
-        problems: sentences that name keys in full, the one to blame first: `job.nodes 5 is ...`.
-    """
+    """Make the error for values that are valid each but do not fit together, or do not fit the cluster. `problems`:
+    sentences that name keys in full, the one to blame first: `job.nodes 5 is ...`."""
     return BadInput(f"{where_named(problem, recipe.written.locate)}: {problem}" for problem in problems)
 
 
@@ -137,7 +136,7 @@ def asked_text(recipe: Recipe) -> str:
 
 
 def origins(recipe: Recipe) -> dict[str, ValueOrigin]:
-    """ValueOrigin of each value of a recipe that is no default, by its full key."""
+    """ValueOrigin of each value of a recipe that is not a default, by its full key."""
     filled = {key: ValueOrigin(source, None) for key, source in recipe.filled.items()}
     return filled | {key: recipe.written.origin(tuple(key.split("."))) for key in flat(recipe.written.values)}
 
@@ -149,11 +148,8 @@ def dump_resolved(config: RunConfig) -> str:
 
 
 def read_resolved(path: Path) -> RunConfig:
-    """Read the configuration that a run directory recorded.
-
-    Raises:
-        BadInput: it cannot be read, is damaged, or was written by a version of mrl with other keys.
-    """
+    """Read the configuration that a run directory recorded. Raises BadInput: it cannot be read, is damaged, or was
+    written by a version of mrl with other keys."""
     document = read_mapping(str(path), read_text(path), SECTIONS)
     try:
         return RunConfig.model_validate(document.value)
@@ -179,8 +175,8 @@ def _parse_overrides(texts: Sequence[str]) -> list[Override]:
             problems.append(f"override {text!r}: expected section.key=value, for example grpo.group_size=8")
         elif removed := next((text for name, text in REMOVED.items() if f"{key}.".startswith(f"{name}.")), None):
             problems.append(f"override {text!r}: {key}: was removed: {removed}")
-        elif not _is_known(path, known):
-            problems.append(f"override {text!r}: {key}: unknown key{did_you_mean(generic(path), known)}")
+        elif (meant := generic(path)) not in known and not any(meant[: len(one)] == one for one in _FREE_FORM):
+            problems.append(f"override {text!r}: {key}: unknown key{did_you_mean(meant, known)}")
         else:
             try:
                 parsed.append(Override(text, path, read(value).value))
@@ -189,11 +185,6 @@ def _parse_overrides(texts: Sequence[str]) -> list[Override]:
     if problems:
         raise BadInput(problems)
     return parsed
-
-
-def _is_known(path: KeyPath, known: Mapping[KeyPath, Any]) -> bool:
-    path = generic(path)
-    return path in known or any(path[: len(section)] == section for section in _FREE_FORM)
 
 
 @cache
@@ -245,22 +236,9 @@ def _environments(config: RunConfig) -> dict[KeyPath, EnvironmentConfig]:
     return {("environments", str(number)): one for number, one in enumerate(config.environments or ())}
 
 
-def _check_own_functions(config: RunConfig, run: RunDir, locate: Locate) -> None:
-    """Check that the file of each function of the user's defines it. Raises BadInput."""
-    for key, reference in config.grpo.own_functions.items():
-        try:
-            check_file(kept(reference, run))
-        except ValueError as error:
-            raise BadInput(f"{locate(('grpo', key))[0]}: grpo.{key}: {error}") from error
-
-
 def teacher_of(config: RunConfig, caches: Sequence[Path] = ()) -> TeacherFiles | None:
     """Return the files of a recipe's teacher; None without one, or if this machine does not have them. Raises
-    ConfigurationError if they hold no model.
-
-    Args:
-        caches: as for `load_recipe`.
-    """
+    ConfigurationError if they hold no model. `caches`: as for `load_recipe`."""
     folder = find_folder(config.distill.teacher, caches) if config.distill else None
     return teacher_files(folder) if folder else None
 

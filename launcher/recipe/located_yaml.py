@@ -87,14 +87,12 @@ def read_text(path: Path) -> str:
 
 
 def read_mapping(file: str, text: str, holds: str) -> Located:
-    """Parse the mapping in `text`.
+    """Parse the mapping in `text`. Raises BadInput: the text is not YAML or not a mapping; every problem found, each
+    with its line.
 
     Args:
         file: name in error messages.
         holds: expected content, such as `sections such as model: and grpo:`.
-
-    Raises:
-        BadInput: the text is not YAML or not a mapping; every problem found, each with its line.
     """
     try:
         document = read(text)
@@ -128,11 +126,8 @@ def dump(value: Any) -> str:
 
 
 def read(text: str) -> Located:
-    """Parse one YAML document.
-
-    Raises:
-        YamlProblems: it is not YAML, or has duplicate, non-text or self-referring keys; all of these at once.
-    """
+    """Parse one YAML document. Raises YamlProblems: it is not YAML, or has duplicate, non-text or self-referring keys;
+    all of these at once."""
     try:
         _refuse_bombs(text)
         loader = _Loader(text)
@@ -159,6 +154,10 @@ def read(text: str) -> Located:
 def _refuse_bombs(text: str) -> None:
     """Refuse text that expands without bound: aliases of aliases, and deeply nested brackets. Raises YamlProblems, and
     yaml.YAMLError."""
+    # The text is read as a stream of events, before anything is built, because building is what a bomb makes expensive:
+    # `a: &a [x, x]`, `b: &b [*a, *a]`, `c: [*b, *b]`, ... doubles with each line. Each open collection counts the
+    # values inside it, and an alias counts as much as its anchor, so the sum is the size after expansion, found in one
+    # pass over the short text. A collection that refers to itself counts 1 here; `_walk` refuses it.
     sizes: dict[str, int] = {}  # anchor -> values that it stands for
     open_ones: list[tuple[str | None, int]] = [(None, 0)]  # open collections: anchor, values so far
 

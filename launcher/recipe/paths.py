@@ -62,10 +62,8 @@ def named_paths(config: Section) -> list[NamedPath]:
 
 
 def read_paths(config: RunConfig, resumes: bool) -> list[NamedPath]:
-    """Keys whose file or directory a start of the run reads.
-
-    resumes: whether the run has a checkpoint of its own, so that it may need its initial weights no more.
-    """
+    """Keys whose file or directory a start of the run reads. `resumes`: whether the run has its own checkpoint, so
+    that it may need its initial weights no more."""
     found = [one for one in named_paths(config) if one.mark.read]
     if not resumes or config.keeps_initial_weights:
         return found
@@ -83,14 +81,12 @@ def with_changed_paths(config: RunConfig, change: Callable[[NamedPath], str]) ->
 def with_absolute_paths(
     values: T, section: type[BaseModel], folder_of: Callable[[KeyPath, str], Path], prefix: KeyPath = ()
 ) -> T:
-    """Make every path in the values of a section absolute; other values stay as they are.
+    """Make every path in the values of a section absolute; other values stay as they are. Raises NoPath: a value cannot
+    be a path.
 
     Args:
         folder_of: directory where the relative path of a key begins, from the key and its value.
         prefix: key of the section in the recipe.
-
-    Raises:
-        NoPath: a value cannot be a path.
     """
     return _changed(values, section, prefix, lambda named: _absolute(named, folder_of(named.key, named.value)))
 
@@ -136,6 +132,11 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})(?=/|$)")
 
 
 def _changed(value: Any, kind: Any, key: KeyPath, change: Callable[[NamedPath], str]) -> Any:
+    # The walk follows types, not values, since only a type says that a text is a path: its Annotated mark. Values may
+    # be raw YAML that no validation has seen, so anything unexpected is returned as it is, for the validation to
+    # report. A union is tried member by member (`str | list[Path] | None`); those that do not fit leave the value
+    # alone. Example: `data: {path: rows.jsonl}` -> DataConfig -> its field `path`, marked -> change(NamedPath(("data",
+    # "path"), "rows.jsonl", mark)).
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         mark = next((each for each in arguments[1:] if isinstance(each, PathMark)), None)

@@ -103,6 +103,10 @@ def _schema_of(
 def where_named(message: str, locate: Locate, section: KeyPath = (), prefix: KeyPath = ()) -> str:
     """Find the place to point at for a problem of a whole section: a key that the message names, overridden keys
     first."""
+    # A validator of a whole section raises a sentence, not a key: "job.nodes 5 is not a multiple of ...". The words of
+    # the sentence that are keys are its candidates. Keys of the user's overrides come first, since the command line is
+    # what was changed last: with `mrl-submit my.yaml job.nodes=5` the error points at the override and not at a line of
+    # my.yaml that names the other key. Without a candidate it is the place of the section.
     of_section, _ = locate((*prefix, *section))
     named = []
     for word in re.findall(r"[A-Za-z_][\w.-]*", message):
@@ -129,17 +133,14 @@ def expected(schema: Mapping[str, Any]) -> str:
         keys = ", ".join(schema.get("properties", {}))
         return f"a section with keys among: {keys}" if keys else "a mapping"
     if schema.get("type") == "array":
-        return "a list" + _of_items(schema.get("items", {}))
+        items = schema.get("items", {})
+        if "$ref" in items or not items:
+            return "a list of sections" if items else "a list"
+        return "a list of text" if items.get("type") == "string" else f"a list (each item {expected(items)})"
     kind = _UNITS.get(schema.get("type", ""), "another value")
     bounds = [f"{sign} {schema[bound]}" for bound, sign in _BOUNDS.items() if bound in schema]
     pattern = [f"matching {schema['pattern']}"] if "pattern" in schema else []
     return " ".join([kind, " and ".join(bounds), *pattern]).replace("  ", " ").strip()
-
-
-def _of_items(items: Mapping[str, Any]) -> str:
-    if "$ref" in items or not items:
-        return " of sections" if items else ""
-    return " of text" if items.get("type") == "string" else f" (each item {expected(items)})"
 
 
 def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -94,8 +94,8 @@ def find_published(values: Mapping[str, Any], caches: Sequence[Path], locate: Lo
         return None
     if not is_prefetched(asked):
         raise BadInput(
-            f"{where}: model.huggingface: there is no directory {asked} here, whose {CONFIG_FILE} would give the shape "
-            f"of the model; check the path, or, where only the nodes see it, give model.{', model.'.join(required)}"
+            f"{where}: model.huggingface: no directory {asked} is on this machine, whose {CONFIG_FILE} would give the "
+            f"model's shape; check the path, or, where only the nodes see it, give model.{', model.'.join(required)}"
         )
     looked = f", nor in {' or '.join(map(str, caches))}" if caches else ""
     cluster = values.get("cluster")

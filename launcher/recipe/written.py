@@ -110,15 +110,8 @@ class Written:
 
 
 def read_files(asked: str) -> Written:
-    """Read a recipe and what it extends.
-
-    Args:
-        asked: name of a shipped recipe, or path of a YAML file.
-
-    Raises:
-        BadInput: a file cannot be read or is not a mapping, or `extends` names a file that is missing or itself extends
-            another one.
-    """
+    """Read a recipe and what it extends. Raises BadInput: a file cannot be read or is not a mapping, or `extends` names
+    a file that is missing or itself extends another one. `asked`: name of a shipped recipe, or path of a YAML file."""
     if not asked.strip():
         raise BadInput("RECIPE is empty; name a shipped one (`mrl recipes`) or a YAML file")
     path = Path(asked)
@@ -164,7 +157,7 @@ def _base(file: RecipeFile, where: str, document: Located) -> Written:
     if not isinstance(name, str) or not name.strip():
         raise BadInput(f"{where}: expected the name of a shipped recipe or the path of a file, got {name!r}")
     known = [*shipped_recipes(), *shipped_bases()]
-    if name in known:  # of which some extend a base, which is shipped too
+    if name in known:  # a shipped recipe may itself extend a base, which is shipped too
         return with_base(_shipped(name))
     if "/" not in name and not name.endswith((".yaml", ".yml")):
         raise BadInput(f"{where}: no shipped recipe is called {name!r}; {_suggestion(name, known)}; or give a path")
@@ -185,6 +178,10 @@ def _base(file: RecipeFile, where: str, document: Located) -> Written:
 
 
 def _laid_over(below: Written, above: Written) -> Written:
+    # A place must name the file that a reader would edit. `_merge` therefore notes each key whose value below is gone,
+    # and the places of it and of all keys inside it go with it. Example: the base has `environment: {name: math, args:
+    # {seed: 3}}` in line 4, and the file above `environment: {name: gym}`. The whole section is replaced, so a later
+    # error about environment.args.seed must not point at line 4 of the base.
     replaced: list[KeyPath] = []
     values = _merge(below.values, above.values, (), replaced)
     kept = {key: place for key, place in below.places.items() if not any(key[: len(path)] == path for path in replaced)}
@@ -232,7 +229,7 @@ def _key_in(section: Any, name: str, override: Override) -> Any:
     if not isinstance(section, list):
         return name
     if not re.fullmatch(r"[0-9]{1,12}", name) or int(name) >= len(section):
-        raise BadInput(f"override {override.text!r}: there is no {name} in a list of {len(section)}, counted from 0")
+        raise BadInput(f"override {override.text!r}: a list of {len(section)} has no item {name}, counted from 0")
     return int(name)
 
 
@@ -251,9 +248,9 @@ def _seen(look: Callable[[], bool]) -> bool:
 
 
 def implied(written: Written) -> tuple[Override, ...]:
-    """An engine that is given as an override and can only be replicas makes a co-located recipe partitioned: half of
-    its nodes generate, of which a recipe of one node gets a second one, and unfinished answers are kept. Keys with
-    overrides of their own stay as they are."""
+    """Overrides that follow from that of an engine which can only be replicas. A co-located recipe becomes partitioned:
+    half of its nodes generate (a recipe of one node gets a second one), and unfinished answers are kept. Keys that the
+    user overrides stay as they are."""
     engine = _value(written, ("inference", "engine"), "native")
     if engine not in ENGINES or not written.is_overridden(("inference", "engine")):
         return ()

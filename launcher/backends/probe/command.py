@@ -12,7 +12,7 @@ from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, run
 class CommandAnswer:
     text: str = ""
     failure: str | None = None
-    """Why there is no answer, in one line."""
+    """Why the command did not answer, in one line."""
     there: bool = True
     """Whether the command could be started at all."""
 
@@ -22,11 +22,8 @@ class CommandAnswer:
 
 
 def ask(command: Sequence[str], limit_s: float = 20.0) -> CommandAnswer:
-    """Run a command that changes nothing.
-
-    Args:
-        limit_s: seconds to wait for the answer. Slurm's own commands usually give up after MessageTimeout, 10 s.
-    """
+    """Run a command that changes nothing. `limit_s`: seconds to wait for the answer. Slurm's own commands usually give
+    up after MessageTimeout, 10 s."""
     try:
         answer = run(command, limit_s)
     except SlurmRefused as error:

@@ -94,7 +94,9 @@ def _quota(measured: DiskMeasurement) -> CommandAnswer:
     command = ["quota", "-wp", "-f", measured.directory]
     if measured.file_system == "lustre":
         command = ["lfs", "quota", "-q", "-u", getpass.getuser(), measured.directory]
-    return ask(command) if shutil.which(command[0]) else CommandAnswer(failure=f"there is no command {command[0]} here")
+    return (
+        ask(command) if shutil.which(command[0]) else CommandAnswer(failure=f"this machine has no command {command[0]}")
+    )
 
 
 def _measure(path: Path) -> DiskMeasurement:

@@ -1,4 +1,4 @@
-"""Probe of a compute node: one small srun step, which waits for a node for a limited time."""
+"""Probes of this login node, and of a compute node: one small srun step, which waits for a node for a limited time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def _command(profile: Profile, canary: Path, gpus: bool) -> list[str]:
 
 
 def _read(text: str) -> NodeFacts:
-    found = dict(_pair(line) for line in text.splitlines() if line.startswith("mrl.") and "=" in line)
+    lines = [line.removeprefix("mrl.").partition("=") for line in text.splitlines() if line.startswith("mrl.")]
+    found = {key: value.strip() for key, equals, value in lines if equals}
     return NodeFacts(
         host=found.get("host", ""),
         python=found.get("python"),
@@ -90,11 +91,6 @@ def _read(text: str) -> NodeFacts:
         enroot=found.get("enroot"),
         driver=found.get("driver") or None,
     )
-
-
-def _pair(line: str) -> tuple[str, str]:
-    key, _, value = line.removeprefix("mrl.").partition("=")
-    return key, value.strip()
 
 
 PYTHON_PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
@@ -112,19 +108,10 @@ class Software:
 
 
 def login_software(host_python: str) -> Software:
-    """Inspect this machine.
-
-    Args:
-        host_python: interpreter of the host side.
-    """
+    """Inspect this machine. `host_python`: interpreter of the host side."""
     credentials = credentials_path()
     found, exposed = _registries(credentials)
-    return Software(
-        host_python=ask([host_python, "-c", PYTHON_PROBE]),
-        registries=found,
-        credentials=credentials,
-        exposed=exposed,
-    )
+    return Software(ask([host_python, "-c", PYTHON_PROBE]), found, credentials, exposed)
 
 
 def credentials_path() -> Path:

@@ -53,7 +53,7 @@ print("mrl.done=yes")
 class RankFacts:
     failure: str | None = None
     unasked: str | None = None
-    """Why none was started, which is no fault."""
+    """Why none was started, although nothing is wrong."""
     versions: str = ""
     gpus: int = 0
     cpus: str = ""

@@ -51,7 +51,7 @@ class VllmFacts:
     """Its place: `on this machine`, or `in IMAGE`."""
     failure: str | None = None
     unasked: str | None = None
-    """Why it was not asked, which is no fault."""
+    """Why it was not asked, although nothing is wrong."""
     release: tuple[int, int] = (0, 0)
     """Release of Python, such as (3, 11)."""
     version: str | None = None
@@ -141,13 +141,7 @@ class Unasked(Exception):
 
 def refused_options(python: str, args: Mapping[str, bool | int | float | str]) -> dict[str, str]:
     """Ask a Python of this machine which options vLLM refuses: name, as the recipe writes it -> vLLM's reason. Starts
-    nothing if there are no options.
-
-    Args:
-        args: `inference.vllm.args` or `distill.replicas.vllm.args`.
-
-    Raises Unasked.
-    """
+    nothing without options. Raises Unasked. `args`: `inference.vllm.args` or `distill.replicas.vllm.args`."""
     return dict(_asked(python, words_of(args))) if args else {}
 
 

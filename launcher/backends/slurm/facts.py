@@ -1,4 +1,4 @@
-"""Facts about the Slurm of this login node: the unparsed output of its own commands."""
+"""Facts about the Slurm of this login node: the unparsed output of its commands."""
 
 from __future__ import annotations
 

@@ -113,11 +113,7 @@ def read_owners(owners: Sequence[Owner]) -> list[JobState]:
 
 
 def _job_of(owner: Owner, this_cluster: str | None, found: Mapping[str, JobState]) -> JobState:
-    """State of an owner's job.
-
-    Args:
-        this_cluster: name of the cluster that answers; None: unknown.
-    """
+    """State of an owner's job. `this_cluster`: name of the cluster that answers; None: unknown."""
     job_id, theirs = owner.job_id, owner.slurm_cluster
     if theirs is not None and theirs != this_cluster:
         asked = f"this is {this_cluster}" if this_cluster else "Slurm does not answer here"
@@ -149,7 +145,11 @@ def _ask_squeue(ids: Sequence[str]) -> dict[str, JobState]:
             raise unclear(command, answer.out) from None
         if not all(job_id.isdecimal() for job_id in found):
             raise unclear(command, answer.out)
-        if not found and _is_known(ids[0]):  # an empty answer without an error did not come from the controller
+        # squeue prints nothing and succeeds where none of several jobs exists any more, but also where it could not
+        # reach the controller and gave up quietly. Taking the second for the first would call a live run "gone", and
+        # the next mrl-submit would start a second job in its directory. So an empty answer counts only if the
+        # controller, asked for one of the jobs by scontrol, says that it does not know it.
+        if not found and _is_known(ids[0]):
             raise unclear(command, answer.out)
         return found
     if "Invalid job id" in answer.err:  # the answer for a single unknown job
@@ -238,11 +238,8 @@ def parse_sacct(text: str) -> list[JobState]:
 
 
 def _exit_code(word: str, text: str) -> int | None:
-    """Exit code of a script that ended by itself; None where it cannot be parsed.
-
-    Args:
-        text: `CODE:SIGNAL`; from squeue before 23.02, the status of waitpid(2).
-    """
+    """Exit code of a script that ended by itself; None where it cannot be parsed. `text`: `CODE:SIGNAL`; from squeue
+    before 23.02, the status of waitpid(2)."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if word not in ENDED_ITSELF or found is None:
         return None

@@ -53,7 +53,7 @@ def options(text: str | None) -> dict[str, str]:
 
 
 def tres(text: str | None) -> dict[str, int]:
-    """`node=2,gres/gpu=16` -> counts; values that are no plain numbers, such as memory with its unit, are omitted."""
+    """`node=2,gres/gpu=16` -> counts; values that are not plain numbers, such as memory with its unit, are omitted."""
     return {key: int(value) for key, value in options(text).items() if value.isdecimal()}
 
 

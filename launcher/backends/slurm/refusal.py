@@ -27,7 +27,7 @@ ADVICE = {
     ),
     r"memory specification": "no node has the memory that --mem asks for",
     r"invalid feature": "no node has the feature {constraint} (constraint); `sinfo -o '%N %f'` lists them",
-    r"reservation": "there is no reservation {reservation} that you may use now; see `scontrol show reservation`",
+    r"reservation": "you may use no reservation {reservation} now; see `scontrol show reservation`",
     r"invalid node name": "a node that the profile's sbatch flags name does not exist",
     r"(unrecognized|invalid|unknown|ambiguous) option": "this sbatch does not know one of the profile's sbatch flags",
     r"dependency": "--after: Slurm does not accept {dependency}",

@@ -38,13 +38,14 @@ FIRST = 10  # steps averaged for the first mean reward
 
 
 def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: History, resume: str) -> list[str]:
-    """Return lines about how an attempt ended, the results so far, and how to resume.
-
-    Args:
-        resume: the command that resumes this run.
-    """
+    """Return lines about how an attempt ended, the results so far, and how to resume. `resume`: the command that
+    resumes this run."""
     out = result_file(run)
+    further = [f"resume:      {resume}"]
+    if end.outcome == MISCONFIGURED:  # the next attempt would end in the same way
+        further = [f"next:        {once_corrected(run, resume)}"]
     if end.outcome == FINISHED:
+        further = []
         took = f", this attempt took {clock(end.seconds)}" if end.seconds is not None else ""
         lines = [f"finished: {history.step} steps{took}" if out is None else f"finished{took}"]
     elif end.outcome in (DRAINED, STOPPED):
@@ -54,21 +55,14 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
     if out is not None:
         result = result_of(run) if end.outcome == FINISHED else None
         lines += evaluation_lines(result, str(out)) if result else [f"files:       {run.root}"]
-        return lines if end.outcome == FINISHED else [*lines, _next(run, end, resume)]
+        return [*lines, *further]
     lines += result_lines(history)
     lines += [f"warning:         {warning}" for warning in history.warnings]
     lines += [
         f"files:       {run.root}",
         f"tensorboard: tensorboard --logdir {shlex.quote(str(run.tensorboard))}",
     ]
-    return lines if end.outcome == FINISHED else [*lines, _next(run, end, resume)]
-
-
-def _next(run: RunDir, end: AttemptEnd, resume: str) -> str:
-    """Return the line about how to go on. A wrong configuration would end the next attempt in the same way."""
-    if end.outcome != MISCONFIGURED:
-        return f"resume:      {resume}"
-    return f"next:        {once_corrected(run, resume)}"
+    return [*lines, *further]
 
 
 def once_corrected(run: RunDir, resume: str) -> str:

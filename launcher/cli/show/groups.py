@@ -18,10 +18,8 @@ PROMPT_COLUMNS = 60
 
 
 def group_lines(group: GroupLine, places: Sequence[int], *, tokens: bool, full: bool) -> str:
-    """Return a group as text for people.
-
-    places: of the answers to show. tokens: whether to list their tokens. full: whether to show long texts in full.
-    """
+    """Return a group as text for people, with the answers at `places`. `tokens` lists their tokens instead of their
+    texts; `full` shows long texts in full."""
     parts = [f"step {group.step}", f"prompt {group.ordinal}", f"problem {group.problem}"]
     parts += [printable(group.environment)] if group.environment else []
     parts.append("signal" if has_signal(group) else "no signal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -113,9 +114,13 @@ class _GrowingFile:
         """Number of times the file was read from its start."""
 
     def poll(self) -> str | None:
+        # A run appends lines while this reads, so only whole lines count, and the rest is read again next time. On
+        # resume the run replaces the file by a shorter one without the steps that it repeats: another inode, or less
+        # data than was read, means that all lines are read anew. A file that is replaced just after it was opened is
+        # read as it was, and the next poll sees the new inode.
         try:
             with self._path.open("rb") as file:
-                status = self._path.stat()
+                status = os.fstat(file.fileno())
                 if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
                     self._identity, self._offset, self._damaged = (status.st_dev, status.st_ino), 0, 0
                     self._lines.clear()
@@ -209,7 +214,7 @@ def replicas_json(attempt: Attempt) -> list[dict[str, Any]]:
 
 
 def waited_for(replicas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pick from `replicas_json` those of a kind of which none answers, which the run waits for, and ended ones."""
+    """Pick from `replicas_json` those that the run waits for, because none of their kind answers, and ended ones."""
     served = {one["kind"] for one in replicas if one["state"] == ANSWERS}
     return [one for one in replicas if one["kind"] not in served or one["state"] not in (ANSWERS, STARTS)]
 

@@ -33,11 +33,7 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def list_runs(limit: int | None, as_json: bool) -> None:
-    """Print the newest runs.
-
-    Args:
-        limit: number of runs; None: all.
-    """
+    """Print the newest runs. `limit`: number of runs; None: all."""
     problems: list[str] = []
     entries = newest_first(unread=problems)
     shown = list(islice(entries, limit))

@@ -195,7 +195,7 @@ def step_line(history: History) -> str:
 
 
 def evaluation_line(line: MetricsLine) -> str:
-    """Describe an evaluation: greedy accuracy on each set, and lost answers; empty if there is no set."""
+    """Describe an evaluation: greedy accuracy on each set, and lost answers; empty without a set."""
     found, lost = evaluation_values(line, "greedy_accuracy"), evaluation_values(line, "failed_rollouts")
     scores = [
         f"{name} {shown_accuracy(found.get(name))}" + (f" ({lost[name]:.0f} answers lost)" if name in lost else "")

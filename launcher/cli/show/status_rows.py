@@ -29,10 +29,8 @@ from megatron_rl.contract.records import UnreadableRecord
 
 
 def status_json(status: RunStatus, reader: HistoryReader | None = None) -> dict[str, Any]:
-    """Return all that is known; unknown values are null.
-
-    reader: reader of this attempt's record that has read a part of it before; None: all of it is read.
-    """
+    """Return all that is known; unknown values are null. `reader`: reader of this attempt's record that has read a part
+    of it before; None: all of it is read."""
     run, job = status.run, status.job
     history = (reader or HistoryReader(run, run.attempt(status.attempt), status.steps)).poll()
     unread = [*status.unread, *history.unread]
@@ -79,17 +77,15 @@ def status_json(status: RunStatus, reader: HistoryReader | None = None) -> dict[
 
 
 def _goodput(status: RunStatus, unread: list[str]) -> dict[str, Any] | None:
-    """Return the use of GPU-seconds; None before there is a timeline.
-
-    Args:
-        unread: gets the reason if it cannot be determined.
-    """
+    """Return the use of GPU-seconds; None before there is a timeline. `unread`: gets the reason if it cannot be
+    determined."""
     run = status.run
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
     try:
         if not any(run.attempt(number).timeline.exists() for number in range(1, status.attempt + 1)):
             return None
-        device = "GPU" if _device(run) == "cuda" else "process"
+        job = resolved_values(run).get("job")
+        device = "GPU" if isinstance(job, dict) and job.get("device") == "cuda" else "process"
         return {"device": device, **read_usage(run, time.time(), running, queued).as_json()}
     except UnreadableRecord as error:
         unread.append(str(error))
@@ -101,11 +97,8 @@ def _goodput(status: RunStatus, unread: list[str]) -> dict[str, Any] | None:
 
 
 def _idle(run: RunDir, idle: Idle, unread: list[str]) -> dict[str, Any]:
-    """Return the idle shares of a partitioned run, and a split that should be faster, or null.
-
-    Args:
-        unread: gets the reason if it cannot be determined.
-    """
+    """Return the idle shares of a partitioned run, and a split that should be faster, or null. `unread`: gets the
+    reason if it cannot be determined."""
     better = None
     try:
         values = resolved_values(run)
@@ -123,18 +116,9 @@ def _idle(run: RunDir, idle: Idle, unread: list[str]) -> dict[str, Any]:
     }
 
 
-def _device(run: RunDir) -> str | None:
-    job = resolved_values(run).get("job")
-    return job.get("device") if isinstance(job, dict) else None
-
-
 def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
     """Return facts that squeue does not show: excluded nodes, with the time since when if the run excluded them, and
-    whether the job is being preempted.
-
-    Args:
-        unread: gets the reason if they cannot be read.
-    """
+    whether the job is being preempted. `unread`: gets the reason if they cannot be read."""
     try:
         record = show_job(job_id)
         avoids, since = avoided_nodes(record), excluded_since(read_ledger(run))
@@ -149,11 +133,7 @@ def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
 
 
 def status_lines(data: dict[str, Any]) -> list[str]:
-    """Format the status as lines.
-
-    Args:
-        data: returned by `status_json`.
-    """
+    """Format the status as lines. `data`: returned by `status_json`."""
     rows = [("reason", data["reason"]), ("waits for", data["waits_for"]), ("job", _job(data))]
     rows.append(("avoids", _avoids(data)))
     rows.append(("phase", data["phase"]))
@@ -240,15 +220,12 @@ def _waiting(data: dict[str, Any]) -> str:
 def _next(status: RunStatus) -> str | None:
     if status.state in ("stopped", "failed", "cancelled", "lost", "new"):
         resume = pasteable_command("resume", status.name)
-        return once_corrected(status.run, resume) if _is_misconfigured(status) else resume
+        newest = last_line(status.run) if status.state == "failed" else None
+        misconfigured = isinstance(newest, AttemptEnd) and newest.outcome == MISCONFIGURED
+        return once_corrected(status.run, resume) if misconfigured else resume
     if status.state == "finished" and result_of(status.run) is None:
         return f"{pasteable_command('resume', status.name, 'training.steps=N')} trains more"
     return None
-
-
-def _is_misconfigured(status: RunStatus) -> bool:
-    newest = last_line(status.run) if status.state == "failed" else None
-    return isinstance(newest, AttemptEnd) and newest.outcome == MISCONFIGURED
 
 
 def replica_lines(data: Sequence[dict[str, Any]], now: float) -> list[str]:

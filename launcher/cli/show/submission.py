@@ -96,11 +96,7 @@ def submitted_json(submitted: SubmittedJob, draft: Draft) -> dict[str, Any]:
 
 
 def estimate_line(draft: Draft, start: str, nodes: str, partition: str) -> str:
-    """Describe when a job would start.
-
-    Args:
-        start, nodes, partition: Slurm's answer; `nodes` may be empty.
-    """
+    """Describe when a job would start. `start`, `nodes`, `partition`: Slurm's answer; `nodes` may be empty."""
     if not _foreseen(start):
         return (
             f"Slurm would accept {job_in_brief(draft.job)}, partition {partition}, but cannot estimate its start: "

@@ -33,10 +33,7 @@ def _salloc(job: PlannedJob) -> str:
 
 def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
     """Run a draft here and return the exit code. Ctrl-C saves and ends the run, a second one ends the steps at once.
-
-    Raises:
-        BadInput: there is no allocation, or it is too small.
-    """
+    Raises BadInput: this shell has no allocation, or it is too small."""
     job_id = os.environ.get("SLURM_JOB_ID")
     needed = drafted.job.recipe.config.job.fewest_nodes
     if job_id is None:
@@ -59,8 +56,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
     echo(f"running {run.root} in job {job_id}; Ctrl-C saves and ends it")
     interruptions = Interruptions()
     with interruptions.caught():
-        # The script gets a session of its own: Ctrl-C at the terminal must reach it as a request to save, not as
-        # SIGINT.
+        # The script gets its own session: Ctrl-C at the terminal must reach it as a request to save, not as SIGINT.
         script = subprocess.Popen(["bash", str(run.script)], start_new_session=True)
         answered = 0
         while script.poll() is None:

@@ -1,4 +1,4 @@
-"""Following of an attempt on this machine until it ends, including the user's interruptions."""
+"""Follow an attempt on this machine until it ends, and pass on the user's interruptions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ class NoSupervisor(Exception):
 
 
 class Follower:
-    """Follower of one attempt by its files.
-
-    Args:
-        drain_limit_s: seconds for the ranks to save after the first interruption.
-    """
+    """Follower of one attempt by its files. `drain_limit_s`: seconds for the ranks to save after the first
+    interruption."""
 
     def __init__(self, run: RunDir, attempt: Attempt, supervisor: Supervisor, drain_limit_s: float) -> None:
         self._run = run
@@ -85,11 +82,8 @@ class Follower:
             return True
 
     def _interrupt(self, cause: str, view: View, likely_s: float | None) -> None:
-        """Ask the ranks to save and exit; if the request cannot be written now, try again later.
-
-        Args:
-            likely_s: estimated seconds, from the run's last save.
-        """
+        """Ask the ranks to save and exit; if the request cannot be written now, try again later. `likely_s`: estimated
+        seconds, from the run's last save."""
         first, now = self._handled == 0, time.time()
         limit = self._drain_limit_s if first else 0.0
         if cause == "SIGHUP":

@@ -1,4 +1,4 @@
-"""Start of a run for mrl-submit, mrl resume and mrl fork."""
+"""Start runs for mrl-submit, mrl resume and mrl fork."""
 
 from __future__ import annotations
 

@@ -57,11 +57,8 @@ class PlannedRun:
 
 
 def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRun]]:
-    """Return the cluster and the runs of a request; more than one for a sweep.
-
-    Raises:
-        BadInput: the recipe, an override or the cluster cannot be used, or the options contradict one another.
-    """
+    """Return the cluster and the runs of a request; more than one for a sweep. Raises BadInput: the recipe, an override
+    or the cluster cannot be used, or the options contradict one another."""
     _refuse_contradictions(request)
     _confirm_large(count(request.overrides), request.yes)
     found = variants(request.overrides)

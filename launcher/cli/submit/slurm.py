@@ -43,7 +43,7 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
     if request.dry_run:
         _show(drafts, request)
         return EXIT_USAGE if any(one.obstacles for one in drafts) else EXIT_FINISHED
-    # The code below talks to Slurm through submitit, which is slow to import.
+    # What follows imports submitit, which is slow to import.
     if request.in_allocation:
         from launcher.cli.submit.allocation import run_in_allocation
 
@@ -118,7 +118,7 @@ def _job_to_wait_for(text: str) -> str:
 def _submit_all(
     planned: Sequence[PlannedRun], drafts: Sequence[Draft], after: Sequence[str], request: Request
 ) -> list[SubmittedJob]:
-    """Submit the runs in order. If Slurm refuses one of a sweep, those before it stay, and the error names the rest."""
+    """Submit the runs in turn. If Slurm refuses one of a sweep, those before it stay, and the error names the rest."""
     from launcher.job.code_sources import heavy, left_out
     from launcher.job.submit import refuse_unfit, submit
     from launcher.recipe.sweep import chains

@@ -1,4 +1,4 @@
-"""Watching of a Slurm run, across attempts, until it ends. Stopping does not affect the run."""
+"""Watch a Slurm run, across attempts, until it ends. Stopping does not affect the run."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ def _news(status: RunStatus) -> str:
         return f"{status.reason}; still watching the files of the run"
     if status.state == "saving":
         return f"saving ({status.reason})"
-    if (
-        status.state == "running" and job and status.waits_for
-    ):  # the newest attempt is from before this start of the job
+    if status.state == "running" and job and status.waits_for:  # its newest attempt is older than this start
         return f"job {job.job_id} has started on {job.nodes}, waiting for {status.waits_for}"
     if status.state == "running" and job and status.attempt:
         return f"job {job.job_id} runs on {job.nodes}, attempt {status.attempt}"

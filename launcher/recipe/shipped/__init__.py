@@ -12,5 +12,5 @@ def shipped_recipes() -> list[str]:
 
 
 def shipped_bases() -> list[str]:
-    """Names that `extends` takes beside those of the recipes; a base alone is no whole recipe."""
+    """Names that `extends` takes beside those of the recipes; a base alone is not a whole recipe."""
     return sorted(path.stem for path in BASES.glob("*.yaml"))

@@ -5,7 +5,7 @@
     372=[372]5        the tool replies; nothing but this program knows the number
     372=[372]5  5     the model answers, which earns 1
 
-A model may also answer at once, and then has to guess. It knows nothing of the trainer: its client could as well ask a
+A model may also answer at once, and then must guess. It knows nothing of the trainer: its client could as well ask a
 server of OpenAI's.
 """
 

@@ -58,7 +58,7 @@ def test_an_unknown_command_is_answered_with_a_suggestion(word, said):
     error = within(word).exception
     assert isinstance(error, ClickException)
     assert error.exit_code == 2
-    assert error.message.startswith(f"there is no command '{word}'; {said}")
+    assert error.message.startswith(f"mrl has no command '{word}'; {said}")
 
 
 def test_an_alias_has_no_line_in_the_list_and_the_help_of_its_option_names_it():
@@ -124,7 +124,7 @@ def test_help_is_a_command():
     said = within("help", "cancel")
     assert (said.exit_code, said.exception) == (0, None)
     assert said.stdout.startswith("Usage: mrl cancel [OPTIONS] [RUN]")
-    assert "there is no command 'cancle'; did you mean cancel?" in str(within("help", "cancle").exception)
+    assert "mrl has no command 'cancle'; did you mean cancel?" in str(within("help", "cancle").exception)
 
 
 INSTALLED = [

@@ -122,6 +122,6 @@ def test_quota(text, problem):
 def test_quota_findings():
     tight = replace(disk(), quota=CommandAnswer("/lustre 1000000 0 2500000 - 50 0 0 -\n"))
     assert said(about("quota", tight, 10**9)).startswith("error: /lustre: 1.43 GiB are left")
-    unknown = replace(disk(), quota=CommandAnswer(failure="there is no command quota here"))
-    assert said(about("quota", unknown)) == "note: unknown: there is no command quota here"
+    unknown = replace(disk(), quota=CommandAnswer(failure="this machine has no command quota"))
+    assert said(about("quota", unknown)) == "note: unknown: this machine has no command quota"
     assert said(about("quota", disk())) == "ok: none"

@@ -92,7 +92,7 @@ def test_shapes_of_shipped_models_need_no_weights() -> None:
 
 def test_a_missing_directory_of_weights_is_reported_before_a_missing_shape(tmp_path: Path) -> None:
     with pytest.raises(
-        BadInput, match=r"my.yaml:\d+: model.huggingface: there is no directory \S*nothere here"
+        BadInput, match=r"my.yaml:\d+: model.huggingface: no directory \S*nothere is on this machine"
     ) as refused:
         load_recipe(recipe(tmp_path, huggingface="./nothere"))
     assert not isinstance(refused.value, ShapeUnknown), "prefetch cannot bring it"
