@@ -27,12 +27,9 @@ REPLICA_MODULE = "megatron_rl.replica_main"
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    """Resources of this machine for the ranks of a local run."""
-
     cpus: int
     gpus: int
     memory_bytes: int | None
-    """Memory limit of this process and its children; None: unknown."""
     free_bytes: int | None
     """Memory that is free, or that the kernel would free; None: unknown."""
     multiplies_bf16: bool | None = None

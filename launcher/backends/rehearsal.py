@@ -32,7 +32,6 @@ class RankRehearsal:
     kind: RankKind
     parameters: int
     phases: Mapping[str, Mapping[str, int]]
-    """Phase -> holder -> bytes at the phase's peak."""
     failure: RehearsalFailure | None
 
     @property

@@ -114,4 +114,3 @@ STARTED = together(
     click.option("--follow", is_flag=True, help="Watch the Slurm job."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text."),
 )
-"""Options of commands that start a run again."""

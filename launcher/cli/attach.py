@@ -118,7 +118,6 @@ def _running(status: RunStatus) -> tuple[JobState, NodeAssignment]:
 
 
 def _known(found: Found[T], run: str) -> T:
-    """Return a record that is required to find the ranks. Raises Failed."""
     if isinstance(found, Absent):
         raise Failed(f"{run}: the record of its plan or its code is missing")
     if isinstance(found, Unreadable):

@@ -17,7 +17,7 @@ from launcher.backends.probe import disk
 from launcher.backends.probe import node as compute_node
 from launcher.backends.probe import rank as one_rank
 from launcher.backends.probe.vllm_python import probe_in_container
-from launcher.backends.slurm import facts as slurm_facts
+from launcher.backends.slurm import cluster_facts as slurm_facts
 from launcher.cli.arguments import OVERRIDES
 from launcher.cli.completion import complete_recipe
 from launcher.cluster.choice import load_clusters

@@ -32,7 +32,6 @@ from megatron_rl.contract.text import printable_lines
 from megatron_rl.standalone.config import Trial
 
 OF_THE_USER = ("python", "program", "judge", "math", "code", "gym", "remote", "verifiers", "multi-task")
-"""Environments whose data, rewards or programs are the user's."""
 OURS = "mrl"
 PIPE_WIDTH = 120
 

@@ -6,8 +6,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.backends.slurm.facts import SlurmFacts
-from launcher.backends.slurm.parse import Fields, Gres, gres, oneliners, options, settings, table, version
+from launcher.backends.slurm.cluster_facts import (
+    Fields,
+    Gres,
+    SlurmFacts,
+    gres,
+    oneliners,
+    options,
+    settings,
+    table,
+    version,
+)
 from launcher.cluster.profile import Profile
 from launcher.host.slurm.formats import time_limit_s
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.backends.slurm import refusal
-from launcher.backends.slurm.parse import Fields, number, tres
+from launcher.backends.slurm import reasons as refusal
+from launcher.backends.slurm.cluster_facts import Fields, number, tres
 from launcher.cluster.profile import Profile
 from launcher.doctor.cluster import Cluster, JobTarget
 from launcher.doctor.demand import Demand

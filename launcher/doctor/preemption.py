@@ -6,7 +6,7 @@ Follows slurm.conf(5) and qos(8), and for what they leave open Slurm's preempt p
 
 from __future__ import annotations
 
-from launcher.backends.slurm.parse import number, options
+from launcher.backends.slurm.cluster_facts import number, options
 from launcher.doctor.cluster import Cluster, JobTarget
 from launcher.doctor.demand import Demand
 from launcher.doctor.finding import DoctorFinding, note, ok, span, warning

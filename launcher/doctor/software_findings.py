@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from launcher.backends.probe.node import NodeFacts, Software
 from launcher.backends.probe.rank import RankFacts
-from launcher.backends.slurm.facts import SlurmFacts
-from launcher.backends.slurm.parse import number
+from launcher.backends.slurm.cluster_facts import SlurmFacts, number
 from launcher.cluster.profile import Profile
 from launcher.doctor.cluster import Cluster
 from launcher.doctor.demand import Demand

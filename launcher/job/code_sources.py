@@ -96,7 +96,6 @@ def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
 
 
 def _package(name: str) -> Path | None:
-    """Directory of an importable package; None for a single module."""
     spec = find_spec(name)
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]).resolve() if places else None

@@ -144,7 +144,6 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
 
 
 def _import_paths(run: RunDir, sources: Sequence[CodeSource], update_code: bool) -> list[Path]:
-    """Directories of the user's code from which the ranks will import."""
     taken = read(CodeSnapshot, run.code_record)
     if isinstance(taken, CodeSnapshot) and not update_code:
         return [run.code / part for part in taken.pythonpath]

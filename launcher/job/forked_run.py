@@ -28,7 +28,6 @@ from megatron_rl.contract.records import Unreadable, encode_line, read_lines, wr
 from megatron_rl.contract.run_records import Fork
 
 FIXED = ("model.", "tokenizer.")
-"""Prefixes of keys that describe the checkpoint's weights."""
 
 
 @dataclass(frozen=True, slots=True)

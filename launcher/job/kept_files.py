@@ -26,7 +26,6 @@ def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None =
 
 
 def own_files(config: RunConfig) -> list[str]:
-    """Files of the user's code that a run has copies of."""
     functions = (CodeReference.of(function).file for function in config.grpo.own_functions.values())
     return [*(used_files(config.task) if config.generates else []), *map(str, filter(None, functions))]
 

@@ -36,7 +36,6 @@ from megatron_rl.standalone.config import RowsRequest
 LIMIT_S = 30.0
 """Seconds that the check may take; then the first rank has the last word."""
 READ = ("code", "data", "environment", "environments", "tokenizer")
-"""Sections of a recipe whose files the check reads."""
 TEACHING = (
     *((section,) for section in READ),
     ("grpo", "policy_loss"),
@@ -70,8 +69,6 @@ verdict is kept without places, because the same fault may stand in line 7 of on
 
 
 class LessonCheck:
-    """Check that runs beside this process while its context lasts."""
-
     def __init__(
         self,
         recipe: Recipe,

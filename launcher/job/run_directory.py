@@ -161,7 +161,6 @@ def _snapshot_of(run: RunDir) -> Path | None:
 
 
 def _put_code_back(run: RunDir, before: Path | None, there: set[str]) -> None:
-    """Link the run's code to its earlier snapshot, and remove the new one."""
     if _snapshot_of(run) != before:
         if before is None:
             run.code.unlink()

@@ -45,8 +45,6 @@ RUN = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """Everything that goes into a script."""
-
     recipe: Recipe
     plan: Plan
     plan_json: dict[str, Any]
@@ -198,7 +196,6 @@ class _SrunFunction:
     options: list[Shell]
     command: Shell
     shown: Shell | None = None
-    """Slurm's name of the step, if it differs."""
     comment: Shell | None = None
     limit_s: int | None = None
     """Seconds after which it is ended."""

@@ -249,7 +249,6 @@ def with_argv(
 
 
 def kind_of(step: Step) -> str:
-    """Kind of the replica of a step, or TRAIN."""
     return step.name.partition("-")[0]
 
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from launcher.backends.slurm import sbatch as sbatch
 from launcher.backends.slurm.jobs import cluster_name
-from launcher.backends.slurm.refusal import no_partition, translate
+from launcher.backends.slurm.reasons import no_partition, translate
 from launcher.cluster.profile import RUN_MODES
 from launcher.errors import BadInput, Unsure
 from launcher.fetch import prefetch
@@ -177,7 +177,6 @@ def estimate(drafted: Draft, after: Sequence[str] = ()) -> tuple[str, str, str]:
 
 
 def flags_by_name(options: Sequence[str]) -> dict[str, str]:
-    """`--nodes=8` -> {"nodes": "8"}."""
     parts = (option.removeprefix("--").partition("=") for option in options)
     return {name: value for name, _, value in parts}
 

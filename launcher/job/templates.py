@@ -15,7 +15,6 @@ class Shell(str):
 
 @cache
 def templates() -> jinja2.Environment:
-    """Templates of the source tree, or of the installed package."""
     beside, packaged = Path(__file__).parents[2] / "slurm", Path(__file__).parents[1] / "slurm"
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([packaged, beside]),

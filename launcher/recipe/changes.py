@@ -102,5 +102,4 @@ def with_remarks(changed: Sequence[Change], old: RunConfig, new: RunConfig, reac
 
 
 def as_json(changed: Sequence[Change]) -> dict[str, list[Any]]:
-    """Key of the recipe -> [old value, new value]."""
     return {one.key: [one.old, one.new] for one in changed}

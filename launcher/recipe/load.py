@@ -189,7 +189,6 @@ def _parse_overrides(texts: Sequence[str]) -> list[Override]:
 
 @cache
 def _known_keys() -> Mapping[KeyPath, Mapping[str, Any]]:
-    """Keys of a recipe; cached, as a sweep asks for each of its runs."""
     return known_keys(RunConfig.model_json_schema())
 
 

@@ -36,7 +36,6 @@ def meanings(model: type[Section], path: KeyPath = ()) -> dict[KeyPath, str]:
 
 
 def sections_of(annotation: Any, is_item: bool = False) -> Iterator[tuple[type[Section], bool]]:
-    """Sections that a value may be, and whether as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, is_item
     for part in get_args(annotation):

@@ -38,8 +38,6 @@ class ShapeUnknown(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """Weights that `model.huggingface` names."""
-
     config: HuggingFaceConfig
     path: Path | None
     """Their config.json; None: they are not on this machine, and the configuration is that of models.yaml."""
@@ -114,7 +112,6 @@ def _models() -> dict[str, Any]:
 
 
 def find_folder(asked: str, caches: Sequence[Path]) -> Path | None:
-    """Directory of the weights; None where this machine does not see them."""
     try:
         if Path(asked).is_dir():
             return Path(asked)

@@ -48,7 +48,6 @@ class Override:
 
 class ValueOrigin(NamedTuple):
     source: str
-    """Name of a file, or `override`."""
     line: int | None
 
     def __str__(self) -> str:
@@ -63,7 +62,6 @@ class Written:
     """The recipe's own file first, then the files that it extends."""
     values: dict[str, Any]
     places: Mapping[KeyPath, tuple[RecipeFile, int]]
-    """File and line of each key that a file gives, sections included."""
     overrides: tuple[Override, ...] = ()
 
     def locate(self, key: KeyPath) -> tuple[str, bool]:

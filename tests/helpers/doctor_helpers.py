@@ -10,7 +10,7 @@ from typing import Any
 from launcher.backends.probe.command import CommandAnswer
 from launcher.backends.probe.disk import Disk, DiskMeasurement
 from launcher.backends.probe.node import Software
-from launcher.backends.slurm.facts import SlurmFacts
+from launcher.backends.slurm.cluster_facts import SlurmFacts
 from launcher.cluster.profile import Profile
 from launcher.doctor.examine import ClusterFacts, examine
 from launcher.doctor.finding import DoctorFinding

@@ -55,7 +55,6 @@ class Disk:
 
 
 def inspect(path: Path, limit_s: float = LIMIT_S) -> Disk:
-    """Measure `path`, which need not exist yet, without leaving anything there."""
     try:
         child = run_limited([*module_command("launcher.backends.probe.disk"), str(path)], limit_s)
     except subprocess.TimeoutExpired:

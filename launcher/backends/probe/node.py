@@ -99,16 +99,13 @@ PYTHON_PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
 @dataclass(frozen=True, slots=True)
 class Software:
     host_python: CommandAnswer
-    """Version of the first of the profile's `host_pythons`, such as 3.9.21."""
     registries: frozenset[str] | None
     """Registries that enroot has credentials for; the credentials themselves are never kept. None: no such file."""
     credentials: Path
-    """enroot's file of credentials."""
     exposed: bool
 
 
 def login_software(host_python: str) -> Software:
-    """Inspect this machine. `host_python`: interpreter of the host side."""
     credentials = credentials_path()
     found, exposed = _registries(credentials)
     return Software(ask([host_python, "-c", PYTHON_PROBE]), found, credentials, exposed)

@@ -108,7 +108,6 @@ def _read(python: str, where: str, answer: CommandAnswer) -> VllmFacts:
 
 
 OPTIONS_LIMIT_S = 120.0
-"""Seconds to import vLLM and parse, on a machine that may be busy."""
 
 # Argument: words by name, as JSON. Each word is parsed alone, since a parser ends at its first refusal. A sentence of
 # several lines is pydantic's, which ends each problem with an address.

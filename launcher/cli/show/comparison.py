@@ -24,7 +24,6 @@ GAP = 2
 
 class Column(NamedTuple):
     header: str
-    """Its lines are separated by line feeds."""
     cells: Sequence[str]
     justify: Any = "right"
     style: str = ""

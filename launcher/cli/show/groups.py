@@ -13,7 +13,6 @@ from megatron_rl.contract.shapes import to_json
 from megatron_rl.contract.text import printable
 
 HEAD, TAIL = 12, 8
-"""Lines shown of the start and the end of a long answer."""
 PROMPT_COLUMNS = 60
 
 

@@ -111,7 +111,6 @@ class _GrowingFile:
         self._identity: tuple[int, int] | None = None
         self._offset = self._damaged = 0
         self.replaced = 0
-        """Number of times the file was read from its start."""
 
     def poll(self) -> str | None:
         # A run appends lines while this reads, so only whole lines count, and the rest is read again next time. On
@@ -192,7 +191,6 @@ def mean(values: Sequence[float]) -> float:
 
 
 def clock(seconds: float) -> str:
-    """Format seconds: `1:05`, `2:03:09`."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -34,7 +34,6 @@ LEAVE = ("q", "Q", "\x03", "\x04")
 
 class Look(NamedTuple):
     rows: list[dict[str, Any]]
-    """Each as `status_json` returns it."""
     unsure: bool
     over: bool
     """Whether nothing more can happen."""
@@ -74,7 +73,6 @@ def _loop(
 
 
 def _asked_to_leave(pause_s: float, interruptions: Interruptions, keys: int | None) -> bool:
-    """Wait for the next read; return whether the user wants to leave."""
     give_up = time.monotonic() + pause_s
     while (left := give_up - time.monotonic()) > 0:
         if interruptions.names:

@@ -27,7 +27,6 @@ LINE_EVERY_S = 5.0
 WAIT_EVERY_S = 30.0
 """Seconds between two plain lines that say what the run waits for."""
 MOST_WAITS = 3
-"""Replicas that are named; the others are counted."""
 
 
 class View(ABC):
@@ -98,8 +97,6 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """A panel at the bottom of the terminal; other output scrolls above it."""
-
     def __init__(self, name: str, console: Console) -> None:
         self._began = time.monotonic()
         self._name = name

@@ -23,8 +23,6 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Adjacent GPUs of one tensor-parallel group."""
-
     role: str
     group: int
     """Number of the replica among those of its role."""

@@ -79,7 +79,6 @@ def lines(result: EvaluationResult, out: str) -> Iterator[str]:
 
 
 def scores_json(result: EvaluationResult) -> dict[str, dict[str, float]]:
-    """Return {set: {score: value}}."""
     return {name: {score: one.value for score, one in found.scores.items()} for name, found in result.sets.items()}
 
 

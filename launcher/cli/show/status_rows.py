@@ -133,7 +133,6 @@ def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
 
 
 def status_lines(data: dict[str, Any]) -> list[str]:
-    """Format the status as lines. `data`: returned by `status_json`."""
     rows = [("reason", data["reason"]), ("waits for", data["waits_for"]), ("job", _job(data))]
     rows.append(("avoids", _avoids(data)))
     rows.append(("phase", data["phase"]))

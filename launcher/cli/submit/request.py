@@ -49,11 +49,9 @@ class Request:
 class PlannedRun:
     recipe: Recipe
     name: str
-    """Name of its directory, if it gets a new one."""
     given: Path | None
     asked_cluster: str | None
     stem: str = ""
-    """Beginning of `name`, which the runs of a sweep share."""
 
 
 def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRun]]:

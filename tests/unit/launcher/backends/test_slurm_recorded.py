@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from doctor_helpers import RECORDED, text
 
+from launcher.backends.slurm.cluster_facts import oneliners, settings, version
 from launcher.backends.slurm.jobs import JobState, parse_sacct, parse_squeue
-from launcher.backends.slurm.parse import oneliners, settings, version
 from launcher.host.judge.causes import cause_of, has_script, is_ending, is_requeueable, is_returning
 from launcher.host.slurm import queries
 from launcher.host.slurm.formats import expand_hosts, is_dead, parse_fields, time_of

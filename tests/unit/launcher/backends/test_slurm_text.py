@@ -7,7 +7,7 @@ from doctor_helpers import text
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends.slurm.parse import (
+from launcher.backends.slurm.cluster_facts import (
     Gres,
     gres,
     number,

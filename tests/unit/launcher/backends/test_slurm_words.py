@@ -7,8 +7,7 @@ import time
 import pytest
 
 from launcher.backends.slurm.jobs import JobState
-from launcher.backends.slurm.reasons import STUCK, WAITS, wait_of
-from launcher.backends.slurm.refusal import translate
+from launcher.backends.slurm.reasons import STUCK, WAITS, translate, wait_of
 
 REQUEST = {"partition": "gold", "nodes": "8", "gpus-per-node": "h100:8", "time": "9-00:00:00", "constraint": "h200"}
 

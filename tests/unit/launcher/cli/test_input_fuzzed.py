@@ -27,7 +27,7 @@ from run_helpers import begin, end, submitted
 from launcher.backends import child, rehearsal
 from launcher.backends.probe.command import CommandAnswer
 from launcher.backends.probe.node import NodeFacts
-from launcher.backends.slurm.facts import SlurmFacts
+from launcher.backends.slurm.cluster_facts import SlurmFacts
 from launcher.cli import doctor, prefetch
 from launcher.cli.main import ALIASES, COMMANDS, main
 from launcher.cli.mrl_submit import main as mrl_submit
