@@ -70,12 +70,12 @@ def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFil
     try:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         ran = run_limited(COMMAND, LIMIT_S, environ, request(config, vocab, kind, teacher).encode())
-    except subprocess.TimeoutExpired:
-        return RankRehearsal(kind, 0, {}, RehearsalFailure("start", f"did not end within {LIMIT_S:.0f} s", COMMAND[-1]))
-    except OSError as refusal:  # no memory left for another process
-        return RankRehearsal(kind, 0, {}, RehearsalFailure("start", str(refusal), COMMAND[-1]))
-    if ran.returncode != 0:
+        if ran.returncode == 0:
+            return answer(kind, ran.stdout.decode("utf-8", "replace"))
         said = [line for line in ran.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         error = said[-1] if said else f"exit code {ran.returncode}"
-        return RankRehearsal(kind, 0, {}, RehearsalFailure("start", error, COMMAND[-1]))
-    return answer(kind, ran.stdout.decode("utf-8", "replace"))
+    except subprocess.TimeoutExpired:
+        error = f"did not end within {LIMIT_S:.0f} s"
+    except OSError as refusal:  # no memory left for another process
+        error = str(refusal)
+    return RankRehearsal(kind, 0, {}, RehearsalFailure("start", error, COMMAND[-1]))

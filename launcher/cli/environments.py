@@ -149,13 +149,16 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
     from launcher.backends.child import tried  # not needed to list environments
     from launcher.cli.show.ending import indented
     from launcher.cli.show.row_lines import conversation_lines
+    from launcher.job.kept_files import copy_files
 
     trial = _trial(name, problems, env_args, options)
     found: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="mrl-copies-") as folder:
-        for one in tried(
-            trial.model_copy(update={"environment": _with_copies(trial.environment, RunDir(Path(folder)))})
-        ):
+        # As in a run, the user's code is copied first, so that what fails in a run fails here.
+        copies = RunDir(Path(folder))
+        copy_files(copies, used_files(trial.environment), renew=False)
+        environment = with_kept_files(trial.environment, copies)
+        for one in tried(trial.model_copy(update={"environment": environment})):
             if trace := one.get("trace"):
                 click.echo("\n".join(indented(trace.rstrip().splitlines())), err=True)
                 continue
@@ -206,15 +209,6 @@ def _trial(name: str, problems: int, env_args: Sequence[str], options: Mapping[s
         device=options["device"],
         sampling=sampling,
     )
-
-
-def _with_copies(environment: EnvironmentConfig, run: RunDir) -> EnvironmentConfig:
-    """Return the environment with copies of the user's code as a run has them, so that what fails in a run fails
-    here."""
-    from launcher.job.kept_files import copy_files
-
-    copy_files(run, used_files(environment), renew=False)
-    return with_kept_files(environment, run)
 
 
 def _faults(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, bool]]:

@@ -167,9 +167,3 @@ def _obstacles(job: PlannedJob, resumes: bool) -> list[str]:
             "give a --run-dir in your own folder"
         )
     return [*found, *refusal(job.recipe, notification_refusals(job.recipe.config.notify, None)).problems]
-
-
-def default_root(profile: Profile, name: str) -> Path:
-    """Default run directory. Its parent is the run root, which exists: Slurm opens the log there before the job
-    starts."""
-    return Path(profile.run_root) / name

@@ -193,7 +193,8 @@ def job_recipe(evaluation: Evaluation, origin: CheckpointRun | None, cluster: st
         if values["model"]["init"] == "supervised":  # the job needs no worked examples
             values["model"]["init"] = "from-scratch"
     else:
-        folder = _published(evaluation.checkpoint)
+        carried = Path(evaluation.checkpoint) / CARRIED  # of converted weights, which have no config.json themselves
+        folder = str(carried if carried.is_dir() else evaluation.checkpoint)
         values = {
             "model": {"init": "huggingface", "huggingface": folder, "dtype": evaluation.dtype or "bf16"},
             "tokenizer": {"type": "huggingface", "path": folder},
@@ -241,8 +242,3 @@ def refuse_ranks(asked: Evaluation, config: RunConfig, profile: Profile) -> None
             f"--tp {asked.tp}: {held / 2**30:.0f} GiB of weights do not fit in a GPU's {limit / 2**30:.0f} GiB; a "
             "larger --tp shares them out"
         )
-
-
-def _published(checkpoint: str) -> str:
-    carried = Path(checkpoint) / CARRIED
-    return str(carried if carried.is_dir() else checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -23,7 +24,7 @@ from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
 from launcher.job.admission import check
 from launcher.job.directories import disk_errors
-from launcher.job.draft import Draft, default_root, draft
+from launcher.job.draft import Draft, draft
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
 
 def _draft(planned: PlannedRun, profile: Profile, request: Request) -> Draft:
     cluster = str(planned.recipe.config.cluster)
-    root = planned.given.absolute() if planned.given else default_root(profile, planned.name)
+    # Directly below the run root, which exists: Slurm opens the job's log there before the job starts.
+    root = planned.given.absolute() if planned.given else Path(profile.run_root) / planned.name
     with disk_errors(root, "nothing was submitted"):
         return draft(planned.recipe, cluster, profile, root, request.update_code, request.change)
 
