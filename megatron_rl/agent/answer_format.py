@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FoundAnswer:
-    """The last answer of a response."""
-
     text: str
     has_trailing_text: bool
     """Whether more than punctuation, blanks or a unit follows the answer."""

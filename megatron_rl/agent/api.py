@@ -49,7 +49,6 @@ class ContrastiveResponse:
     pair: ContrastivePair | None
     """None if no two answers have different rewards."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Number of lost answers by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,6 @@ class EvaluationResponse:
     trajectories: list[list[Trajectory]]
     """One list per problem, in the order of the request."""
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Number of lost answers by reason."""
     final_answers: Mapping[int, Sequence[str | None]] = field(default_factory=dict)
     """Final answers by the problem's index in the request: see `EvaluationAgent.final_answer`. Filled only by an agent
     in another process."""
@@ -79,7 +77,7 @@ class EvaluationResponse:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSet:
-    """Problems to train on in order, pass after pass."""
+    """Problems to train on, pass after pass in the same sequence."""
 
     environment: str
     """Id of the problems' environment; empty if there is only one environment."""
@@ -93,8 +91,6 @@ SLOW_S = 1.0
 
 
 class Scoring(NamedTuple):
-    """Progress of a function that scores answers."""
-
     function: str
     """Name and place, such as `reward (reward.py:7)`."""
     answers: int
@@ -103,15 +99,13 @@ class Scoring(NamedTuple):
     """Seconds per answer."""
 
     def note(self, answers: str) -> str:
-        """Describe a slow function; empty for a quick one. answers: what it has to score, of the whole run."""
+        """Describe a slow function; empty for a quick one. answers: those that it scores in a run, in words."""
         if self.seconds < SLOW_S:
             return ""
         return f"{self.function} takes {self.seconds:.2g} s an answer, {answers}"
 
 
 class ScoringAgent(ABC):  # noqa: B024 - its only method has a default
-    """Scores answers."""
-
     def scoring(self) -> Scoring | None:
         """Return the progress of the slowest function that scores answers one at a time; None if there is none."""
         return None
@@ -212,7 +206,6 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent):
         return {}
 
     async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
-        """Answer every problem once and score the answers."""
         return await self.evaluate(
             EvaluationRequest(
                 problems=request.problems,

@@ -18,7 +18,6 @@ from megatron_rl.agent.text_rows import SpelledNumber, parse_json
 logger = logging.getLogger(__name__)
 
 BATCH = 10_000
-"""Rows read at a time."""
 
 Reader: TypeAlias = "Callable[[Any], Any] | None"
 """Function that turns a value of Arrow, not null, into one of JSON; None where they are the same."""
@@ -48,7 +47,6 @@ def file_batches(file: str, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def file_columns(file: str) -> list[str]:
-    """Return the names of the columns of a Parquet or Arrow file. Raises OSError and pyarrow.ArrowException."""
     import pyarrow
     from pyarrow import ipc, parquet
 

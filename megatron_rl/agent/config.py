@@ -51,7 +51,6 @@ class EnvironmentConfig(Section):
 
     @property
     def components_read(self) -> set[str]:
-        """Components that every answer must have."""
         return {*(self.reward_weights or {}), *filter(None, [self.accuracy])}
 
 
@@ -101,7 +100,7 @@ def _fit_together(environments: list[WeightedEnvironment]) -> list[WeightedEnvir
         raise ValueError("the list is empty: name at least one environment")
     twice = [id for id, count in Counter(one.id for one in environments).items() if count > 1]
     if twice:
-        raise ValueError(f"environment {twice[0]!r} is listed more than once: give each a different id")
+        raise ValueError(f"environment {twice[0]!r} is listed more than once: give each its own id")
     if not any(one.trained_on for one in environments):
         names = ", ".join(repr(one.id) for one in environments)
         raise ValueError(f"nothing to train on: weight is 0 or evaluation_only is set for every one of {names}")
@@ -109,7 +108,7 @@ def _fit_together(environments: list[WeightedEnvironment]) -> list[WeightedEnvir
 
 
 Environments = Annotated[list[WeightedEnvironment], AfterValidator(_fit_together)]
-"""List of environments with different ids; at least one is trained on."""
+"""Environments with distinct ids; at least one is trained on."""
 
 
 # Entries of Megatron-RL's environment files

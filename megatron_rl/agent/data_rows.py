@@ -41,7 +41,6 @@ class Source(Section):
     shorthand = "path"
 
     def text_of(self, row: Mapping[str, Any]) -> str | None:
-        """Return the question of a row; None if it has none."""
         return as_text(value_at(row, self.question.split(".")))
 
     @model_validator(mode="before")
@@ -80,14 +79,13 @@ def read_rows(source: Source, columns: Sequence[str] | None = None) -> Iterator[
 
 
 def check_column(name: str, columns: Collection[str], data_set: str = "") -> None:
-    """Raise ValueError if there is no column of this name. data_set: named by the error."""
+    """Raise ValueError if the column does not exist. data_set: named by the error."""
     if name not in columns:
         raise ValueError(f"{data_set}: " * bool(data_set) + f"there is no column {name!r}, only {', '.join(columns)}")
 
 
 @contextmanager
 def _errors_of(source: Source) -> Iterator[None]:
-    """Turn errors of reading a data set into ValueError."""
     try:
         yield
     except StopIteration as error:  # raised by `datasets` for a data set without rows

@@ -17,7 +17,6 @@ from megatron_rl.recipe.data_files import is_text_file
 logger = logging.getLogger(__name__)
 
 MOST_NAMED = 5
-"""Columns that a warning names."""
 
 
 class DataSet(Source):
@@ -32,7 +31,6 @@ class DataSet(Source):
 
 
 def hub_names(sources: Iterable[Source | None]) -> list[str]:
-    """Return the names on the hub of the data sets that are read from there."""
     return sorted({source.path for source in sources if source and is_hub_name(source.path)})
 
 
@@ -50,7 +48,6 @@ class Question:
     source: Source | None = field(default=None, compare=False)
     """Data set of the question, if it names no answer column."""
     where: str = field(default="", compare=False)
-    """Location of the row, such as `data.jsonl:7`."""
 
 
 def normalised(text: str) -> str:
@@ -85,7 +82,6 @@ def read_questions(source: Source) -> Iterator[Question]:
 
 
 def _answered(source: DataSet) -> Iterator[Question | None]:
-    """Yield the question and answer of each row; None if it lacks one of them."""
     paths = [path.split(".") for path in (source.question, source.answer)]
     for where, values in read_rows(source, [path[0] for path in paths]):
         found = [value_at(values, path) for path in paths]
@@ -120,7 +116,6 @@ def _without(removed: Sequence[re.Pattern[str]], text: str) -> str:
 
 
 def _answer_in(source: DataSet, solution: str) -> str | None:
-    """Return the answer of a solution; None if it has none."""
     if source.answer_boxed:
         boxed = FORMATS["boxed"].find(solution)
         return None if boxed is None else boxed.text
@@ -154,7 +149,6 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
 
 
 def _differences(one: Question, other: Question) -> list[str]:
-    """Return the columns in which two rows with the same question differ."""
     if one.answer != other.answer:
         return ["answer"]
     return [name for name in {**one.row, **other.row} if _said(one.row.get(name)) != _said(other.row.get(name))]

@@ -9,16 +9,14 @@ from collections import Counter
 logger = logging.getLogger(__name__)
 
 CHECKED = 16
-"""Rows at the start of a data set of which each must be usable: an unusable one there probably stands for most."""
+"""Rows at the start of a data set that must all be usable: an unusable one there probably stands for most."""
 SHOWN = 5
-"""Reasons of a report, the most frequent ones."""
 
 
 class DroppedRows:
     """Unusable rows of one data set, by reason."""
 
     def __init__(self, path: str) -> None:
-        """path: of the data set, for errors."""
         self._path = path
         self._count: Counter[str] = Counter()
         self._first: dict[str, str] = {}
@@ -39,7 +37,6 @@ class DroppedRows:
 
     @property
     def by_reason(self) -> dict[str, int]:
-        """Number of dropped rows by reason."""
         return dict(self._count.most_common())
 
     def report(self, rows: int) -> None:

@@ -156,12 +156,11 @@ class WeightedMultiTask(Environment, Demonstrator):
             await member.close()
 
     def _without_held_out(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the problems that no evaluation-only environment holds out."""
         return [problem for problem in problems if normalised(problem.prompt) not in self._held_out_prompts]
 
 
 def _build(config: WeightedEnvironment, place: int, tokenizer: Tokenizer) -> Environment:
-    """Raises ValueError, with the key in the list if the environment names one of its own.
+    """Raises ValueError, with the key in the list if the environment names one.
 
     place: index of the environment in the list.
     """

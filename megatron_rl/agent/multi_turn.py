@@ -28,10 +28,7 @@ or None if the conversation is over."""
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One response of the model."""
-
     text: str
-    """Text of the response without special tokens."""
     calls: Sequence[ToolCall] | None = None
     """Tool calls in it; None if no tools are offered."""
 
@@ -39,15 +36,14 @@ class Turn:
 class ConversationAgent(RewardOnlyAgent):
     """An environment that replies to the model.
 
-    A conversation ends when there is no reply, after `max_turns`, or when another turn does not fit; it is then scored
-    as it is. It is one sequence of tokens: what the model sampled stays as it is, earlier reasoning too, and only its
-    own tokens are trained on.
+    A conversation ends when `reply` returns None, after `max_turns`, or when another turn does not fit; it is then
+    scored as it is. It is one sequence of tokens: what the model sampled stays as it is, earlier reasoning too, and
+    only its own tokens are trained on.
     """
 
     several_turns = True
 
     max_turns: int = 8
-    """Largest number of turns of the model."""
 
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         """Raises ValueError if the recipe names a renderer that does not fit the tokenizer."""
@@ -77,7 +73,6 @@ class ConversationAgent(RewardOnlyAgent):
         return self.get_trajectory_reward([response], golden, finish_reason)
 
     def turn(self, prompt: list[int], answer: list[int]) -> Turn:
-        """Return the model's turn whose tokens are `answer`."""
         return Turn(self.tokenizer.decode(answer))
 
     def _waits(self) -> bool:

@@ -1,4 +1,4 @@
-"""Digests of problems, by which another process or a later start checks that it has the same problems. Pure.
+"""Digests of problems, with which another process or a later start checks that it has the same problems. Pure.
 
 A digest covers the prompts only, which a `remote` environment sends too. The right answers are excluded: they may be
 arbitrary objects, and a problem whose answer was corrected is still the same problem. Later turns of a conversation are
@@ -20,7 +20,6 @@ class ProblemDigest:
 
     problems: int
     digest: str
-    """Digest of the prompts, the same on every machine."""
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> ProblemDigest:

@@ -34,8 +34,6 @@ def environment_names() -> list[str]:
 
 
 class EnvironmentInfo(NamedTuple):
-    """An installed environment."""
-
     name: str
     description: str
     """One sentence; or the reason why it cannot be used."""
@@ -141,7 +139,6 @@ def required_datasets(config: EnvironmentConfig) -> list[str]:
 
 
 def required_extras(config: EnvironmentConfig) -> list[str]:
-    """Return the extras of mrl that an environment needs. Raises ValueError as `environment_arguments` does."""
     return _result_of("extras", config)
 
 
@@ -157,7 +154,6 @@ def check_files(config: EnvironmentConfig) -> None:
 
 
 def _result_of(method: str, config: EnvironmentConfig) -> list[str]:
-    """Result of an optional method of the environment's Config; empty if it has none."""
     found: list[str] = getattr(environment_arguments(config), method, list)()
     return found
 

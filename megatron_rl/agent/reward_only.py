@@ -30,7 +30,6 @@ from megatron_rl.recipe.own_code import where_defined
 logger = logging.getLogger(__name__)
 
 SHOWN = 200
-"""Characters of an answer and of its prompt in a message."""
 
 
 class RewardOnlyAgent(Environment):
@@ -45,7 +44,7 @@ class RewardOnlyAgent(Environment):
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> Reward | Awaitable[Reward]:
-        """Return the finite score of one answer, or the components of which it is the sum; each is a metric
+        """Return the finite score of one answer, or the components that add up to it; each is a metric
         reward/NAME. `response` is the answer's text without special tokens.
 
         Make it an `async def` if scoring waits, for example for another process: all answers of a group are then scored
@@ -187,7 +186,6 @@ class RewardOnlyAgent(Environment):
 
 
 def of_answer(problem: Problem, text: str) -> str:
-    """Name an answer in a message."""
     return f"(for the answer {text!r:.{SHOWN}} to {problem.prompt!r:.{SHOWN}})"
 
 

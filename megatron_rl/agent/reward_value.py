@@ -14,7 +14,6 @@ LARGEST_REWARD = 1e18
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
 WANTED = f"return a number of magnitude {LARGEST_REWARD:g} at most, or such numbers by name"
 SHOWN = 80
-"""Characters of a wrong value in a message."""
 
 Reward = float | Mapping[str, float]
 """Result of scoring: a number, or components by name. The reward is the component `reward` if there is one, else the
@@ -22,7 +21,7 @@ sum."""
 
 
 class WrongReward(ConfigurationError):
-    """A function returned something that is not a reward. Its author has to correct it: if the answer were lost
+    """A function returned something that is not a reward. Its author must correct it: if the answer were lost
     instead, the run would train on the remaining ones, which may be the right ones only."""
 
 

@@ -16,8 +16,6 @@ from megatron_rl.contract.evaluation_records import MeanScore
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One answer that has been scored."""
-
     right: bool
     vote: str | None = None
     """Key that is equal for equivalent answers; None if the response has no comparable answer."""

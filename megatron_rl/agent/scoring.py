@@ -44,7 +44,6 @@ class Score:
     components: Mapping[str, float]
     """Components by name, excluding `reward`; empty if scoring returned a number."""
     output: str = ""
-    """Text that the function printed."""
 
     @classmethod
     def of(cls, given: Reward, output: str = "") -> Score:

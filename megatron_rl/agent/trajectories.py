@@ -32,7 +32,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One sequence of tokens: the prompt, the model's turns, and the environment's messages between them, in order."""
+    """One sequence of tokens: the prompt, the model's turns, and the environment's messages between them."""
 
     tokens: list[int]
     """[seq]"""
@@ -59,12 +59,10 @@ class Branch:
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the first turn."""
         return self.turns[0].start
 
     @property
     def sampled_length(self) -> int:
-        """Number of tokens in the turns."""
         return sum(map(len, self.turns))
 
 
@@ -78,13 +76,10 @@ class Trajectory(Branch):
     """Text of the model's turns, without special tokens."""
     reward: float
     finish_reason: FinishReason
-    """Finish reason of the last turn."""
     tool_calls: int | None = None
     """Number of tool calls; None if no tools were offered."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Components of the reward by name, if scoring returned some."""
     branches: tuple[Branch, ...] = ()
-    """Further sequences of the rollout."""
     output: str = ""
     """End of what a program or a reward function printed, at most OUTPUT_LIMIT characters."""
 
@@ -145,7 +140,6 @@ class Trajectory(Branch):
         )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for invalid lists, and for an invalid reward or output."""
         Branch.__post_init__(self)
         check_reward(self.reward)
         if len(self.output) > OUTPUT_LIMIT:
@@ -181,7 +175,6 @@ class TrajectoryGroup:
 
     @property
     def versions(self) -> Iterator[int]:
-        """Versions of all tokens, as in `Branch.versions`."""
         sequences = chain.from_iterable(trajectory.sequences for trajectory in self.trajectories)
         return chain.from_iterable(sequence.versions for sequence in sequences)
 

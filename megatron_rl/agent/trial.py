@@ -99,7 +99,6 @@ def try_answers(
 
 
 def traces_of(environment: Environment, failures: Iterable[str]) -> dict[str, str]:
-    """Return the tracebacks, or the output of the program, by reason for which a rollout is lost."""
     return {
         reason: trace
         for reason in failures
@@ -119,7 +118,6 @@ def wrong_answer(environment: Environment, problem: Problem, tokenizer: Tokenize
 
 
 def reward_of(answered: TrajectoryGroup) -> float | None:
-    """Return the reward of `scored_answer`; None if the answer is lost."""
     return answered.trajectories[0].reward if answered.trajectories else None
 
 

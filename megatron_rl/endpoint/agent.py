@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LONGEST_REASON = 200
-"""Characters of the reason for which a rollout is lost."""
 
 
 class RolloutLost(Exception):
@@ -49,8 +48,6 @@ class RolloutLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """End of one rollout."""
-
     score: Reward
     output: str = ""
     """Output of the program, of any length; the trajectory keeps its end."""
@@ -58,17 +55,12 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Endpoint and places of the rollouts in one event loop."""
-
     endpoint: PolicyEndpoint
     room: asyncio.Semaphore
-    """Places for rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """Common part of the rollouts of one request."""
-
     inference: InferenceInterface
     sampling: Sampling
     limits: RolloutLimits
@@ -221,7 +213,6 @@ def _scored(session: Session, result: RunResult) -> Trajectory:
 
 
 def _without_key(text: str, session: Session) -> str:
-    """Return what a program printed without the key of its rollout."""
     return text.replace(session.api_key, "KEY")
 
 

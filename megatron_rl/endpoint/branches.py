@@ -34,7 +34,6 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        """The turns of the sequence up to this one, in order."""
         path: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -44,26 +43,21 @@ class Turn:
 
     @property
     def prompt(self) -> list[int]:
-        """All tokens before the answer."""
         before = [] if self.parent is None else self.parent.tokens
         return before + self.context
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens up to the end of the answer."""
         return [token for turn in self.path for token in (*turn.context, *turn.completion.tokens)]
 
 
 class Branches:
-    """All answers of one rollout."""
-
     def __init__(self) -> None:
         self._roots: list[Turn] = []
         self.tokens = 0
         """Number of tokens; common beginnings count once."""
 
     def add(self, prompt: list[int], completions: Sequence[Completion]) -> list[Turn]:
-        """Add the answers to a prompt, and return their turns."""
         parent = self.continued_by(prompt)
         known = 0 if parent is None else parent.length
         siblings = self._roots if parent is None else parent.children
@@ -87,7 +81,6 @@ class Branches:
         return longest
 
     def leaves(self) -> list[Turn]:
-        """Return the last turns of all branches."""
         return [turn for turn in self._turns() if not turn.children]
 
     def sequences(self) -> list[tuple[Turn, Branch]]:

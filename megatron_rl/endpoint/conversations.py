@@ -25,16 +25,13 @@ class KnownConversation:
 
     said: Conversation
     variables: Mapping[str, Any]
-    """Variables of the chat template in the request."""
     settings: str
     """Tools and variables, to be compared."""
     compared: tuple[_Compared, ...]
     thoughts: tuple[str, ...]
-    """Reasoning of each message."""
 
     @classmethod
     def of(cls, said: Conversation, variables: Mapping[str, Any]) -> KnownConversation:
-        """Return the conversation of a request."""
         settings = json.dumps([said.tools, variables], sort_keys=True)
         return cls(said, variables, settings, tuple(map(_compared, said.messages)), tuple(map(_thought, said.messages)))
 
@@ -52,8 +49,8 @@ class KnownConversation:
         )
 
     def after(self, known: KnownConversation) -> KnownConversation:
-        """Return this conversation, which continues `known`, with the messages of `known` in place of its own. They
-        take no memory of their own, and include the reasoning that a program may have left out."""
+        """Return this conversation, which continues `known`, with the messages of `known` in place of the request's
+        copies. They take no further memory, and include the reasoning that a program may have left out."""
         count = len(known)
         return replace(
             known,

@@ -29,11 +29,9 @@ KEEP_ALIVE_S = 600
 """Seconds that a connection may be open without a request. The loop may stand still for as long as a training step; a
 shorter limit would then close connections that a program is about to use."""
 CUT_S = 2
-"""Seconds that responses have to end after the endpoint was closed."""
+"""Seconds for responses to end once the endpoint is closed."""
 CLOSE_S = 10.0
-"""Longest wait for the end of the server, in seconds."""
 BODY_BYTES = 10_000_000
-"""Most bytes of one request body."""
 DISCARDED_BYTES = 10 * BODY_BYTES
 """Most bytes of a refused body that are read, so that its program learns why."""
 REMEMBERED = 10_000
@@ -53,7 +51,7 @@ class OpenSessions:
         self._open[_hash(session.api_key)] = session
 
     def end(self, session: Session) -> None:
-        """Refuse later requests of a session, and cancel those under way."""
+        """Refuse later requests of a session, and cancel the unfinished ones."""
         key = _hash(session.api_key)
         del self._open[key]
         self._ended[key] = None
@@ -62,7 +60,6 @@ class OpenSessions:
         session.end()
 
     def cancel(self) -> None:
-        """Cancel the requests of all sessions."""
         for session in [*self._open.values()]:
             session.end()
 
@@ -131,7 +128,7 @@ class PolicyEndpoint:
     async def session(
         self, inference: InferenceInterface, sampling: Sampling, key: int, ordinal: int | None
     ) -> AsyncIterator[Session]:
-        """Open a session for one rollout. At its end, calls under way are cancelled, and later ones are refused.
+        """Open a session for one rollout. At its end, unfinished calls are cancelled, and later ones are refused.
 
         key, ordinal: see `Session`.
         """
@@ -145,7 +142,6 @@ class PolicyEndpoint:
             self._sessions.end(session)
 
     async def close(self) -> None:
-        """Cancel all calls, and stop listening."""
         self._sessions.cancel()
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=CLOSE_S)

@@ -37,7 +37,8 @@ def narrowed(
     """Return the sampling of a call. Raises ApiError.
 
     Args:
-        asked: sampling that the request asks for, of which the parameters in `given` are not defaults.
+        asked: sampling that the request asks for.
+        given: parameters of `asked` that the request sets itself; the others are defaults.
         by: who chooses, see `EndpointConfig.sampling`.
         most: largest number of tokens of the answer.
         end_ids: tokens that end an answer anyway.

@@ -97,7 +97,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _add(messages: list[Message], item: Item) -> None:
-    """Add an item to the messages. Reasoning, text and calls of one answer are items of their own."""
+    """Add an item to the messages. Reasoning, text and calls of one answer are separate items."""
     kind = item.get("type", "message")
     if kind == "message":
         if item["role"] != "assistant":
@@ -164,7 +164,7 @@ def as_chat(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
 
 
 def _response_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format of a text as one of a chat, which has the schema in a field of its own."""
+    """Return the format of a text as one of a chat, which has the schema in a separate field."""
     if given.get("type") != "json_schema":
         return dict(given)
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}

@@ -38,8 +38,6 @@ Answer = Callable[[Session, bytes], Awaitable[Response]]
 
 
 class Routes:
-    """The endpoint's API."""
-
     def __init__(self, chat: Chat, config: EndpointConfig) -> None:
         self._chat, self._config = chat, config
         self._model = ServedModel(MODEL, chat, UNLIMITED)

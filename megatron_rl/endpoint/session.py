@@ -58,7 +58,6 @@ class Session:
         self.api_key = secrets.token_urlsafe(32)
         self.base_url = f"{address}/sessions/{self.api_key}/v1"
         self.calls = 0
-        """Number of calls that were admitted."""
         self.failure: str | None = None
         """The first limit that was exceeded, as a reason for the record."""
         self.broken: Exception | None = None
@@ -73,12 +72,12 @@ class Session:
         self._texts: list[tuple[str, Turn]] = []
         self._responses: dict[str, Sequence[Message]] = {}
         self._asked: Counter[bytes] = Counter()  # how often each prompt was asked
-        self._coming = 0  # branches that the calls under way will add
-        self._extended: Counter[Turn] = Counter()  # by the calls under way
+        self._coming = 0  # branches that unfinished calls will add
+        self._extended: Counter[Turn] = Counter()  # by unfinished calls
         self._tool_calls: int | None = None
         self._cut_off = False
         self._ended = False
-        self._under_way: set[asyncio.Future[Any]] = set()
+        self._unfinished: set[asyncio.Future[Any]] = set()
 
     # Prompts
 
@@ -122,7 +121,6 @@ class Session:
         return self._responses[response]
 
     def keep_response(self, id: str, messages: Sequence[Message]) -> None:
-        """Keep the messages up to the end of a response."""
         self._responses[id] = messages
 
     # Calls
@@ -152,7 +150,7 @@ class Session:
     async def while_open(self, work: Awaitable[T]) -> T:
         """Return the result of `work`, which the end of the session cancels. Raises ApiError then."""
         task = asyncio.ensure_future(work)
-        self._under_way.add(task)
+        self._unfinished.add(task)
         try:
             return await task
         except asyncio.CancelledError:
@@ -161,12 +159,12 @@ class Session:
             raise
         finally:
             task.cancel()
-            self._under_way.discard(task)
+            self._unfinished.discard(task)
 
     def end(self) -> None:
-        """Cancel the calls under way."""
+        """Cancel the unfinished calls."""
         self._ended = True
-        for task in self._under_way:
+        for task in self._unfinished:
             task.cancel()
 
     def _admit(self, asked: ParsedRequest) -> tuple[int, list[Turn]]:
@@ -259,7 +257,7 @@ class Session:
                     self._tool_calls = (self._tool_calls or 0) + len(answer.get("tool_calls") or ())
 
     def _keep_texts(self, text: str, prompt: list[int], turns: Sequence[Turn]) -> None:
-        """Keep the texts of answers, by which a later prompt may continue them. A text lacks special tokens, so a
+        """Keep the texts of answers, so that a later prompt can continue them. A text lacks special tokens, so a
         prompt that begins with the text of an answer that contains some does not continue its tokens."""
         tokenizer = self._tokenizer
         for turn in turns:

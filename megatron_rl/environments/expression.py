@@ -12,7 +12,6 @@ from fractions import Fraction
 LONGEST = 120
 """Longest expression, in characters; this also bounds the depth of parentheses."""
 LARGEST = 10**9
-"""Largest number in an expression."""
 
 _TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
 _SIGNS = str.maketrans(

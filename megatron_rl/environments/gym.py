@@ -62,8 +62,6 @@ class GymConfig(PromptConfig):
 
 
 class EpisodeState(NamedTuple):
-    """State of an episode."""
-
     observation: str
     reward: float
     """Sum of the rewards so far."""
@@ -130,7 +128,6 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
     def get_trajectory_reward(
         self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> float:
-        """Return the sum of the rewards of the actions."""
         return self._play(golden["seed"], responses).reward
 
     def _problems(self, seeds: range) -> list[Problem]:
@@ -141,7 +138,6 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         return render_prompt(self.tokenizer, message, self.config)
 
     def _play(self, seed: int, responses: Sequence[str]) -> EpisodeState:
-        """Replay an episode with these responses."""
         episode = self._episode
         observation, _ = episode.reset(seed=seed)
         total, over = 0.0, False
@@ -155,7 +151,6 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
 
 
 def _line(observation: str) -> str:
-    """Return an observation between two responses of a model without a chat template."""
     return f"\n{observation}\n"
 
 

@@ -222,7 +222,6 @@ class JudgedEnvironment(HFDatasetAgent):
     config: JudgedConfig
 
     def __init__(self, config: JudgedConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for data that is missing, empty, or does not match the configuration."""
         super().__init__(config, tokenizer)
         self._judge = Judge(config.judge)
 

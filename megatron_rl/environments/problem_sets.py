@@ -30,8 +30,6 @@ class DrawnProblemsConfig(Section):
 
 
 class DrawnProblems(RewardOnlyAgent):
-    """An environment of generated problems."""
-
     config: DrawnProblemsConfig
 
     def __init__(self, config: DrawnProblemsConfig, tokenizer: Tokenizer, drawn: Iterable[Problem]) -> None:

@@ -8,7 +8,7 @@ The first argument is the response. The others are columns of the row by name, a
 the response was cut off. An `async def` is awaited, and all answers are scored concurrently. It may also return a
 mapping of components: see `megatron_rl.agent.reward_value.Reward`.
 
-The file is trusted code. It runs in a process of its own (agent/own_process), in the main thread: wherever the answers
+The file is trusted code. It runs in its own process (agent/own_process), in the main thread: wherever the answers
 come from, signals, threads, event loops and children work as in a script.
 """
 

@@ -92,7 +92,6 @@ class ReasoningGymEnvironment(DrawnProblems):
 
     @classmethod
     def variants(cls) -> Mapping[str, str]:
-        """Return all installed datasets by name."""
         try:
             datasets = _datasets()
         except ValueError:

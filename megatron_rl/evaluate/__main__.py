@@ -1,4 +1,4 @@
-"""An evaluation as a process of its own, for `mrl evaluate`:
+"""An evaluation as a separate process, for `mrl evaluate`:
 
     python -m megatron_rl.evaluate < EVALUATION.json
 

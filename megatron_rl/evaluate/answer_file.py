@@ -19,8 +19,6 @@ ProblemKey = tuple[str, str, int]
 
 
 class AnswerFile:
-    """The answers so far."""
-
     def __init__(self, path: Path, known: Mapping[ProblemKey, ProblemAnswers]) -> None:
         self.path = path
         self.known = dict(known)

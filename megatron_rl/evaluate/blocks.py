@@ -34,17 +34,13 @@ Waits = Callable[[], AbstractContextManager[None]]
 
 
 class AnsweringEngine(InferenceInterface, Protocol):
-    """Engine of an evaluation."""
-
     @property
     def policy_version(self) -> int:
         """Number of optimizer steps behind its weights."""
         ...
 
     @property
-    def busy_s(self) -> float:
-        """Seconds spent computing so far."""
-        ...
+    def busy_s(self) -> float: ...
 
 
 class RunBlock(Protocol):
@@ -56,8 +52,6 @@ class RunBlock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of an evaluation."""
-
     set: str
     mode: str
     done: int
@@ -102,7 +96,6 @@ class Opened:
     engine: AnsweringEngine
     source: Source
     digest: str
-    """Digest of the weights."""
     name: str = "native"
     """Engine, with its version if it is not of this project."""
     replica: int = 0
@@ -135,12 +128,10 @@ class BlockRunner:
         return self._answer(self._from_first(left), answers.add)
 
     def run_share(self) -> None:
-        """Answer this replica's share of the blocks."""
         self._answer(self._from_first([]), lambda lines: None)
 
     @property
     def _modes(self) -> dict[str, int]:
-        """Number of answers to each problem."""
         return {SAMPLED: self.evaluation.k} | ({GREEDY: 1} if self.evaluation.greedy else {})
 
     def _answer(self, left: list[_Block], keep: Callable[[list[ProblemAnswers]], None]) -> bool:

@@ -32,7 +32,7 @@ def evaluate(
     conclude: Callable[[bool], None] | None = None,
 ) -> tuple[EvaluationResult, Path] | None:
     """Answer the problems that are not answered yet, and write the result. Collective. Returns the result and its file;
-    None on ranks other than 0, and if the evaluation was interrupted, in which case its answers are kept.
+    None on ranks other than 0, and if the evaluation was interrupted, whose answers are kept.
 
     Args:
         world: of this rank; default: the only rank.

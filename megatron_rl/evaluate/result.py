@@ -57,7 +57,6 @@ def result(
 def set_result(
     sampled: Sequence[ProblemAnswers], greedy: Sequence[ProblemAnswers], k: int, compares_answers: bool
 ) -> SetResult:
-    """Return the scores of one set, whose problems come in order."""
     judged = [[_judged(answer) for answer in each.answers] for each in sampled]
     scores: dict[str, MeanScore | None] = {
         "greedy": average([[_judged(one) for one in each.answers] for each in greedy])

@@ -70,7 +70,7 @@ def default_out(
 
 
 def golden_digest(problems: Sequence[Problem]) -> str:
-    """Return a digest of the golden data by which answers are judged. A value that JSON cannot represent counts only by
+    """Return a digest of the golden data that answers are judged by. A value that JSON cannot represent counts only by
     its type, since its text may differ between processes."""
     hashed = hashlib.sha256()
     for problem in problems:

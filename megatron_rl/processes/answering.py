@@ -53,8 +53,6 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """How a process is spoken to."""
-
     encode: Callable[[int, Any], bytes]
     """Returns what is written for the number of a request and the request."""
     mark: str | None = None
@@ -68,8 +66,6 @@ class Language:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer."""
-
     said: Mapping[str, Any]
     """Line of the process."""
     printed: str
@@ -148,7 +144,6 @@ class AnsweringProcess:
 
     @property
     def described(self) -> Mapping[str, Any]:
-        """Line of its greeting."""
         return self.greeting.said
 
     @property
@@ -228,7 +223,7 @@ class AnsweringProcess:
     def _order_end(self) -> None:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
-                os.kill(self._process.pid, END)  # Popen.send_signal would reap it, which asyncio's watcher has to
+                os.kill(self._process.pid, END)  # Popen.send_signal would reap it, which asyncio's watcher must do
 
     def printed(self) -> str:
         """Return what was printed since the last answer, for a process that has ended."""

@@ -1,4 +1,4 @@
-"""A conversation with a policy, for `mrl chat`, in a process of its own:
+"""A conversation with a policy, for `mrl chat`, in a separate process:
 
     python -m megatron_rl.standalone.chat
 

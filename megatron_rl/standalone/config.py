@@ -37,5 +37,7 @@ class RowsRequest(Section):
     purpose: Literal["show", "count", "check"]
     """show: the first rows or problems. count: all of them. check: the first ones and the user's functions, for
     faults."""
-    resumes: bool = False  # whether the run has a checkpoint, so that no worked examples are needed
-    first: PositiveInt = 3  # rows or problems of each set to show
+    resumes: bool = False
+    """Whether the run has its own checkpoint, so that no worked examples are needed."""
+    first: PositiveInt = 3
+    """Rows or problems of each set to show."""

@@ -29,7 +29,6 @@ class Lesson:
     sets: Sequence[TrainingSet]
     """Rows of data, or problems of each environment."""
     unread: Mapping[str, int] = field(default_factory=dict)
-    """Number of rows of data that are not among them, by reason."""
 
 
 def open_lesson(config: RunConfig, copies: RunDir | None = None, patience: float = 0.0) -> Lesson:

@@ -54,7 +54,6 @@ def open_with_followers(source: Source, lost: Callable[[str], NoReturn], **optio
 
 
 def main() -> int:
-    """Run a follower, and return its exit code."""
     die_with_parent()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

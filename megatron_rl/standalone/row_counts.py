@@ -79,7 +79,7 @@ def _of_problems(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
 
 
 def percentiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Return the lengths at PERCENTILES, the last of which is the largest; empty without lengths."""
+    """Return the lengths at PERCENTILES, the largest as the last; empty without lengths."""
     ordered = sorted(lengths)
     return {str(part): ordered[max(0, -(-part * len(ordered) // 100) - 1)] for part in PERCENTILES if ordered}
 

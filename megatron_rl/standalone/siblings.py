@@ -24,7 +24,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.standalone_world import StandaloneWorld
 
 MET_S = 5.0
-"""Seconds that this process has to notice the loss of a rank itself; collectives do so immediately."""
+"""Seconds for this process to notice the loss of a rank itself; collectives do so immediately."""
 LAST_LINES = 40
 """Lines of a lost rank's stderr that are shown."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -132,8 +132,6 @@ def _spans(sequence: Branch, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Source of answers."""
-
     tokenizer: Tokenizer
     sampling: Sampling
     answering: Callable[[Environment, Problem], InferenceInterface]
@@ -166,7 +164,7 @@ def _model(trial: Trial) -> Iterator[_Model]:
 
 
 def _in_turn(answers: Sequence[str]) -> Callable[[str, int], str]:
-    """Return a script of the answers in their order, the last of which repeats."""
+    """Return a script of the answers in their order; the last one repeats."""
     left = [*answers]
     return lambda prompt, sample: left.pop(0) if len(left) > 1 else left[0]
 
@@ -179,7 +177,6 @@ def _answer(environment: Environment, problem: Problem, tokenizer: Tokenizer) ->
 
 
 def _tokenizer(trial: Trial, default: Callable[[], Tokenizer]) -> Tokenizer:
-    """Return the tokenizer of the recipe, or without one the default."""
     return default() if trial.tokenizer is None else build_tokenizer(trial.tokenizer)
 
 

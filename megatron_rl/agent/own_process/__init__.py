@@ -1,1 +1,1 @@
-"""Functions of the user's that score answers, each in a process of its own."""
+"""Functions of the user's that score answers, each in its own process."""

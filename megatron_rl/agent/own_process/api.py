@@ -12,8 +12,6 @@ class Unusable(Exception):
 
 
 class NotScored(Exception):
-    """The function has no reward for an answer."""
-
     def __init__(
         self,
         reason: str,
@@ -46,8 +44,6 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of the function for one answer, and its limits."""
-
     positional: Sequence[Any]
     named: Mapping[str, Any]
     timeout_s: float

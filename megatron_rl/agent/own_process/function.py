@@ -1,6 +1,6 @@
-"""A function of the user's that scores answers in processes of its own, called from any event loop.
+"""A function of the user's that scores answers in separate processes, called from any event loop.
 
-    event loop of a rank -> thread with a loop of its own -> processes (worker.py)
+    event loop of a rank -> thread with its own loop -> processes (worker.py)
 
 The thread keeps the processes busy, and their limits, while the rank trains. A plain function scores one answer at a
 time in each process, in the order of the calls; a coroutine awaits all of them at once.
@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 
 WORKER = "megatron_rl.agent.own_process.worker"
 AHEAD = 32
-"""Answers that a process holds, of which it scores one: so it need not wait for the rank between them."""
+"""Answers that a process holds while it scores the first of them, so that it need not wait for the rank in between."""
 START_S = 600.0
 """Seconds to import the user's file, perhaps from a slow shared file system, with what it loads."""
 CLOSE_S = 15.0
-"""Seconds that the processes have to end."""
 
 Result = TypeVar("Result")
 
@@ -60,11 +59,9 @@ class OwnFunction:
         self.parameters: list[tuple[str, str, bool]] = [tuple(one) for one in described["parameters"]]
         """Name, kind and whether there is a default, of each parameter."""
         self.place: str = described["place"]
-        """File and line."""
 
     @property
     def answers(self) -> int:
-        """Number of answers scored so far."""
         return self._pool.answers
 
     @property
@@ -82,8 +79,6 @@ class OwnFunction:
 
 
 class _Pool:
-    """Processes, and the thread whose loop speaks to them."""
-
     def __init__(self, file: Path, name: str, processes: int) -> None:
         self._slots = [_Slot(file, name) for _ in range(processes)]
         self._next = cycle(self._slots)
@@ -190,8 +185,6 @@ async def _complete(slot: _Slot, call: Call, done: asyncio.Future[Scored]) -> No
 
 
 class _Slot:
-    """One process after the other."""
-
     def __init__(self, file: Path, name: str) -> None:
         self._file, self._name = file, name
         self._process: AnsweringProcess | None = None
@@ -250,7 +243,6 @@ class _Slot:
             raise NotScored(f"{self._name}: its process cannot be started again: {error}") from error
 
     def _scored(self, reply: Reply, call: Call) -> Scored:
-        """Return a reward. Raises NotScored."""
         said, printed = reply.said, reply.printed
         if printed and (text := self._budget.spend(printed)) is not None:
             logger.info("%s printed, scoring %.200r:\n%s", self._name, call.positional[0], text.rstrip())

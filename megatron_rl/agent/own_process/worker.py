@@ -43,7 +43,6 @@ Function = Callable[..., Any]
 
 
 def main() -> None:
-    """Fork the worker and guard it."""
     job = json.loads(sys.argv[1])
     guard(job["parent"], partial(_be_worker, job))
 
@@ -112,7 +111,6 @@ def _own_pipes(mark: str) -> tuple[IO[bytes], _Replies]:
 
 
 def _loaded(file: str, name: str, replies: _Replies) -> Function | None:
-    """Import the function and describe it to the rank; None if that fails."""
     try:
         function = import_function(Path(file), name)
         parameters = [

@@ -60,18 +60,13 @@ class AgentFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ServedAgent:
-    """Description, prompts and demonstrations of an agent."""
-
     about: About
     prompts: Mapping[str, list[str]]
-    """Prompts by set."""
     demonstrations: list[tuple[str, str]]
     """(prompt, right answer) pairs of the training set."""
 
 
 class AgentClient:
-    """Client of one agent server."""
-
     def __init__(
         self,
         url: str,
@@ -180,7 +175,6 @@ class AgentClient:
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
 
     async def _serve(self, session: str, generated: _Generated, request: AgentRequest) -> Any:
-        """Answer the generation requests of a session until it returns its result."""
         answering: dict[str, asyncio.Task[None]] = {}
         withdrawn: list[asyncio.Task[None]] = []
         poll: asyncio.Task[Any] | None = None

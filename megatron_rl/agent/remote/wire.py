@@ -38,7 +38,6 @@ TRAINING = "training"
 """Name of the training set; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
 PAGE = 1000
-"""Problems per page."""
 POLL_S = 5.0
 """Seconds that a poll waits for something to report."""
 
@@ -47,23 +46,17 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Description of an agent."""
-
     protocol: int
     environment: str
     digest: str
-    """Digest of all prompts."""
     sets: Mapping[str, int]
     """Number of problems in each set."""
     prompt_format: str
     demonstrations: int
-    """Number of worked answers."""
     compares_answers: bool
 
 
 class ProblemId(NamedTuple):
-    """Set and index of a problem."""
-
     set: str
     number: int
 
@@ -75,7 +68,6 @@ class AgentRequest:
     problems: list[ProblemId]
     """Problems to answer; exactly one for a group or a pair."""
     samples: int
-    """Answers per problem."""
     sampling: Sampling
     key: int
     ordinal: int | None
@@ -89,7 +81,6 @@ def digest_of(sets: Mapping[str, Sequence[Problem]]) -> str:
 
 
 def decode_about(body: Body) -> About:
-    """Raises Garbled."""
     try:
         about = About(**body)
         if not all(isinstance(count, int) and count >= 0 for count in about.sets.values()):
@@ -104,7 +95,6 @@ def encode_agent_request(request: AgentRequest) -> dict[str, Any]:
 
 
 def decode_agent_request(body: Body) -> AgentRequest:
-    """Raises Garbled."""
     try:
         problems = [ProblemId(str(name), int(number)) for name, number in body["problems"]]
         sampling, limits = Sampling.model_validate(body["sampling"]), RolloutLimits(**body["limits"])
@@ -118,7 +108,6 @@ def encode_completions(completions: Sequence[Completion]) -> list[list[Any]]:
 
 
 def decode_completions(body: Any) -> list[Completion]:
-    """Raises Garbled."""
     try:
         return [Completion(*each) for each in body]
     except TypeError as error:

@@ -14,11 +14,8 @@ class ProcessLimits(NamedTuple):
     """Limits of one child process. No child may use the network, write files or start processes: see confine.py."""
 
     wall_s: float
-    """Wall-clock seconds per answer."""
     cpu_s: int
-    """Seconds of processor time per answer."""
     memory_bytes: int
-    """Bytes of address space."""
     output_bytes: int = 2**24
     """Largest answer, in bytes; a longer one is not read."""
 
@@ -35,7 +32,6 @@ class Ending(StrEnum):
     CPU_LIMIT = "processor time"
     """A worker used up its processor time, which other load on the machine does not shorten."""
     MEMORY_LIMIT = "memory"
-    """A worker reached its limit of memory."""
     KILLED = "killed"
     """The child was killed by something other than its own doing, such as the kernel's out-of-memory killer, or could
     not be started."""
@@ -44,13 +40,9 @@ class Ending(StrEnum):
 
 
 class ProcessResult(NamedTuple):
-    """Result of one answer."""
-
     ending: Ending
     value: Any = None
-    """The answer, if OK."""
     detail: str = ""
-    """Explanation for people, if not OK."""
 
     def __str__(self) -> str:
         return f"{self.ending}: {self.detail}" if self.detail else str(self.ending)

@@ -24,7 +24,6 @@ from megatron_rl.agent.sandbox.confine import confine, limit_memory, limit_proce
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, death_with_parent
 
 LENGTH_DIGITS = 12
-"""Digits of a program's length."""
 
 OUT_OF_MEMORY = 99
 """Exit code of a worker that reached its limit of memory."""
@@ -53,7 +52,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     death_with_parent(job["parent"])()
     limit_memory(job["memory_bytes"])
-    del sys.path[-1]  # our entry, by which process.py made this module importable
+    del sys.path[-1]  # our entry, with which process.py made this module importable
     sys.path.extend(place for place in job["path"] if place not in sys.path)
     if job["function"] is None:
         run_program(job["cpu_s"])
@@ -126,7 +125,6 @@ def _write(file: int, reply: list[Any]) -> None:
 
 
 def _read(size: int) -> bytes:
-    """Read exactly `size` bytes from stdin."""
     parts = []
     while size:
         part = os.read(0, size)

@@ -126,7 +126,6 @@ class ProgramPool:
         running: set[ConfinedProcess] = set()
         self._running = running
         self.close = weakref.finalize(self, _close, self._threads, running)
-        """Kill the running programs. They also end with this object and with the interpreter."""
 
     async def run(self, source: str, standard_input: str, limits: ProcessLimits) -> ProcessResult:
         """Run a program; return its standard output as text."""

@@ -26,7 +26,7 @@ CHUNK = 2**16
 COMPLAINT_BYTES = 2000
 """Bytes of stderr that are kept, from its end."""
 REAP_S = 10.0
-"""Seconds the kernel has to end a killed process; a process that hangs in a file system may need longer."""
+"""Seconds for the kernel to end a killed process; a process that hangs in a file system may need longer."""
 
 
 class OutputTooLarge(Exception):

@@ -28,7 +28,6 @@ MACHINES = {
     "x86_64": Machine(0, 0xC000003E, 2, 257, 56, 435, 302, 157, 53, 0x40000000),
     "aarch64": Machine(1, 0xC00000B7, None, 56, 220, 435, 261, 167, 199, None),
 }
-"""Machine by its name in `uname -m`."""
 
 
 def refused(machine: Machine) -> list[int]:

@@ -82,7 +82,6 @@ class CodeEnvironment(HFDatasetAgent):
     config: CodeConfig
 
     def __init__(self, config: CodeConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for data that is missing, empty, or does not match the configuration."""
         from megatron_rl.agent.sandbox.api import (
             ProcessLimits,
         )  # not needed by the launcher, which only checks arguments

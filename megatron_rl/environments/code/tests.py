@@ -89,7 +89,6 @@ def _call(given: Any, expected: Any) -> Test:
 
 
 def _value(text: Any) -> Any:
-    """Decode a value that may be encoded as JSON."""
     if not isinstance(text, str):
         return text
     try:

@@ -40,7 +40,6 @@ def close(one: Number, other: Number) -> bool:
 
 
 def within_a_percent(exact: Number, other: Number) -> bool:
-    """Whether two values differ by at most one percent."""
     return bool(abs(to_float(exact) - to_float(other)) <= abs(to_float(exact)) / 100)
 
 

@@ -65,7 +65,6 @@ FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
 
 
 def form(text: str) -> Form:
-    """Parse cleaned text into its structure."""
     text = text.strip()
     if found := _matrix(text) or _in_words(text):
         return found

@@ -34,7 +34,6 @@ from megatron_rl.environments.math.bounded import (
 from megatron_rl.environments.math.tokens import ANGLES, FUNCTIONS, GREEK, Unreadable, literal, tokens_of
 
 DEEPEST = 60
-"""Largest nesting depth of brackets."""
 
 COMPUTED: dict[str, Callable[[Number], Number]] = {name: getattr(mp, name.replace("arc", "a")) for name in FUNCTIONS}
 ROUNDED: dict[str, Callable[[Number], int]] = {"lfloor": math.floor, "lceil": math.ceil}
@@ -93,7 +92,6 @@ class _Reader:
         return self._tokens[self._place][1]
 
     def take(self, *words: str) -> str | None:
-        """Consume and return the next token if it is one of these."""
         if self.kind in ("sign", "command") and self.word in words:
             self._place += 1
             return self._tokens[self._place - 1][1]

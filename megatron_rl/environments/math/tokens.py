@@ -39,7 +39,6 @@ def variables(text: str) -> set[str]:
 
 
 def is_complex(text: str) -> bool:
-    """Whether a formula has the imaginary unit."""
     return ("name", "i") in tokens_of(text)
 
 

@@ -111,7 +111,6 @@ def quantity(text: str) -> Quantity:
 
 
 def _unit(text: str) -> Unit | None:
-    """Parse a unit; None if there is none, or an unknown one."""
     size, powers, below = Fraction(1), Counter[str](), 1
     exponent = 1
     for word, sign, power in _parts(text):

@@ -114,7 +114,7 @@ BASED = re.compile(
 
 
 def _in_bases(golden: str, answer: str) -> bool | None:
-    """Compare numbers of which at least one has a base, as 2516_8; None if neither has one."""
+    """Compare two numbers if one has a base, as 2516_8; None if neither has one."""
     one, other = (BASED.fullmatch(text) for text in (golden, answer))
     if one is None and other is None:
         return None

@@ -50,7 +50,6 @@ class Verifier:
         self._decided: dict[str, bool] = {}
         self._undecided = 0
         self.close = self._pool.close
-        """End the workers. They also end with this object and with the interpreter."""
 
     async def judge(self, golden: str, answer: str) -> Verdict:
         """Whether `answer` equals `golden` mathematically. The event loop keeps running.

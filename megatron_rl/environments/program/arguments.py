@@ -31,7 +31,6 @@ class Rows(Source):
     where the rows have it, otherwise the whole row."""
 
     def text_of(self, row: Mapping[str, Any]) -> str | None:
-        """Return the name of a problem; None if the row has none."""
         if self.question or "prompt" in row:
             return super().text_of(row) if self.question else as_text(row["prompt"])
         return json.dumps(row, ensure_ascii=False)

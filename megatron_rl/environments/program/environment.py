@@ -11,7 +11,7 @@ A command gets a problem, a row of the data set, as one JSON line on its standar
 OPENAI_API_KEY and OPENAI_MODEL in its environment; the last line that it prints is the reward (reward_line.py). A
 function is a coroutine, `async def rollout(client, problem) -> float | dict`, whose client is an openai.AsyncOpenAI.
 
-Each run of the program is one rollout, in a process and a working directory of its own (nursery.py, supervisor.py). It
+Each run of the program is one rollout, in its own process and working directory (nursery.py, supervisor.py). It
 runs with the rights of the user.
 """
 
@@ -55,7 +55,6 @@ _ERROR = re.compile(r"[A-Za-z_][\w.]{0,80}(?=: )")
 UNUSABLE = (126, 127)
 """Exit codes of shells and of `env` for a command that cannot be executed, or that is not there."""
 LONGEST_COMPLAINT = 200
-"""Characters of a shell's complaint in a reason."""
 _COMPLAINT = re.compile(r"not found|no such file|permission denied|cannot execute|format error|is a directory", re.I)
 _POSITION = re.compile(r"^(?:.*?:\s*(?:line )?\d+:\s+|bash: )")
 """Beginning of a shell's complaint: `sh: 1: `, `ask.sh: line 3: `. The folder of the script may differ in each run."""
@@ -89,7 +88,6 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
 
     @classmethod
     def sample_arguments(cls) -> Mapping[str, Any]:
-        """Return a program that asks once, and three problems."""
         return {
             "command": [PYTHON, "sums.py"],
             "code": [str(SAMPLES / "sums.py")],

@@ -45,7 +45,6 @@ def be_program(
 
 
 def _enter(job: Job, folder: Path, output: tuple[int, int]) -> None:
-    """Set up session, signals, files, working directory and environment."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     for each in (signal.SIGCHLD, signal.SIGTERM):  # other signals to the ranks stay ignored
@@ -62,7 +61,6 @@ def _enter(job: Job, folder: Path, output: tuple[int, int]) -> None:
 
 
 def _execute(command: list[str], report: int) -> None:
-    """Replace this process by a command."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it
     try:
         os.execvp(command[0], command)

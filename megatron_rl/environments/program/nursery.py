@@ -28,7 +28,6 @@ from megatron_rl.environments.program.supervisor import END_S, supervise
 from megatron_rl.environments.program.wire import MESSAGE_BYTES, READY, Program
 
 LOOK_S = 1.0
-"""Seconds between looks for supervisors that have ended."""
 
 
 def main() -> None:
@@ -44,7 +43,7 @@ def main() -> None:
         except Unusable as error:
             control.send(str(error).encode()[:MESSAGE_BYTES])
             return
-        death_with_parent(parent, 0)()  # from here on it leaves in order when the control socket closes
+        death_with_parent(parent, 0)()  # from here on it leaves cleanly when the control socket closes
         control.send(READY)
         _serve(control, program)
     finally:

@@ -29,7 +29,6 @@ class Prepared(NamedTuple):
     rollout: Rollout | None
     """The function, if there is no command."""
     files: dict[str, bytes]
-    """Content of its files by name."""
     folder: str
     """Parent of all working directories."""
 
@@ -50,7 +49,7 @@ def prepare(program: Program, folder: str) -> Prepared:
     sys.path.insert(0, str(code))
     rollout = _function(program.function)
     try:
-        import openai  # noqa: F401 - so that no run has to import it
+        import openai  # noqa: F401 - so that no run needs to import it
     except ImportError as error:
         raise Unusable(f"environment.args.function needs a client, `pip install openai`: {error}") from error
     return Prepared(None, rollout, files, folder)

@@ -24,11 +24,11 @@ FOLDER = "mrl-programs-"
 """Beginning of the name of the folder that holds all working directories."""
 NURSERY = "megatron_rl.environments.program.nursery"
 START_S = 300.0
-"""Seconds that a nursery has to import the user's module, perhaps from a slow shared file system."""
+"""Seconds for a nursery to import the user's module, perhaps from a slow shared file system."""
 HAND_OVER_S = 10.0
-"""Seconds that a nursery, which only forks, has to take a job."""
+"""Seconds for a nursery, which only forks, to take a job."""
 LEAVE_S = 15.0
-"""Seconds that a nursery has to end all programs."""
+"""Seconds for a nursery to end all programs."""
 
 
 class ProgramRunner:
@@ -69,7 +69,6 @@ class ProgramRunner:
         return Ended(*json.loads(reported))
 
     async def close(self) -> None:
-        """End all programs and the nursery."""
         nursery, self._nursery = self._nursery, None
         if self._control is not None:
             self._control.close()

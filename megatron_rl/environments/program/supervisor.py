@@ -1,6 +1,6 @@
-"""Supervision of one run of a program, in a process of its own.
+"""Supervision of one run of a program, in a separate process.
 
-It starts the program in a new session and a working directory of its own, reads its output, and ends it when it exceeds
+It starts the program in a new session and its own working directory, reads its output, and ends it when it exceeds
 its limit or when the connection to the rank closes. All processes that the program leaves behind become children of the
 supervisor, which ends them before it reports.
 """
@@ -26,20 +26,17 @@ from megatron_rl.environments.program.wire import ENDING_BYTES, OUTPUT_CHARACTER
 from megatron_rl.processes.printed import Tail
 
 END_S = 5.0
-"""Seconds that the kernel has to end killed processes; one that hangs in a file system may need longer."""
+"""Seconds for the kernel to end killed processes; one that hangs in a file system may need longer."""
 CHUNK = 2**16
 
 
 class Run:
-    """One run of the program, from its start to its end."""
-
     def __init__(self, job: Job, program: Prepared, private: Sequence[int]) -> None:
         """Start the program.
 
         private: open files that it must not inherit.
         """
         self.code: int | None = None
-        """Exit code, once the program has ended."""
         self._folder = tempfile.mkdtemp(dir=program.folder)
         try:
             for name, content in program.files.items():

@@ -29,8 +29,6 @@ class Program(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One run of the program."""
-
     problem: str
     """One JSON object on one line."""
     variables: dict[str, str]
@@ -42,12 +40,9 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """End of one run."""
-
     code: int
     """Exit code, negative for a signal."""
     over_limit: bool = False
-    """Whether it was ended because it exceeded `Job.limit_s`."""
     ending: str = ""
     """End of its standard output."""
     output: str = ""

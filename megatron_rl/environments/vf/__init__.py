@@ -1,1 +1,1 @@
-"""Environments of the package verifiers, which run in a process of their own and ask the run's policy endpoint."""
+"""Environments of the package verifiers, which run in a separate process and ask the run's policy endpoint."""

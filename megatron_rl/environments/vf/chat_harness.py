@@ -1,6 +1,6 @@
 """Harness of verifiers that asks the model inside the worker: the conversation, and the tools that the task serves.
 
-verifiers' own `null` harness does the same in a program of its own, which it installs with uv and starts for each turn
+verifiers' own `null` harness does the same in a separate program, which it installs with uv and starts for each turn
 of a user. That takes a second of a core each time, and a network at the first; a compute node often has none.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["ChatHarness"]
 
 DONE = ProgramResult(exit_code=0, stdout="", stderr="")
 TOO_LONG = ("context_length_exceeded", "maximum context length")
-"""Marks of a refusal because the conversation has no room for another answer, which ends it in order."""
+"""Marks of a refusal because the conversation has no room for another answer, which ends it cleanly."""
 
 
 class ChatHarnessConfig(HarnessConfig):

@@ -3,7 +3,7 @@ rewards.
 
     environment: {name: verifiers/gsm8k, args: {env: {agent: {max_turns: 4}}}}
 
-verifiers runs in a process of its own and asks the run's policy endpoint as it asks the engine of its own trainer. The
+verifiers runs in a separate process and asks the run's policy endpoint as it asks its trainer's engine. The
 tokens that are trained on are those of the endpoint; verifiers gives the rewards.
 """
 

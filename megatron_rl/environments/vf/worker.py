@@ -31,7 +31,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 HARNESS = "mrl_chat"
-"""Id of the harness in chat_harness.py."""
 LONGEST_LINE = 2**26
 END_S = 10.0
 """Seconds from the request to end until the process ends without cleaning up."""
@@ -80,8 +79,6 @@ class Replies:
 
 
 class Loaded:
-    """One environment and its tasks."""
-
     def __init__(self, id: str, env: Mapping[str, Any], tasks: int | None) -> None:
         """env: verifiers' own configuration of the environment. tasks: how many to load; None: all."""
         register_harness()
@@ -95,7 +92,7 @@ class Loaded:
 
 
 def register_harness() -> None:
-    """Make chat_harness.py importable under the id by which verifiers looks for a harness."""
+    """Make chat_harness.py importable under the id that verifiers looks up."""
     if HARNESS in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(HARNESS, Path(__file__).with_name("chat_harness.py"))
@@ -148,7 +145,7 @@ class Worker:
         async with AsyncExitStack() as stack:
             for one in self._environments.values():
                 await stack.enter_async_context(one.env.serving())
-                # Each rollout then opens an interception server of its own. A shared one would keep a client, with its
+                # Each rollout then opens its own interception server. A shared one would keep a client, with its
                 # connections, for every key that it has seen, until the end of the run.
                 one.env._interception = None
             while line := await lines.readline():
@@ -227,7 +224,7 @@ def bypass_proxies(host: str) -> None:
 def outcome(episode: Any, client: Any) -> dict[str, Any]:
     """Return the reward of an episode with its components, or why it has none.
 
-    The reward is the mean over the traces that train the policy, of which most episodes have one.
+    The reward is the mean over the traces that train the policy; most episodes have one.
     """
     traces: Sequence[Any] = episode.traces
     errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]

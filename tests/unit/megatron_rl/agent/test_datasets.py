@@ -179,7 +179,7 @@ def as_a_folder_with_a_table(folder: Path) -> Path:
 def test_answers_of_text_files_keep_their_spelling(tmp_path: Path, place: Callable[[Path], Path]) -> None:
     """`datasets` infers a type for each column: dates, rounded integers, quotes around every text."""
     found = [question.answer for question in read_questions(DataSet(path=str(place(tmp_path))))]
-    assert found == ODD[:-1]  # an empty text is no answer
+    assert found == ODD[:-1]  # an empty text is not an answer
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

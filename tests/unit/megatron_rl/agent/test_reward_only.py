@@ -164,7 +164,7 @@ class Mute(Exception):
     ],
 )  # fmt: skip
 def test_non_exceptions_of_a_reward_lose_its_answer_too(error: BaseException, said: str) -> None:
-    """Includes the cancellation of an awaited task; the cancellation of its own task ends it."""
+    """Includes the cancellation of an awaited task; the cancellation of its task ends it."""
 
     def score(text: str) -> float:
         raise error

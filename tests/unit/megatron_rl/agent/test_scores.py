@@ -83,7 +83,9 @@ def test_most_frequent_answer_wins() -> None:
     assert majority([Judged(False, "1"), Judged(True, "2"), Judged(True, "2")]) == 1.0
     assert majority([Judged(False, "1"), Judged(False, "1"), Judged(True, "2")]) == 0.0
     assert majority([Judged(True, "2"), Judged(False, "1")]) == 0.5, "a tie counts by how many of its answers are right"
-    assert majority([Judged(False, None), Judged(False, None), Judged(True, "2")]) == 1.0, "no answer is no vote"
+    assert majority([Judged(False, None), Judged(False, None), Judged(True, "2")]) == 1.0, (
+        "a missing answer does not vote"
+    )
     assert majority([Judged(False, None)]) == 0.0
     assert majority([Judged(False, "2"), Judged(True, "2")]) == 1.0, "scored lower for its form, it says the same"
 

@@ -1,4 +1,4 @@
-"""A trajectory records for every token whether and by which weights it was sampled; inconsistent lists are rejected."""
+"""A trajectory records of every token whether it was sampled and with which weights; wrong lists are rejected."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
 
 if importlib.util.find_spec("reasoning_gym") is None:
-    pytest.skip("there is no reasoning-gym", allow_module_level=True)
+    pytest.skip("reasoning-gym is not installed", allow_module_level=True)
 CHAIN_SUM = _chain_sum()
 VERIFIER = CHAIN_SUM.ChainSumDataset(CHAIN_SUM.ChainSumConfig(seed=0, size=1))
 

@@ -1,4 +1,4 @@
-"""Functions of the user's in processes of their own: what they may do, how they fail, and that nothing stays."""
+"""Functions of the user's in separate processes: what they may do, how they fail, and that nothing stays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reward(response, **columns):
     return globals()[response](**columns)
 
 def alarm():
-    """A grader with a limit of its own, as math_verify's parse and verify have."""
+    """A grader with its own limit, as math_verify's parse and verify have."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.alarm(5)
     signal.alarm(0)
@@ -82,7 +82,7 @@ def sleeps():
     time.sleep(99)
 
 def leaves():
-    """A child in a session of its own outlives its parent."""
+    """A child in a new session outlives its parent."""
     child = subprocess.Popen("sleep 98 & sleep 97", shell=True, start_new_session=True)
     return child.pid
 
