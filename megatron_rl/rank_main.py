@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = read_config(run_dir)
         choose_implementation(config)  # before the imports below import megatron-core
         if run_dir.evaluation_request.exists():
-            from megatron_rl.evaluate.attempt import run_evaluation
+            from megatron_rl.evaluate.evaluation_attempt import run_evaluation
 
             return partial(run_evaluation, run_dir, attempt, world)
         from megatron_rl.run.attempt import run_attempt

@@ -19,7 +19,7 @@ class FoundAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class AnswerFormat:
     instruction: str
     """Sentence of the prompt that requests the format."""
     find: Callable[[str], FoundAnswer | None]
@@ -140,11 +140,13 @@ def _adds_nothing(rest: str) -> bool:
 
 
 FORMATS = {
-    "boxed": Format("Reason step by step and put your final answer within \\boxed{}.", _boxed, "\\boxed{{{}}}".format),
-    "tags": Format(
+    "boxed": AnswerFormat(
+        "Reason step by step and put your final answer within \\boxed{}.", _boxed, "\\boxed{{{}}}".format
+    ),
+    "tags": AnswerFormat(
         "Reason step by step and give your final answer as <answer>...</answer>.", _tagged, "<answer>{}</answer>".format
     ),
-    "line": Format(
+    "line": AnswerFormat(
         'Reason step by step and give your final answer in a last line that begins with "Answer:".',
         _line,
         "Answer: {}".format,

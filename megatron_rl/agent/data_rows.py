@@ -19,7 +19,7 @@ from megatron_rl.recipe.extras import needed
 from megatron_rl.recipe.section import HubPath, Section
 
 
-class Source(Section):
+class DataSource(Section):
     """A data set, and the column of its questions. PATH alone is short for {path: PATH}."""
 
     structured: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class Source(Section):
         return {"path": values} if isinstance(values, str) else values
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """A row of a data set: values as JSON has them, whatever the format of the file."""
 
     where: str
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     """All columns. From a text file without those that the row lacks; else null there."""
 
 
-def read_rows(source: Source, columns: Sequence[str] | None = None) -> Iterator[Row]:
+def read_rows(source: DataSource, columns: Sequence[str] | None = None) -> Iterator[DataRow]:
     """Yield all rows in the order of the data set.
 
     columns: those that the caller reads; rows may have others too. Default: all.
@@ -71,7 +71,7 @@ def read_rows(source: Source, columns: Sequence[str] | None = None) -> Iterator[
         rows = _streamed(source, scratch) if files is None else _of_files(files, columns)
         for where, values in limited(rows):
             found |= dict.fromkeys(values)
-            yield Row(where, values)
+            yield DataRow(where, values)
         if not found:
             raise ValueError("it has no rows")
         for name in columns or ():
@@ -85,7 +85,7 @@ def check_column(name: str, columns: Collection[str], data_set: str = "") -> Non
 
 
 @contextmanager
-def _errors_of(source: Source) -> Iterator[None]:
+def _errors_of(source: DataSource) -> Iterator[None]:
     try:
         yield
     except StopIteration as error:  # raised by `datasets` for a data set without rows
@@ -110,7 +110,7 @@ def _of_files(files: Sequence[str], columns: Sequence[str] | None) -> Iterator[t
         yield from arrow_rows(file_batches(file, columns), file)
 
 
-def _streamed(source: Source, scratch: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _streamed(source: DataSource, scratch: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the rows of a directory by `datasets`, in any of its further layouts.
 
     Data is streamed unless `datasets` saved it to disk: otherwise `datasets` would write it again to its cache, on a
@@ -130,7 +130,7 @@ def _streamed(source: Source, scratch: str) -> Iterator[tuple[str, Mapping[str, 
     yield from arrow_rows(found.with_format("arrow").iter(batch_size=BATCH), str(place))
 
 
-def _files(source: Source, scratch: Path) -> list[str] | None:
+def _files(source: DataSource, scratch: Path) -> list[str] | None:
     """Return the files of a data set, if they are text or Arrow columns.
 
     scratch: directory for files and locks that `datasets` writes.

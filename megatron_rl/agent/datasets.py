@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.agent.answer_format import FORMATS
-from megatron_rl.agent.data_rows import Source, check_column, read_rows
+from megatron_rl.agent.data_rows import DataSource, check_column, read_rows
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.recipe.data_files import is_text_file
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 MOST_NAMED = 5
 
 
-class DataSet(Source):
+class DataSet(DataSource):
     """A data set, and the columns of its questions and answers."""
 
     answer: str = "answer"
@@ -30,11 +30,11 @@ class DataSet(Source):
     r"""Whether the answer is the content of the last \boxed{} of a worked solution."""
 
 
-def hub_names(sources: Iterable[Source | None]) -> list[str]:
+def hub_names(sources: Iterable[DataSource | None]) -> list[str]:
     return sorted({source.path for source in sources if source and is_hub_name(source.path)})
 
 
-def data_extras(sources: Iterable[Source | None]) -> list[str]:
+def data_extras(sources: Iterable[DataSource | None]) -> list[str]:
     """Return the extras of mrl that reading the data sets needs: none for text files."""
     return [] if all(is_text_file(source.path) for source in sources if source) else ["data"]
 
@@ -45,7 +45,7 @@ class Question:
     answer: str
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """All columns, if the source names no answer column."""
-    source: Source | None = field(default=None, compare=False)
+    source: DataSource | None = field(default=None, compare=False)
     """Data set of the question, if it names no answer column."""
     where: str = field(default="", compare=False)
 
@@ -55,7 +55,7 @@ def normalised(text: str) -> str:
     return " ".join(text.split())
 
 
-def read_questions(source: Source) -> Iterator[Question]:
+def read_questions(source: DataSource) -> Iterator[Question]:
     """Yield the questions and answers of all rows, except exact repeats and rows without an answer. If the source is
     not a DataSet, yield questions with all columns of their rows.
 
@@ -97,7 +97,7 @@ def _is_talk(question: Any) -> bool:
     return isinstance(question, list) and any(isinstance(each, Mapping) for each in question)
 
 
-def _whole(source: Source) -> Iterator[Question | None]:
+def _whole(source: DataSource) -> Iterator[Question | None]:
     """Yield the question of each row, with all columns of the data set; None if it lacks the question."""
     rows = [*read_rows(source)]
     columns = dict.fromkeys(name for row in rows for name in row.values)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from megatron_rl.agent.data_rows import Source
+from megatron_rl.agent.data_rows import DataSource
 from megatron_rl.agent.datasets import (
     DataSet,
     Question,
@@ -137,7 +137,7 @@ def split(questions: Sequence[Question], held_out: float, seed: int) -> tuple[li
     return [one for one in questions if one not in apart], [one for one in questions if one in apart]
 
 
-def _questions(source: Source) -> list[Question]:
+def _questions(source: DataSource) -> list[Question]:
     questions = distinct(read_questions(source))
     if not questions:
         needed = f"a question ({source.question})"

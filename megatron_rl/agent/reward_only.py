@@ -20,7 +20,7 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
-from megatron_rl.agent.scoring import RolloutLimits, RolloutTimeout, Score, run_within_limit, score_answer
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.errors import ConfigurationError, task_location, task_traceback
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
@@ -143,11 +143,13 @@ class RewardOnlyAgent(Environment):
 
     async def _answer_score(
         self, problem: Problem, text: str, finish_reason: FinishReason, limits: RolloutLimits
-    ) -> Score | str:
+    ) -> CheckedReward | str:
         """Return the score of one answer, or the reason if it is lost. Raises ConfigurationError."""
         return await self._scored(partial(self.get_reward, text, problem.golden, finish_reason), problem, text, limits)
 
-    async def _scored(self, score: partial[Any], problem: Problem, text: str, limits: RolloutLimits) -> Score | str:
+    async def _scored(
+        self, score: partial[Any], problem: Problem, text: str, limits: RolloutLimits
+    ) -> CheckedReward | str:
         """Return what a method returns for an answer, or the reason if it is lost. Raises ConfigurationError if the
         method returns something that is not a reward."""
         method = score.func

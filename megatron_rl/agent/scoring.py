@@ -39,14 +39,14 @@ UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class CheckedReward:
     reward: float
     components: Mapping[str, float]
     """Components by name, excluding `reward`; empty if scoring returned a number."""
     output: str = ""
 
     @classmethod
-    def of(cls, given: Reward, output: str = "") -> Score:
+    def of(cls, given: Reward, output: str = "") -> CheckedReward:
         """Validate the result of scoring. Raises WrongReward if it is not a valid reward."""
         found = checked_reward(given)
         if isinstance(found, float):
@@ -54,7 +54,9 @@ class Score:
         return cls(total_reward(found), {name: value for name, value in found.items() if name != "reward"}, output)
 
 
-async def score_answer(score: Callable[[], Reward | Awaitable[Reward]], limits: RolloutLimits) -> Score | Exception:
+async def score_answer(
+    score: Callable[[], Reward | Awaitable[Reward]], limits: RolloutLimits
+) -> CheckedReward | Exception:
     """Return the score, or the exception of the last attempt. Raises WrongReward."""
     began, tries = time.monotonic(), 0
     while True:
@@ -69,7 +71,7 @@ async def score_answer(score: Callable[[], Reward | Awaitable[Reward]], limits: 
             tries += 1
             if tries > limits.retries or time.monotonic() - began >= limits.timeout_s:
                 return failure
-    return Score.of(given)
+    return CheckedReward.of(given)
 
 
 def as_task_error(error: BaseException) -> Exception:

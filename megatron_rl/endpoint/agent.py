@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_rl.agent.api import Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
-from megatron_rl.agent.scoring import RolloutLimits, RolloutTimeout, Score, as_task_error, run_within_limit
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, as_task_error, run_within_limit
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.errors import ConfigurationError, task_location, task_traceback
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # slow imports, as those within functions; the launcher impor
     import asyncio
 
     from megatron_rl.endpoint.endpoint import PolicyEndpoint
-    from megatron_rl.endpoint.session import Session
+    from megatron_rl.endpoint.session import RolloutSession
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class EndpointAgent(Environment):
         self._traces: dict[str, str] = {}
 
     @abstractmethod
-    async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+    async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
         """Let the program work on the problem, with the model at `session.base_url`, and return its score.
 
         Cancellation must end the program: it comes when the rollout exceeds a limit, and when the run drains.
@@ -150,7 +150,7 @@ class EndpointAgent(Environment):
                 raise failure
             return self._reason(session.failure, failure, problem)
 
-    async def _unless_stopped(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+    async def _unless_stopped(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
         """Return the result of `run`, which is cancelled once its session has no use for it. Raises ValueError then."""
         import asyncio
 
@@ -200,10 +200,10 @@ class EndpointAgent(Environment):
         return reason.partition("\n")[0][:LONGEST_REASON]
 
 
-def _scored(session: Session, result: RunResult) -> Trajectory:
+def _scored(session: RolloutSession, result: RunResult) -> Trajectory:
     """Return the trajectory of a rollout that has ended. Raises RolloutLost."""
     try:
-        score = Score.of(result.score)
+        score = CheckedReward.of(result.score)
         output = _without_key(result.output, session)[-OUTPUT_LIMIT:]
         return session.trajectory(score.reward, score.components, output)
     except WrongReward as error:
@@ -212,7 +212,7 @@ def _scored(session: Session, result: RunResult) -> Trajectory:
         raise RolloutLost(f"rollout: {error}", result.output) from error
 
 
-def _without_key(text: str, session: Session) -> str:
+def _without_key(text: str, session: RolloutSession) -> str:
     return text.replace(session.api_key, "KEY")
 
 

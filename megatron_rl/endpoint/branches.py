@@ -20,22 +20,22 @@ from megatron_rl.inference.api import Completion
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class AnswerNode:
     """One answer of the model, and the tokens before it."""
 
-    parent: Turn | None
+    parent: AnswerNode | None
     """The answer that its prompt continues."""
     context: list[int]
     """Tokens between the parent and this answer; the whole prompt if there is no parent."""
     completion: Completion
     length: int
     """Number of tokens from the beginning of the sequence to the end of this answer."""
-    children: list[Turn] = field(default_factory=list)
+    children: list[AnswerNode] = field(default_factory=list)
 
     @property
-    def path(self) -> list[Turn]:
-        path: list[Turn] = []
-        turn: Turn | None = self
+    def path(self) -> list[AnswerNode]:
+        path: list[AnswerNode] = []
+        turn: AnswerNode | None = self
         while turn is not None:
             path.append(turn)
             turn = turn.parent
@@ -51,25 +51,25 @@ class Turn:
         return [token for turn in self.path for token in (*turn.context, *turn.completion.tokens)]
 
 
-class Branches:
+class AnswerTree:
     def __init__(self) -> None:
-        self._roots: list[Turn] = []
+        self._roots: list[AnswerNode] = []
         self.tokens = 0
         """Number of tokens; common beginnings count once."""
 
-    def add(self, prompt: list[int], completions: Sequence[Completion]) -> list[Turn]:
+    def add(self, prompt: list[int], completions: Sequence[Completion]) -> list[AnswerNode]:
         parent = self.continued_by(prompt)
         known = 0 if parent is None else parent.length
         siblings = self._roots if parent is None else parent.children
-        turns = [Turn(parent, prompt[known:], one, len(prompt) + len(one.tokens)) for one in completions]
+        turns = [AnswerNode(parent, prompt[known:], one, len(prompt) + len(one.tokens)) for one in completions]
         siblings.extend(turns)
         self.tokens += sum(turn.length - known for turn in turns)
         return turns
 
-    def continued_by(self, prompt: Sequence[int]) -> Turn | None:
+    def continued_by(self, prompt: Sequence[int]) -> AnswerNode | None:
         """Return the longest known sequence with which the prompt begins; None if it begins with none. Of equal ones,
         return one that nothing continues yet."""
-        longest: Turn | None = None
+        longest: AnswerNode | None = None
         open_ = list(self._roots)
         while open_:
             turn = open_.pop()
@@ -80,22 +80,22 @@ class Branches:
                 longest = turn
         return longest
 
-    def leaves(self) -> list[Turn]:
+    def leaves(self) -> list[AnswerNode]:
         return [turn for turn in self._turns() if not turn.children]
 
-    def sequences(self) -> list[tuple[Turn, Branch]]:
+    def sequences(self) -> list[tuple[AnswerNode, Branch]]:
         """Return the branches with their last turns: first the one in which the model has sampled most."""
         paths = [(leaf, leaf.path) for leaf in self.leaves()]
         sizes = {leaf: sum(len(turn.completion.tokens) for turn in path) for leaf, path in paths}
         paths.sort(key=lambda each: (-sizes[each[0]], each[0].tokens))
-        trained: set[Turn] = set()
+        trained: set[AnswerNode] = set()
         found = []
         for leaf, path in paths:
             found.append((leaf, _branch(path, trained)))
             trained.update(path)
         return found
 
-    def _turns(self) -> Iterator[Turn]:
+    def _turns(self) -> Iterator[AnswerNode]:
         open_ = list(self._roots)
         while open_:
             turn = open_.pop()
@@ -103,7 +103,7 @@ class Branches:
             open_ += turn.children
 
 
-def _continues(prompt: Sequence[int], turn: Turn) -> bool:
+def _continues(prompt: Sequence[int], turn: AnswerNode) -> bool:
     """Whether a prompt that begins with the parent's tokens begins with this turn's."""
     if turn.length > len(prompt):
         return False
@@ -112,7 +112,7 @@ def _continues(prompt: Sequence[int], turn: Turn) -> bool:
     return prompt[begin : turn.length] == answer and prompt[begin - len(turn.context) : begin] == turn.context
 
 
-def _branch(path: Sequence[Turn], trained: Set[Turn]) -> Branch:
+def _branch(path: Sequence[AnswerNode], trained: Set[AnswerNode]) -> Branch:
     """Return the sequence of tokens of a path. trained: turns that are context, since another branch trains them."""
     tokens: list[int] = []
     loss_mask: list[bool] = []

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from megatron_rl.chat.chat import Chat
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.routes import Routes
-from megatron_rl.endpoint.session import Session, session_ended
+from megatron_rl.endpoint.session import RolloutSession, session_ended
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.addresses import own_address
@@ -44,13 +44,15 @@ class OpenSessions:
     Authorization: Bearer KEY."""
 
     def __init__(self) -> None:
-        self._open: dict[bytes, Session] = {}  # by a hash of the key, so that the time of a look-up reveals nothing
+        self._open: dict[
+            bytes, RolloutSession
+        ] = {}  # by a hash of the key, so that the time of a look-up reveals nothing
         self._ended: OrderedDict[bytes, None] = OrderedDict()
 
-    def add(self, session: Session) -> None:
+    def add(self, session: RolloutSession) -> None:
         self._open[_hash(session.api_key)] = session
 
-    def end(self, session: Session) -> None:
+    def end(self, session: RolloutSession) -> None:
         """Refuse later requests of a session, and cancel the unfinished ones."""
         key = _hash(session.api_key)
         del self._open[key]
@@ -77,7 +79,7 @@ class OpenSessions:
         state = {**scope.get("state", {}), "session": self._of(key)}
         return {**scope, "path": path, "raw_path": path.encode(), "state": state}
 
-    def _of(self, key: str) -> Session:
+    def _of(self, key: str) -> RolloutSession:
         hashed = _hash(key)
         if session := self._open.get(hashed):
             return session
@@ -127,14 +129,14 @@ class PolicyEndpoint:
     @asynccontextmanager
     async def session(
         self, inference: InferenceInterface, sampling: Sampling, key: int, ordinal: int | None
-    ) -> AsyncIterator[Session]:
+    ) -> AsyncIterator[RolloutSession]:
         """Open a session for one rollout. At its end, unfinished calls are cancelled, and later ones are refused.
 
-        key, ordinal: see `Session`.
+        key, ordinal: see `RolloutSession`.
         """
         if self._serving.done():
             raise RuntimeError("the policy endpoint has stopped") from self._serving.exception()
-        session = Session(self._chat, self._config, self._address, inference, sampling, key, ordinal)
+        session = RolloutSession(self._chat, self._config, self._address, inference, sampling, key, ordinal)
         self._sessions.add(session)
         try:
             yield session

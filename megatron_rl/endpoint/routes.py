@@ -19,7 +19,7 @@ from megatron_rl.chat.conversation import ConversationError
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.endpoint.responses_api import ResponsesBody, answer_of, as_chat, events_of, new_messages, response_of
-from megatron_rl.endpoint.session import MODEL, UNLIMITED, Session
+from megatron_rl.endpoint.session import MODEL, UNLIMITED, RolloutSession
 from megatron_rl.server.access import read_body
 from megatron_rl.server.bodies import ChatBody, CompletionBody, parse
 from megatron_rl.server.body_types import Body, Items, TokenId
@@ -34,7 +34,7 @@ STALL_S = 60.0
 """Longest time, in seconds, in which the reader of a stream takes nothing."""
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
-Answer = Callable[[Session, bytes], Awaitable[Response]]
+Answer = Callable[[RolloutSession, bytes], Awaitable[Response]]
 
 
 class Routes:
@@ -59,17 +59,17 @@ class Routes:
         """Return a route that answers a body as long as its client and its session are there."""
 
         async def respond(request: Request) -> Response:
-            session: Session = request.state.session
+            session: RolloutSession = request.state.session
             body = await read_body(request)
             return await unless_gone(request.receive, session.while_open(answer(session, body)))
 
         return respond
 
-    async def _chat_completions(self, session: Session, raw: bytes) -> Response:
+    async def _chat_completions(self, session: RolloutSession, raw: bytes) -> Response:
         body = parse(ChatBody, raw)
         return self._response(*await self._chatted(session, body))
 
-    async def _chatted(self, session: Session, body: ChatBody) -> tuple[ParsedRequest, dict[int, Part]]:
+    async def _chatted(self, session: RolloutSession, body: ChatBody) -> tuple[ParsedRequest, dict[int, Part]]:
         """Answer a request of a chat. Raises ApiError."""
         self._check_model(body.model)
         conversation = None
@@ -79,7 +79,7 @@ class Routes:
         asked = await self._model.chat(body)
         return asked, await session.ask(asked, conversation)
 
-    def _prompt(self, session: Session, body: ChatBody) -> tuple[list[int], KnownConversation]:
+    def _prompt(self, session: RolloutSession, body: ChatBody) -> tuple[list[int], KnownConversation]:
         if not self._chat.has_template:
             raise no_template()
         try:
@@ -91,7 +91,7 @@ class Routes:
                 400, f"messages: {str(error)[:MOST_SAID]}", param="messages", code="invalid_value"
             ) from error
 
-    async def _responses(self, session: Session, raw: bytes) -> Response:
+    async def _responses(self, session: RolloutSession, raw: bytes) -> Response:
         body = parsed(ResponsesBody, raw)
         body.check()
         messages = [*session.messages_of(body.previous_response_id), *new_messages(body)]
@@ -102,7 +102,7 @@ class Routes:
             return JSONResponse(response, headers=asked.headers)
         return event_stream([*events_of(response)], asked.headers)
 
-    async def _completions(self, session: Session, raw: bytes) -> Response:
+    async def _completions(self, session: RolloutSession, raw: bytes) -> Response:
         body = parse(CompletionBody, raw)
         self._check_model(body.model)
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -112,7 +112,7 @@ class Routes:
         asked = await self._model.completion(body)
         return self._response(asked, await session.ask(asked, texts=texts))
 
-    async def _generate(self, session: Session, raw: bytes) -> Response:
+    async def _generate(self, session: RolloutSession, raw: bytes) -> Response:
         asked_for = parsed(GenerateBody, raw)
         try:
             body = asked_for.completion()

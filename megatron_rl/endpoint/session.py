@@ -15,7 +15,7 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.messages import Message
-from megatron_rl.endpoint.branches import Branches, Turn
+from megatron_rl.endpoint.branches import AnswerNode, AnswerTree
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.endpoint.narrowing import narrowed
@@ -35,7 +35,7 @@ UNLIMITED = 2**31
 T = TypeVar("T")
 
 
-class Session:
+class RolloutSession:
     """One rollout. Its methods run in the endpoint's loop."""
 
     model = MODEL
@@ -67,13 +67,13 @@ class Session:
         self._chat, self._tokenizer = chat, chat.tokenizer
         self._config, self._inference, self._sampling = config, inference, sampling
         self._key, self._ordinal = key, ordinal
-        self._branches = Branches()
-        self._conversations: list[tuple[KnownConversation, Turn]] = []
-        self._texts: list[tuple[str, Turn]] = []
+        self._branches = AnswerTree()
+        self._conversations: list[tuple[KnownConversation, AnswerNode]] = []
+        self._texts: list[tuple[str, AnswerNode]] = []
         self._responses: dict[str, Sequence[Message]] = {}
         self._asked: Counter[bytes] = Counter()  # how often each prompt was asked
         self._coming = 0  # branches that unfinished calls will add
-        self._extended: Counter[Turn] = Counter()  # by unfinished calls
+        self._extended: Counter[AnswerNode] = Counter()  # by unfinished calls
         self._tool_calls: int | None = None
         self._cut_off = False
         self._ended = False
@@ -167,7 +167,7 @@ class Session:
         for task in self._unfinished:
             task.cancel()
 
-    def _admit(self, asked: ParsedRequest) -> tuple[int, list[Turn]]:
+    def _admit(self, asked: ParsedRequest) -> tuple[int, list[AnswerNode]]:
         """Check the limits of the rollout. Return the number of branches that the call adds, and the answers that it
         continues. Raises ApiError."""
         config = self._config
@@ -256,7 +256,7 @@ class Session:
                 if conversation.said.tools:
                     self._tool_calls = (self._tool_calls or 0) + len(answer.get("tool_calls") or ())
 
-    def _keep_texts(self, text: str, prompt: list[int], turns: Sequence[Turn]) -> None:
+    def _keep_texts(self, text: str, prompt: list[int], turns: Sequence[AnswerNode]) -> None:
         """Keep the texts of answers, so that a later prompt can continue them. A text lacks special tokens, so a
         prompt that begins with the text of an answer that contains some does not continue its tokens."""
         tokenizer = self._tokenizer

@@ -35,7 +35,7 @@ TAGS = FORMATS["tags"]
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-class Rows(DataSet):
+class CountdownRows(DataSet):
     """Data set of problems, and the columns of numbers and target."""
 
     structured = True
@@ -49,7 +49,7 @@ class Rows(DataSet):
 class CountdownConfig(DrawnProblemsConfig, PromptConfig):
     """Arguments of the environment `countdown`."""
 
-    train: Rows | None = None
+    train: CountdownRows | None = None
     """Data set to read problems from; default: generate them."""
     min_numbers: PositiveInt = Field(default=3, ge=2)
     """Smallest count of numbers of a generated problem."""
@@ -129,7 +129,7 @@ def _joined(left: tuple[Fraction, str], right: tuple[Fraction, str], sign: str) 
     return value, f"({left[1]} {sign} {right[1]})"
 
 
-def _of_rows(source: Rows) -> Iterator[dict[str, Any]]:
+def _of_rows(source: CountdownRows) -> Iterator[dict[str, Any]]:
     """Read problems from a data set. Raises ValueError for invalid rows."""
     for row in read_questions(source):
         try:

@@ -99,7 +99,7 @@ class JudgeConfig(Section):
         return self
 
 
-class NoVerdict(Exception):
+class NoJudgement(Exception):
     """A judge gave no usable verdict."""
 
 
@@ -128,20 +128,20 @@ class Judge:
         self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = {}
 
     async def score(self, question: str, response: str, answer: str) -> float:
-        """Return the judge's score of a response, from 0 to 1. Raises NoVerdict."""
+        """Return the judge's score of a response, from 0 to 1. Raises NoJudgement."""
         content = self.config.prompt.format(question=question, response=response, answer=answer)
         client, room = self._client()
         async with room:
             reply = await self._ask(client, content)
         verdicts = [*VERDICT.finditer(reply)]
         if not verdicts:
-            raise NoVerdict("the judge's reply has no VERDICT")
+            raise NoJudgement("the judge's reply has no VERDICT")
         best = verdicts[-1]["best"]
         if best is not None and float(best) != self.config.best:
-            raise NoVerdict(f"the judge's verdict is out of {best}, not out of {self.config.best:g}")
+            raise NoJudgement(f"the judge's verdict is out of {best}, not out of {self.config.best:g}")
         value = float(verdicts[-1]["value"]) / self.config.best
         if not 0 <= value <= 1:
-            raise NoVerdict(f"the judge's verdict is not between 0 and {self.config.best:g}")
+            raise NoJudgement(f"the judge's verdict is not between 0 and {self.config.best:g}")
         return value
 
     async def close(self) -> None:
@@ -177,7 +177,7 @@ class Judge:
                 break
             await self._sleep(pause)
             pause = min(LONGEST_PAUSE_S, 2 * pause)
-        raise NoVerdict(f"the judge at {self.config.url} did not answer: {why}")
+        raise NoJudgement(f"the judge at {self.config.url} did not answer: {why}")
 
     def _client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         import asyncio

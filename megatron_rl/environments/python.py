@@ -24,14 +24,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megatron_rl.agent.api import Demonstrator, Scoring
-from megatron_rl.agent.data_rows import Source
+from megatron_rl.agent.data_rows import DataSource
 from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
-from megatron_rl.agent.own_process.api import Call, NotScored, Unusable
+from megatron_rl.agent.own_process.scoring_call import Call, NotScored, UnusableFunction
 from megatron_rl.agent.prompts import messages_in, render_messages, render_prompt
 from megatron_rl.agent.reward_only import of_answer
 from megatron_rl.agent.reward_value import Reward
-from megatron_rl.agent.scoring import RolloutLimits, Score
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem
 from megatron_rl.errors import ConfigurationError
@@ -47,7 +47,7 @@ FINISH_REASON = "finish_reason"
 NO_LIMITS = RolloutLimits(math.inf)
 
 
-class Rows(Source):
+class PythonRows(DataSource):
     """Rows of a data set. PATH alone is short for {path: PATH}."""
 
     structured: ClassVar[bool] = True
@@ -63,9 +63,9 @@ class PythonConfig(HFDatasetConfig):
 
     file: Annotated[str, PathMark(read=False)]  # a run has its own copy and does not need the file
     """Python file that defines `reward`."""
-    train: Rows | None = None  # type: ignore[assignment]
+    train: PythonRows | None = None  # type: ignore[assignment]
     """Rows to train on; default: none, the environment only evaluates."""
-    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], Rows] = {}  # type: ignore[assignment]
+    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], PythonRows] = {}  # type: ignore[assignment]
     """Evaluation sets by name. Their problems are excluded from the training set."""
     processes: PositiveInt = 1
     """Number of processes that score answers, on each rank that generates. Each imports the file and has its own module
@@ -99,7 +99,7 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         super().__init__(config, tokenizer)
         try:
             self._score = OwnFunction(self._file, FUNCTION, config.processes)
-        except Unusable as error:
+        except UnusableFunction as error:
             raise ValueError(f"environment.args.file: {error}") from error
         logger.info("rewards from %s (sha256 %s)", self._file, hashlib.sha256(self._file.read_bytes()).hexdigest())
         self._accepted = _accepted(self._score.parameters)
@@ -121,7 +121,7 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
 
     async def _answer_score(
         self, problem: Problem, text: str, finish_reason: FinishReason, limits: RolloutLimits
-    ) -> Score | str:
+    ) -> CheckedReward | str:
         try:
             scored = await self._score(self._call(text, problem.golden, finish_reason, limits))
         except NotScored as error:
@@ -133,7 +133,7 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
                     f"{error} {of_answer(problem, text)}: {advice}", printed_below(error)
                 ) from error
             return self._lost(error.kind, str(error), printed_below(error), problem, text)
-        return Score.of(scored.value, scored.printed[-OUTPUT_LIMIT:])
+        return CheckedReward.of(scored.value, scored.printed[-OUTPUT_LIMIT:])
 
     def _call(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason, limits: RolloutLimits
@@ -156,7 +156,7 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
 
     def _prompt(self, question: Question) -> str:
         source, config = question.source, self.config
-        assert isinstance(source, Rows)
+        assert isinstance(source, PythonRows)
         system = value_at(question.row, source.system.split(".")) if source.system else None
         prompt_config = config if system is None else config.model_copy(update={"system": str(system)})
         messages = messages_in(value_at(question.row, source.question.split(".")), source.question)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt, template_fields
-from megatron_rl.agent.sandbox.api import Ending, ProcessLimits
+from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.inference.api import FinishReason
@@ -104,7 +104,9 @@ class ReasoningGymEnvironment(DrawnProblems):
 
     def __init__(self, config: ReasoningGymConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError for an unknown dataset or invalid arguments of it."""
-        from megatron_rl.agent.sandbox.pool import WorkerPool  # not needed by the launcher, which only checks arguments
+        from megatron_rl.agent.sandbox.process_pools import (
+            WorkerPool,  # not needed by the launcher, which only checks arguments
+        )
 
         self.compares_answers = config.scoring != "dataset"
         self._warned = False  # about an answer that the scorer cannot parse

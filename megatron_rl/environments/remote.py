@@ -58,8 +58,8 @@ class RemoteAgent(Environment, Demonstrator):
 
     def __init__(self, config: RemoteConfig, tokenizer: Tokenizer) -> None:
         """Raises ConfigurationError if no agent is served at the URL, or if the token cannot be read."""
-        from megatron_rl.agent.remote.client import AgentClient  # the launcher has no HTTP client
-        from megatron_rl.agent.remote.wire import EVALUATION, TRAINING
+        from megatron_rl.agent.remote.agent_client import AgentClient  # the launcher has no HTTP client
+        from megatron_rl.agent.remote.agent_wire import EVALUATION, TRAINING
         from megatron_rl.inference.replicas.wire import read_token
 
         self.config = config
@@ -133,8 +133,8 @@ class RemoteAgent(Environment, Demonstrator):
         ordinal: int | None,
     ) -> EvaluationResponse:
         """Return the agent's answers; empty if it fails. Raises the errors of the engine."""
-        from megatron_rl.agent.remote.client import AgentFailed, AgentUnavailable
-        from megatron_rl.agent.remote.wire import AgentRequest, ProblemId
+        from megatron_rl.agent.remote.agent_client import AgentFailed, AgentUnavailable
+        from megatron_rl.agent.remote.agent_wire import AgentRequest, ProblemId
 
         ids = [ProblemId(problem.golden["set"], problem.golden["number"]) for problem in problems]
         agent_request = AgentRequest(ids, samples, request.sampling, key, ordinal, request.limits)

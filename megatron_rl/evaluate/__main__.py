@@ -63,13 +63,13 @@ def _refusals() -> tuple[type[Exception], ...]:
 def _evaluate(text: str, world: str | None) -> None:
     """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-    from megatron_rl.evaluate.blocks import AnsweringEngine, Progress
+    from megatron_rl.evaluate.blocks import AnsweringEngine, EvaluationProgress
     from megatron_rl.evaluate.config import Evaluation
     from megatron_rl.evaluate.evaluator import evaluate
     from megatron_rl.standalone.siblings import end_process, siblings, world_of
     from megatron_rl.standalone.source import find_source
 
-    def report(progress: Progress) -> None:
+    def report(progress: EvaluationProgress) -> None:
         _say(progress=asdict(progress))
 
     with asyncio.Runner() as loop:

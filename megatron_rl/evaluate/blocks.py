@@ -23,7 +23,7 @@ from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnsw
 from megatron_rl.evaluate.answer_file import AnswerFile
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.inference.api import InferenceInterface
-from megatron_rl.standalone.source import Source
+from megatron_rl.standalone.source import PolicySource
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class RunBlock(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EvaluationProgress:
     set: str
     mode: str
     done: int
@@ -90,11 +90,11 @@ def blocks(sizes: Mapping[str, int], modes: Mapping[str, int], rows: int) -> Ite
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedEvaluation:
     """Open policy of an evaluation, on the first rank of a replica."""
 
     engine: AnsweringEngine
-    source: Source
+    source: PolicySource
     digest: str
     name: str = "native"
     """Engine, with its version if it is not of this project."""
@@ -110,11 +110,11 @@ class BlockRunner:
 
     evaluation: Evaluation
     environment: Environment
-    opened: Opened
+    opened: OpenedEvaluation
     sets: Mapping[str, Sequence[Problem]]
     rows: int
     run: RunBlock
-    report: Callable[[Progress], None]
+    report: Callable[[EvaluationProgress], None]
     waits: Waits
 
     def run_all(self, answers: AnswerFile) -> bool:
@@ -141,7 +141,7 @@ class BlockRunner:
         done = total - sum(len(block.problems) for block in left)
         for first in range(0, len(left), opened.replicas):
             together = left[first : first + opened.replicas]
-            self.report(Progress(together[0].set, together[0].mode, done, total))
+            self.report(EvaluationProgress(together[0].set, together[0].mode, done, total))
             own = together[opened.replica] if opened.replica < len(together) else None
             found = self._gathered([] if own is None else self._lines(own))
             for lines in filter(None, found):
@@ -149,7 +149,7 @@ class BlockRunner:
                 done += len(lines)
             if None in found:
                 break
-        self.report(Progress("", "", done, total))
+        self.report(EvaluationProgress("", "", done, total))
         return done == total
 
     def _lines(self, block: _Block) -> list[ProblemAnswers] | None:

@@ -13,20 +13,20 @@ from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.records import write
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.answer_file import kept_answers, naming
-from megatron_rl.evaluate.blocks import BlockRunner, Opened, Progress, RunBlock, Waits
+from megatron_rl.evaluate.blocks import BlockRunner, EvaluationProgress, OpenedEvaluation, RunBlock, Waits
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.evaluate.result import result
 from megatron_rl.evaluate.settings import default_out, settings_of
 from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.rank.standalone_world import StandaloneWorld
-from megatron_rl.standalone.policy import MOST_POSITIONS, ROWS, open_policy
-from megatron_rl.standalone.source import Source, find_source
+from megatron_rl.standalone.opened_policy import MOST_POSITIONS, ROWS, open_policy
+from megatron_rl.standalone.source import PolicySource, find_source
 
 
 def evaluate(
     evaluation: Evaluation,
     run: RunBlock,
-    report: Callable[[Progress], None],
+    report: Callable[[EvaluationProgress], None],
     world: StandaloneWorld | None = None,
     waits: Waits = nullcontext,
     conclude: Callable[[bool], None] | None = None,
@@ -78,19 +78,19 @@ def evaluate(
 @contextmanager
 def _opened(
     evaluation: Evaluation,
-    source: Source,
+    source: PolicySource,
     inference: InferenceConfig,
     longest: int,
     world: StandaloneWorld,
-    report: Callable[[Progress], None],
+    report: Callable[[EvaluationProgress], None],
     waits: Waits,
-) -> Iterator[Opened | None]:
+) -> Iterator[OpenedEvaluation | None]:
     """Open the policy; None on a rank that has followed the first of its replica to the end."""
     if evaluation.engine == "vllm":
-        from megatron_rl.evaluate.vllm import open_vllm  # imports httpx
+        from megatron_rl.evaluate.vllm_answers import open_vllm  # imports httpx
 
         def waits_for(what: str) -> None:
-            report(Progress("", "", 0, 0, what))
+            report(EvaluationProgress("", "", 0, 0, what))
 
         with open_vllm(source, evaluation, longest, inference.max_batch, waits_for) as opened:
             yield opened
@@ -110,7 +110,9 @@ def _opened(
             engine.follow(waits)
             yield None
             return
-        yield Opened(engine, source, policy.digest, replica=ranks.index, replicas=ranks.count, leaders=policy.leaders)
+        yield OpenedEvaluation(
+            engine, source, policy.digest, replica=ranks.index, replicas=ranks.count, leaders=policy.leaders
+        )
 
 
 def _answered(runner: BlockRunner) -> tuple[EvaluationResult, Path] | None:
@@ -143,7 +145,7 @@ def choose_sets(
 
 
 def _longest(
-    sets: Mapping[str, Sequence[Problem]], source: Source, sampling: Sampling, environment: Environment
+    sets: Mapping[str, Sequence[Problem]], source: PolicySource, sampling: Sampling, environment: Environment
 ) -> int:
     """Return the tokens that the cache needs: the longest prompt and answer, at most the model's positions. A prompt
     that leaves no room for an answer fails, and is counted as a failure. Rollouts of several turns get at least the

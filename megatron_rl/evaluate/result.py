@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.agent.scores import (
+from megatron_rl.agent.evaluation_scores import (
     Judged,
     average,
     majority_over,

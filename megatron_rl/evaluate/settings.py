@@ -15,14 +15,14 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.evaluate.blocks import Opened
+from megatron_rl.evaluate.blocks import OpenedEvaluation
 from megatron_rl.evaluate.config import Evaluation
-from megatron_rl.standalone.source import Source
+from megatron_rl.standalone.source import PolicySource
 
 
 def settings_of(
     evaluation: Evaluation,
-    opened: Opened,
+    opened: OpenedEvaluation,
     environment: Environment,
     sets: Mapping[str, Sequence[Problem]],
     rows: int,
@@ -58,7 +58,7 @@ def settings_of(
 
 
 def default_out(
-    source: Source, evaluation: Evaluation, sets: Mapping[str, Sequence[Problem]], settings: Mapping[str, Any]
+    source: PolicySource, evaluation: Evaluation, sets: Mapping[str, Sequence[Problem]], settings: Mapping[str, Any]
 ) -> Path:
     """Return a path that is the same for the same settings, and different for others."""
     folder, name = Path("evaluations"), source.name

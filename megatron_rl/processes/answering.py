@@ -47,7 +47,7 @@ class Died(Exception):
         self.killed = killed
 
 
-class Interrupted(Exception):
+class EndedBefore(Exception):
     """The process ended before the answer's turn."""
 
 
@@ -75,7 +75,7 @@ class Reply:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRequest:
     reply: asyncio.Future[Reply]
     limit_s: float = math.inf
     said: Mapping[str, Any] | None = None
@@ -89,7 +89,7 @@ class AnsweringProcess:
     def __init__(self, process: asyncio.subprocess.Process, language: Language) -> None:
         self._process, self._language = process, language
         self._numbers = count(1)
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _PendingRequest] = {}
         self._watched: asyncio.TimerHandle | None = None
         mark = (language.mark or "").encode()
         self._printed = Printed(re.compile(b"\0" + mark + rb" (\d+)\n"), self._marked)
@@ -127,7 +127,7 @@ class AnsweringProcess:
             start_new_session=True,  # Ctrl-C in a terminal is meant for the run
         )
         one = cls(process, language)
-        first = one._asked[0] = _Asked(asyncio.get_running_loop().create_future())
+        first = one._asked[0] = _PendingRequest(asyncio.get_running_loop().create_future())
         one._reading = [asyncio.create_task(one._read_printed()), asyncio.create_task(one._read_replies())]
         assert process.stdin is not None
         process.stdin.write(opening)
@@ -154,10 +154,11 @@ class AnsweringProcess:
     async def ask(self, request: Any, limit_s: float = math.inf) -> Reply:
         """Return the answer to a request. A process that takes one at a time answers in the order of the calls.
 
-        Raises Late, Died and Interrupted. After Late the process has ended, unless it could give up the request.
+        Raises Late, Died and EndedBefore. After Late the process has ended, unless it could give up the request.
         """
         number = next(self._numbers)
-        asked = _Asked(asyncio.get_running_loop().create_future(), limit_s, alone=self._in_turn or not self._asked)
+        answered: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        asked = _PendingRequest(answered, limit_s, alone=self._in_turn or not self._asked)
         if not self._in_turn:
             for each in self._asked.values():
                 each.alone = False
@@ -190,16 +191,16 @@ class AnsweringProcess:
             if asked.limit_s < math.inf:
                 self._watched = loop.call_later(asked.limit_s, self._too_late, asked)
 
-    def _too_late(self, asked: _Asked) -> None:
+    def _too_late(self, asked: _PendingRequest) -> None:
         if not asked.reply.done():
             asked.reply.set_exception(Late())
         self._ending = asyncio.create_task(self.end())
 
-    def _end_if_stuck(self, asked: _Asked) -> None:
+    def _end_if_stuck(self, asked: _PendingRequest) -> None:
         if not asked.reply.done():
             self._ending = asyncio.create_task(self.end())
 
-    async def _give_up(self, number: int, asked: _Asked) -> None:
+    async def _give_up(self, number: int, asked: _PendingRequest) -> None:
         """Cancel a request; if that does not end it, end the process."""
         self._write(number, None)
         with suppress(TimeoutError, Died):
@@ -253,7 +254,7 @@ class AnsweringProcess:
             died = Died(how_ended(code), killed=code == -signal.SIGKILL)
             for place, asked in enumerate(self._asked.values()):
                 if not asked.reply.done():
-                    asked.reply.set_exception(Interrupted() if self._in_turn and place else died)
+                    asked.reply.set_exception(EndedBefore() if self._in_turn and place else died)
                     asked.reply.exception()  # its asker may be gone
             self._asked.clear()
             self._watch()

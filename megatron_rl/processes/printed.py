@@ -13,7 +13,7 @@ PRINTED_CHARACTERS = 4000
 CHUNK = 2**16
 
 
-class Tail:
+class LastBytes:
     """The last bytes of a stream."""
 
     def __init__(self, size: int) -> None:
@@ -36,7 +36,7 @@ class Printed:
     pattern: re.Pattern[bytes]
     ends: Callable[[int, str], None]
     """Called with the number of an answer and with what was printed before its mark."""
-    tail: Tail = field(default_factory=lambda: Tail(4 * PRINTED_CHARACTERS))
+    tail: LastBytes = field(default_factory=lambda: LastBytes(4 * PRINTED_CHARACTERS))
     _held: bytes = b""
     """Possible beginning of a mark."""
 
@@ -52,7 +52,7 @@ class Printed:
         self._held = self._held[whole:]
 
     def take(self) -> str:
-        text, self.tail = self.tail.text()[-PRINTED_CHARACTERS:], Tail(4 * PRINTED_CHARACTERS)
+        text, self.tail = self.tail.text()[-PRINTED_CHARACTERS:], LastBytes(4 * PRINTED_CHARACTERS)
         return text
 
 

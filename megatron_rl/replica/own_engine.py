@@ -30,7 +30,7 @@ from megatron_rl.replica.leader import Leader, LedEngineThread
 from megatron_rl.replica.scoring import ScoringService
 from megatron_rl.replica.serve import RankWork, ReplicaRank
 from megatron_rl.replica.weights import ReceivedWeights
-from megatron_rl.standalone.policy import engine_ranks, load_policy
+from megatron_rl.standalone.opened_policy import engine_ranks, load_policy
 from megatron_rl.standalone.source import find_source
 
 

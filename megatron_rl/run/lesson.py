@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment
+from megatron_rl.agent.scripted_trial import reward_of, scored_answer
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.agent.trial import reward_of, scored_answer
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.records import ABSENT, read, write
 from megatron_rl.contract.run_records import SHOWN, LessonRecord, PromptCounts, RightAnswer

@@ -26,7 +26,7 @@ from megatron_rl.server.serving import allow_connections, refused, run_server, s
 
 if TYPE_CHECKING:
     from megatron_rl.server.app import Application
-    from megatron_rl.standalone.policy import OpenedPolicy
+    from megatron_rl.standalone.opened_policy import OpenedPolicy
 
 LOOK_EVERY_S = 0.05
 """Seconds between two checks whether all requests are answered."""

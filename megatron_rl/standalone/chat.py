@@ -24,7 +24,7 @@ from megatron_rl.rank.world import die_with_parent
 
 if TYPE_CHECKING:
     from megatron_rl.inference.config import Sampling
-    from megatron_rl.standalone.policy import OpenedPolicy
+    from megatron_rl.standalone.opened_policy import OpenedPolicy
 
 MAX_NEW_TOKENS = 512
 """Most tokens of an answer, if neither a run nor the user sets a limit."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.dropped_rows import CHECKED
 from megatron_rl.agent.registry import build_environment, used_files, with_kept_files
+from megatron_rl.agent.scripted_trial import try_answers
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.agent.trial import try_answers
 from megatron_rl.chat.turn_end import unknown_end
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir

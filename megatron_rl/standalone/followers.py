@@ -19,9 +19,9 @@ from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.section import PositiveInt, Section
-from megatron_rl.standalone.policy import OpenedPolicy, open_policy
+from megatron_rl.standalone.opened_policy import OpenedPolicy, open_policy
 from megatron_rl.standalone.siblings import siblings, world_of
-from megatron_rl.standalone.source import Precision, Source, find_source
+from megatron_rl.standalone.source import PolicySource, Precision, find_source
 
 MODULE = "megatron_rl.standalone.followers"
 
@@ -37,14 +37,16 @@ class Followed(Section):
     inference: InferenceConfig | None = None
     tp: PositiveInt = 1
 
-    def opened(self, source: Source, world: StandaloneWorld) -> AbstractContextManager[OpenedPolicy]:
+    def opened(self, source: PolicySource, world: StandaloneWorld) -> AbstractContextManager[OpenedPolicy]:
         """Call `open_policy` with these arguments. source: found by `path`."""
         options = {name: getattr(self, name) for name in type(self).model_fields.keys() - {"path", "dtype"}}
         return open_policy(source, world=world, **options)
 
 
 @contextmanager
-def open_with_followers(source: Source, lost: Callable[[str], NoReturn], **options: Any) -> Iterator[OpenedPolicy]:
+def open_with_followers(
+    source: PolicySource, lost: Callable[[str], NoReturn], **options: Any
+) -> Iterator[OpenedPolicy]:
     """Call `open_policy` in this process and in tp - 1 further ones. lost: see `siblings`. options: of `Followed`."""
     # The folder, not the path of the user: a run may publish a newer checkpoint in between.
     followed = Followed(path=str(source.folder), dtype=source.model.dtype, **options)

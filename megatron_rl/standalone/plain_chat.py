@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.agent.trial import CodePoints
+from megatron_rl.agent.scripted_trial import CodePoints
 
 END = "\ufdd0"
 """End token in a text. A noncharacter of Unicode, so no message should contain it."""

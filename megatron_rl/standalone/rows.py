@@ -92,11 +92,11 @@ def _warnings() -> Iterator[list[str]]:
     """Collect the warnings that a run would log."""
     said: list[str] = []
 
-    class Collector(logging.Handler):
+    class WarningCollector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    ours, collector = logging.getLogger("megatron_rl"), Collector(logging.WARNING)
+    ours, collector = logging.getLogger("megatron_rl"), WarningCollector(logging.WARNING)
     level, propagates = ours.level, ours.propagate
     ours.setLevel(logging.WARNING)  # `main` logs errors only
     ours.propagate = False

@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron_rl.agent.api import Environment
+from megatron_rl.agent.scripted_trial import try_answers
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.agent.trial import try_answers
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.standalone.first_rows import Lesson
 from megatron_rl.supervised.rows import Example, RowEncoder, UnusableRow, place_of

@@ -23,7 +23,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PolicySource:
     """Model, tokenizer and origin of the weights at a path."""
 
     name: str
@@ -39,7 +39,7 @@ class Source:
     tokenizer: Tokenizer
 
 
-def find_source(path: str, dtype: Precision | None = None, today: str | None = None) -> Source:
+def find_source(path: str, dtype: Precision | None = None, today: str | None = None) -> PolicySource:
     """Find what a path means: a run directory (its newest published checkpoint), a checkpoint, a directory of Hugging
     Face weights, the name of weights in the hub's cache, or `package:NAME`. Reads no weights.
 
@@ -67,17 +67,17 @@ def _newest(run: RunDir) -> int:
         raise ConfigurationError(str(error)) from error
 
 
-def _of_run(run: RunDir, dtype: Precision | None, today: str | None, step: int) -> Source:
+def _of_run(run: RunDir, dtype: Precision | None, today: str | None, step: int) -> PolicySource:
     try:
         recipe = read_config(run)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{run.resolved} cannot be read: {error}") from error
     model = recipe.model.model_copy(update={"dtype": dtype or recipe.model.dtype})
     tokenizer = _tokenizer(recipe.tokenizer, today)
-    return Source(run.root.name, "checkpoint", run.checkpoint(step), step, recipe, model, tokenizer)
+    return PolicySource(run.root.name, "checkpoint", run.checkpoint(step), step, recipe, model, tokenizer)
 
 
-def _of_checkpoint(folder: Path, dtype: Precision | None, today: str | None) -> Source:
+def _of_checkpoint(folder: Path, dtype: Precision | None, today: str | None) -> PolicySource:
     carried = folder / CARRIED
     if not carried.is_dir():
         run = RunDir(folder.parent.parent)
@@ -87,7 +87,7 @@ def _of_checkpoint(folder: Path, dtype: Precision | None, today: str | None) -> 
     precision = dtype or read_hf_config(carried).precision
     model = origin_of(folder).model.model_copy(update={"dtype": precision})
     tokenizer = _tokenizer(TokenizerConfig(path=str(carried)), today)
-    return Source(folder.name, "checkpoint", folder, None, None, model, tokenizer)
+    return PolicySource(folder.name, "checkpoint", folder, None, None, model, tokenizer)
 
 
 def _manifest_step(folder: Path) -> int:
@@ -97,7 +97,7 @@ def _manifest_step(folder: Path) -> int:
         raise ConfigurationError(str(error)) from error
 
 
-def _published(path: str, dtype: Precision | None, today: str | None) -> Source:
+def _published(path: str, dtype: Precision | None, today: str | None) -> PolicySource:
     folder = Path(path)
     if folder.is_dir() and not (folder / CONFIG_FILE).exists():
         raise ConfigurationError(
@@ -116,7 +116,7 @@ def _published(path: str, dtype: Precision | None, today: str | None) -> Source:
     )
     name = path if not Path(path).is_dir() else folder.absolute().name
     tokenizer = _tokenizer(TokenizerConfig(path=str(folder.absolute())), today)
-    return Source(name, "huggingface", folder, None, None, model, tokenizer)
+    return PolicySource(name, "huggingface", folder, None, None, model, tokenizer)
 
 
 def _tokenizer(config: TokenizerConfig, today: str | None) -> Tokenizer:

@@ -2,7 +2,7 @@
 
     python -m megatron_rl.standalone.trial < TRIAL.json
 
-Without a model, an environment that asks it directly is tried with a right and a wrong answer (agent/trial.py), and one
+Without a model, an environment that asks it directly is tried with a right and a wrong answer (agent/scripted_trial.py), and one
 that asks the policy endpoint with scripted answers. With a model, every environment is. Writes a JSON object per
 problem to stdout, and errors to stderr in one line; before an error of the task's own code an object with its `trace`.
 """
@@ -23,8 +23,8 @@ from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.registry import build_environment, environment_class, with_samples
 from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.scripted_trial import CodePoints, first_problems, traces_of, try_answers, wrong_answer
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
-from megatron_rl.agent.trial import CodePoints, first_problems, traces_of, try_answers, wrong_answer
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.endpoint.agent import EndpointAgent
@@ -153,7 +153,7 @@ def _model(trial: Trial) -> Iterator[_Model]:
         return
     # Imported here because it takes seconds.
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-    from megatron_rl.standalone.policy import open_policy
+    from megatron_rl.standalone.opened_policy import open_policy
     from megatron_rl.standalone.source import find_source
 
     with open_policy(find_source(trial.model, trial.dtype), device=trial.device) as opened:

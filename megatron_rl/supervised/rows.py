@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import Demonstrator, Environment
-from megatron_rl.agent.data_rows import Source, check_column, read_rows
+from megatron_rl.agent.data_rows import DataSource, check_column, read_rows
 from megatron_rl.agent.dropped_rows import CHECKED, DroppedRows
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.chat import Chat
@@ -88,7 +88,7 @@ def read_data(data: DataConfig) -> DataRows:
     them cannot be understood.
     """
     assert data.path is not None
-    rows = read_rows(source := Source(path=data.path, split=data.split, subset=data.subset))
+    rows = read_rows(source := DataSource(path=data.path, split=data.split, subset=data.subset))
     first = [*islice(rows, CHECKED)]
     columns = dict.fromkeys(chain.from_iterable(row.values for row in first))
     name = f"data set {source.path}"

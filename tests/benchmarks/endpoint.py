@@ -159,10 +159,10 @@ async def conversations(options: argparse.Namespace, client: Client, folder: Pat
     from megatron_rl.agent.trajectories import Problem
     from megatron_rl.endpoint.agent import EndpointAgent, RunResult
     from megatron_rl.endpoint.config import EndpointConfig
-    from megatron_rl.endpoint.session import Session
+    from megatron_rl.endpoint.session import RolloutSession
     from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface
     from megatron_rl.inference.config import Sampling
-    from megatron_rl.standalone.policy import open_policy
+    from megatron_rl.standalone.opened_policy import open_policy
     from megatron_rl.standalone.source import find_source
 
     class Unlimited:
@@ -194,7 +194,7 @@ async def conversations(options: argparse.Namespace, client: Client, folder: Pat
             return 1.0
 
     class Programs(Problems, EndpointAgent):
-        async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+        async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
             await client.run(url=session.base_url, kind="completions", turns=options.turns)
             return RunResult(1.0)
 

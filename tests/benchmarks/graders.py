@@ -68,8 +68,8 @@ def responses() -> Iterator[tuple[str, str, str, bool]]:
 
 
 async def mathematics(folder: Path) -> list[Judged]:
-    from megatron_rl.agent.sandbox.api import Ending, ProcessLimits
-    from megatron_rl.agent.sandbox.pool import WorkerPool
+    from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits
+    from megatron_rl.agent.sandbox.process_pools import WorkerPool
     from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
 
     (folder / "one.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n')
@@ -103,7 +103,7 @@ def places() -> Iterator[Judged]:
 
 
 def programs() -> Iterator[Judged]:
-    from megatron_rl.environments.code.tests import parse_tests, passes
+    from megatron_rl.environments.code.test_cases import parse_tests, passes
 
     code = table(TABLES / "code_answers.yaml")
     for expected, answer, verdict, _ in code["printed"]:

@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from megatron_rl.agent.sandbox.api import ProcessLimits
-from megatron_rl.agent.sandbox.pool import ProgramPool, WorkerPool
+from megatron_rl.agent.sandbox.limits import ProcessLimits
+from megatron_rl.agent.sandbox.process_pools import ProgramPool, WorkerPool
 
 LIMITS = ProcessLimits(wall_s=600.0, cpu_s=600, memory_bytes=2**32)
 PAIRS = [["1/2", r"\frac{1}{2}"], [r"2\sqrt{2}", r"\sqrt{8}"], ["34", "35"], ["x+1", "1+x"], ["[0, 1)", r"[0,1\,)"]]

@@ -42,7 +42,7 @@ import megatron_rl.platform.megatron_core  # noqa: F401  before the modules belo
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.standalone.policy import open_policy
+from megatron_rl.standalone.opened_policy import open_policy
 from megatron_rl.standalone.source import find_source
 
 TOKENS = 16

@@ -14,7 +14,7 @@ from server_helpers import byte_tokenizer
 from megatron_rl.chat.chat import Chat
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.endpoint import PolicyEndpoint
-from megatron_rl.endpoint.session import Session
+from megatron_rl.endpoint.session import RolloutSession
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import Answers, ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class Opened:
     """A session of an endpoint, and its clients."""
 
     endpoint: PolicyEndpoint
-    session: Session
+    session: RolloutSession
     engine: ScriptedInference
     openai: AsyncOpenAI
     http: httpx.AsyncClient

@@ -10,7 +10,7 @@ import pytest
 from optional import needs
 from words import Words
 
-from megatron_rl.environments.code.environment import CodeConfig, CodeEnvironment, ProgramLost
+from megatron_rl.environments.code.environment import CodeEnvironment, CodeEnvironmentConfig, ProgramLost
 from megatron_rl.inference.api import FinishReason
 
 pytestmark = needs("datasets")
@@ -19,7 +19,7 @@ pytestmark = needs("datasets")
 @pytest.fixture(scope="module")
 def environment() -> Iterator[CodeEnvironment]:
     arguments = {**CodeEnvironment.sample_arguments(), "format_reward": -0.5, "negative_reward": -1.0}
-    yield CodeEnvironment(CodeConfig.model_validate({**arguments, "test_timeout_s": 1}), Words())
+    yield CodeEnvironment(CodeEnvironmentConfig.model_validate({**arguments, "test_timeout_s": 1}), Words())
 
 
 def rewards(environment: CodeEnvironment, problem: int, *answers: str, finish: FinishReason = "stop") -> list[float]:
@@ -87,7 +87,7 @@ FUNCTIONS = {
 
 def graded(source: str, tests: dict[str, object]) -> float:
     """Reward of a program; the environment is only as large as the test needs."""
-    config = CodeConfig.model_validate({**CodeEnvironment.sample_arguments(), "processes": 1})
+    config = CodeEnvironmentConfig.model_validate({**CodeEnvironment.sample_arguments(), "processes": 1})
     environment = CodeEnvironment(config, Words())
     return asyncio.run(environment.get_reward(f"```python\n{source}\n```", {"answer": json.dumps(tests)}, "stop"))
 

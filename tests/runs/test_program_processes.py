@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from megatron_rl.endpoint.agent import RolloutLost
+from megatron_rl.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
 from megatron_rl.environments.program.runner import ProgramRunner
-from megatron_rl.environments.program.wire import Ended, Job, Program
 from megatron_rl.errors import ConfigurationError
 
 Result = TypeVar("Result")
@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 VARIABLES = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "COLOUR": "blue"}
 
 
-def job(problem: object = None, limit_s: float = 60.0, **variables: str) -> Job:
-    return Job(json.dumps(problem), variables, limit_s, grace_s=0.3)
+def job(problem: object = None, limit_s: float = 60.0, **variables: str) -> ProgramJob:
+    return ProgramJob(json.dumps(problem), variables, limit_s, grace_s=0.3)
 
 
 def with_runner(program: Program, work: Callable[[ProgramRunner], Awaitable[Result]]) -> Result:
@@ -50,7 +50,7 @@ def python(tmp_path: Path, source: str, name: str = "agent.py") -> Program:
     return Program([sys.executable, name], None, [str(file)])
 
 
-def run(program: Program, given: Job | None = None) -> Ended:
+def run(program: Program, given: ProgramJob | None = None) -> ProgramEnd:
     return with_runner(program, lambda runner: runner.run(given or job()))
 
 
@@ -126,7 +126,7 @@ def test_a_program_over_its_limit_is_asked_to_end_and_then_killed(tmp_path: Path
         """,
     )
 
-    async def both(runner: ProgramRunner) -> list[Ended]:
+    async def both(runner: ProgramRunner) -> list[ProgramEnd]:
         return await asyncio.gather(*(runner.run(job(kind, limit_s=1.5)) for kind in ("obedient", "stubborn")))
 
     obedient, stubborn = with_runner(program, both)
@@ -174,7 +174,7 @@ def test_cancelling_a_run_ends_its_program_and_all_that_it_started(tmp_path: Pat
 def test_a_killed_supervisor_loses_its_run_alone_and_leaves_no_process(tmp_path: Path) -> None:
     program, file = staying(tmp_path, "os.kill(os.getppid(), 9) if sys.stdin.read()[0] == '1' else print(0.0)")
 
-    async def twice(runner: ProgramRunner) -> Ended:
+    async def twice(runner: ProgramRunner) -> ProgramEnd:
         with pytest.raises(RolloutLost, match="was killed"):
             await runner.run(job(1))
         assert await asyncio.to_thread(gone, int(file.read_text()))
@@ -186,7 +186,7 @@ def test_a_killed_supervisor_loses_its_run_alone_and_leaves_no_process(tmp_path:
 def test_a_killed_nursery_is_started_again(tmp_path: Path) -> None:
     program = python(tmp_path, "import os\nprint(os.getppid(), os.popen('ps -o ppid= ' + str(os.getppid())).read())")
 
-    async def kill(runner: ProgramRunner) -> Ended:
+    async def kill(runner: ProgramRunner) -> ProgramEnd:
         supervisor, nursery = map(int, (await runner.run(job())).ending.split())
         assert gone(supervisor)
         os.kill(nursery, signal.SIGKILL)
@@ -199,11 +199,12 @@ def test_a_killed_nursery_is_started_again(tmp_path: Path) -> None:
 RANK = """
 import asyncio, json, sys
 from megatron_rl.environments.program.runner import ProgramRunner
-from megatron_rl.environments.program.wire import Job, Program
+from megatron_rl.environments.program.nursery_wire import Program, ProgramJob
 
 async def main():
     program = Program(*json.loads(sys.argv[1]))
-    await ProgramRunner(program, {"PATH": "/usr/bin:/bin", "PYTHONPATH": sys.argv[2]}).run(Job("{}", {}, 600, 0.3))
+    runner = ProgramRunner(program, {"PATH": "/usr/bin:/bin", "PYTHONPATH": sys.argv[2]})
+    await runner.run(ProgramJob("{}", {}, 600, 0.3))
 
 asyncio.run(main())
 """
@@ -256,7 +257,7 @@ def test_a_function_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     file.write_text(textwrap.dedent(FUNCTIONS))
     kinds = ["number", "mapping", "nothing", "raises", "exits", "object", "long", "shares", "shares"]
 
-    async def all_kinds(runner: ProgramRunner) -> list[Ended]:
+    async def all_kinds(runner: ProgramRunner) -> list[ProgramEnd]:
         return await asyncio.gather(*(runner.run(job(kind, **SESSION)) for kind in kinds))
 
     number, mapping, nothing, raises, exits, whole, long, *shares = with_runner(
@@ -313,7 +314,7 @@ def test_a_working_directory_that_cannot_be_made_is_the_reason(tmp_path: Path, m
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
 
-    async def without_its_parent(runner: ProgramRunner) -> Ended:
+    async def without_its_parent(runner: ProgramRunner) -> ProgramEnd:
         assert (await runner.run(job())).code == 0
         (folder,) = (tmp_path / "scratch").iterdir()
         folder.rmdir()

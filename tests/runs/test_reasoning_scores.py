@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from optional import needs
 
-from megatron_rl.agent.trial import CodePoints
+from megatron_rl.agent.scripted_trial import CodePoints
 from megatron_rl.environments.reasoning_gym import NoScore, ReasoningGymConfig, ReasoningGymEnvironment
 
 pytestmark = needs("reasoning_gym")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.agent.sandbox.api import Ending, ProcessLimits, ProcessResult
-from megatron_rl.agent.sandbox.pool import ProgramPool, WorkerPool
+from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits, ProcessResult
+from megatron_rl.agent.sandbox.process_pools import ProgramPool, WorkerPool
 
 LIMITS = ProcessLimits(wall_s=60.0, cpu_s=20, memory_bytes=2**29, output_bytes=2**20)
 SHORT = ProcessLimits(wall_s=0.5, cpu_s=20, memory_bytes=2**29, output_bytes=2**20)

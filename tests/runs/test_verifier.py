@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from optional import needs
 
-from megatron_rl.environments.math.verifier import NoVerdict, Verdict, Verifier
+from megatron_rl.environments.math.verifier import MathVerdict, NoComparison, Verifier
 
 pytestmark = needs("math_verify")
 
@@ -73,7 +73,7 @@ def wait_until_gone(pid: int, limit_s: float) -> None:
     ],
 )
 def test_mathematically_equal_answers_are_equal(verifier: Verifier, golden: str, answer: str, right: bool) -> None:
-    assert asyncio.run(verifier.judge(golden, answer)) is (Verdict.RIGHT if right else Verdict.WRONG)
+    assert asyncio.run(verifier.judge(golden, answer)) is (MathVerdict.RIGHT if right else MathVerdict.WRONG)
 
 
 def test_hanging_comparison_is_killed_and_wrong_and_the_next_one_answered(caplog: pytest.LogCaptureFixture) -> None:
@@ -81,8 +81,8 @@ def test_hanging_comparison_is_killed_and_wrong_and_the_next_one_answered(caplog
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
     before = children()
 
-    async def compare() -> tuple[int, Verdict, Verdict]:
-        assert await verifier.judge("3", "4") is Verdict.WRONG
+    async def compare() -> tuple[int, MathVerdict, MathVerdict]:
+        assert await verifier.judge("3", "4") is MathVerdict.WRONG
         (hung,) = children() - before
         hanging, turns = asyncio.ensure_future(verifier.judge("3", HANGS)), 0
         while not hanging.done():
@@ -92,7 +92,7 @@ def test_hanging_comparison_is_killed_and_wrong_and_the_next_one_answered(caplog
         return hung, await hanging, await verifier.judge("3", "3.0")
 
     hung, late, next_one = asyncio.run(compare())
-    assert (late, next_one) == (Verdict.UNDECIDED, Verdict.RIGHT)
+    assert (late, next_one) == (MathVerdict.UNDECIDED, MathVerdict.RIGHT)
     assert "1 answers count as wrong because comparing them exceeds a limit" in caplog.text
     assert not running(hung)
     (fresh,) = children() - before
@@ -102,7 +102,7 @@ def test_hanging_comparison_is_killed_and_wrong_and_the_next_one_answered(caplog
 
 def test_answer_is_lost_if_the_right_one_alone_cannot_be_decided() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
-    with pytest.raises(NoVerdict, match=r"processor time: more than 1 s \(environment.args.verify_timeout_s\)"):
+    with pytest.raises(NoComparison, match=r"processor time: more than 1 s \(environment.args.verify_timeout_s\)"):
         asyncio.run(verifier.judge(HANGS, r"\int_0^3 1\,dx"))
     verifier.close()
 
@@ -112,40 +112,40 @@ def test_dying_process_loses_one_comparison() -> None:
     verifier = Verifier(processes=1, timeout_s=20.0, memory_gib=4.0)
     before = children()
 
-    async def compare() -> Verdict:
-        assert await verifier.judge("3", "4") is Verdict.WRONG
+    async def compare() -> MathVerdict:
+        assert await verifier.judge("3", "4") is MathVerdict.WRONG
         (child,) = children() - before
         hanging = asyncio.ensure_future(verifier.judge("3", HANGS))
         await asyncio.sleep(0.2)
         os.kill(child, signal.SIGKILL)
-        with pytest.raises(NoVerdict, match=r"killed: it died \(SIGKILL\)"):
+        with pytest.raises(NoComparison, match=r"killed: it died \(SIGKILL\)"):
             await hanging
         return await verifier.judge("3", "3.0")
 
-    assert asyncio.run(compare()) is Verdict.RIGHT
+    assert asyncio.run(compare()) is MathVerdict.RIGHT
     verifier.close()
 
 
 def test_overlong_answer_is_wrong_without_a_comparison() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
     before = children()
-    assert asyncio.run(verifier.judge("3", "+".join(["x"] * 300))) is Verdict.WRONG
-    assert asyncio.run(verifier.judge("x" * 600, "x" * 600)) is Verdict.RIGHT
+    assert asyncio.run(verifier.judge("3", "+".join(["x"] * 300))) is MathVerdict.WRONG
+    assert asyncio.run(verifier.judge("x" * 600, "x" * 600)) is MathVerdict.RIGHT
     assert children() == before
 
 
 def test_process_that_cannot_start_is_one_clear_error() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=0.01)
-    with pytest.raises(NoVerdict, match=r"did not start .*verify_memory_gib\)"):
+    with pytest.raises(NoComparison, match=r"did not start .*verify_memory_gib\)"):
         asyncio.run(verifier.judge("3", "4"))
 
 
 def test_signals_for_the_ranks_do_not_end_a_comparison(verifier: Verifier) -> None:
-    assert asyncio.run(verifier.judge("3", "4")) is Verdict.WRONG
+    assert asyncio.run(verifier.judge("3", "4")) is MathVerdict.WRONG
     (child,) = children_of(verifier)
     for name in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         os.kill(child, name)
-    assert asyncio.run(verifier.judge("3", "3.0")) is Verdict.RIGHT
+    assert asyncio.run(verifier.judge("3", "3.0")) is MathVerdict.RIGHT
     assert running(child)
 
 

@@ -18,7 +18,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.environments.vf.config import VerifiersConfig
 from megatron_rl.environments.vf.environment import VerifiersEnvironment
-from megatron_rl.environments.vf.process import WORKER
+from megatron_rl.environments.vf.worker_process import WORKER
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, load_pretrained_tokenizer

@@ -1,6 +1,6 @@
 """A function of the user's that scores answers in separate processes, called from any event loop.
 
-    event loop of a rank -> thread with its own loop -> processes (worker.py)
+    event loop of a rank -> thread with its own loop -> processes (scoring_worker.py)
 
 The thread keeps the processes busy, and their limits, while the rank trains. A plain function scores one answer at a
 time in each process, in the order of the calls; a coroutine awaits all of them at once.
@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from megatron_rl.agent.own_process.api import Call, NotScored, Scored, Unusable
+from megatron_rl.agent.own_process.scoring_call import Call, NotScored, Scored, UnusableFunction
 from megatron_rl.contract.children import module_command
-from megatron_rl.processes.answering import AnsweringProcess, Died, Interrupted, Language, Late, Reply
+from megatron_rl.processes.answering import AnsweringProcess, Died, EndedBefore, Language, Late, Reply
 from megatron_rl.processes.printed import LogBudget
 
 logger = logging.getLogger(__name__)
 
-WORKER = "megatron_rl.agent.own_process.worker"
+WORKER = "megatron_rl.agent.own_process.scoring_worker"
 AHEAD = 32
 """Answers that a process holds while it scores the first of them, so that it need not wait for the rank in between."""
 START_S = 600.0
@@ -45,7 +45,7 @@ class OwnFunction:
     """A function that is imported when this object is made, and again after its process has ended."""
 
     def __init__(self, file: Path, name: str, processes: int) -> None:
-        """Raises Unusable."""
+        """Raises UnusableFunction."""
         self._pool = _Pool(file, name, processes)
         self.close = weakref.finalize(self, self._pool.close)
         """End the processes. They also end with this object and with the interpreter."""
@@ -111,7 +111,7 @@ class _Pool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def prepare(self) -> None:
-        """Start the first process. Raises Unusable."""
+        """Start the first process. Raises UnusableFunction."""
         await self._slots[0].started()
         if not self.described["waits"]:
             self._consumers = [asyncio.create_task(self._consume(slot)) for slot in self._slots]
@@ -147,23 +147,23 @@ class _Pool:
 
 
 async def start_worker(file: Path, function: str) -> AnsweringProcess:
-    """Start a worker that has imported the function. Raises Unusable."""
+    """Start a worker that has imported the function. Raises UnusableFunction."""
     mark = uuid4().hex
     job = {"parent": os.getpid(), "file": str(file), "function": function, "path": sys.path, "mark": mark}
     language = Language(lambda number, call: pickle.dumps((number, *(call or (None, None)))), mark)
     try:
         process = await AnsweringProcess.start([*module_command(WORKER), json.dumps(job)], language, START_S)
     except TimeoutError:
-        raise Unusable(f"it is not imported after {START_S:g} s") from None
+        raise UnusableFunction(f"it is not imported after {START_S:g} s") from None
     except OSError as error:
-        raise Unusable(f"its process cannot be started: {error}") from error
+        raise UnusableFunction(f"its process cannot be started: {error}") from error
     except Died as error:
-        raise Unusable(f"its process ended while it was imported ({error}){_below(error.printed)}") from error
+        raise UnusableFunction(f"its process ended while it was imported ({error}){_below(error.printed)}") from error
     if (why := process.described.get("unusable")) is not None:
         await process.end()
         lacks = process.described["lacks"]
         lacking = ImportError(why, name=lacks) if lacks is not None else None
-        raise Unusable(f"{why}{_below(process.greeting.printed)}") from lacking
+        raise UnusableFunction(f"{why}{_below(process.greeting.printed)}") from lacking
     return process
 
 
@@ -194,7 +194,7 @@ class _Slot:
         self.described: Mapping[str, Any] = {}
 
     async def started(self) -> AnsweringProcess:
-        """Return the running process, started if need be. Raises Unusable."""
+        """Return the running process, started if need be. Raises UnusableFunction."""
         async with self._starting:
             if self._process is None or self._process.ended:
                 self._process = await start_worker(self._file, self._name)
@@ -220,7 +220,7 @@ class _Slot:
                 self.answers, self.seconds = self.answers + 1, self.seconds + reply.said["seconds"]
                 left_s -= reply.said["seconds"]
                 return self._scored(reply, call)
-            except Interrupted:
+            except EndedBefore:
                 continue
             except Late:
                 left_s = 0.0
@@ -239,7 +239,7 @@ class _Slot:
             return self._process  # without a pause, so that answers keep their order
         try:
             return await self.started()
-        except Unusable as error:  # it could be imported before
+        except UnusableFunction as error:  # it could be imported before
             raise NotScored(f"{self._name}: its process cannot be started again: {error}") from error
 
     def _scored(self, reply: Reply, call: Call) -> Scored:

@@ -18,7 +18,7 @@ import os
 import resource
 import struct
 
-from megatron_rl.agent.sandbox.system_calls import MACHINES, Machine, refused
+from megatron_rl.agent.sandbox.system_calls import MACHINES, SystemCalls, refused
 from megatron_rl.contract.children import PR_SET_PDEATHSIG
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38  # prctl(2)
@@ -93,7 +93,7 @@ def _filter_calls() -> str | None:
     return None
 
 
-def _program(machine: Machine) -> bytes:
+def _program(machine: SystemCalls) -> bytes:
     """Return the filter in BPF: instructions of (opcode, instructions to skip if true, if false, operand)."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     lines = [

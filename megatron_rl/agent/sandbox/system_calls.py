@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Machine(NamedTuple):
+class SystemCalls(NamedTuple):
     """System call numbers of a processor architecture."""
 
     column: int
@@ -25,12 +25,12 @@ class Machine(NamedTuple):
 
 
 MACHINES = {
-    "x86_64": Machine(0, 0xC000003E, 2, 257, 56, 435, 302, 157, 53, 0x40000000),
-    "aarch64": Machine(1, 0xC00000B7, None, 56, 220, 435, 261, 167, 199, None),
+    "x86_64": SystemCalls(0, 0xC000003E, 2, 257, 56, 435, 302, 157, 53, 0x40000000),
+    "aarch64": SystemCalls(1, 0xC00000B7, None, 56, 220, 435, 261, 167, 199, None),
 }
 
 
-def refused(machine: Machine) -> list[int]:
+def refused(machine: SystemCalls) -> list[int]:
     return [number for numbers in _REFUSED.values() if (number := numbers[machine.column]) is not None]
 
 

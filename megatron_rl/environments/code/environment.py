@@ -17,7 +17,7 @@ from typing import Any
 from megatron_rl.agent.datasets import DataSet, Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.environments.code.tests import Test, Tests, parse_tests, passes
+from megatron_rl.environments.code.test_cases import Test, Tests, parse_tests, passes
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import PositiveFloat, PositiveInt
@@ -34,7 +34,7 @@ FENCE = "Put the whole code into one block that begins with ```python and ends w
 SAMPLES = Path(__file__).parent / "samples" / "taco.jsonl"
 
 
-class Rows(DataSet):
+class CodeRows(DataSet):
     """Data set of problems, and the columns of problem and tests."""
 
     structured = True
@@ -46,14 +46,14 @@ class Rows(DataSet):
     Either text, or in a JSON lines file the object itself."""
 
 
-class CodeConfig(HFDatasetConfig):
+class CodeEnvironmentConfig(HFDatasetConfig):
     """Arguments of the environment `code`."""
 
     prompt_fields = ("question", "instruction")
 
-    train: Rows | None = None
+    train: CodeRows | None = None
     """Problems to train on; default: none, the environment only evaluates."""
-    evaluate: dict[str, Rows] = {}  # type: ignore[assignment]
+    evaluate: dict[str, CodeRows] = {}  # type: ignore[assignment]
     """Evaluation sets by name. Their problems are excluded from the training set."""
     prompt: str = "{question}\n\n{instruction}"
     """Prompt in Python's format syntax; {instruction} requests a program or a function."""
@@ -78,14 +78,14 @@ class ProgramLost(Exception):
 class CodeEnvironment(HFDatasetAgent):
     """Programming problems, answered by Python programs that are run against tests."""
 
-    Config = CodeConfig  # type: ignore[assignment]  # its data sets have other columns
-    config: CodeConfig
+    Config = CodeEnvironmentConfig  # type: ignore[assignment]  # its data sets have other columns
+    config: CodeEnvironmentConfig
 
-    def __init__(self, config: CodeConfig, tokenizer: Tokenizer) -> None:
-        from megatron_rl.agent.sandbox.api import (
+    def __init__(self, config: CodeEnvironmentConfig, tokenizer: Tokenizer) -> None:
+        from megatron_rl.agent.sandbox.limits import (
             ProcessLimits,
         )  # not needed by the launcher, which only checks arguments
-        from megatron_rl.agent.sandbox.pool import ProgramPool
+        from megatron_rl.agent.sandbox.process_pools import ProgramPool
 
         super().__init__(config, tokenizer)
         self.prompt_format = ", ".join(filter(None, ["code block", self.prompt_format]))
@@ -110,7 +110,7 @@ class CodeEnvironment(HFDatasetAgent):
 
     async def _passes(self, source: str, tests: Tests, test: Test) -> bool:
         """Raises ProgramLost."""
-        from megatron_rl.agent.sandbox.api import Ending
+        from megatron_rl.agent.sandbox.limits import Ending
 
         if tests.function is None:
             outcome = await self._programs.run(source, test.given, self._limits)

@@ -70,16 +70,16 @@ class MathEnvironment(HFDatasetAgent):
         self._verifier = Verifier(config.verifiers, config.verify_timeout_s, config.verify_memory_gib)
 
     async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> Reward:
-        from megatron_rl.environments.math.verifier import Verdict  # as above
+        from megatron_rl.environments.math.verifier import MathVerdict  # as above
 
         found = self._format.find(response)
         if found is None:
             return float(self.config.negative_reward)
         verdict = await self._verifier.judge(golden["answer"], found.text)
-        if verdict is Verdict.RIGHT:
+        if verdict is MathVerdict.RIGHT:
             goes_on = found.has_trailing_text or finish_reason == "length"
             return float(self.config.partial_end_reward) if goes_on else 1.0
-        if verdict is Verdict.UNDECIDED:
+        if verdict is MathVerdict.UNDECIDED:
             return {"reward": float(self.config.format_reward), UNDECIDED: 1.0}
         return float(self.config.format_reward)
 

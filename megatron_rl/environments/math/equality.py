@@ -1,6 +1,6 @@
 r"""Mathematical equality of two answers: the function of the workers of math/verifier.py.
 
-Both texts are normalised (notation.py) and parsed into their structure (forms.py): several answers, tuples, intervals,
+Both texts are normalised (notation.py) and parsed into their structure (answer_forms.py): several answers, tuples, intervals,
 sets, matrices, equations. Formulas inside them are compared by value (formulas.py): exactly if they are rational, to 45
 digits otherwise, and at several points if they have variables. math-verify compares only what formulas.py cannot read.
 
@@ -19,29 +19,29 @@ from itertools import product
 
 from math_verify import LatexExtractionConfig, parse, verify
 
+from megatron_rl.environments.math.answer_forms import form
 from megatron_rl.environments.math.bounded import TooLarge, Undefined, close, divide, rounds_to, within_a_percent
 from megatron_rl.environments.math.families import renamed, same_families
-from megatron_rl.environments.math.forms import form
+from megatron_rl.environments.math.formula_values import ENOUGH, by_value, has_no_value, values
 from megatron_rl.environments.math.formulas import value
 from megatron_rl.environments.math.notation import normalise, readings, too_deep, without_decimal_comma
 from megatron_rl.environments.math.structure import (
-    Choice,
+    Bracketed,
     Congruence,
     Form,
     Formula,
+    LetteredChoice,
     Matrix,
     Named,
-    Pieces,
     Ratio,
     Relation,
-    Row,
     SetOf,
     Several,
+    UnionOf,
     Words,
 )
-from megatron_rl.environments.math.tokens import Unreadable, variables
+from megatron_rl.environments.math.tokens import UnreadableFormula, variables
 from megatron_rl.environments.math.units import ANGLE, Quantity, quantity
-from megatron_rl.environments.math.values import ENOUGH, by_value, has_no_value, values
 from megatron_rl.environments.math.words import OMISSION, is_prose, words_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off; the worker has one
@@ -74,7 +74,7 @@ def _readings(text: str) -> Iterator[str]:
     if approximate:
         try:
             found, near = value(exact.rpartition("=")[2]), value(rounded)
-        except (Unreadable, TooLarge, Undefined):
+        except (UnreadableFormula, TooLarge, Undefined):
             pass  # a unit or a variable
         else:
             if rounds_to(found, rounded.strip(), least=0):
@@ -109,11 +109,11 @@ def _same_structure(golden: Form, answer: Form) -> bool:
             return _same(golden.residue, answer)
         case _, Congruence():
             return _same(golden, answer.residue)
-        case Choice(), Choice():
+        case LetteredChoice(), LetteredChoice():
             return _same(golden.letter, answer.letter)
-        case Choice(), _:
+        case LetteredChoice(), _:
             return _same(golden.letter, answer) or _same(golden.text, answer)
-        case Formula(), Choice():
+        case Formula(), LetteredChoice():
             return _same(golden, answer.letter)
         case Ratio(), Ratio():
             return _in_proportion(golden.terms, answer.terms)
@@ -121,13 +121,13 @@ def _same_structure(golden: Form, answer: Form) -> bool:
             return golden.words == answer.text.lower()
         case Formula(), Words():
             return golden.text.lower() == answer.words
-        case Matrix(), Row() if answer.round:
+        case Matrix(), Bracketed() if answer.round:
             return _in_order([cell for row in golden.rows for cell in row], answer.items) and golden.is_vector
-        case Several(), Several() | SetOf() | Row():
-            if isinstance(answer, Row) and not answer.round:
+        case Several(), Several() | SetOf() | Bracketed():
+            if isinstance(answer, Bracketed) and not answer.round:
                 return False
             records = all(isinstance(one, Named) for one in golden.items)
-            ordered = isinstance(answer, Row) or (
+            ordered = isinstance(answer, Bracketed) or (
                 records and not any(isinstance(one, Named) for one in answer.items) and _is_record(golden)
             )
             return _in_order(golden.items, answer.items) if ordered else _in_any_order(golden.items, answer.items)
@@ -137,11 +137,11 @@ def _same_structure(golden: Form, answer: Form) -> bool:
             return len(golden.items) == 1 and _same(golden.items[0], answer)
         case _, SetOf():
             return len(answer.items) == 1 and _same(golden, answer.items[0])
-        case Row(), Row():
+        case Bracketed(), Bracketed():
             return golden.brackets == answer.brackets and _in_order(golden.items, answer.items)
-        case Row(), Several():
+        case Bracketed(), Several():
             return golden.round and _in_order(golden.items, answer.items)
-        case Pieces(), Pieces():
+        case UnionOf(), UnionOf():
             return _in_any_order(golden.items, answer.items)
         case Matrix(), Matrix():
             return len(golden.rows) == len(answer.rows) and all(map(_in_order, golden.rows, answer.rows))
@@ -177,7 +177,7 @@ def _congruent(modulus: str, golden: Form, answer: Form) -> bool:
         return _same(golden, answer)
     try:
         steps = divide(value(f"({golden.text})-({answer.text})"), value(modulus))
-    except (Unreadable, TooLarge, Undefined):
+    except (UnreadableFormula, TooLarge, Undefined):
         return _same(golden, answer)
     return isinstance(steps, Fraction) and steps.denominator == 1
 
@@ -241,7 +241,7 @@ def _same_equations(golden: str, answer: str) -> bool:
     try:
         names = sorted(variables(differences[0]) | variables(differences[1]))
         found = values(differences, names)
-    except (Unreadable, TooLarge):
+    except (UnreadableFormula, TooLarge):
         return _by_math_verify(golden, answer)
     ratios = [one / other for one, other in found if one and other]
     return len(found) >= ENOUGH and len(ratios) == len(found) and all(close(ratios[0], other) for other in ratios[1:])

@@ -9,7 +9,7 @@ from fractions import Fraction
 from megatron_rl.environments.math.bounded import Number, TooLarge, Undefined, close
 from megatron_rl.environments.math.formulas import value
 from megatron_rl.environments.math.structure import Family, Form, Formula, Named, Several
-from megatron_rl.environments.math.tokens import Unreadable, variables
+from megatron_rl.environments.math.tokens import UnreadableFormula, variables
 
 INTEGERS = frozenset("klmn")
 """Letters that name an integer where nothing is said of it."""
@@ -39,7 +39,7 @@ def same_families(golden: Form, answer: Form, same: Callable[[Form, Form], bool]
     try:
         few = [_members(family, these, FEW) for family, these in zip((one, other), formulas, strict=True)]
         many = [_members(family, these, MANY) for family, these in zip((one, other), formulas, strict=True)]
-    except (Unreadable, TooLarge, Undefined):
+    except (UnreadableFormula, TooLarge, Undefined):
         return len(formulas[0]) == len(formulas[1]) == 1 and same(
             Formula(formulas[0][0]), Formula(renamed(formulas[1][0], other.integer, one.integer))
         )
@@ -61,7 +61,7 @@ def _family(form: Form) -> Family | None:
         return form
     try:
         names = {name for formula in _formulas(form) for name in variables(formula)}
-    except Unreadable:
+    except UnreadableFormula:
         return None
     return Family(form, *names) if len(names) == 1 and names <= INTEGERS else None
 

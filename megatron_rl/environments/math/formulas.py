@@ -31,7 +31,7 @@ from megatron_rl.environments.math.bounded import (
     to_float,
     whole_power,
 )
-from megatron_rl.environments.math.tokens import ANGLES, FUNCTIONS, GREEK, Unreadable, literal, tokens_of
+from megatron_rl.environments.math.tokens import ANGLES, FUNCTIONS, GREEK, UnreadableFormula, literal, tokens_of
 
 DEEPEST = 60
 
@@ -61,7 +61,7 @@ def value(text: str, at: Mapping[str, Number] | None = None, meaning: Meaning = 
 
     at: values of its variables.
 
-    Raises Unreadable, TooLarge and Undefined.
+    Raises UnreadableFormula, TooLarge and Undefined.
     """
     reader = _Reader(text, at or {}, meaning)
     try:
@@ -69,7 +69,7 @@ def value(text: str, at: Mapping[str, Number] | None = None, meaning: Meaning = 
     except (ZeroDivisionError, ValueError, OverflowError) as error:
         raise Undefined(text) from error
     if reader.kind != "end":
-        raise Unreadable(text)
+        raise UnreadableFormula(text)
     return found
 
 
@@ -99,7 +99,7 @@ class _Reader:
 
     def need(self, *words: str) -> None:
         if self.take(*words) is None:
-            raise Unreadable(f"{words[0]} expected")
+            raise UnreadableFormula(f"{words[0]} expected")
 
     def sum(self) -> Number:
         self._depth += 1
@@ -169,7 +169,7 @@ class _Reader:
         if kind == "command":
             self._place += 1
             return self._commanded(word)
-        raise Unreadable(word)
+        raise UnreadableFormula(word)
 
     def _named(self, word: str) -> Number:
         if word == "e":
@@ -177,7 +177,7 @@ class _Reader:
         if word == "i":
             return mp.mpc(0, 1)
         if word not in self._at or (word[0] in APPLIED and self.word == "("):
-            raise Unreadable(word)
+            raise UnreadableFormula(word)
         return self._at[word]
 
     def _commanded(self, word: str) -> Number:
@@ -204,13 +204,13 @@ class _Reader:
             return self._rounded(word, inside)
         if word in FUNCTIONS:
             return self._function(word)
-        raise Unreadable(word)
+        raise UnreadableFormula(word)
 
     def _logarithm(self, base: Number) -> Number:
         if self.take("_"):
             base = to_float(self._argument())
         if base is None:
-            raise Unreadable("log")
+            raise UnreadableFormula("log")
         power = self.exponent() if self.take("^") else Fraction(1)
         above, below = (mp.log(self._real(one, above=0)) for one in (self._applied_to(), base))
         return self._power(divide(above, below), power)

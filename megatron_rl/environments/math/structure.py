@@ -27,7 +27,7 @@ class Several:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Bracketed:
     """A tuple or an interval."""
 
     brackets: str
@@ -39,7 +39,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class UnionOf:
     """A union, usually of intervals."""
 
     items: tuple[Form, ...]
@@ -104,15 +104,27 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LetteredChoice:
     """A choice with its text, as (B) 12."""
 
     letter: Form
     text: Form
 
 
-EVERYTHING = Row("()", (Formula(f"-{INFINITE}"), Formula(INFINITE)))
+EVERYTHING = Bracketed("()", (Formula(f"-{INFINITE}"), Formula(INFINITE)))
 
 Form = (
-    Formula | Words | Several | Row | Pieces | SetOf | Matrix | Named | Relation | Congruence | Family | Ratio | Choice
+    Formula
+    | Words
+    | Several
+    | Bracketed
+    | UnionOf
+    | SetOf
+    | Matrix
+    | Named
+    | Relation
+    | Congruence
+    | Family
+    | Ratio
+    | LetteredChoice
 )

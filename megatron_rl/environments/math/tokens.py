@@ -26,12 +26,12 @@ GREEK = frozenset(
 )
 
 
-class Unreadable(Exception):
+class UnreadableFormula(Exception):
     """The text is not a formula that this module can read."""
 
 
 def variables(text: str) -> set[str]:
-    """Return the names of the variables of a formula. Raises Unreadable for unknown characters."""
+    """Return the names of the variables of a formula. Raises UnreadableFormula for unknown characters."""
     tokens = tokens_of(text)
     return {word for kind, word in tokens if kind == "name" and word not in ("e", "i")} | {
         word for kind, word in tokens if kind == "command" and word in GREEK
@@ -49,12 +49,12 @@ def has_bare_log(text: str) -> bool:
 
 
 def tokens_of(text: str) -> list[tuple[str, str]]:
-    """Split a formula into kinds and words, with an end. Raises Unreadable for unknown characters."""
+    """Split a formula into kinds and words, with an end. Raises UnreadableFormula for unknown characters."""
     tokens, place, text = [], 0, text.rstrip()
     while place < len(text):
         match = TOKEN.match(text, place)
         if match is None:
-            raise Unreadable(text)
+            raise UnreadableFormula(text)
         kind = match.lastgroup or ""
         tokens.append(("command" if kind == "word" else kind, match[kind]))
         place = match.end()
@@ -70,6 +70,6 @@ def literal(word: str) -> Fraction:
     if not repeated:
         return Fraction(f"{digits}0" if digits.endswith(".") else digits)
     if "." not in digits:
-        raise Unreadable(word)
+        raise UnreadableFormula(word)
     period = repeated.strip("{}")
     return Fraction(f"{digits}0") + Fraction(int(period), 10 ** len(decimals) * (10 ** len(period) - 1))

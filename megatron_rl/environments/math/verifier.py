@@ -6,8 +6,8 @@ import importlib.util
 import logging
 from enum import StrEnum
 
-from megatron_rl.agent.sandbox.api import Ending, ProcessLimits
-from megatron_rl.agent.sandbox.pool import WorkerPool
+from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits
+from megatron_rl.agent.sandbox.process_pools import WorkerPool
 from megatron_rl.recipe.extras import needed
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ STALL_S = 60.0
 """Wall-clock seconds after which a comparison is lost: the machine is stalled, since processor time is limited too."""
 
 
-class Verdict(StrEnum):
+class MathVerdict(StrEnum):
     RIGHT = "right"
     WRONG = "wrong"
     UNDECIDED = "undecided"
@@ -34,7 +34,7 @@ class Verdict(StrEnum):
     answers are wrong could drift into answers that cost too much."""
 
 
-class NoVerdict(Exception):
+class NoComparison(Exception):
     """Two answers could not be compared, for a reason that is not the answer's."""
 
 
@@ -51,29 +51,29 @@ class Verifier:
         self._undecided = 0
         self.close = self._pool.close
 
-    async def judge(self, golden: str, answer: str) -> Verdict:
+    async def judge(self, golden: str, answer: str) -> MathVerdict:
         """Whether `answer` equals `golden` mathematically. The event loop keeps running.
 
-        Raises NoVerdict if the right answer itself exceeds a limit, or if the process died for another reason.
+        Raises NoComparison if the right answer itself exceeds a limit, or if the process died for another reason.
         """
         if golden == answer:
-            return Verdict.RIGHT
+            return MathVerdict.RIGHT
         if len(answer) > max(LONGEST_ANSWER, 2 * len(golden)):
-            return Verdict.WRONG
+            return MathVerdict.WRONG
         outcome = await self._pool.ask([golden, answer])
         if outcome.ending is Ending.OK:
-            return Verdict.RIGHT if outcome.value else Verdict.WRONG
+            return MathVerdict.RIGHT if outcome.value else MathVerdict.WRONG
         if outcome.ending not in LIMITED or not await self._is_decided(golden):
             timed = outcome.ending in (Ending.TIME_OUT, Ending.CPU_LIMIT)
             key = "verify_timeout_s" if timed else "verify_memory_gib"
-            raise NoVerdict(f"{outcome} (environment.args.{key})")
+            raise NoComparison(f"{outcome} (environment.args.{key})")
         self._undecided += 1
         if self._undecided in WARN_AT:
             logger.warning(
                 "%d answers count as wrong because comparing them exceeds a limit; the latest: %r for %r (%s)",
                 *(self._undecided, answer[:200], golden[:200], outcome),
             )
-        return Verdict.UNDECIDED
+        return MathVerdict.UNDECIDED
 
     async def _is_decided(self, golden: str) -> bool:
         if golden not in self._decided:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_rl.agent.data_rows import Source
+from megatron_rl.agent.data_rows import DataSource
 from megatron_rl.agent.datasets import DataSet, data_extras, hub_names
 from megatron_rl.agent.text_rows import as_text
 from megatron_rl.endpoint.config import EndpointConfig
@@ -21,7 +21,7 @@ from megatron_rl.recipe.section import NonNegativeInt, PathMark
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-class Rows(Source):
+class ProgramRows(DataSource):
     """Rows of a data set; a program gets whole rows. PATH alone is short for {path: PATH}."""
 
     structured: ClassVar[bool] = True
@@ -57,9 +57,9 @@ class ProgramConfig(EndpointConfig):
     code: list[OwnFile] = []
     """Files of the program, relative to the recipe. A run keeps copies of them; each rollout finds them, executable, in
     its working directory."""
-    problems: Rows
+    problems: ProgramRows
     """Rows to train on."""
-    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], Rows] = {}
+    evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], ProgramRows] = {}
     """Evaluation sets by name. Their problems are excluded from the training set."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the distinct problems that form the evaluation set held_out and are never trained on."""
@@ -99,7 +99,7 @@ class ProgramConfig(EndpointConfig):
             )
         return self
 
-    def _sources(self) -> list[Source | None]:
+    def _sources(self) -> list[DataSource | None]:
         return [self.problems, *self.evaluate.values(), self.demonstrations]
 
     def datasets(self) -> list[str]:

@@ -34,14 +34,14 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.children import how_ended
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
 from megatron_rl.endpoint.program_environment import program_environment
-from megatron_rl.environments.program.arguments import ProgramConfig, Rows
+from megatron_rl.environments.program.arguments import ProgramConfig, ProgramRows
+from megatron_rl.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
 from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of
-from megatron_rl.environments.program.wire import Ended, Job, Program
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # slow imports; the launcher imports this module to check a recipe
-    from megatron_rl.endpoint.session import Session
+    from megatron_rl.endpoint.session import RolloutSession
     from megatron_rl.environments.program.runner import ProgramRunner
 
 PYTHON = "{python}"
@@ -106,12 +106,12 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
             return []
         return [(each.text, each.answer) for each in read_questions(examples)]
 
-    async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+    async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
         if self._runner is None:
             from megatron_rl.environments.program.runner import ProgramRunner
 
             self._runner = ProgramRunner(self._program, self._variables)
-        job = Job(
+        job = ProgramJob(
             json.dumps(problem.golden, default=str),
             {
                 "OPENAI_BASE_URL": session.base_url,
@@ -142,7 +142,7 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
         await super().close()
 
 
-def why_lost(ended: Ended, timeout_s: float) -> str:
+def why_lost(ended: ProgramEnd, timeout_s: float) -> str:
     """Return the reason why a run of the program has no reward; empty if it may have one.
 
     The reason is the same for all runs with the same fault: the output of the program has the details.
@@ -181,7 +181,7 @@ def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:
     return words
 
 
-def _questions(rows: Rows) -> list[Question]:
+def _questions(rows: ProgramRows) -> list[Question]:
     questions = distinct(read_questions(rows))
     if not questions:
         raise ValueError(

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_rl.contract.children import death_with_parent, yield_memory
-from megatron_rl.environments.program.prepared import Prepared, Rollout, client, place
-from megatron_rl.environments.program.wire import ENDING_BYTES, Job
+from megatron_rl.environments.program.nursery_wire import ENDING_BYTES, ProgramJob
+from megatron_rl.environments.program.prepared import PreparedProgram, Rollout, client, place
 
 
 def be_program(
-    job: Job, program: Prepared, folder: Path, supervisor: int, output: tuple[int, int], report: int
+    job: ProgramJob, program: PreparedProgram, folder: Path, supervisor: int, output: tuple[int, int], report: int
 ) -> NoReturn:
     """Become the program of a job.
 
@@ -44,7 +44,7 @@ def be_program(
         os._exit(code)
 
 
-def _enter(job: Job, folder: Path, output: tuple[int, int]) -> None:
+def _enter(job: ProgramJob, folder: Path, output: tuple[int, int]) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     for each in (signal.SIGCHLD, signal.SIGTERM):  # other signals to the ranks stay ignored
@@ -68,7 +68,7 @@ def _execute(command: list[str], report: int) -> None:
         os.write(report, json.dumps({"unstarted": f"{command[0]}: {error.strerror or error}"}).encode())
 
 
-def _call(rollout: Rollout, job: Job, report: int) -> int:
+def _call(rollout: Rollout, job: ProgramJob, report: int) -> int:
     """Call a function and report its result; return the exit code."""
 
     async def rolled_out() -> Any:

@@ -23,9 +23,9 @@ from contextlib import suppress
 import psutil
 
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
-from megatron_rl.environments.program.prepared import Prepared, Unusable, prepare
+from megatron_rl.environments.program.nursery_wire import MESSAGE_BYTES, READY, Program
+from megatron_rl.environments.program.prepared import PreparedProgram, UnusableProgram, prepare
 from megatron_rl.environments.program.supervisor import END_S, supervise
-from megatron_rl.environments.program.wire import MESSAGE_BYTES, READY, Program
 
 LOOK_S = 1.0
 
@@ -40,7 +40,7 @@ def main() -> None:
     try:
         try:
             program = prepare(Program(*json.loads(control.recv(MESSAGE_BYTES))), folder)
-        except Unusable as error:
+        except UnusableProgram as error:
             control.send(str(error).encode()[:MESSAGE_BYTES])
             return
         death_with_parent(parent, 0)()  # from here on it leaves cleanly when the control socket closes
@@ -50,7 +50,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)  # the rank may be dead
 
 
-def _serve(control: socket.socket, program: Prepared) -> None:
+def _serve(control: socket.socket, program: PreparedProgram) -> None:
     """Fork a supervisor for each connection, until the rank closes the control socket."""
     supervisors: set[int] = set()
     arriving = select.poll()
@@ -74,7 +74,7 @@ def _serve(control: socket.socket, program: Prepared) -> None:
         time.sleep(0.01)
 
 
-def _be_supervisor(control: socket.socket, connection: socket.socket, program: Prepared) -> None:
+def _be_supervisor(control: socket.socket, connection: socket.socket, program: PreparedProgram) -> None:
     """Supervise one run in a forked process, and exit: nothing may return into the loop of the nursery."""
     try:
         control.close()

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from megatron_rl.environments.program.wire import Program
+from megatron_rl.environments.program.nursery_wire import Program
 from megatron_rl.errors import note_task_code, task_location
 
 Rollout = Callable[[Any, Any], Awaitable[Any]]
 """async def rollout(client, problem) -> float | dict"""
 
 
-class Unusable(Exception):
+class UnusableProgram(Exception):
     """The program can never run; the message says why."""
 
 
-class Prepared(NamedTuple):
+class PreparedProgram(NamedTuple):
     """A program with all that its runs share."""
 
     command: list[str] | None
@@ -33,14 +33,14 @@ class Prepared(NamedTuple):
     """Parent of all working directories."""
 
 
-def prepare(program: Program, folder: str) -> Prepared:
-    """Read the files and import the function. Raises Unusable."""
+def prepare(program: Program, folder: str) -> PreparedProgram:
+    """Read the files and import the function. Raises UnusableProgram."""
     try:
         files = {Path(file).name: Path(file).read_bytes() for file in program.files}
     except OSError as error:
-        raise Unusable(f"environment.args.files: {error}") from error
+        raise UnusableProgram(f"environment.args.files: {error}") from error
     if program.function is None:
-        return Prepared(program.command, None, files, folder)
+        return PreparedProgram(program.command, None, files, folder)
     code = Path(folder, "code")
     code.mkdir(exist_ok=True)  # an earlier nursery was killed
     for name, content in files.items():
@@ -51,8 +51,8 @@ def prepare(program: Program, folder: str) -> Prepared:
     try:
         import openai  # noqa: F401 - so that no run needs to import it
     except ImportError as error:
-        raise Unusable(f"environment.args.function needs a client, `pip install openai`: {error}") from error
-    return Prepared(None, rollout, files, folder)
+        raise UnusableProgram(f"environment.args.function needs a client, `pip install openai`: {error}") from error
+    return PreparedProgram(None, rollout, files, folder)
 
 
 def client() -> Any:
@@ -71,15 +71,15 @@ def _function(named: str) -> Rollout:
         module = importlib.import_module(module_name)
     except BaseException as error:  # the user's module may raise anything
         why = f"{type(error).__name__}: {error}{place(error)}"
-        raise Unusable(f"{where}: the module cannot be imported: {why}") from error
+        raise UnusableProgram(f"{where}: the module cannot be imported: {why}") from error
     note_task_code(module_name)
     found: Rollout | None = getattr(module, name, None)
     if found is None or not inspect.iscoroutinefunction(found):
         lacks = "defines no" if found is None else "defines another kind of"
-        raise Unusable(f"{where}: the module {lacks} {name}: async def {name}(client, problem) -> float | dict")
+        raise UnusableProgram(f"{where}: the module {lacks} {name}: async def {name}(client, problem) -> float | dict")
     threads = psutil.Process().num_threads() - 1
     if threads:
-        raise Unusable(
+        raise UnusableProgram(
             f"{where}: the module starts {threads} threads when it is imported, which no run would have, because each "
             f"run is a fork: start them in {name}"
         )

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.agent.scoring import Reward, Score
+from megatron_rl.agent.scoring import CheckedReward, Reward
 
 
 class NoReward(ValueError):
@@ -53,7 +53,7 @@ def _checked(value: Any) -> Reward:
             reward: Reward = {name: float(number) for name, number in value.items() if _is_number(number)}
         else:
             reward = float(value)
-        Score.of(reward)
+        CheckedReward.of(reward)
     except (ValueError, OverflowError) as error:
         raise NoReward(f"no reward: the reward is {error}") from error
     return reward

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import how_ended, module_command
 from megatron_rl.endpoint.agent import RolloutLost
-from megatron_rl.environments.program.wire import MESSAGE_BYTES, READY, Ended, Job, Program
+from megatron_rl.environments.program.nursery_wire import MESSAGE_BYTES, READY, Program, ProgramEnd, ProgramJob
 from megatron_rl.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class ProgramRunner:
         self._folder: str | None = None
         self._starting = asyncio.Lock()
 
-    async def run(self, job: Job) -> Ended:
+    async def run(self, job: ProgramJob) -> ProgramEnd:
         """Run the program and return its end. Cancellation ends the program.
 
         Raises:
@@ -66,7 +66,7 @@ class ProgramRunner:
             writer.transport.abort()
         if not reported:
             raise RolloutLost("program: the process that supervises the program was killed")
-        return Ended(*json.loads(reported))
+        return ProgramEnd(*json.loads(reported))
 
     async def close(self) -> None:
         nursery, self._nursery = self._nursery, None

@@ -21,17 +21,17 @@ from pathlib import Path
 
 from megatron_rl.contract.children import adopt_orphans, collect, end_descendants
 from megatron_rl.environments.program.launch import be_program
-from megatron_rl.environments.program.prepared import Prepared
-from megatron_rl.environments.program.wire import ENDING_BYTES, OUTPUT_CHARACTERS, Ended, Job
-from megatron_rl.processes.printed import Tail
+from megatron_rl.environments.program.nursery_wire import ENDING_BYTES, OUTPUT_CHARACTERS, ProgramEnd, ProgramJob
+from megatron_rl.environments.program.prepared import PreparedProgram
+from megatron_rl.processes.printed import LastBytes
 
 END_S = 5.0
 """Seconds for the kernel to end killed processes; one that hangs in a file system may need longer."""
 CHUNK = 2**16
 
 
-class Run:
-    def __init__(self, job: Job, program: Prepared, private: Sequence[int]) -> None:
+class ProgramRun:
+    def __init__(self, job: ProgramJob, program: PreparedProgram, private: Sequence[int]) -> None:
         """Start the program.
 
         private: open files that it must not inherit.
@@ -46,7 +46,11 @@ class Run:
         except OSError:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._ending, self._output, self._report = Tail(ENDING_BYTES), Tail(4 * OUTPUT_CHARACTERS), Tail(ENDING_BYTES)
+        self._ending, self._output, self._report = (
+            LastBytes(ENDING_BYTES),
+            LastBytes(4 * OUTPUT_CHARACTERS),
+            LastBytes(ENDING_BYTES),
+        )
         output, errors, report = os.pipe(), os.pipe(), os.pipe()
         supervisor = os.getpid()
         self.pid = os.fork()
@@ -57,7 +61,7 @@ class Run:
         for readable, writable in (output, errors, report):
             os.close(writable)
             os.set_blocking(readable, False)
-        self.pipes: dict[int, tuple[Tail, ...]] = {
+        self.pipes: dict[int, tuple[LastBytes, ...]] = {
             output[0]: (self._ending, self._output),
             errors[0]: (self._output,),
             report[0]: (self._report,),
@@ -91,30 +95,30 @@ class Run:
         end_descendants(END_S, self.reap)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def ended(self, over_limit: bool) -> Ended:
+    def ended(self, over_limit: bool) -> ProgramEnd:
         """Return the report, with the rest of the output."""
         for pipe in list(self.pipes):
             while self.read(pipe):
                 pass
         code = -signal.SIGKILL if self.code is None else self.code
         output = self._output.text()[-OUTPUT_CHARACTERS:]
-        return Ended(code, over_limit, self._ending.text(), output, **json.loads(self._report.text() or "{}"))
+        return ProgramEnd(code, over_limit, self._ending.text(), output, **json.loads(self._report.text() or "{}"))
 
 
-def supervise(connection: socket.socket, program: Prepared) -> None:
+def supervise(connection: socket.socket, program: PreparedProgram) -> None:
     """Receive a job, run the program, and report its end."""
     adopt_orphans()
     with connection.makefile("rb") as arriving:
-        job = Job(*json.loads(arriving.readline()))
+        job = ProgramJob(*json.loads(arriving.readline()))
     wakes, woken = os.pipe()  # written to when a child ends
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     deadline = time.monotonic() + job.limit_s
     try:
-        run = Run(job, program, private=(connection.fileno(), wakes, woken))
+        run = ProgramRun(job, program, private=(connection.fileno(), wakes, woken))
     except OSError as error:  # such as a full disk
-        ended = Ended(1, unstarted=f"{error.filename or program.folder}: {error.strerror or error}")
+        ended = ProgramEnd(1, unstarted=f"{error.filename or program.folder}: {error.strerror or error}")
         connection.sendall(json.dumps(ended).encode())
         return
     over_limit = abandoned = stopping = False

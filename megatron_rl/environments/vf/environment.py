@@ -15,7 +15,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
 from megatron_rl.endpoint.program_environment import program_environment
-from megatron_rl.endpoint.session import Session
+from megatron_rl.endpoint.session import RolloutSession
 from megatron_rl.environments.vf.config import VerifiersConfig, merged
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer
 
@@ -39,7 +39,7 @@ class VerifiersEnvironment(EndpointAgent):
         super().__init__(config, tokenizer)
         if not self.chat.has_template:
             raise ValueError("environment verifiers: its agents chat, and the tokenizer has no chat template")
-        from megatron_rl.environments.vf.process import (  # the launcher only checks arguments
+        from megatron_rl.environments.vf.worker_process import (  # the launcher only checks arguments
             VerifiersWorker,
             list_tasks,
         )
@@ -76,10 +76,10 @@ class VerifiersEnvironment(EndpointAgent):
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
         return self._evaluated
 
-    async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+    async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
         import asyncio  # slow import; the launcher imports this module to check a recipe
 
-        from megatron_rl.environments.vf.process import WorkerGone
+        from megatron_rl.environments.vf.worker_process import WorkerGone
 
         renderer = None if self.chat.renderer in ("", "template") else self.chat.renderer
         try:

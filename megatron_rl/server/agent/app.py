@@ -1,4 +1,4 @@
-"""HTTP routes of an agent server, see agent/remote/wire.py."""
+"""HTTP routes of an agent server, see agent/remote/agent_wire.py."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron_rl.agent.api import (
     GroupRolloutRequest,
     RolloutRequest,
 )
-from megatron_rl.agent.remote.wire import (
+from megatron_rl.agent.remote.agent_wire import (
     EVALUATION,
     PAGE,
     POLL_S,
     PROTOCOL,
     TRAINING,
-    About,
+    AgentDescription,
     AgentRequest,
     decode_agent_request,
     digest_of,
@@ -71,7 +71,7 @@ class AgentService:
         counts = {name: len(problems) for name, problems in self._sets.items()}
         taught = environment.demonstrations() if isinstance(environment, Demonstrator) else ()
         self._demonstrations = taught
-        self.about = About(
+        self.about = AgentDescription(
             PROTOCOL,
             name,
             digest_of(self._sets),

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from megatron_rl.agent.api import EvaluationResponse
-from megatron_rl.agent.remote.wire import decode_completions, decode_refusal, encode_refusal, encode_response
+from megatron_rl.agent.remote.agent_wire import decode_completions, decode_refusal, encode_refusal, encode_response
 from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface
 from megatron_rl.inference.replicas.wire import REFUSED, encode_request
 

@@ -13,7 +13,7 @@ import pytest
 from optional import needs
 
 from megatron_rl.agent.datasets import DataSet, Question, distinct, read_questions
-from megatron_rl.environments.python import Rows
+from megatron_rl.environments.python import PythonRows
 
 pytestmark = needs("datasets")
 
@@ -256,7 +256,7 @@ def test_rows_with_an_earlier_question_and_other_values_are_named_by_column(
     """A prompt that is the same in every row would otherwise leave one problem without a word."""
     lines = [json.dumps({"prompt": "Solve it.", "task": f"{n} + {n}", "answer": str(2 * n)}) for n in (1, 1, 2, 3)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    assert len(distinct(read_questions(Rows(path=str(tmp_path / "data.jsonl"))))) == 1
+    assert len(distinct(read_questions(PythonRows(path=str(tmp_path / "data.jsonl"))))) == 1
     assert caplog.messages == [
         "rows left out because they have the question of an earlier row, with other values (task, answer): 2; "
         "questions that remain: 1"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from optional import needs
 
-from megatron_rl.agent.data_rows import Source, read_rows
+from megatron_rl.agent.data_rows import DataSource, read_rows
 from megatron_rl.agent.datasets import DataSet, Question, read_questions
 
 pytestmark = needs("datasets")
@@ -91,7 +91,7 @@ FORMATS = [as_lines, as_a_list, as_parquet, as_feather, as_saved, as_arrow, as_s
 
 @pytest.mark.parametrize("place", FORMATS)
 def test_objects_have_the_keys_of_their_own_row_in_every_format(tmp_path: Path, place: Callable[[Path], Path]) -> None:
-    rows = [*read_rows(Source(path=str(place(tmp_path))))]
+    rows = [*read_rows(DataSource(path=str(place(tmp_path))))]
     assert [row.values for row in rows] == ROWS
     assert all(f"{number}" in row.where.rpartition(":")[2] for number, row in enumerate(rows, 1))
 
@@ -99,19 +99,21 @@ def test_objects_have_the_keys_of_their_own_row_in_every_format(tmp_path: Path, 
 @pytest.mark.parametrize("place", [as_lines, as_parquet])
 def test_a_column_that_a_row_lacks_is_null_in_every_format(tmp_path: Path, place: Callable[..., Path]) -> None:
     file = place(tmp_path, [*ROWS, {"prompt": "d"}])
-    last = [*read_questions(Source(path=str(file), question="prompt"))][-1]
+    last = [*read_questions(DataSource(path=str(file), question="prompt"))][-1]
     assert last.row == {"prompt": "d", "meta": None, "calls": None, "level": None}
 
 
 def test_null_keys_that_are_left_out_are_noted_once_by_column(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert len([*read_rows(Source(path=str(as_parquet(tmp_path))))]) == 3
+        assert len([*read_rows(DataSource(path=str(as_parquet(tmp_path))))]) == 3
     (said,) = caplog.messages
     assert "null keys within the objects of calls, meta are left out" in said
     caplog.clear()
     with caplog.at_level(logging.INFO):
         (tmp_path / "rows.jsonl").write_text('{"meta": {"x": null}}\n')
-        assert [row.values for row in read_rows(Source(path=str(tmp_path / "rows.jsonl")))] == [{"meta": {"x": None}}]
+        assert [row.values for row in read_rows(DataSource(path=str(tmp_path / "rows.jsonl")))] == [
+            {"meta": {"x": None}}
+        ]
     assert not caplog.messages, "its author wrote it"
 
 
@@ -147,7 +149,7 @@ def test_values_of_arrow_are_those_of_json(tmp_path: Path) -> None:
         "truth": (pa.array([True]), True),
     }
     parquet.write_table(pa.table({name: column for name, (column, _) in columns.items()}), tmp_path / "rows.parquet")
-    (row,) = read_rows(Source(path=str(tmp_path / "rows.parquet")))
+    (row,) = read_rows(DataSource(path=str(tmp_path / "rows.parquet")))
     assert row.values == {name: value for name, (_, value) in columns.items()}
     assert json.loads(json.dumps(row.values)) == row.values
     asked = DataSet(path=str(tmp_path / "rows.parquet"), question="category", answer="exact")
@@ -158,4 +160,4 @@ def test_compressed_text_needs_no_package(tmp_path: Path) -> None:
     text = as_lines(tmp_path).read_bytes()
     for suffix, packed in ((".gz", gzip.compress(text)), (".bz2", bz2.compress(text)), (".xz", lzma.compress(text))):
         (tmp_path / f"rows.jsonl{suffix}").write_bytes(packed)
-        assert [row.values for row in read_rows(Source(path=str(tmp_path / f"rows.jsonl{suffix}")))] == ROWS
+        assert [row.values for row in read_rows(DataSource(path=str(tmp_path / f"rows.jsonl{suffix}")))] == ROWS

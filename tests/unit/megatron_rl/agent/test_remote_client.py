@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from megatron_rl.agent.api import EvaluationRequest, EvaluationResponse, GroupRolloutRequest
-from megatron_rl.agent.remote.client import MAX_STARTS, AgentClient, AgentFailed, AgentUnavailable
-from megatron_rl.agent.remote.wire import AgentRequest, ProblemId, decode_response, encode_response
+from megatron_rl.agent.remote.agent_client import MAX_STARTS, AgentClient, AgentFailed, AgentUnavailable
+from megatron_rl.agent.remote.agent_wire import AgentRequest, ProblemId, decode_response, encode_response
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup

@@ -25,7 +25,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.trainable import Trainable
-from megatron_rl.standalone.policy import load_policy
+from megatron_rl.standalone.opened_policy import load_policy
 from megatron_rl.standalone.source import find_source
 
 LORA = {"rank": 4, "alpha": 6.0}

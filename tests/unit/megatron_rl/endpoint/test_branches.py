@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Branch
-from megatron_rl.endpoint.branches import Branches
+from megatron_rl.endpoint.branches import AnswerTree
 from megatron_rl.inference.api import Completion
 
 
@@ -16,7 +16,7 @@ def answer(*tokens: int) -> Completion:
     return Completion([*tokens], [-float(token) for token in tokens], "stop", [3] * len(tokens))
 
 
-def sequences(branches: Branches) -> list[Branch]:
+def sequences(branches: AnswerTree) -> list[Branch]:
     return [branch for _, branch in branches.sequences()]
 
 
@@ -25,7 +25,7 @@ def trained(branch: Branch) -> list[int]:
 
 
 def test_conversation_that_only_grows_is_one_sequence() -> None:
-    branches = Branches()
+    branches = AnswerTree()
     branches.add([1, 2], [answer(10, 11)])
     branches.add([1, 2, 10, 11, 5], [answer(12)])
     (only,) = sequences(branches)
@@ -39,7 +39,7 @@ def test_conversation_that_only_grows_is_one_sequence() -> None:
 
 
 def test_fork_in_the_middle_has_the_beginning_as_context() -> None:
-    branches = Branches()
+    branches = AnswerTree()
     branches.add([1], [answer(10)])
     branches.add([1, 10, 2], [answer(11, 12)])
     branches.add([1, 10, 3], [answer(13)])
@@ -49,7 +49,7 @@ def test_fork_in_the_middle_has_the_beginning_as_context() -> None:
 
 
 def test_edited_history_begins_another_sequence() -> None:
-    branches = Branches()
+    branches = AnswerTree()
     branches.add([1], [answer(10, 11)])
     branches.add([1, 10, 9], [answer(12)])
     assert [(one.tokens, trained(one)) for one in sequences(branches)] == [
@@ -59,7 +59,7 @@ def test_edited_history_begins_another_sequence() -> None:
 
 
 def test_several_answers_to_one_prompt_are_several_sequences() -> None:
-    branches = Branches()
+    branches = AnswerTree()
     branches.add([1], [answer(10), answer(11)])
     branches.add([1, 11, 2], [answer(12)])
     assert [(one.tokens, trained(one)) for one in sequences(branches)] == [([1, 11, 2, 12], [11, 12]), ([1, 10], [10])]
@@ -67,7 +67,7 @@ def test_several_answers_to_one_prompt_are_several_sequences() -> None:
 
 
 def test_of_equal_answers_each_is_continued_once() -> None:
-    branches = Branches()
+    branches = AnswerTree()
     branches.add([1], [answer(10), answer(10)])
     branches.add([1, 10, 2], [answer(11)])
     branches.add([1, 10, 3], [answer(12)])
@@ -85,9 +85,9 @@ made_up = st.tuples(
 calls = st.lists(made_up, min_size=1, max_size=10)
 
 
-def played(calls: list[Call]) -> tuple[Branches, list[list[int]], list[tuple[list[int], list[int]]]]:
+def played(calls: list[Call]) -> tuple[AnswerTree, list[list[int]], list[tuple[list[int], list[int]]]]:
     """Return the branches of these calls, the sequences that were sampled, and the calls as (prompt, answer)."""
-    branches, whole, made = Branches(), list[list[int]](), list[tuple[list[int], list[int]]]()
+    branches, whole, made = AnswerTree(), list[list[int]](), list[tuple[list[int], list[int]]]()
     for context, continued, tokens in calls:
         prompt = (whole[-continued] if 0 < continued <= len(whole) else []) + context
         branches.add(prompt, [answer(*tokens)])
@@ -120,7 +120,7 @@ def test_sequences_consist_of_prompts_and_answers(calls: list[Call]) -> None:
 def test_order_of_parallel_calls_does_not_matter(calls: list[Call], data: st.DataObject) -> None:
     """Any order in which each answer is known before a call continues it."""
     branches, _, made = played(calls)
-    rest, shuffled = list(made), Branches()
+    rest, shuffled = list(made), AnswerTree()
     known: list[list[int]] = []
     while rest:
         ready = [

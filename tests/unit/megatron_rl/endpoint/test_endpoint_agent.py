@@ -15,14 +15,14 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.endpoint.session import Session
+from megatron_rl.endpoint.session import RolloutSession
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 
 PROBLEM = Problem("1+1", {"answer": "2"})
-Run = Callable[[Problem, Session, httpx.AsyncClient], Awaitable[Any]]
+Run = Callable[[Problem, RolloutSession, httpx.AsyncClient], Awaitable[Any]]
 
 
 class Programs(EndpointAgent):
@@ -34,7 +34,7 @@ class Programs(EndpointAgent):
         super().__init__(EndpointConfig(**config), byte_tokenizer())
         self._program, self.running, self.most = run, 0, 0
 
-    async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+    async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -78,7 +78,7 @@ def group(run: Run, asked: GroupRolloutRequest | None = None, **config: Any) -> 
     return asyncio.run(rollout())
 
 
-async def answers(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+async def answers(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
     return float(await ask(client, problem.prompt) == problem.golden["answer"])
 
 
@@ -103,7 +103,7 @@ def test_same_group_again_draws_the_same_random_numbers() -> None:
 def test_key_of_a_rollout_is_in_no_output_that_is_kept() -> None:
     keys: list[str] = []
 
-    async def program(problem: Problem, session: Session, client: httpx.AsyncClient) -> RunResult:
+    async def program(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> RunResult:
         await ask(client)
         keys.append(session.api_key)
         output = f"asking {session.base_url} with {session.api_key}"
@@ -124,7 +124,7 @@ def test_key_of_a_rollout_is_in_no_output_that_is_kept() -> None:
 
 
 def test_numbers_beside_the_reward_are_components_and_the_end_of_the_output_is_kept() -> None:
-    async def program(problem: Problem, session: Session, client: httpx.AsyncClient) -> RunResult:
+    async def program(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> RunResult:
         await ask(client)
         return RunResult({"reward": 0.5, "steps": 3}, "x" * 5000 + "end")
 
@@ -133,25 +133,25 @@ def test_numbers_beside_the_reward_are_components_and_the_end_of_the_output_is_k
     assert len(one.output) == OUTPUT_LIMIT and one.output.endswith("end")
 
 
-async def never_calls(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+async def never_calls(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
     return 1.0
 
 
-async def calls_for_ever(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+async def calls_for_ever(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
     while True:
         await client.post("completions", json={"prompt": "x"})
 
 
-async def gives_nan(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+async def gives_nan(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
     await ask(client)
     return float("nan")
 
 
-async def loses(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+async def loses(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
     raise RolloutLost("the program exited with 1", "Traceback")
 
 
-async def raises(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+async def raises(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
     raise KeyError("answr")
 
 
@@ -173,7 +173,7 @@ def test_faulty_program_loses_its_rollout_with_the_reason(program: Run, reason: 
 
 
 def test_limit_ends_a_program_that_goes_on_without_answers() -> None:
-    async def program(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+    async def program(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
         for _ in range(2):
             await client.post("completions", json={"prompt": "x"})
         await asyncio.Event().wait()
@@ -185,7 +185,7 @@ def test_limit_ends_a_program_that_goes_on_without_answers() -> None:
 def test_rollout_over_its_time_is_begun_again_and_then_lost() -> None:
     began = []
 
-    async def program(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+    async def program(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
         began.append(session.api_key)
         if len(began) == 1:
             await asyncio.Event().wait()
@@ -196,7 +196,7 @@ def test_rollout_over_its_time_is_begun_again_and_then_lost() -> None:
     assert [one.reward for one in group(program, request(size=1, limits=once)).trajectories] == [1.0]
     assert len({*began}) == 2
 
-    async def waits(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+    async def waits(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
         await asyncio.Event().wait()
         return 1.0
 
@@ -206,7 +206,7 @@ def test_rollout_over_its_time_is_begun_again_and_then_lost() -> None:
 
 
 def test_fault_of_every_program_ends_the_run() -> None:
-    async def program(problem: Problem, session: Session, client: httpx.AsyncClient) -> float:
+    async def program(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
         raise ConfigurationError("the command is missing")
 
     with pytest.raises(ConfigurationError, match="the command is missing"):

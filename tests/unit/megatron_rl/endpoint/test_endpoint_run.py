@@ -15,7 +15,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.endpoint.agent import EndpointAgent, RunResult
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.endpoint.session import Session
+from megatron_rl.endpoint.session import RolloutSession
 from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.run.state import Run
 
@@ -36,7 +36,7 @@ class TwoCalls(EndpointAgent):
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
         return {}
 
-    async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+    async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
         self.begun += 1
         async with httpx.AsyncClient(base_url=session.base_url, timeout=60, trust_env=False, verify=False) as client:
             text = await self._answer(client, problem.prompt)

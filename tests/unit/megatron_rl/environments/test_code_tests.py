@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_rl.environments.code.environment import last_code_block
-from megatron_rl.environments.code.tests import Test, Tests, parse_tests, passes
+from megatron_rl.environments.code.test_cases import Test, Tests, parse_tests, passes
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.scoring import UNDECIDED, RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
-from megatron_rl.environments.math.verifier import Verdict
+from megatron_rl.environments.math.verifier import MathVerdict
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
 from megatron_rl.inference.config import Sampling
 
@@ -184,9 +184,9 @@ def test_what_follows_a_right_answer_does_not_matter_by_default(data: Path) -> N
 def test_answer_that_costs_too_much_is_wrong_and_marked(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ones are in tests/runs/test_verifier.py."""
     environment = build(data, format_reward=0.1)
-    verdicts = {"5": Verdict.RIGHT, "slow": Verdict.UNDECIDED, "6": Verdict.WRONG}
+    verdicts = {"5": MathVerdict.RIGHT, "slow": MathVerdict.UNDECIDED, "6": MathVerdict.WRONG}
 
-    async def judge(_: str, answer: str) -> Verdict:
+    async def judge(_: str, answer: str) -> MathVerdict:
         return verdicts[answer]
 
     monkeypatch.setattr(environment._verifier, "judge", judge)

@@ -11,7 +11,7 @@ from optional import needs
 
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
-from megatron_rl.agent.trial import CodePoints
+from megatron_rl.agent.scripted_trial import CodePoints
 from megatron_rl.environments.program.arguments import ProgramConfig
 from megatron_rl.environments.program.environment import ProgramEnvironment
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.environments.program.environment import why_lost
+from megatron_rl.environments.program.nursery_wire import ProgramEnd
 from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of
-from megatron_rl.environments.program.wire import Ended
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,15 @@ def test_a_function_returns_a_number_or_a_mapping_with_a_reward() -> None:
 
 
 def test_a_lost_run_says_how_its_program_ended() -> None:
-    assert why_lost(Ended(0, ending="1.0"), 5) == ""
-    assert why_lost(Ended(1, output="Traceback ...\nKeyError: 'x'\n\n"), 5) == "program: exit code 1: KeyError"
-    assert why_lost(Ended(-11), 5) == "program: SIGSEGV"
-    assert why_lost(Ended(-15, over_limit=True), 5) == "program: not done within 5 s (environment.args.timeout_s)"
-    assert why_lost(Ended(1, unstarted="agent: no such file"), 5) == (
+    assert why_lost(ProgramEnd(0, ending="1.0"), 5) == ""
+    assert why_lost(ProgramEnd(1, output="Traceback ...\nKeyError: 'x'\n\n"), 5) == "program: exit code 1: KeyError"
+    assert why_lost(ProgramEnd(-11), 5) == "program: SIGSEGV"
+    assert why_lost(ProgramEnd(-15, over_limit=True), 5) == "program: not done within 5 s (environment.args.timeout_s)"
+    assert why_lost(ProgramEnd(1, unstarted="agent: no such file"), 5) == (
         "program: it could not be started: agent: no such file"
     )
-    assert why_lost(Ended(1, raised="ValueError (agent.py:3)"), 5) == "program: ValueError (agent.py:3)"
-    assert why_lost(Ended(1, output="x" * 1000), 5) == "program: exit code 1"
+    assert why_lost(ProgramEnd(1, raised="ValueError (agent.py:3)"), 5) == "program: ValueError (agent.py:3)"
+    assert why_lost(ProgramEnd(1, output="x" * 1000), 5) == "program: exit code 1"
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_a_lost_run_says_how_its_program_ended() -> None:
     ],
 )
 def test_a_lost_run_names_the_command_that_its_shell_could_not_run(code: int, output: str, reason: str) -> None:
-    assert why_lost(Ended(code, output=output), 5) == f"program: {reason}"
+    assert why_lost(ProgramEnd(code, output=output), 5) == f"program: {reason}"

@@ -16,9 +16,8 @@ from pydantic import ValidationError
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_arguments
-from megatron_rl.environments.vf import process
 from megatron_rl.environments.vf.config import VerifiersConfig, merged
-from megatron_rl.environments.vf.process import VerifiersWorker, WorkerGone, list_tasks
+from megatron_rl.environments.vf.worker_process import VerifiersWorker, WorkerGone, list_tasks
 
 SCRIPT = f"""#!{sys.executable}
 import json, os, subprocess, sys, threading, time

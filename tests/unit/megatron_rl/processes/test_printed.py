@@ -9,7 +9,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.own_process.worker import is_outside
+from megatron_rl.agent.own_process.scoring_worker import is_outside
 from megatron_rl.processes.printed import PRINTED_CHARACTERS, LogBudget, Printed
 
 MARK = "0123456789abcdef"

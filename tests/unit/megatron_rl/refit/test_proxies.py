@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.environments.judge import Judge, JudgeConfig, NoVerdict, is_inside
+from megatron_rl.environments.judge import Judge, JudgeConfig, NoJudgement, is_inside
 from megatron_rl.inference.openai import Endpoint, EndpointError, ScoringServers
 
 NOBODY = "http://127.0.0.1:9"
@@ -52,7 +52,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusing]:
 
 
 def refused(work: Coroutine[Any, Any, Any]) -> None:
-    with suppress(NoVerdict, EndpointError):
+    with suppress(NoJudgement, EndpointError):
         asyncio.run(work)
 
 

@@ -20,7 +20,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
 from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.endpoint.session import Session
+from megatron_rl.endpoint.session import RolloutSession
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.recipe.section import Section
@@ -43,7 +43,7 @@ class Adder(EndpointAgent):
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
         return {}
 
-    async def run(self, problem: Problem, session: Session, limits: RolloutLimits) -> RunResult:
+    async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
         from openai import AsyncOpenAI
 
         messages: list[Any] = [{"role": "user", "content": problem.prompt}]

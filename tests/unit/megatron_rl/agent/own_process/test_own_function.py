@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_rl.agent.own_process.api import Call, NotScored, Scored, Unusable
 from megatron_rl.agent.own_process.function import OwnFunction
+from megatron_rl.agent.own_process.scoring_call import Call, NotScored, Scored, UnusableFunction
 
 SOURCE = '''
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
@@ -298,17 +298,17 @@ def test_modules_beside_the_file_are_imported_and_an_import_that_fails_says_wher
     assert value(call(function, "")) == 0.5
     function.close()
     (tmp_path / "bad.py").write_text("print('hello')\nimport nowhere_at_all\ndef reward(response): ...\n")
-    with pytest.raises(Unusable, match=r"bad.py:2: import nowhere_at_all: ModuleNotFoundError.*\nhello"):
+    with pytest.raises(UnusableFunction, match=r"bad.py:2: import nowhere_at_all: ModuleNotFoundError.*\nhello"):
         OwnFunction(tmp_path / "bad.py", "reward", 1)
     (tmp_path / "exits.py").write_text("import os\ndef reward(response): ...\nos._exit(7)\n")
-    with pytest.raises(Unusable, match=r"its process ended while it was imported .exit code 7"):
+    with pytest.raises(UnusableFunction, match=r"its process ended while it was imported .exit code 7"):
         OwnFunction(tmp_path / "exits.py", "reward", 1)
 
 
 RANK = """
 import asyncio, sys, threading
 from pathlib import Path
-from megatron_rl.agent.own_process.api import Call
+from megatron_rl.agent.own_process.scoring_call import Call
 from megatron_rl.agent.own_process.function import OwnFunction
 
 function = OwnFunction(Path(sys.argv[1]), "reward", 1)

@@ -13,22 +13,22 @@ from megatron_rl.environments.math.notation import NEW_LINE, closing, split
 from megatron_rl.environments.math.structure import (
     EVERYTHING,
     INFINITE,
-    Choice,
+    Bracketed,
     Congruence,
     Family,
     Form,
     Formula,
+    LetteredChoice,
     Matrix,
     Named,
-    Pieces,
     Ratio,
     Relation,
-    Row,
     SetOf,
     Several,
+    UnionOf,
     Words,
 )
-from megatron_rl.environments.math.tokens import Unreadable
+from megatron_rl.environments.math.tokens import UnreadableFormula
 from megatron_rl.environments.math.words import DENIAL, choice, number_in_words, only_words, time_of_day
 
 LIST = re.compile(r"[,;]\s*(?:(?:and|or)(?![A-Za-z]))?|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
@@ -115,7 +115,7 @@ def _in_words(text: str) -> Form | None:
     if time := time_of_day(text):
         return Words(time)
     if chosen := choice(text):
-        return Choice(form(chosen[0]), form(chosen[1]))
+        return LetteredChoice(form(chosen[0]), form(chosen[1]))
     if (words := only_words(text)) is None:
         return None
     return SetOf(()) if NOTHING.fullmatch(words) else EVERYTHING if ALL.fullmatch(words) else Words(words)
@@ -124,7 +124,7 @@ def _in_words(text: str) -> Form | None:
 def _listed(parts: list[str], text: str) -> Form:
     forms = [form(one) for part in parts for one in _both_signs(part)]
     either = re.search(r"(?<![A-Za-z])or(?![A-Za-z])", text) and all(RELATION.search(part) for part in parts)
-    if either and all(isinstance(one, Row | Pieces) for one in forms):
+    if either and all(isinstance(one, Bracketed | UnionOf) for one in forms):
         return _joined(forms)  # x < 1 or x > 3
     if isinstance(forms[0], Named):  # x = 3, 5
         forms = [one if isinstance(one, Named) else Named(forms[0].name, one, f"{forms[0].name}={part}")
@@ -163,7 +163,7 @@ def _equation(parts: list[str], text: str) -> Form:
 def _constant(text: str) -> Any:
     try:
         return value(text)
-    except (Unreadable, Undefined, TooLarge):
+    except (UnreadableFormula, Undefined, TooLarge):
         return None
 
 
@@ -210,8 +210,8 @@ def _within(center: str, sign: str, distance: str) -> Form | None:
     return None
 
 
-def _interval(opening: str, low: str, high: str, end: str) -> Row:
-    return Row(opening + end, (form(low), form(high)))
+def _interval(opening: str, low: str, high: str, end: str) -> Bracketed:
+    return Bracketed(opening + end, (form(low), form(high)))
 
 
 def _reals_without(points: str) -> list[Form]:
@@ -221,15 +221,15 @@ def _reals_without(points: str) -> list[Form]:
 
 
 def _joined(pieces: Iterable[Form]) -> Form:
-    flat = [one for piece in pieces for one in (piece.items if isinstance(piece, Pieces) else (piece,))]
+    flat = [one for piece in pieces for one in (piece.items if isinstance(piece, UnionOf) else (piece,))]
     if all(isinstance(piece, SetOf) for piece in flat):
         return SetOf(tuple(item for piece in flat if isinstance(piece, SetOf) for item in piece.items))
-    return Pieces(tuple(flat))
+    return UnionOf(tuple(flat))
 
 
 def _enclosed(text: str) -> Form | None:
     if reversed_brackets := re.fullmatch(r"\]([^\[\]]*)\[", text):  # ]0, 1[
-        return Row("()", tuple(map(form, split(reversed_brackets[1], LIST))))
+        return Bracketed("()", tuple(map(form, split(reversed_brackets[1], LIST))))
     if text[:1] not in ("(", "[", "⟨", "{") or closing(text, 0) != len(text) - 1:
         return None
     inside = text[1:-1].strip()
@@ -243,4 +243,4 @@ def _enclosed(text: str) -> Form | None:
     items = split(inside, LIST)
     if len(items) == 1 and text[0] + text[-1] == "()":
         return form(inside)
-    return Row(text[0] + text[-1], tuple(map(form, items)))
+    return Bracketed(text[0] + text[-1], tuple(map(form, items)))

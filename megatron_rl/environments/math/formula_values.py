@@ -13,7 +13,7 @@ from mpmath import mp
 from megatron_rl.environments.math.bounded import Number, TooLarge, Undefined, close, rounds_to
 from megatron_rl.environments.math.formulas import OPEN, Meaning, value
 from megatron_rl.environments.math.structure import INFINITE
-from megatron_rl.environments.math.tokens import Unreadable, has_bare_log, is_complex, variables
+from megatron_rl.environments.math.tokens import UnreadableFormula, has_bare_log, is_complex, variables
 
 POINTS = 3
 """Points of each kind at which two formulas with variables are compared ..."""
@@ -32,7 +32,7 @@ def by_value(golden: str, answer: str) -> bool | None:
         if INFINITE in golden or INFINITE in answer:
             return golden.replace(" ", "").lstrip("+") == answer.replace(" ", "").lstrip("+")
         verdicts = [_in_one_meaning(golden, answer, meaning) for meaning in _meanings(golden, answer)]
-    except Unreadable:
+    except UnreadableFormula:
         return None
     except TooLarge:
         return False  # an equal answer is spelled the same; computing it would exhaust the memory
@@ -45,7 +45,7 @@ def has_no_value(text: str) -> bool:
     try:
         if not variables(text):
             value(text, None, meaning)
-    except Unreadable:
+    except UnreadableFormula:
         return False
     except (TooLarge, Undefined):
         return True
@@ -103,7 +103,7 @@ def _percentages(golden: str, answer: str) -> bool | None:
     as_value = by_value(golden, f"({bare[1]})/100")
     try:
         may_lack_the_sign = abs(value(golden)) > 1
-    except (Unreadable, TooLarge, Undefined, TypeError):
+    except (UnreadableFormula, TooLarge, Undefined, TypeError):
         return as_value
     return as_value or (may_lack_the_sign and by_value(*bare))
 

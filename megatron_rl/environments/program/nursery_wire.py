@@ -28,7 +28,7 @@ class Program(NamedTuple):
     """Files that are copied into every working directory under their own names."""
 
 
-class Job(NamedTuple):
+class ProgramJob(NamedTuple):
     problem: str
     """One JSON object on one line."""
     variables: dict[str, str]
@@ -39,7 +39,7 @@ class Job(NamedTuple):
     """Seconds from there until it is killed."""
 
 
-class Ended(NamedTuple):
+class ProgramEnd(NamedTuple):
     code: int
     """Exit code, negative for a signal."""
     over_limit: bool = False

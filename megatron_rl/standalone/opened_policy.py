@@ -33,7 +33,7 @@ from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
-from megatron_rl.standalone.source import Source
+from megatron_rl.standalone.source import PolicySource
 
 MOST_POSITIONS = 4096
 """Longest prompt and answer together, in tokens, unless the caller asks for more: the cache has room for this many in
@@ -54,7 +54,7 @@ class OpenedPolicy:
     ranks: EngineRanks
     leaders: dist.ProcessGroup
     """First ranks of all replicas, over gloo."""
-    source: Source
+    source: PolicySource
     digest: str
     """Digest of the weights: two paths with the same digest have the same weights."""
 
@@ -69,7 +69,7 @@ class OpenedPolicy:
 
 @contextmanager
 def open_policy(
-    source: Source,
+    source: PolicySource,
     *,
     device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
@@ -131,7 +131,7 @@ def engine_ranks(groups: Groups, tp: int) -> EngineRanks:
     return EngineRanks(rank // tp, size // tp, groups.tensor, control)
 
 
-def load_policy(source: Source, platform: Platform, groups: Groups) -> tuple[Policy, str, int]:
+def load_policy(source: PolicySource, platform: Platform, groups: Groups) -> tuple[Policy, str, int]:
     """Return this rank's part of the policy with its weights, their digest, and the number of optimizer steps behind
     them. Collective.
 

@@ -14,12 +14,12 @@ from megatron_rl.checkpoint.hf.export import SHARD_BYTES
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.publish import read_manifest
-from megatron_rl.evaluate.blocks import Opened
+from megatron_rl.evaluate.blocks import OpenedEvaluation
 from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
 from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
-from megatron_rl.standalone.source import Source
+from megatron_rl.standalone.source import PolicySource
 from megatron_rl.vllm.answers import Answer, begun, shared_streams
 from megatron_rl.vllm.client import VllmClient
 from megatron_rl.vllm.command import Served, Sizes, serve_command, vllm_environment
@@ -31,8 +31,8 @@ from megatron_rl.vllm.start import started, version_in
 
 @contextmanager
 def open_vllm(
-    source: Source, asked: Evaluation, max_length: int, rows: int, waits_for: Callable[[str], None]
-) -> Iterator[Opened]:
+    source: PolicySource, asked: Evaluation, max_length: int, rows: int, waits_for: Callable[[str], None]
+) -> Iterator[OpenedEvaluation]:
     """Start vLLM on the weights of a source; it ends with the context.
 
     Args:
@@ -77,10 +77,10 @@ def open_vllm(
         ):
             assert process is not None, "nothing stops the wait"
             engine = VllmEngine(VllmClient(served.socket), process, source, rows)
-            yield Opened(engine, source, digest, f"vllm {version}")
+            yield OpenedEvaluation(engine, source, digest, f"vllm {version}")
 
 
-def _published(source: Source, folder: Path) -> tuple[Path, str]:
+def _published(source: PolicySource, folder: Path) -> tuple[Path, str]:
     """Return a folder of Hugging Face weights, exported below `folder` if the source is a checkpoint, and the digest of
     the source's weights."""
     if source.kind == "huggingface":
@@ -93,7 +93,7 @@ def _published(source: Source, folder: Path) -> tuple[Path, str]:
 class VllmEngine:
     """Implements `InferenceInterface`, in one asyncio loop."""
 
-    def __init__(self, client: VllmClient, process: VllmProcess, source: Source, rows: int) -> None:
+    def __init__(self, client: VllmClient, process: VllmProcess, source: PolicySource, rows: int) -> None:
         self.policy_version = 0
         self.busy_s = 0.0
         self._client, self._process, self._tokenizer, self._rows = client, process, source.tokenizer, rows

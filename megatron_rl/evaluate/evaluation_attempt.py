@@ -14,7 +14,7 @@ from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.files import once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.evaluate.blocks import AnsweringEngine, Progress
+from megatron_rl.evaluate.blocks import AnsweringEngine, EvaluationProgress
 from megatron_rl.evaluate.config import read_evaluation
 from megatron_rl.evaluate.evaluator import evaluate
 from megatron_rl.metrics.timeline import Timeline
@@ -44,7 +44,7 @@ def run_evaluation(
     activity.enter("loading the weights", 0)
     answered = 0
 
-    def report(progress: Progress) -> None:
+    def report(progress: EvaluationProgress) -> None:
         nonlocal answered
         answered = progress.done
         activity.enter("evaluating", answered)

@@ -22,9 +22,9 @@ from functools import partial
 from queue import LifoQueue
 from typing import Any
 
-from megatron_rl.agent.sandbox.api import Ending, ProcessLimits, ProcessResult
-from megatron_rl.agent.sandbox.child import LENGTH_DIGITS, OUT_OF_MEMORY
-from megatron_rl.agent.sandbox.process import ConfinedProcess, OutputTooLarge
+from megatron_rl.agent.sandbox.confined_child import LENGTH_DIGITS, OUT_OF_MEMORY
+from megatron_rl.agent.sandbox.confined_process import ConfinedProcess, OutputTooLarge
+from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits, ProcessResult
 from megatron_rl.contract.children import how_ended
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Worker of the environment `verifiers`: runs episodes in a Python that has verifiers.
 
-    PYTHON -P worker.py      a JSON object per line, on stdin and on stdout
+    PYTHON -P verifiers_worker.py      a JSON object per line, on stdin and on stdout
 
     <- {"environments": {NAME: {"id": ..., "env": {...}, "tasks": 100}}, "prompts": true}
     -> {"number": 0, "version": "0.4.0", "prompts": {NAME: [...]}}   or {"error": ..., "version": ...}, and it ends

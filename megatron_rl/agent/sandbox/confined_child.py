@@ -1,4 +1,4 @@
-"""Code of a child process of process.py; standard library only.
+"""Code of a child process of confined_process.py; standard library only.
 
     worker     {"function": "module:name"}: answers requests, one JSON line each, by calling a function of ours
     program    {"function": null}: runs one program that a model wrote
@@ -19,8 +19,8 @@ from importlib import import_module
 from types import CodeType
 from typing import Any
 
-from megatron_rl.agent.sandbox.api import Ending
 from megatron_rl.agent.sandbox.confine import confine, limit_memory, limit_processor, raise_stack_limit
+from megatron_rl.agent.sandbox.limits import Ending
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, death_with_parent
 
 LENGTH_DIGITS = 12
@@ -52,7 +52,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     death_with_parent(job["parent"])()
     limit_memory(job["memory_bytes"])
-    del sys.path[-1]  # our entry, with which process.py made this module importable
+    del sys.path[-1]  # our entry, with which confined_process.py made this module importable
     sys.path.extend(place for place in job["path"] if place not in sys.path)
     if job["function"] is None:
         run_program(job["cpu_s"])

@@ -1,4 +1,4 @@
-"""The process of worker.py: started, asked, and ended with all that it started."""
+"""The process of verifiers_worker.py: started, asked, and ended with all that it started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.environments.vf.config import VERSIONS
-from megatron_rl.environments.vf.worker import END_S
+from megatron_rl.environments.vf.verifiers_worker import END_S
 from megatron_rl.processes.answering import AnsweringProcess, Died, Language
 from megatron_rl.processes.guard import guarded
 
@@ -21,7 +21,7 @@ START_S = 600.0
 CANCEL_S = 60.0
 """Seconds in which a worker must give up a rollout that is cancelled. One that does not is stuck, and is ended."""
 LATE = f"verifiers has not loaded the environment within {START_S:g} s"
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("verifiers_worker.py")
 
 
 class WorkerGone(Exception):
@@ -125,7 +125,7 @@ def _line(message: Mapping[str, Any]) -> bytes:
 
 
 def _command(python: str | None) -> list[str]:
-    # -P: without it, modules beside worker.py would hide packages of the same name
+    # -P: without it, modules beside verifiers_worker.py would hide packages of the same name
     return [python or sys.executable, "-P", str(WORKER)]
 
 

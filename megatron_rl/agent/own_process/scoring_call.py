@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Unusable(Exception):
+class UnusableFunction(Exception):
     """The function cannot be imported; the message says why."""
 
 

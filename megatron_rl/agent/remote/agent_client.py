@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 
 from megatron_rl.agent.api import EvaluationResponse
-from megatron_rl.agent.remote.wire import (
+from megatron_rl.agent.remote.agent_wire import (
     POLL_S,
     PROTOCOL,
-    About,
+    AgentDescription,
     AgentRequest,
     decode_about,
     decode_refusal,
@@ -60,7 +60,7 @@ class AgentFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ServedAgent:
-    about: About
+    about: AgentDescription
     prompts: Mapping[str, list[str]]
     demonstrations: list[tuple[str, str]]
     """(prompt, right answer) pairs of the training set."""

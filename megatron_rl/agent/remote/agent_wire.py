@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import EvaluationResponse
-from megatron_rl.agent.scoring import RolloutLimits, Score
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
 from megatron_rl.inference.api import Completion
 from megatron_rl.inference.config import Sampling
@@ -45,7 +45,7 @@ Body = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class AgentDescription:
     protocol: int
     environment: str
     digest: str
@@ -80,9 +80,9 @@ def digest_of(sets: Mapping[str, Sequence[Problem]]) -> str:
     return hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest()
 
 
-def decode_about(body: Body) -> About:
+def decode_about(body: Body) -> AgentDescription:
     try:
-        about = About(**body)
+        about = AgentDescription(**body)
         if not all(isinstance(count, int) and count >= 0 for count in about.sets.values()):
             raise TypeError("sets")
     except (TypeError, AttributeError) as error:
@@ -177,7 +177,7 @@ def _decode_trajectory(body: Any, vocab_size: int) -> Trajectory:
         reward,
         finish_reason,
         tool_calls=tool_calls,
-        components=Score.of({**body["components"], "reward": reward}).components,
+        components=CheckedReward.of({**body["components"], "reward": reward}).components,
         output=output,
     )
 

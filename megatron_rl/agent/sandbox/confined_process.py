@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from megatron_rl.agent.sandbox.api import ProcessLimits
+from megatron_rl.agent.sandbox.limits import ProcessLimits
 
 ROOT = str(Path(__file__).parents[3])
-MAIN = "import sys; sys.path.append(sys.argv.pop(1)); from megatron_rl.agent.sandbox.child import main; main()"
+MAIN = "import sys; sys.path.append(sys.argv.pop(1)); from megatron_rl.agent.sandbox.confined_child import main; main()"
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 """Environment variables passed to a child. None of them is secret."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
