@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import model_validator
 
 from megatron_rl.agent.arrow_rows import BATCH, arrow_rows, file_batches, file_columns
-from megatron_rl.agent.row_limit import limited
 from megatron_rl.agent.text_rows import as_text, text_rows, value_at
 from megatron_rl.model.config import is_hub_name
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
@@ -47,6 +48,26 @@ class DataSource(Section):
     @classmethod
     def _of_path(cls, values: Any) -> Any:
         return {"path": values} if isinstance(values, str) else values
+
+
+T = TypeVar("T")
+
+_most: ContextVar[int | None] = ContextVar("rows read of each data set", default=None)
+
+
+@contextmanager
+def first_rows(count: int | None) -> Iterator[None]:
+    """Read at most `count` rows of each data set, and draw as many problems, while the context lasts. None: all."""
+    token = _most.set(count)
+    try:
+        yield
+    finally:
+        _most.reset(token)
+
+
+def limited(rows: Iterable[T]) -> Iterator[T]:
+    """Yield the rows up to the limit of the context; all outside of one."""
+    return islice(rows, _most.get())
 
 
 class DataRow(NamedTuple):

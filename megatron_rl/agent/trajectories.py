@@ -94,19 +94,10 @@ class Trajectory(Branch):
         output: str = "",
     ) -> Trajectory:
         """Return the trajectory of one answer to one prompt; all tokens of the answer are trained on."""
-        prompt, answer = len(prompt_tokens), len(completion.tokens)
-        return cls(
-            tokens=prompt_tokens + completion.tokens,
-            loss_mask=[False] * prompt + [True] * answer,
-            logprobs=[0.0] * prompt + completion.logprobs,
-            versions=[UNSAMPLED] * prompt + completion.versions,
-            turns=[range(prompt, prompt + answer)],
-            text=text,
-            reward=reward,
-            finish_reason=completion.finish_reason,
-            components=components or {},
-            output=output,
-        )
+        builder = TrajectoryBuilder(prompt_tokens)
+        builder.add_turn(completion)
+        finish_reason = completion.finish_reason
+        return cls.of_sequences([builder.branch()], text, reward, finish_reason, components=components, output=output)
 
     @classmethod
     def of_sequences(
@@ -124,20 +115,8 @@ class Trajectory(Branch):
         if not sequences:
             raise ValueError("a trajectory needs at least one sequence of tokens")
         own, *branches = sequences
-        return cls(
-            tokens=own.tokens,
-            loss_mask=own.loss_mask,
-            logprobs=own.logprobs,
-            versions=own.versions,
-            turns=own.turns,
-            text=text,
-            reward=reward,
-            finish_reason=finish_reason,
-            tool_calls=tool_calls,
-            components=components or {},
-            branches=tuple(branches),
-            output=output,
-        )
+        lists = own.tokens, own.loss_mask, own.logprobs, own.versions, own.turns
+        return cls(*lists, text, reward, finish_reason, tool_calls, components or {}, tuple(branches), output)
 
     def __post_init__(self) -> None:
         Branch.__post_init__(self)
@@ -250,26 +229,17 @@ class TrajectoryBuilder:
         self._logprobs += [0.0] * len(tokens)
         self._versions += [UNSAMPLED] * len(tokens)
 
+    def branch(self) -> Branch:
+        """Return the sequence so far. Raises ValueError if the model has had no turn."""
+        lists = [*self.tokens], [*self._loss_mask], [*self._logprobs], [*self._versions], [*self._turns]
+        return Branch(*lists)
+
     def scored(
         self, text: str, reward: float, tool_calls: int | None = None, components: Mapping[str, float] | None = None
     ) -> Trajectory:
-        """Return the complete trajectory.
-
-        text: text of the model's turns: see `Trajectory.text`. tool_calls, components: see `Trajectory`.
-
-        Raises ValueError if the model has had no turn.
-        """
+        """Return the trajectory; the arguments are its fields. Raises ValueError if the model has had no turn."""
         if self._last is None:
             raise ValueError("a conversation without a turn of the model is not a trajectory")
-        return Trajectory(
-            tokens=list(self.tokens),
-            loss_mask=list(self._loss_mask),
-            logprobs=list(self._logprobs),
-            versions=list(self._versions),
-            turns=list(self._turns),
-            text=text,
-            reward=reward,
-            finish_reason=self._last.finish_reason,
-            tool_calls=tool_calls,
-            components=components or {},
+        return Trajectory.of_sequences(
+            [self.branch()], text, reward, self._last.finish_reason, tool_calls=tool_calls, components=components
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from megatron_rl.agent.trajectories import Branch
+from megatron_rl.agent.trajectories import Branch, TrajectoryBuilder
 from megatron_rl.inference.api import Completion
 
 
@@ -114,22 +114,11 @@ def _continues(prompt: Sequence[int], turn: AnswerNode) -> bool:
 
 def _branch(path: Sequence[AnswerNode], trained: Set[AnswerNode]) -> Branch:
     """Return the sequence of tokens of a path. trained: turns that are context, since another branch trains them."""
-    tokens: list[int] = []
-    loss_mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    turns: list[range] = []
+    builder = TrajectoryBuilder([])
     for turn in path:
-        answer, own = turn.completion, turn not in trained
-        context = len(turn.context) + (0 if own else len(answer.tokens))
-        tokens += turn.context
-        tokens += answer.tokens
-        loss_mask += [False] * context
-        logprobs += [0.0] * context
-        versions += [-1] * context
-        if own:
-            loss_mask += [True] * len(answer.tokens)
-            logprobs += answer.logprobs
-            versions += answer.versions
-            turns.append(range(len(tokens) - len(answer.tokens), len(tokens)))
-    return Branch(tokens, loss_mask, logprobs, versions, turns)
+        builder.add_observation(turn.context)
+        if turn in trained:
+            builder.add_observation(turn.completion.tokens)
+        else:
+            builder.add_turn(turn.completion)
+    return builder.branch()

@@ -6,10 +6,12 @@ import asyncio
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence, Set
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Trajectory
@@ -18,11 +20,10 @@ from megatron_rl.chat.messages import Message
 from megatron_rl.endpoint.branches import AnswerNode, AnswerTree
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.conversations import KnownConversation
-from megatron_rl.endpoint.narrowing import narrowed
 from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.text import TextStream
-from megatron_rl.server.errors import ApiError
+from megatron_rl.server.errors import ApiError, invalid
 from megatron_rl.server.request_parsing import ParsedRequest
 from megatron_rl.server.samples import Part
 from megatron_rl.server.service import error_for_client, parts_of
@@ -293,3 +294,54 @@ class RolloutSession:
 
 def session_ended() -> ApiError:
     return ApiError(410, "this session has ended: its rollout is over", code="session_ended")
+
+
+CHOSEN = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "min_tokens": "min_new_tokens",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+    "ignore_eos": "ignore_eos",
+}
+"""Parameters of a request that have an effect if the program may choose, and our names of them."""
+
+
+def narrowed(
+    run: Sampling,
+    asked: Sampling,
+    given: Set[str],
+    by: Literal["run", "program"],
+    *,
+    most: int,
+    end_ids: Set[int],
+) -> Sampling:
+    """Return the sampling of a call. Raises ApiError.
+
+    Args:
+        asked: sampling that the request asks for.
+        given: parameters of `asked` that the request sets itself; the others are defaults.
+        by: who chooses, see `EndpointConfig.sampling`.
+        most: largest number of tokens of the answer.
+        end_ids: tokens that end an answer anyway.
+    """
+    longest = min(run.max_new_tokens, most)
+    kind = type(asked) if by == "program" else Sampling
+    chosen = {ours for theirs, ours in CHOSEN.items() if theirs in given} if by == "program" else set[str]()
+    values: dict[str, Any] = run.model_dump()
+    stop_tokens = [each for each in asked.stop_tokens if each not in end_ids]
+    values |= {name: getattr(asked, name) for name in chosen & kind.model_fields.keys()}
+    values |= {
+        "max_new_tokens": longest,
+        "min_new_tokens": min(values["min_new_tokens"], longest),
+        "stop": tuple(dict.fromkeys((*run.stop, *asked.stop))),
+        "stop_tokens": tuple(dict.fromkeys((*run.stop_tokens, *stop_tokens))),
+    }
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise invalid(error, {"stop_tokens": "stop_token_ids"}) from error

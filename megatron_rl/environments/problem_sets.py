@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megatron_rl.agent.data_rows import limited
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
-from megatron_rl.agent.row_limit import limited
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import NonNegativeInt, PositiveInt, Section

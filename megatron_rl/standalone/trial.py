@@ -2,8 +2,9 @@
 
     python -m megatron_rl.standalone.trial < TRIAL.json
 
-Without a model, an environment that asks it directly is tried with a right and a wrong answer (agent/scripted_trial.py), and one
-that asks the policy endpoint with scripted answers. With a model, every environment is. Writes a JSON object per
+Without a model, an environment that asks it directly is tried with a right and a wrong answer
+(agent/scripted_trial.py), and one that asks the policy endpoint with scripted answers. With a model, every environment
+is. Writes a JSON object per
 problem to stdout, and errors to stderr in one line; before an error of the task's own code an object with its `trace`.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -36,10 +38,67 @@ from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.extras import install_command
 from megatron_rl.standalone.config import Trial
-from megatron_rl.standalone.plain_chat import PlainChat
 
 MAX_NEW_TOKENS = 512
 """Most tokens of an answer, if neither a run nor the user sets a limit."""
+
+
+END = "\ufdd0"
+"""End token in a text. A noncharacter of Unicode, so no message should contain it."""
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+TAGS = (CALL, CALL_END, "<think>", "</think>")
+"""Texts that are one token each."""
+_PIECE = re.compile("|".join(map(re.escape, TAGS)) + "|.", re.DOTALL)
+
+
+class PlainChat(CodePoints):
+    """Most tokens are code points. Messages look so, and a model calls tools as Qwen's do:
+
+    user: What is 2+3?<end>
+    assistant: <tool_call>
+    {"name": "add", "arguments": {"a": 2, "b": 3}}
+    </tool_call><end>
+    tool: 5<end>
+    """
+
+    vocab_size = CodePoints.vocab_size + len(TAGS)
+    chat_template = f"tools, messages, {CALL}, {CALL_END}"
+    renderer = "template"
+
+    def encode(self, text: str) -> list[int]:
+        return [self._token(piece) for piece in _PIECE.findall(text)]
+
+    encode_prompt = encode
+
+    def _token(self, piece: str) -> int:
+        if piece in TAGS:
+            return CodePoints.vocab_size + TAGS.index(piece)
+        return self.eos_id if piece == END else ord(piece)
+
+    def show(self, token: int) -> str:
+        return TAGS[token - CodePoints.vocab_size] if token >= CodePoints.vocab_size else super().show(token)
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        if variables:
+            raise ValueError(f"{next(iter(variables))}: scripted answers have no template variables; use --model")
+        offered = [f"tools: {json.dumps([*tools])}\n"] if tools else []
+        said = [f"{message['role']}: {_text(message)}{END}\n" for message in messages]
+        return "".join((*offered, *said, "assistant: " if add_generation_prompt else ""))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    written = [
+        f"{CALL}\n{json.dumps({'name': call['name'], 'arguments': call['arguments']})}\n{CALL_END}" for call in calls
+    ]
+    return "\n".join(filter(None, [message.get("content") or "", *written]))
 
 
 def main() -> int:

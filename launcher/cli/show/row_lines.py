@@ -18,7 +18,7 @@ INDENT = "  "
 
 
 def row_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of one row or problem: see `megatron_rl.standalone.shown_rows.shown`."""
+    """Yield the lines of one row or problem: see `megatron_rl.standalone.rows.shown`."""
     if "row" in found:
         yield from _row(found)
     elif "line" in found:
@@ -78,7 +78,7 @@ def _indented(text: str, *, styled: bool = False) -> Iterator[str]:
 
 
 def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the counts of one set, see `megatron_rl.standalone.row_counts.counts`, or a warning."""
+    """Yield the lines of the counts of one set, see `megatron_rl.standalone.rows.counts`, or a warning."""
     if "warning" in found:
         yield click.style(f"warning: {printable_lines(found['warning'])}", fg="yellow")
         return

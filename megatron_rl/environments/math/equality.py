@@ -1,8 +1,9 @@
 r"""Mathematical equality of two answers: the function of the workers of math/verifier.py.
 
-Both texts are normalised (notation.py) and parsed into their structure (answer_forms.py): several answers, tuples, intervals,
-sets, matrices, equations. Formulas inside them are compared by value (formulas.py): exactly if they are rational, to 45
-digits otherwise, and at several points if they have variables. math-verify compares only what formulas.py cannot read.
+Both texts are normalised (notation.py) and parsed into their structure (answer_forms.py): several answers, tuples,
+intervals, sets, matrices, equations. Formulas inside them are compared by value (formulas.py): exactly if they are
+rational, to 45 digits otherwise, and at several points if they have variables. math-verify compares only what
+formulas.py cannot read.
 
 sympy, on which math-verify is based, may never return on short input such as \gcd(9^{9^{9^9}}, 3), in code that no
 exception interrupts. So only such a worker may import this module, and it has limits of time and memory.

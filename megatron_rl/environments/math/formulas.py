@@ -143,7 +143,7 @@ class _Reader:
                 if self._degree():
                     base = multiply(base, mp.pi / 180) if self._in_angle else base
                 else:
-                    base = self._power(base, self.exponent())
+                    base = _power(base, self.exponent(), self._complex)
             else:
                 return base
 
@@ -151,7 +151,7 @@ class _Reader:
         if self.take("-"):
             return -self.exponent()
         base = self.operand()  # right associative: 2^3^2 is 2^9
-        return self._power(base, self.exponent()) if self.take("^", "**") else base
+        return _power(base, self.exponent(), self._complex) if self.take("^", "**") else base
 
     def operand(self) -> Number:
         kind, word = self.kind, self.word
@@ -193,7 +193,7 @@ class _Reader:
                 index = self.sum()
                 self.need("]")
             radicand = self.operand() if self.kind == "number" else self._argument()  # \sqrt13 means that of 13
-            return self._power(radicand, divide(Fraction(1), index))
+            return _power(radicand, divide(Fraction(1), index), self._complex)
         if word == "binom":
             return binomial(self._argument(), self._argument())
         if word in ("log", "lg"):
@@ -201,7 +201,7 @@ class _Reader:
         if word in ROUNDED:
             inside = self.sum()
             self.need(f"r{word[1:]}")
-            return self._rounded(word, inside)
+            return _rounded(word, inside)
         if word in FUNCTIONS:
             return self._function(word)
         raise UnreadableFormula(word)
@@ -212,16 +212,8 @@ class _Reader:
         if base is None:
             raise UnreadableFormula("log")
         power = self.exponent() if self.take("^") else Fraction(1)
-        above, below = (mp.log(self._real(one, above=0)) for one in (self._applied_to(), base))
-        return self._power(divide(above, below), power)
-
-    def _rounded(self, bracket: str, number: Number) -> Number:
-        if isinstance(number, mp.mpc):
-            raise Undefined(bracket)
-        if isinstance(number, Fraction):
-            return Fraction(ROUNDED[bracket](number))
-        nearest = mp.nint(number)  # \lfloor\log_2 8\rfloor is 3, though its logarithm is a little less
-        return Fraction(int(nearest if close(number, nearest) else ROUNDED[bracket](number)))
+        above, below = (mp.log(_real(one, self._complex, above=0)) for one in (self._applied_to(), base))
+        return _power(divide(above, below), power, self._complex)
 
     def _function(self, name: str) -> Number:
         power = self.exponent() if self.take("^") else Fraction(1)
@@ -230,10 +222,10 @@ class _Reader:
         self._in_angle += name in ANGLES
         argument = self._applied_to()
         self._in_angle -= name in ANGLES
-        found = COMPUTED[name](self._real(argument, above=0 if name == "ln" else None))
+        found = COMPUTED[name](_real(argument, self._complex, above=0 if name == "ln" else None))
         if isinstance(found, mp.mpc) and not self._complex:
             raise Undefined(name)
-        return self._power(found, power) if power != 1 else found
+        return _power(found, power, self._complex) if power != 1 else found
 
     def _applied_to(self) -> Number:
         """Parse the argument of a function: a bracket, or the factors that follow it, as in \\sin 2x."""
@@ -264,7 +256,8 @@ class _Reader:
         words = [word for _, word in self._tokens[begun : begun + 4]]
         proper = False
         if self.word == "frac":
-            match = re.match(r"frac(?:\{([0-9]+)\}|([0-9]))(?:\{([0-9]+)\}|([0-9]))", self._text_from(begun))
+            following = "".join(word for _, word in self._tokens[begun : begun + 8])
+            match = re.match(r"frac(?:\{([0-9]+)\}|([0-9]))(?:\{([0-9]+)\}|([0-9]))", following)
             proper = match is not None and int(match[1] or match[2]) < int(match[3] or match[4])
         elif kinds[0] == "number" and words[1:2] == ["/"] and kinds[2] == "number":
             proper = words[0].isdigit() and words[2].isdigit() and int(words[0]) < int(words[2])
@@ -272,9 +265,6 @@ class _Reader:
                 self._place += 3
                 return whole + Fraction(int(words[0]), int(words[2]))
         return whole + self.factor() if proper else whole
-
-    def _text_from(self, place: int) -> str:
-        return "".join(word for _, word in self._tokens[place : place + 8])
 
     def _begins_a_factor(self) -> bool:
         if self.kind == "number":  # neither 2 3 nor x2 is a product
@@ -293,28 +283,39 @@ class _Reader:
             return True
         return False
 
-    def _power(self, base: Number, exponent: Number) -> Number:
-        if isinstance(exponent, Fraction) and exponent.denominator == 1:
-            return whole_power(base, int(exponent))
-        root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
-        if not self._complex and negative(base):
-            if not root:
-                raise Undefined("root of a negative number")
-            sign = -1 if exponent.numerator % 2 else 1
-            return sign * self._power(-base, exponent)
-        base, exponent = to_float(base), to_float(exponent)
-        if base == 0:
-            if negative(exponent):
-                raise Undefined("division by zero")
-            return Fraction(0)
-        if abs(mp.log(base) * exponent) > MOST_BITS:
-            raise TooLarge
-        return base**exponent
 
-    def _real(self, number: Number, above: int | None = None) -> Number:
-        number = to_float(number)
-        if abs(number) > 10**20:
-            raise TooLarge
-        if not self._complex and above is not None and number <= above:
-            raise Undefined("logarithm")
-        return number
+def _rounded(bracket: str, number: Number) -> Number:
+    if isinstance(number, mp.mpc):
+        raise Undefined(bracket)
+    if isinstance(number, Fraction):
+        return Fraction(ROUNDED[bracket](number))
+    nearest = mp.nint(number)  # \lfloor\log_2 8\rfloor is 3, though its logarithm is a little less
+    return Fraction(int(nearest if close(number, nearest) else ROUNDED[bracket](number)))
+
+
+def _power(base: Number, exponent: Number, is_complex: bool) -> Number:
+    if isinstance(exponent, Fraction) and exponent.denominator == 1:
+        return whole_power(base, int(exponent))
+    root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
+    if not is_complex and negative(base):
+        if not root:
+            raise Undefined("root of a negative number")
+        sign = -1 if exponent.numerator % 2 else 1
+        return sign * _power(-base, exponent, is_complex)
+    base, exponent = to_float(base), to_float(exponent)
+    if base == 0:
+        if negative(exponent):
+            raise Undefined("division by zero")
+        return Fraction(0)
+    if abs(mp.log(base) * exponent) > MOST_BITS:
+        raise TooLarge
+    return base**exponent
+
+
+def _real(number: Number, is_complex: bool, above: int | None = None) -> Number:
+    number = to_float(number)
+    if abs(number) > 10**20:
+        raise TooLarge
+    if not is_complex and above is not None and number <= above:
+        raise Undefined("logarithm")
+    return number

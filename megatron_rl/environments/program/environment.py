@@ -32,8 +32,7 @@ from megatron_rl.agent.hf_dataset import HELD_OUT, split
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.children import how_ended
-from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
-from megatron_rl.endpoint.program_environment import program_environment
+from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult, program_environment
 from megatron_rl.environments.program.arguments import ProgramConfig, ProgramRows
 from megatron_rl.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
 from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of

@@ -9,6 +9,8 @@ when the rank ends in any way, and then the program ends too.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import select
@@ -19,13 +21,14 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
-from megatron_rl.environments.program.nursery_wire import MESSAGE_BYTES, READY, Program
-from megatron_rl.environments.program.prepared import PreparedProgram, UnusableProgram, prepare
+from megatron_rl.environments.program.nursery_wire import MESSAGE_BYTES, READY, PreparedProgram, Program, Rollout, place
 from megatron_rl.environments.program.supervisor import END_S, supervise
+from megatron_rl.errors import note_task_code
 
 LOOK_S = 1.0
 
@@ -101,6 +104,54 @@ def _reap(supervisors: set[int]) -> None:
                 for process in (orphan, *orphan.children(recursive=True)):
                     with suppress(psutil.Error):
                         process.kill()
+
+
+class UnusableProgram(Exception):
+    """The program can never run; the message says why."""
+
+
+def prepare(program: Program, folder: str) -> PreparedProgram:
+    """Read the files and import the function. Raises UnusableProgram."""
+    try:
+        files = {Path(file).name: Path(file).read_bytes() for file in program.files}
+    except OSError as error:
+        raise UnusableProgram(f"environment.args.files: {error}") from error
+    if program.function is None:
+        return PreparedProgram(program.command, None, files, folder)
+    code = Path(folder, "code")
+    code.mkdir(exist_ok=True)  # an earlier nursery was killed
+    for name, content in files.items():
+        (code / name).write_bytes(content)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(code))
+    rollout = _function(program.function)
+    try:
+        import openai  # noqa: F401 - so that no run needs to import it
+    except ImportError as error:
+        raise UnusableProgram(f"environment.args.function needs a client, `pip install openai`: {error}") from error
+    return PreparedProgram(None, rollout, files, folder)
+
+
+def _function(named: str) -> Rollout:
+    module_name, _, name = named.partition(":")
+    where = f"environment.args.function {named}"
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # the user's module may raise anything
+        why = f"{type(error).__name__}: {error}{place(error)}"
+        raise UnusableProgram(f"{where}: the module cannot be imported: {why}") from error
+    note_task_code(module_name)
+    found: Rollout | None = getattr(module, name, None)
+    if found is None or not inspect.iscoroutinefunction(found):
+        lacks = "defines no" if found is None else "defines another kind of"
+        raise UnusableProgram(f"{where}: the module {lacks} {name}: async def {name}(client, problem) -> float | dict")
+    threads = psutil.Process().num_threads() - 1
+    if threads:
+        raise UnusableProgram(
+            f"{where}: the module starts {threads} threads when it is imported, which no run would have, because each "
+            f"run is a fork: start them in {name}"
+        )
+    return found
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ NamedTuples of the standard library, because the processes are forked by the hun
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
+
+from megatron_rl.errors import task_location
 
 OUTPUT_CHARACTERS = 4000
 """Characters that are kept of a program's output, from its end."""
@@ -53,3 +56,24 @@ class ProgramEnd(NamedTuple):
     """Kind of the error of a function, with its place; empty if it returned."""
     unstarted: str = ""
     """Reason why the program could not be started; empty if it was."""
+
+
+Rollout = Callable[[Any, Any], Awaitable[Any]]
+"""async def rollout(client, problem) -> float | dict"""
+
+
+class PreparedProgram(NamedTuple):
+    """A program with all that its runs share."""
+
+    command: list[str] | None
+    rollout: Rollout | None
+    """The function, if there is no command."""
+    files: dict[str, bytes]
+    folder: str
+    """Parent of all working directories."""
+
+
+def place(error: BaseException) -> str:
+    """Return the place in the user's code where an error arose, such as ` (agent.py:12)`; empty if it is unknown."""
+    where, _, _ = task_location(error).partition(": ")
+    return f" ({where})" if where else ""

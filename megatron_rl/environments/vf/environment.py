@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
-from megatron_rl.endpoint.program_environment import program_environment
+from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult, program_environment
 from megatron_rl.endpoint.session import RolloutSession
 from megatron_rl.environments.vf.config import VerifiersConfig, merged
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer

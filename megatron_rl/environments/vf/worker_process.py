@@ -34,7 +34,7 @@ def list_tasks(
     """Return the prompts of the tasks of each environment, from a worker that ends then.
 
     Args:
-        environments: what `worker.Loaded` needs, by name.
+        environments: what `verifiers_worker.Loaded` needs, by name.
         variables: all environment variables of the worker.
 
     Raises ValueError if the environments cannot be loaded.
@@ -65,7 +65,7 @@ class VerifiersWorker:
 
     def __init__(self, python: str | None, environments: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         """
-        environments: what `worker.Loaded` needs, by name.
+        environments: what `verifiers_worker.Loaded` needs, by name.
         variables: all environment variables of the worker.
         """
         self._python, self._environments, self._variables = python, environments, variables

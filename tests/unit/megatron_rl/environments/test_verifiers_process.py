@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import environment_arguments
+from megatron_rl.environments.vf import worker_process
 from megatron_rl.environments.vf.config import VerifiersConfig, merged
 from megatron_rl.environments.vf.worker_process import VerifiersWorker, WorkerGone, list_tasks
 
@@ -176,7 +177,7 @@ def test_a_cancelled_rollout_is_cancelled_in_the_worker(tmp_path):
 
 
 def test_a_worker_that_does_not_give_up_a_cancelled_rollout_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "CANCEL_S", 0.1)
+    monkeypatch.setattr(worker_process, "CANCEL_S", 0.1)
 
     async def test() -> None:
         worker = VerifiersWorker(script(tmp_path), {}, {})

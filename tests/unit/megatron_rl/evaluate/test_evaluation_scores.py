@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.agent.evaluation_scores import (
+from megatron_rl.evaluate.result import (
     Judged,
     average,
     majority,
