@@ -21,7 +21,6 @@ class FoundAnswer:
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     instruction: str
-    """Sentence of the prompt that requests the format."""
     find: Callable[[str], FoundAnswer | None]
     """Return the last answer of a response; None if it has no answer in this format, or an empty one."""
     written: Callable[[str], str]

@@ -94,7 +94,6 @@ class Scoring(NamedTuple):
     function: str
     """Name and place, such as `reward (reward.py:7)`."""
     answers: int
-    """Answers scored so far, by this rank."""
     seconds: float
     """Seconds per answer."""
 
@@ -112,8 +111,6 @@ class ScoringAgent(ABC):  # noqa: B024 - its only method has a default
 
 
 class GroupedRolloutGenerator(ScoringAgent):
-    """Produces the groups that GRPO trains on."""
-
     @abstractmethod
     def training_problems(self) -> Sequence[Problem]:
         """Return all distinct training problems, in a fixed order."""
@@ -131,8 +128,6 @@ class GroupedRolloutGenerator(ScoringAgent):
 
 
 class EvaluationAgent(ScoringAgent):
-    """Measures the model on sets of problems."""
-
     prompt_format: str = ""
     """Answer format that the prompts request, if a recipe can choose one. It is recorded with every evaluation, because
     scores in different formats are not comparable."""
@@ -149,7 +144,6 @@ class EvaluationAgent(ScoringAgent):
         raise NotImplementedError(f"{type(self).__name__} does not compare answers")
 
     def agent_of(self, problem: Problem) -> EvaluationAgent:
-        """Return the agent responsible for a problem: this agent, or one of its members."""
         return self
 
     @abstractmethod

@@ -66,7 +66,6 @@ def first_rows(count: int | None) -> Iterator[None]:
 
 
 def limited(rows: Iterable[T]) -> Iterator[T]:
-    """Yield the rows up to the limit of the context; all outside of one."""
     return islice(rows, _most.get())
 
 

@@ -14,8 +14,6 @@ SHOWN = 5
 
 
 class DroppedRows:
-    """Unusable rows of one data set, by reason."""
-
     def __init__(self, path: str) -> None:
         self._path = path
         self._count: Counter[str] = Counter()

@@ -9,15 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, field_validator
 
 from megatron_rl.agent.data_rows import DataSource
-from megatron_rl.agent.datasets import (
-    DataSet,
-    Question,
-    data_extras,
-    distinct,
-    hub_names,
-    normalised,
-    read_questions,
-)
+from megatron_rl.agent.datasets import DataSet, Question, data_extras, distinct, hub_names, normalised, read_questions
 from megatron_rl.agent.dropped_rows import DroppedRows
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.prompts import PromptConfig, check_characters, prompt_format, render_prompt, template_fields
@@ -75,15 +67,9 @@ class HFDatasetAgent(RewardOnlyAgent):
         """Raises ValueError for data that is missing, empty, or does not match the configuration."""
         super().__init__(config, tokenizer)
         self.prompt_format = prompt_format(tokenizer, config)
-        evaluated = {name: _questions(data) for name, data in config.evaluate.items()}
-        kept_apart = {normalised(question.text) for questions in evaluated.values() for question in questions}
+        evaluated: Mapping[str, Sequence[Question]] = {name: _questions(data) for name, data in config.evaluate.items()}
         questions = _questions(config.train) if config.train else []
-        trained = [question for question in questions if normalised(question.text) not in kept_apart]
-        if len(trained) < len(questions):
-            logger.info("%d training problems skipped: an evaluation set contains them", len(questions) - len(trained))
-        trained, held_out = split(trained, config.held_out, config.split_seed)
-        if held_out:
-            evaluated[HELD_OUT] = held_out
+        trained, evaluated = divided(questions, evaluated, config.held_out, config.split_seed)
         self._trained = self._problems(config.train.path, trained) if config.train else []
         sets = {name: self._problems(name, questions) for name, questions in evaluated.items()}
         self._evaluated = {name: problems for name, problems in sets.items() if problems}
@@ -127,6 +113,18 @@ class HFDatasetAgent(RewardOnlyAgent):
 
     def _prompt(self, question: Question) -> str:
         return render_prompt(self.tokenizer, self.config.prompt.format(**self.fields(question)), self.config)
+
+
+def divided(
+    questions: Sequence[Question], evaluated: Mapping[str, Sequence[Question]], held_out: float, seed: int
+) -> tuple[list[Question], dict[str, Sequence[Question]]]:
+    """Return the questions to train on, without those of an evaluation set, and the evaluation sets with HELD_OUT."""
+    kept_apart = {normalised(question.text) for its in evaluated.values() for question in its}
+    trained = [question for question in questions if normalised(question.text) not in kept_apart]
+    if len(trained) < len(questions):
+        logger.info("%d training problems skipped: an evaluation set contains them", len(questions) - len(trained))
+    trained, apart = split(trained, held_out, seed)
+    return trained, {**evaluated, **({HELD_OUT: apart} if apart else {})}
 
 
 def split(questions: Sequence[Question], held_out: float, seed: int) -> tuple[list[Question], list[Question]]:

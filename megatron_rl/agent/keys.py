@@ -16,7 +16,6 @@ def stable_key(purpose: str, *parts: int) -> int:
 
 
 def group_key(seed: int, ordinal: int, try_: int, policy_version: int) -> int:
-    """Return the key of the random numbers that sample the answers to one prompt."""
     return stable_key("group", seed, ordinal, try_, policy_version)
 
 

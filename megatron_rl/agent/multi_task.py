@@ -19,13 +19,7 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.config import Environments, WeightedEnvironment
 from megatron_rl.agent.datasets import normalised
-from megatron_rl.agent.registry import (
-    build_environment,
-    check_files,
-    required_datasets,
-    required_extras,
-    used_files,
-)
+from megatron_rl.agent.registry import build_environment, check_files, required_datasets, required_extras, used_files
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
@@ -96,7 +90,6 @@ class WeightedMultiTask(Environment, Demonstrator):
         return self._training_sets
 
     def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
-        """Return the evaluation sets of all environments, named ID/SET."""
         return self._evaluation_sets
 
     def agent_of(self, problem: Problem) -> Environment:

@@ -53,7 +53,6 @@ class ConversationAgent(RewardOnlyAgent):
 
     @property
     def offers(self) -> Sequence[Mapping[str, Any]]:
-        """Tools offered to the model, as in OpenAI's API."""
         return ()
 
     @abstractmethod

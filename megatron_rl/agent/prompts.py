@@ -84,14 +84,13 @@ def messages_in(value: Any, column: str) -> list[Any] | None:
         except ValueError:
             return None
     if isinstance(found, Mapping):
-        found = _transposed(found) if found and all(isinstance(each, list) for each in found.values()) else [found]
+        if found and all(isinstance(each, list) for each in found.values()):
+            found = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=False)]
+        else:
+            found = [found]
     if not isinstance(found, list) or (is_text and not (found and all(map(_is_message, found)))):
         return None
     return found
-
-
-def _transposed(lists: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=False)]
 
 
 def _is_message(value: Any) -> bool:

@@ -42,7 +42,6 @@ class EnvironmentInfo(NamedTuple):
 
 
 def describe_environments() -> list[EnvironmentInfo]:
-    """Describe all installed environments and their variants, sorted by name. Imports all of them."""
     found = []
     for entry in registered():
         try:

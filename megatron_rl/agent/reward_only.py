@@ -12,12 +12,7 @@ from inspect import iscoroutinefunction
 from itertools import count
 from typing import Any
 
-from megatron_rl.agent.api import (
-    Environment,
-    EvaluationRequest,
-    EvaluationResponse,
-    GroupRolloutRequest,
-)
+from megatron_rl.agent.api import Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer

@@ -16,8 +16,6 @@ Waited = TypeVar("Waited")
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """Limits of one answer outside the model: see `EnvironmentConfig`."""
-
     timeout_s: float
     """Seconds for all attempts at scoring together."""
     retries: int = 0

@@ -62,10 +62,7 @@ def first_problems(environment: Environment, config: EnvironmentConfig, count: i
 
 
 def try_answers(
-    environment: Environment,
-    config: EnvironmentConfig,
-    problems: Iterable[Problem],
-    tokenizer: Tokenizer | None = None,
+    environment: Environment, config: EnvironmentConfig, problems: Iterable[Problem], tokenizer: Tokenizer | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield `prompt`, `gold` and `wrong`, two answers, and `gold_reward` and `wrong_reward` of each problem. The reward
     of a lost answer is None, and `failures` has the reason; `no_gold` says why no right answer is known, or why the

@@ -20,7 +20,6 @@ from megatron_rl.chat.messages import ToolCall
 
 BEGIN, END = "[", "]"
 LONGEST_RESULT = 2000
-"""Longest result shown to the model, in characters."""
 
 
 class ToolError(ValueError):
@@ -39,7 +38,6 @@ class Tool:
 
     @property
     def offer(self) -> dict[str, Any]:
-        """Schema of the tool for OpenAI's API and chat templates."""
         properties = {name: {"type": "string", "description": what} for name, what in self.parameters.items()}
         schema = {"type": "object", "properties": properties, "required": [*properties]}
         return {

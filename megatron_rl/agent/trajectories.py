@@ -11,7 +11,6 @@ from megatron_rl.agent.reward_value import LARGEST_REWARD
 from megatron_rl.inference.api import Completion, FinishReason
 
 OUTPUT_LIMIT = 4000
-"""Characters of a program's output that a trajectory keeps."""
 
 UNSAMPLED = -1
 """Policy version of tokens that the model did not sample."""
@@ -46,7 +45,6 @@ class Branch:
     """Token range of each of the model's turns; the first turn follows the prompt."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for lists of different lengths, which an agent's author may cause."""
         if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} loss mask entries, "
@@ -93,7 +91,6 @@ class Trajectory(Branch):
         components: Mapping[str, float] | None = None,
         output: str = "",
     ) -> Trajectory:
-        """Return the trajectory of one answer to one prompt; all tokens of the answer are trained on."""
         builder = TrajectoryBuilder(prompt_tokens)
         builder.add_turn(completion)
         finish_reason = completion.finish_reason
@@ -131,7 +128,6 @@ class Trajectory(Branch):
 
     @property
     def answer_length(self) -> int:
-        """Number of tokens that the model sampled, in all turns of all sequences together."""
         return sum(sequence.sampled_length for sequence in self.sequences)
 
 

@@ -122,7 +122,6 @@ class EndpointAgent(Environment):
     async def _rollouts(
         self, problem: Problem, keys: Sequence[int], ask: _Ask
     ) -> tuple[list[Trajectory], Counter[str]]:
-        """Return the rollouts with a reward, and the number of lost ones by reason."""
         results = await _all(self._rollout(problem, key, ask) for key in keys)
         trajectories = [result for result in results if isinstance(result, Trajectory)]
         return trajectories, Counter(result for result in results if isinstance(result, str))
@@ -168,7 +167,6 @@ class EndpointAgent(Environment):
             await asyncio.gather(running, stopped, return_exceptions=True)
 
     async def _opened(self) -> _Opened:
-        """Return the endpoint, which serves in the running loop."""
         import asyncio
 
         if self._opening is None or self._opening.get_loop() is not asyncio.get_running_loop():

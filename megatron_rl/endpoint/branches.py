@@ -21,15 +21,12 @@ from megatron_rl.inference.api import Completion
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerNode:
-    """One answer of the model, and the tokens before it."""
-
     parent: AnswerNode | None
     """The answer that its prompt continues."""
     context: list[int]
     """Tokens between the parent and this answer; the whole prompt if there is no parent."""
     completion: Completion
     length: int
-    """Number of tokens from the beginning of the sequence to the end of this answer."""
     children: list[AnswerNode] = field(default_factory=list)
 
     @property
@@ -85,6 +82,10 @@ class AnswerTree:
 
     def sequences(self) -> list[tuple[AnswerNode, Branch]]:
         """Return the branches with their last turns: first the one in which the model has sampled most."""
+        # Branches share beginnings, and each answer must be trained once. With the branches 1-2 and 1-3, answer 1 is
+        # trained in whichever comes first here and is context in the other. The order must not depend on which parallel
+        # call came back first, or two runs with one seed would differ: so the branch with most sampled tokens goes
+        # first, and among equal ones the tokens decide.
         paths = [(leaf, leaf.path) for leaf in self.leaves()]
         sizes = {leaf: sum(len(turn.completion.tokens) for turn in path) for leaf, path in paths}
         paths.sort(key=lambda each: (-sizes[each[0]], each[0].tokens))

@@ -39,7 +39,6 @@ class KnownConversation:
         return len(self.said.messages)
 
     def continues(self, known: KnownConversation) -> bool:
-        """Whether this conversation consists of the known one and further messages."""
         count = len(known)
         return (
             len(self) > count
@@ -60,7 +59,6 @@ class KnownConversation:
         )
 
     def answered(self, answer: Message) -> KnownConversation:
-        """Return the conversation with the model's answer, as the program received it."""
         answered = conversation_of([answer], field="answer")
         (plain,) = answered.messages
         return replace(

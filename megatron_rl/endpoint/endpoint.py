@@ -53,7 +53,6 @@ class OpenSessions:
         self._open[_hash(session.api_key)] = session
 
     def end(self, session: RolloutSession) -> None:
-        """Refuse later requests of a session, and cancel the unfinished ones."""
         key = _hash(session.api_key)
         del self._open[key]
         self._ended[key] = None
@@ -101,7 +100,6 @@ class PolicyEndpoint:
     """Serves the policy to the programs of open sessions. Use it in the loop in which it was opened."""
 
     def __init__(self, chat: Chat, config: EndpointConfig, listener: socket.socket) -> None:
-        """listener: bound to its address, and listening."""
         self._chat, self._config = chat, config
         host, port = listener.getsockname()
         self._address = f"http://{host}:{port}"

@@ -80,7 +80,6 @@ def new_messages(body: ResponsesBody) -> list[Message]:
 
 
 def answer_of(response: Mapping[str, Any]) -> list[Message]:
-    """Return the answer in a response as a message, which later requests name by its id."""
     return messages_of(response["output"])
 
 
@@ -164,7 +163,6 @@ def as_chat(body: ResponsesBody, messages: Sequence[Message]) -> ChatBody:
 
 
 def _response_format(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format of a text as one of a chat, which has the schema in a separate field."""
     if given.get("type") != "json_schema":
         return dict(given)
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
@@ -220,7 +218,6 @@ def _items(message: Message, status: str) -> Iterator[Item]:
 
 
 def events_of(response: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the events of a stream whose response is complete."""
     for number, event in enumerate(_events(response)):
         content = json.dumps({**event, "sequence_number": number}, ensure_ascii=False, separators=(",", ":"))
         yield f"event: {event['type']}\ndata: {content}\n\n".encode()

@@ -156,8 +156,6 @@ def parsed(kind: type[AnyModel], raw: bytes) -> AnyModel:
 
 
 def event_stream(events: Sequence[bytes], headers: Mapping[str, str]) -> EventStream:
-    """Return a stream of events that are all known."""
-
     async def following() -> Any:
         for event in events[1:]:
             yield event

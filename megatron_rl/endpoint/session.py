@@ -29,7 +29,6 @@ from megatron_rl.server.samples import Part
 from megatron_rl.server.service import error_for_client, parts_of
 
 MODEL = "policy"
-"""Name of the model for programs."""
 UNLIMITED = 2**31
 """Tokens, where only the engine's own limit counts."""
 
@@ -163,7 +162,6 @@ class RolloutSession:
             self._unfinished.discard(task)
 
     def end(self) -> None:
-        """Cancel the unfinished calls."""
         self._ended = True
         for task in self._unfinished:
             task.cancel()
@@ -174,6 +172,11 @@ class RolloutSession:
         config = self._config
         if self.calls >= config.max_calls:
             raise self._fail(f"more than {config.max_calls} calls (environment.args.max_calls)")
+        # An answer that continues the last answer of a branch extends this branch; any other begins a new one. Say that
+        # the conversation 1-2 is known. A call that continues 2 adds no branch, and with n=3 it adds two. But when two
+        # calls that continue 2 run at the same time, only one of them can extend the branch: `_extended` remembers
+        # which answers unfinished calls have claimed, and `_coming` the branches that they will add, so that parallel
+        # calls cannot pass the limit together although each alone is within it.
         extra, extended = 0, []
         for request in asked.requests:
             parent = self._branches.continued_by(request.prompt_tokens)
@@ -312,13 +315,7 @@ CHOSEN = {
 
 
 def narrowed(
-    run: Sampling,
-    asked: Sampling,
-    given: Set[str],
-    by: Literal["run", "program"],
-    *,
-    most: int,
-    end_ids: Set[int],
+    run: Sampling, asked: Sampling, given: Set[str], by: Literal["run", "program"], *, most: int, end_ids: Set[int]
 ) -> Sampling:
     """Return the sampling of a call. Raises ApiError.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -136,13 +136,9 @@ def _of_rows(source: CountdownRows) -> Iterator[dict[str, Any]]:
             numbers, target = json.loads(row.text), int(row.answer)
         except ValueError:
             numbers, target = None, 0
-        if not _whole(numbers):
+        if not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
             raise ValueError(
                 f"data set {source.path}: expected a list of whole numbers in {source.question} and one in "
                 f"{source.answer}, found {row.text!r} and {row.answer!r}"
             )
         yield {"numbers": numbers, "target": target}
-
-
-def _whole(numbers: Any) -> bool:
-    return isinstance(numbers, Sequence) and all(type(number) is int for number in numbers)

@@ -1,7 +1,8 @@
 """Parser for arithmetic that a model wrote, by recursive descent; nothing is evaluated as a program.
 
-sum      = product {("+" | "-") product} product  = factor {("*" | "/") factor} factor   = number | "(" sum ")" | "-"
-factor
+sum      = product {("+" | "-") product}
+product  = factor {("*" | "/") factor}
+factor   = number | "(" sum ")" | "-" factor
 """
 
 from __future__ import annotations

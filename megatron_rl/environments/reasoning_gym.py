@@ -96,7 +96,8 @@ class ReasoningGymEnvironment(DrawnProblems):
             datasets = _datasets()
         except ValueError:
             return {}
-        return {name: _first_line(dataset.__doc__) or f"The task {name}" for name, (dataset, _) in datasets.items()}
+        first_lines = {name: (its.__doc__ or "").strip().partition("\n")[0] for name, (its, _) in datasets.items()}
+        return {name: line.rstrip(".: ") or f"The task {name}" for name, line in first_lines.items()}
 
     @classmethod
     def sample_arguments(cls) -> Mapping[str, Any]:
@@ -200,10 +201,6 @@ def _datasets() -> Mapping[str, tuple[Any, Any]]:
         raise ValueError(f"environment reasoning-gym needs `pip install reasoning-gym`: {error}") from error
     found: Mapping[str, tuple[Any, Any]] = DATASETS
     return found
-
-
-def _first_line(docstring: str | None) -> str:
-    return (docstring or "").strip().partition("\n")[0].rstrip(".: ")
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -63,8 +63,6 @@ class EvaluationProgress:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Problems that are answered together."""
-
     set: str
     mode: str
     problems: range
@@ -139,6 +137,10 @@ class BlockRunner:
         total = len(self._modes) * sum(map(len, self.sets.values()))
         # Some answers of an interrupted block may be known. They do not count: the whole block is answered again.
         done = total - sum(len(block.problems) for block in left)
+        # All replicas go round this loop equally often, because `_gathered` is collective: a replica without a block in
+        # the last round sends an empty list. None means that a replica was asked to leave and has given up its block.
+        # The others learn of it in the same round, keep what they have answered, and all break together; a replica that
+        # left alone would leave the others waiting for it in the next collective.
         for first in range(0, len(left), opened.replicas):
             together = left[first : first + opened.replicas]
             self.report(EvaluationProgress(together[0].set, together[0].mode, done, total))

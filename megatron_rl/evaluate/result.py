@@ -91,7 +91,6 @@ def powers_up_to(k: int) -> list[int]:
 
 
 def pass_at(problems: Iterable[Sequence[Judged]], k: int) -> MeanScore | None:
-    """Return pass@k over the problems that have at least k answers."""
     enough = [answers for answers in problems if len(answers) >= k]
     return mean_over_problems([pass_at_k(len(each), sum(answer.right for answer in each), k) for each in enough])
 

@@ -91,8 +91,6 @@ def _published(source: PolicySource, folder: Path) -> tuple[Path, str]:
 
 
 class VllmEngine:
-    """Implements `InferenceInterface`, in one asyncio loop."""
-
     def __init__(self, client: VllmClient, process: VllmProcess, source: PolicySource, rows: int) -> None:
         self.policy_version = 0
         self.busy_s = 0.0

@@ -54,7 +54,6 @@ class EndedBefore(Exception):
 @dataclass(frozen=True, slots=True)
 class Language:
     encode: Callable[[int, Any], bytes]
-    """Returns what is written for the number of a request and the request."""
     mark: str | None = None
     """Mark on stderr after each answer; None: there are none, and stderr is that of this process."""
     cancel_s: float | None = None
@@ -67,9 +66,7 @@ class Language:
 @dataclass(frozen=True, slots=True)
 class Reply:
     said: Mapping[str, Any]
-    """Line of the process."""
     printed: str
-    """Text that it printed meanwhile."""
     alone: bool
     """Whether it worked on no other answer meanwhile."""
 
@@ -148,7 +145,6 @@ class AnsweringProcess:
 
     @property
     def _in_turn(self) -> bool:
-        """Whether it takes one request at a time."""
         return not self.described.get("waits", True)
 
     async def ask(self, request: Any, limit_s: float = math.inf) -> Reply:
@@ -164,6 +160,11 @@ class AnsweringProcess:
                 each.alone = False
         self._asked[number] = asked
         self._write(number, request)
+        # A process that takes one request at a time gets several ahead, so a request's limit may begin only when its
+        # turn comes: `_watch` keeps one timer, for the oldest request. With limits of 10 s and answers of 6 s, the
+        # third request waits 12 s for its turn and is still in time. A process that awaits all requests at once has a
+        # timer for each. The future is shielded from the cancellation of its asker, because `_end_if_stuck` reads from
+        # it whether the process has answered.
         if self._in_turn:
             if len(self._asked) == 1:
                 self._watch()
@@ -268,7 +269,6 @@ class AnsweringProcess:
         self._deliver(number)
 
     def _deliver(self, number: int) -> None:
-        """Complete an answer whose reply and mark have both arrived."""
         asked = self._asked[number]
         if asked.said is not None and (asked.printed is not None or self._language.mark is None):
             del self._asked[number]

@@ -54,6 +54,10 @@ def guard(parent: int, work: Callable[[], object], grace_s: float = 0.0) -> NoRe
     guarded_one = os.fork()
     if guarded_one == 0:
         _do(work, own)
+    # From here on the guard waits for one of two signals, which are blocked so that none is lost between two looks:
+    # SIGCHLD, when a child ended, which may be an adopted grandchild and not the guarded process; and END, from the
+    # parent or, at its death, from the kernel. The guard lets go of the three pipes first. While it held stdout, the
+    # parent would never read the end of it after the guarded process had closed its own.
     death_with_parent(parent, END)()
     with Path(os.devnull).open("r+b") as nothing:
         for number in range(3):

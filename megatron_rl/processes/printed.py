@@ -9,13 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PRINTED_CHARACTERS = 4000
-"""Characters that are kept per answer, from its end."""
 CHUNK = 2**16
 
 
 class LastBytes:
-    """The last bytes of a stream."""
-
     def __init__(self, size: int) -> None:
         self._size, self._held, self._parts = size, 0, deque[bytes]()
 

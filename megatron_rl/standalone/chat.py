@@ -31,7 +31,6 @@ MAX_NEW_TOKENS = 512
 
 
 def main() -> int:
-    """Run the conversation, and return the exit code."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)

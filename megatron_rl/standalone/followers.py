@@ -38,7 +38,6 @@ class Followed(Section):
     tp: PositiveInt = 1
 
     def opened(self, source: PolicySource, world: StandaloneWorld) -> AbstractContextManager[OpenedPolicy]:
-        """Call `open_policy` with these arguments. source: found by `path`."""
         options = {name: getattr(self, name) for name in type(self).model_fields.keys() - {"path", "dtype"}}
         return open_policy(source, world=world, **options)
 

@@ -94,7 +94,6 @@ def _opened(config: RunConfig, copies: RunDir | None, wanted: int) -> Lesson:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings that a run would log."""
     said: list[str] = []
 
     class WarningCollector(logging.Handler):
@@ -288,7 +287,6 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int]:
 
 
 def repeats(seen: Counter[Hashable]) -> int:
-    """Return the number of values that equal an earlier one."""
     return seen.total() - len(seen)
 
 

@@ -26,7 +26,6 @@ from megatron_rl.rank.standalone_world import StandaloneWorld
 MET_S = 5.0
 """Seconds for this process to notice the loss of a rank itself; collectives do so immediately."""
 LAST_LINES = 40
-"""Lines of a lost rank's stderr that are shown."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of the ranks, unless already set: they communicate only within the machine."""
 
@@ -70,15 +69,12 @@ def end_process(why: str) -> NoReturn:
 
 
 def world_of(text: str) -> StandaloneWorld:
-    """Parse the world that a rank was started with."""
     rank, size, store = json.loads(text)
     return StandaloneWorld(rank, size, rank, dist.FileStore(store, size))
 
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """A rank that has ended too early."""
-
     rank: int
     code: int
     stderr: list[str]

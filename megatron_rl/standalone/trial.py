@@ -194,19 +194,23 @@ class _Model:
     tokenizer: Tokenizer
     sampling: Sampling
     answering: Callable[[Environment, Problem], InferenceInterface]
-    """Engine that answers one rollout on a problem."""
 
 
 @contextmanager
 def _model(trial: Trial) -> Iterator[_Model]:
-    """Open the model, or the script in its place."""
     if trial.model is None:
         tokenizer = _tokenizer(trial, PlainChat)
         longest = max(map(len, trial.answers), default=MAX_NEW_TOKENS)
         sampling = Sampling.model_validate({"max_new_tokens": longest + 1, **trial.sampling})
 
         def scripted(environment: Environment, problem: Problem) -> InferenceInterface:
-            return ScriptedInference(tokenizer, _in_turn(trial.answers or [_answer(environment, problem, tokenizer)]))
+            left = list(trial.answers)
+            if not left:
+                try:
+                    left = [environment.gold_response(problem)]
+                except NotImplementedError:
+                    left = [wrong_answer(environment, problem, tokenizer)]
+            return ScriptedInference(tokenizer, lambda prompt, sample: left.pop(0) if len(left) > 1 else left[0])
 
         yield _Model(tokenizer, sampling, scripted)
         return
@@ -220,19 +224,6 @@ def _model(trial: Trial) -> Iterator[_Model]:
         usual = recipe.sampling.model_dump() if recipe else {"max_new_tokens": MAX_NEW_TOKENS}
         sampling = Sampling.model_validate({**usual, **trial.sampling})
         yield _Model(opened.tokenizer, sampling, lambda environment, problem: opened.engine)
-
-
-def _in_turn(answers: Sequence[str]) -> Callable[[str, int], str]:
-    """Return a script of the answers in their order; the last one repeats."""
-    left = [*answers]
-    return lambda prompt, sample: left.pop(0) if len(left) > 1 else left[0]
-
-
-def _answer(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> str:
-    try:
-        return environment.gold_response(problem)
-    except NotImplementedError:
-        return wrong_answer(environment, problem, tokenizer)
 
 
 def _tokenizer(trial: Trial, default: Callable[[], Tokenizer]) -> Tokenizer:

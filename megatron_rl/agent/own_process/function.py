@@ -124,7 +124,9 @@ class _Pool:
         return await done
 
     async def _consume(self, slot: _Slot) -> None:
-        """Keep a process busy: it has the next answers before it is done with one."""
+        # The semaphore is acquired before a call is taken off the queue. The other way round, each process would hold
+        # one call that it has no room for, while another process is idle. With AHEAD = 1 a process would idle between
+        # two answers until this thread has sent the next one, and it shares the interpreter with the training loop.
         ahead = asyncio.Semaphore(AHEAD)
         while True:
             await ahead.acquire()
@@ -202,7 +204,6 @@ class _Slot:
             return self._process
 
     def present_s(self, now: float) -> float:
-        """Return for how long the present answer is being scored. now: time of the loop."""
         began = self._process.turn_began if self._process is not None else None
         return 0.0 if began is None else now - began
 
@@ -253,11 +254,7 @@ class _Slot:
             raise NotScored(f"{self.described['place']}: {self._name} returned {said['wrong']}", fault=True, wrong=True)
         kind = f"{self._name} at {place}: {said['raised']}"
         raise NotScored(
-            f"{kind}: {said['text']}",
-            kind=kind,
-            fault=not said["outside"],
-            trace=said["trace"],
-            printed=printed,
+            f"{kind}: {said['text']}", kind=kind, fault=not said["outside"], trace=said["trace"], printed=printed
         )
 
     def _death(self, process: AnsweringProcess, error: Died) -> NotScored:

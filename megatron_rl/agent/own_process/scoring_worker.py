@@ -48,7 +48,6 @@ def main() -> None:
 
 
 def _be_worker(job: Mapping[str, Any]) -> None:
-    """Answer requests until stdin ends."""
     _set_signals()
     requests, replies = _own_pipes(job["mark"])
     sys.path[:] = job["path"]
@@ -132,7 +131,10 @@ def _serve_plain(function: Function, requests: IO[bytes], replies: _Replies) -> 
         number, positional, named = request
         if positional is not None:
             began = time.monotonic()
-            reply = _reply(lambda a=positional, k=named: _called(function, a, k))  # type: ignore[misc]
+            try:
+                reply = {"value": checked_reward(_called(function, positional, named))}
+            except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, also to end Python
+                reply = _failure(error)
             replies.write(number, {**reply, "seconds": time.monotonic() - began})
 
 
@@ -186,13 +188,6 @@ def _next(requests: IO[bytes]) -> tuple[int, Sequence[Any] | None, Mapping[str, 
     except EOFError:
         return None
     return request
-
-
-def _reply(score: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"value": checked_reward(score())}
-    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, also to end the interpreter
-        return _failure(error)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 CONNECT_S = 5.0
 SILENCE_S = POLL_S + 25.0
-"""Seconds to wait for one response of the server."""
 GOODBYE_S = 1.0
 """Seconds to wait for the end of a session; the server also ends abandoned sessions by itself."""
 MAX_STARTS = 20
@@ -63,7 +62,6 @@ class ServedAgent:
     about: AgentDescription
     prompts: Mapping[str, list[str]]
     demonstrations: list[tuple[str, str]]
-    """(prompt, right answer) pairs of the training set."""
 
 
 class AgentClient:
@@ -182,6 +180,11 @@ class AgentClient:
         busy = time.monotonic()  # when the agent last waited for the model
         try:
             while True:
+                # The agent cannot call the ranks, so the ranks ask it for work: one poll is always open, and carries
+                # the ids that are already being answered, so that the agent sends each request once. A generation
+                # request that the agent no longer wants comes back as withdrawn and is cancelled. The limit of time
+                # counts only while the agent holds the turn: as long as an answer of the model is pending, it is
+                # waiting for us.
                 poll = poll or asyncio.create_task(
                     self._send("POST", f"/sessions/{session}/poll", {"known": [*answering]})
                 )

@@ -50,7 +50,6 @@ class AgentDescription:
     environment: str
     digest: str
     sets: Mapping[str, int]
-    """Number of problems in each set."""
     prompt_format: str
     demonstrations: int
     compares_answers: bool
@@ -63,8 +62,6 @@ class ProblemId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A request for rollouts or for an evaluation: see `agent.api`."""
-
     problems: list[ProblemId]
     """Problems to answer; exactly one for a group or a pair."""
     samples: int

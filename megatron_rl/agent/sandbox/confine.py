@@ -17,9 +17,142 @@ import errno
 import os
 import resource
 import struct
+from typing import NamedTuple
 
-from megatron_rl.agent.sandbox.system_calls import MACHINES, SystemCalls, refused
 from megatron_rl.contract.children import PR_SET_PDEATHSIG
+
+
+class SystemCalls(NamedTuple):
+    """System call numbers of a processor architecture."""
+
+    column: int
+    """Column of the architecture in the table below."""
+    audit: int
+    """AUDIT_ARCH_... value that a filter sees."""
+    open: int | None
+    openat: int
+    clone: int
+    clone3: int
+    prlimit: int
+    prctl: int
+    socketpair: int
+    other_numbers: int | None
+    """Bit of the numbers of a second calling convention, which would bypass the table."""
+
+
+MACHINES = {
+    "x86_64": SystemCalls(0, 0xC000003E, 2, 257, 56, 435, 302, 157, 53, 0x40000000),
+    "aarch64": SystemCalls(1, 0xC00000B7, None, 56, 220, 435, 261, 167, 199, None),
+}
+
+
+def refused(machine: SystemCalls) -> list[int]:
+    return [number for numbers in _REFUSED.values() if (number := numbers[machine.column]) is not None]
+
+
+_REFUSED: dict[str, tuple[int | None, int | None]] = {
+    # sockets
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    # programs, sessions and namespaces
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    # other processes
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_getfd": (438, 438),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # files
+    "creat": (85, None),
+    "openat2": (437, 437),
+    "truncate": (76, 45),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "rmdir": (84, None),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "link": (86, None),
+    "linkat": (265, 37),
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "utimensat": (280, 88),
+    "futimesat": (261, None),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    # file systems
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "move_mount": (429, 429),
+    "open_tree": (428, 428),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    # the kernel
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    # objects that outlive a process
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "memfd_create": (319, 279),
+}
+
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38  # prctl(2)
 _SECCOMP_MODE_FILTER = 2
@@ -95,6 +228,13 @@ def _filter_calls() -> str | None:
 
 def _program(machine: SystemCalls) -> bytes:
     """Return the filter in BPF: instructions of (opcode, instructions to skip if true, if false, operand)."""
+    # A BPF program only jumps forward, by the number of instructions to skip. So each test stands before the
+    # instruction that it guards, and falls into it or skips it:
+    #
+    #     (_EQUAL, 0, 1, number), refuse              equal: skip none, and refuse; else skip the refusal
+    #
+    # A call with an argument to check has its own body: load the argument, test it, refuse, allow. A number that no
+    # test has matched reaches the last instruction, which allows it.
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     lines = [
         (_LOAD, 0, 0, _MACHINE),

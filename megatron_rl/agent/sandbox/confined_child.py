@@ -61,7 +61,6 @@ def main() -> None:
 
 
 def work(function: str, cpu_s: int) -> None:
-    """Answer requests until stdin ends."""
     replies = os.dup(1)
     os.dup2(2, 1)  # keep the prints of libraries out of the replies
     module, _, name = function.partition(":")

@@ -66,7 +66,6 @@ class ConfinedProcess:
         self._output_bytes = limits.output_bytes
         self.pid = self._process.pid
         self.complaint = b""
-        """End of its stderr, if it runs a program."""
         self.cpu_s = 0.0
         """Seconds of processor time, once it has ended."""
         for pipe in self._pipes():
@@ -148,7 +147,6 @@ class ConfinedProcess:
         return b"".join(output)
 
     def _reap(self, deadline: float) -> bool:
-        """Wait until the deadline; return whether the process has ended."""
         while True:
             with self._ending:
                 if self._process.returncode is not None:

@@ -36,7 +36,6 @@ class Ending(StrEnum):
     """The child was killed by something other than its own doing, such as the kernel's out-of-memory killer, or could
     not be started."""
     ERROR = "error"
-    """The child raised an exception, crashed or exited."""
 
 
 class ProcessResult(NamedTuple):

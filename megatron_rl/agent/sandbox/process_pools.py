@@ -128,7 +128,6 @@ class ProgramPool:
         self.close = weakref.finalize(self, _close, self._threads, running)
 
     async def run(self, source: str, standard_input: str, limits: ProcessLimits) -> ProcessResult:
-        """Run a program; return its standard output as text."""
         return await self._run({"source": source, "name": None}, standard_input, limits, _as_text)
 
     async def call(self, source: str, name: str, arguments: list[Any], limits: ProcessLimits) -> ProcessResult:
@@ -187,7 +186,6 @@ def _as_text(output: bytes) -> ProcessResult:
 
 
 def _read(line: bytes) -> ProcessResult:
-    """Parse a child's reply, which must be JSON."""
     try:
         ending, content = json.loads(line)
         ending = Ending(ending)

@@ -82,9 +82,8 @@ class CodeEnvironment(HFDatasetAgent):
     config: CodeEnvironmentConfig
 
     def __init__(self, config: CodeEnvironmentConfig, tokenizer: Tokenizer) -> None:
-        from megatron_rl.agent.sandbox.limits import (
-            ProcessLimits,
-        )  # not needed by the launcher, which only checks arguments
+        # not needed by the launcher, which only checks arguments
+        from megatron_rl.agent.sandbox.limits import ProcessLimits
         from megatron_rl.agent.sandbox.process_pools import ProgramPool
 
         super().__init__(config, tokenizer)
@@ -132,7 +131,6 @@ class CodeEnvironment(HFDatasetAgent):
         return {"train": {"path": str(SAMPLES)}}
 
     def gold_response(self, problem: Problem) -> str:
-        """Return the solution of a sample problem; other data sets may have no solutions."""
         for line in SAMPLES.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row["input_output"] == problem.golden["answer"]:

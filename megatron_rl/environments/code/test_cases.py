@@ -25,7 +25,6 @@ from typing import Any
 WHOLE = re.compile("-?[0-9]+")
 NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 CLOSE = 1e-6
-"""Relative or absolute tolerance of numbers that are not integers."""
 
 
 @dataclass(frozen=True, slots=True)

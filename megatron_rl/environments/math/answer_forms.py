@@ -198,7 +198,6 @@ def _inequality(parts: list[str], signs: list[str]) -> Form | None:
 
 
 def _within(center: str, sign: str, distance: str) -> Form | None:
-    """Return the interval or the union of |x - center| < distance."""
     low, high = f"{center}-({distance})", f"{center}+({distance})"
     if sign in ("<", "<="):
         return _interval("(["[sign == "<="], low, high, ")]"[sign == "<="])

@@ -60,9 +60,8 @@ class MathEnvironment(HFDatasetAgent):
     compares_answers = True
 
     def __init__(self, config: MathConfig, tokenizer: Tokenizer) -> None:
-        from megatron_rl.environments.math.verifier import (
-            Verifier,
-        )  # not needed by the launcher, which only checks arguments
+        # not needed by the launcher, which only checks arguments
+        from megatron_rl.environments.math.verifier import Verifier
 
         self._format = FORMATS[config.answer_format]
         super().__init__(config, tokenizer)

@@ -160,7 +160,6 @@ def _functions(golden: Named, answer: Named) -> tuple[str, str, str, str] | None
 
 
 def _with_argument(answer: Named, functions: tuple[str, str, str, str]) -> Form:
-    """Return what a function of t is, as a function of x."""
     _, _, wanted, used = functions
     _, _, what = answer.text.partition("=")
     return answer.form if wanted == used else form(renamed(what, used, wanted))

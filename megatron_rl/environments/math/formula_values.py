@@ -40,7 +40,6 @@ def by_value(golden: str, answer: str) -> bool | None:
 
 
 def has_no_value(text: str) -> bool:
-    """Whether a formula without variables is too large or undefined."""
     meaning = Meaning(log_base=mp.e)
     try:
         if not variables(text):

@@ -248,6 +248,10 @@ class _Reader:
 
     def _mixed(self, whole: Number, begun: int) -> Number:
         """Add a proper fraction that follows an integer: 2\\frac12 and 2 1/2 are mixed numbers."""
+        # Juxtaposition means a product, except between an integer and a fraction: 2\frac12 is 5/2, as people write it,
+        # and not 1. It is one only if nothing else can be meant. The integer is a bare token (2.5\frac12 and x\frac12
+        # are products), a term begins with it (in 3*2\frac12 the 2 belongs to 3), and the fraction is proper: 2\frac32
+        # is 3. The rule for 2 1/2 is the same, and keeps 2 3/2 unreadable instead of guessing.
         if begun != self._place or self._tokens[begun - 1][0] != "number" or "." in self._tokens[begun - 1][1]:
             return whole
         if begun > 1 and self._tokens[begun - 2][1] not in ("-", "+", "(", "{", "["):

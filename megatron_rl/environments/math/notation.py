@@ -72,7 +72,6 @@ SPELLINGS = [
 DEEPEST = 12
 """Largest depth of brackets that math-verify may parse: its cost grows with each of them."""
 TOWER = re.compile(r"(?:\^\s*[({]*\s*[0-9]+\s*){3}")
-"""Numbers that are raised four levels high."""
 UNWRAPPED = ("boxed", "fbox", "mathbf", "boldsymbol", "bm", "underline", "ensuremath", "mathsf", "mathit")
 AS_TEXT = ("textbf", "textit", "textrm", "textnormal", "textsf", "mathrm", "mbox", "hbox", "emph", "text")
 INFINITY = re.compile(r"\s*[-+]?\s*\\infty\s*")

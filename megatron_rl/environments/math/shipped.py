@@ -65,14 +65,10 @@ def _environment(name: str, description: str, **defaults: Any) -> type[MathEnvir
 
 
 DapoMath17k = _environment(
-    "dapo-math-17k",
-    "DAPO-Math-17k: 17 thousand distinct competition problems with integer answers.",
-    train=DAPO,
+    "dapo-math-17k", "DAPO-Math-17k: 17 thousand distinct competition problems with integer answers.", train=DAPO
 )
 Aime2024 = _environment(
-    "aime-2024",
-    "AIME 2024: the thirty problems of that year, for evaluation only.",
-    evaluate={"aime_2024": AIME},
+    "aime-2024", "AIME 2024: the thirty problems of that year, for evaluation only.", evaluate={"aime_2024": AIME}
 )
 Gsm8k = _environment(
     "gsm8k",

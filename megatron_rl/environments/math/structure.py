@@ -40,8 +40,6 @@ class Bracketed:
 
 @dataclass(frozen=True, slots=True)
 class UnionOf:
-    """A union, usually of intervals."""
-
     items: tuple[Form, ...]
 
 

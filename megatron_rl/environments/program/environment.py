@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.agent.api import Demonstrator
-from megatron_rl.agent.datasets import Question, distinct, normalised, read_questions
-from megatron_rl.agent.hf_dataset import HELD_OUT, split
+from megatron_rl.agent.datasets import Question, distinct, read_questions
+from megatron_rl.agent.hf_dataset import divided
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.children import how_ended
@@ -74,16 +74,13 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
         self._variables = program_environment(config.variables)
         self._program = Program(_command(config, self._variables) or None, config.function, config.code)
         self._runner: ProgramRunner | None = None
-        evaluated = {name: _questions(rows) for name, rows in config.evaluate.items()}
-        kept_apart = {normalised(question.text) for questions in evaluated.values() for question in questions}
-        trained = [one for one in _questions(config.problems) if normalised(one.text) not in kept_apart]
-        trained, held_out = split(trained, config.held_out, config.split_seed)
+        evaluated: Mapping[str, Sequence[Question]] = {name: _questions(rows) for name, rows in config.evaluate.items()}
+        questions = _questions(config.problems)
+        trained, evaluated = divided(questions, evaluated, config.held_out, config.split_seed)
         if not trained:
             raise ValueError("environment.args.problems: no problem is left to train on")
         self._trained = _problems(trained)
         self._evaluated = {name: _problems(questions) for name, questions in evaluated.items()}
-        if held_out:
-            self._evaluated[HELD_OUT] = _problems(held_out)
 
     @classmethod
     def sample_arguments(cls) -> Mapping[str, Any]:
@@ -112,11 +109,7 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
             self._runner = ProgramRunner(self._program, self._variables)
         job = ProgramJob(
             json.dumps(problem.golden, default=str),
-            {
-                "OPENAI_BASE_URL": session.base_url,
-                "OPENAI_API_KEY": session.api_key,
-                "OPENAI_MODEL": session.model,
-            },
+            {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model},
             self.config.timeout_s,
         )
         ended = await self._runner.run(job)

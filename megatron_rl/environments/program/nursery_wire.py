@@ -15,7 +15,6 @@ OUTPUT_CHARACTERS = 4000
 ENDING_BYTES = 2**15
 """Bytes that are kept of its standard output, from its end; the reward is in their last line."""
 MESSAGE_BYTES = 2**16
-"""Largest message on the control socket of a nursery."""
 READY = b"ready"
 """Message of a nursery that has prepared the program; any other message says why it cannot."""
 
@@ -37,7 +36,6 @@ class ProgramJob(NamedTuple):
     variables: dict[str, str]
     """Environment variables that this run adds, such as the key of its session."""
     limit_s: float
-    """Seconds until it is asked to end."""
     grace_s: float = 5.0
     """Seconds from there until it is killed."""
 
@@ -51,7 +49,6 @@ class ProgramEnd(NamedTuple):
     output: str = ""
     """End of its standard output and error output, as they arrived."""
     returned: Any = None
-    """Result of a function, as JSON has it."""
     raised: str = ""
     """Kind of the error of a function, with its place; empty if it returned."""
     unstarted: str = ""
@@ -63,8 +60,6 @@ Rollout = Callable[[Any, Any], Awaitable[Any]]
 
 
 class PreparedProgram(NamedTuple):
-    """A program with all that its runs share."""
-
     command: list[str] | None
     rollout: Rollout | None
     """The function, if there is no command."""

@@ -21,19 +21,15 @@ from megatron_rl.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 FOLDER = "mrl-programs-"
-"""Beginning of the name of the folder that holds all working directories."""
 NURSERY = "megatron_rl.environments.program.nursery"
 START_S = 300.0
 """Seconds for a nursery to import the user's module, perhaps from a slow shared file system."""
 HAND_OVER_S = 10.0
 """Seconds for a nursery, which only forks, to take a job."""
 LEAVE_S = 15.0
-"""Seconds for a nursery to end all programs."""
 
 
 class ProgramRunner:
-    """Runs a program as often as it is asked to, from one asyncio loop."""
-
     def __init__(self, program: Program, variables: Mapping[str, str]) -> None:
         """variables: the whole environment of the program, except what a job adds."""
         self._program, self._variables = program, variables

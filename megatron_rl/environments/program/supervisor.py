@@ -67,7 +67,6 @@ def be_program(
 
 
 def client() -> Any:
-    """Return a client of OpenAI's API for the session that the environment variables name."""
     import openai
 
     # The endpoint speaks plain HTTP and answers after training: the limit of the run bounds a call.
@@ -173,7 +172,6 @@ class ProgramRun:
         return bool(part)
 
     def reap(self) -> None:
-        """Collect ended children, the program among them."""
         if (code := collect(self.pid)) is not None:
             self.code = code
 
@@ -187,7 +185,6 @@ class ProgramRun:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def ended(self, over_limit: bool) -> ProgramEnd:
-        """Return the report, with the rest of the output."""
         for pipe in list(self.pipes):
             while self.read(pipe):
                 pass
@@ -197,7 +194,6 @@ class ProgramRun:
 
 
 def supervise(connection: socket.socket, program: PreparedProgram) -> None:
-    """Receive a job, run the program, and report its end."""
     adopt_orphans()
     with connection.makefile("rb") as arriving:
         job = ProgramJob(*json.loads(arriving.readline()))
@@ -217,6 +213,11 @@ def supervise(connection: socket.socket, program: PreparedProgram) -> None:
         with selectors.DefaultSelector() as waiting:
             for file in (connection.fileno(), wakes, *run.pipes):
                 waiting.register(file, selectors.EVENT_READ)
+            # One wait serves all ends of a run. The program ends: SIGCHLD writes a byte to `wakes`, and `reap` sets
+            # the code. The rank gives up: its end of the connection closes, which is all that is ever read from it. The
+            # limit passes: the wait returns with nothing. Each of the last two asks the program to end and sets a new
+            # deadline, after which the loop leaves it to `end_all`. Output is read all the while, since a program
+            # blocks on a pipe that is full.
             while run.code is None:
                 for key, _ in waiting.select(max(0.0, deadline - time.monotonic())):
                     if key.fd == wakes:

@@ -36,14 +36,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(
-        self,
-        ctx: Any,
-        trace: Any,
-        runtime: Any,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: Any,
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> ProgramResult:
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -77,7 +70,6 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 
 
 async def _call(function: dict[str, Any], dispatch: dict[str, tuple[str, str]], connections: dict[str, Any]) -> Any:
-    """Return the result of a tool call, or the error that the model is to read."""
     name = function["name"]
     if name not in dispatch:
         return f"error: unknown tool {name!r}"

@@ -92,7 +92,6 @@ class Loaded:
 
 
 def register_harness() -> None:
-    """Make chat_harness.py importable under the id that verifiers looks up."""
     if HARNESS in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(HARNESS, Path(__file__).with_name("chat_harness.py"))
