@@ -46,7 +46,7 @@ _BETWEEN = re.compile(
 
 def _found(answer: str, rest: str) -> FoundAnswer | None:
     answer = answer.strip()
-    return FoundAnswer(answer, has_trailing_text=not _adds_nothing(rest)) if answer else None
+    return FoundAnswer(answer, has_trailing_text=not _HARMLESS.fullmatch(rest)) if answer else None
 
 
 def _boxed(response: str) -> FoundAnswer | None:
@@ -54,7 +54,10 @@ def _boxed(response: str) -> FoundAnswer | None:
     if not boxes or cut_off:
         return None
     last = len(boxes) - 1
-    while last and _in_one_sentence(response[boxes[last - 1].end : boxes[last].start]):
+    while last:
+        between = response[boxes[last - 1].end : boxes[last].start]
+        if not _BETWEEN.fullmatch(between) and _SENTENCE_END.search(between):
+            break  # another sentence
         last -= 1
     answers = dict.fromkeys(text for box in boxes[last:] if (text := box.text.strip()))
     return _found(", ".join(answers), response[boxes[-1].end :])
@@ -82,10 +85,6 @@ def _boxes(response: str) -> tuple[list[_Box], bool]:
             boxes.append(_Box(start, token.end(), response[content : token.start()]))
     cut_off = any(box and (not boxes or box[0] > boxes[-1].start) for box in opened)
     return boxes, cut_off
-
-
-def _in_one_sentence(between: str) -> bool:
-    return _BETWEEN.fullmatch(between) is not None or _SENTENCE_END.search(between) is None
 
 
 def _tagged(response: str) -> FoundAnswer | None:
@@ -132,10 +131,6 @@ _HARMLESS = re.compile(  # possessive, so that no text makes it try the same cha
         "UNITS", _UNITS
     ).replace("SET", "text|mathrm|mbox|textbf|textrm|hbox|operatorname")
 )
-
-
-def _adds_nothing(rest: str) -> bool:
-    return _HARMLESS.fullmatch(rest) is not None
 
 
 FORMATS = {

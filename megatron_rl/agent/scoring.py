@@ -28,6 +28,10 @@ class RolloutLimits:
         return cls(config.reward_timeout_s, config.reward_retries, config.rollout_limit_s)
 
 
+class NotJudged(Exception):
+    """An answer could not be judged, for a reason that is not the answer's: it is lost."""
+
+
 class RolloutTimeout(Exception):
     """Every attempt at a rollout exceeded its time limit."""
 

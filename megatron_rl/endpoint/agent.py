@@ -55,12 +55,6 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    endpoint: PolicyEndpoint
-    room: asyncio.Semaphore
-
-
-@dataclass(frozen=True, slots=True)
 class _Ask:
     inference: InferenceInterface
     sampling: Sampling
@@ -80,7 +74,7 @@ class EndpointAgent(Environment):
         self.config: Any = config
         self.tokenizer = tokenizer
         self.chat = Chat.of(tokenizer, config.chat_template)
-        self._opening: asyncio.Task[_Opened] | None = None
+        self._opening: asyncio.Task[PolicyEndpoint] | None = None
         self._traces: dict[str, str] = {}
 
     @abstractmethod
@@ -117,7 +111,7 @@ class EndpointAgent(Environment):
 
         opening, self._opening = self._opening, None
         if opening is not None and opening.get_loop() is asyncio.get_running_loop():
-            await (await opening).endpoint.close()
+            await (await opening).close()
 
     async def _rollouts(
         self, problem: Problem, keys: Sequence[int], ask: _Ask
@@ -129,10 +123,10 @@ class EndpointAgent(Environment):
     async def _rollout(self, problem: Problem, key: int, ask: _Ask) -> Trajectory | str:
         """Return a rollout, or the reason why it is lost. Only a rollout that exceeds its time is begun again: after
         another fault, further attempts would choose among the model's answers."""
-        opened = await self._opened()
-        async with opened.room:
+        endpoint = await self._opened()
+        async with endpoint.room:
             try:
-                return await run_within_limit(partial(self._attempt, opened.endpoint, problem, key, ask), ask.limits)
+                return await run_within_limit(partial(self._attempt, endpoint, problem, key, ask), ask.limits)
             except RolloutTimeout as error:
                 return str(error)
 
@@ -166,20 +160,14 @@ class EndpointAgent(Environment):
             stopped.cancel()
             await asyncio.gather(running, stopped, return_exceptions=True)
 
-    async def _opened(self) -> _Opened:
-        import asyncio
-
-        if self._opening is None or self._opening.get_loop() is not asyncio.get_running_loop():
-            self._opening = asyncio.ensure_future(self._open())
-        return await asyncio.shield(self._opening)  # others wait for it as well
-
-    async def _open(self) -> _Opened:
+    async def _opened(self) -> PolicyEndpoint:
         import asyncio
 
         from megatron_rl.endpoint.endpoint import PolicyEndpoint
 
-        endpoint = await PolicyEndpoint.open(self.chat, self.config)
-        return _Opened(endpoint, asyncio.Semaphore(self.config.concurrency))
+        if self._opening is None or self._opening.get_loop() is not asyncio.get_running_loop():
+            self._opening = asyncio.ensure_future(PolicyEndpoint.open(self.chat, self.config))
+        return await asyncio.shield(self._opening)  # others wait for it as well
 
     def _reason(self, limit: str | None, error: Exception, problem: Problem) -> str:
         """Return the reason for the record. The first error of each kind is logged."""

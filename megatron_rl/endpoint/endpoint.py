@@ -101,6 +101,7 @@ class PolicyEndpoint:
 
     def __init__(self, chat: Chat, config: EndpointConfig, listener: socket.socket) -> None:
         self._chat, self._config = chat, config
+        self.room = asyncio.Semaphore(config.concurrency)  # for each rollout of its environment
         host, port = listener.getsockname()
         self._address = f"http://{host}:{port}"
         self._sessions = OpenSessions()

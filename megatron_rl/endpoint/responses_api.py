@@ -63,12 +63,8 @@ class ResponsesBody(_Loose):
 
     def check(self) -> None:
         """Raise ApiError for what would change the answer and is not supported."""
-        for name, asked in (
-            ("background", self.background),
-            ("conversation", self.conversation),
-            ("prompt", self.prompt),
-        ):
-            if asked:
+        for name in ("background", "conversation", "prompt"):
+            if getattr(self, name):
                 raise unsupported(name)
 
 

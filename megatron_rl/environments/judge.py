@@ -20,6 +20,7 @@ from pydantic import field_validator, model_validator
 from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.prompts import template_fields
+from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
@@ -99,10 +100,6 @@ class JudgeConfig(Section):
         return self
 
 
-class NoJudgement(Exception):
-    """A judge gave no usable verdict."""
-
-
 class Judge:
     """Client of a judge. Replies are parsed, never evaluated."""
 
@@ -128,20 +125,20 @@ class Judge:
         self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = {}
 
     async def score(self, question: str, response: str, answer: str) -> float:
-        """Return the judge's score of a response, from 0 to 1. Raises NoJudgement."""
+        """Return the judge's score of a response, from 0 to 1. Raises NotJudged."""
         content = self.config.prompt.format(question=question, response=response, answer=answer)
         client, room = self._client()
         async with room:
             reply = await self._ask(client, content)
         verdicts = [*VERDICT.finditer(reply)]
         if not verdicts:
-            raise NoJudgement("the judge's reply has no VERDICT")
+            raise NotJudged("the judge's reply has no VERDICT")
         best = verdicts[-1]["best"]
         if best is not None and float(best) != self.config.best:
-            raise NoJudgement(f"the judge's verdict is out of {best}, not out of {self.config.best:g}")
+            raise NotJudged(f"the judge's verdict is out of {best}, not out of {self.config.best:g}")
         value = float(verdicts[-1]["value"]) / self.config.best
         if not 0 <= value <= 1:
-            raise NoJudgement(f"the judge's verdict is not between 0 and {self.config.best:g}")
+            raise NotJudged(f"the judge's verdict is not between 0 and {self.config.best:g}")
         return value
 
     async def close(self) -> None:
@@ -177,7 +174,7 @@ class Judge:
                 break
             await self._sleep(pause)
             pause = min(LONGEST_PAUSE_S, 2 * pause)
-        raise NoJudgement(f"the judge at {self.config.url} did not answer: {why}")
+        raise NotJudged(f"the judge at {self.config.url} did not answer: {why}")
 
     def _client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         import asyncio

@@ -25,6 +25,7 @@ from pydantic import field_validator
 
 from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt, template_fields
 from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits
+from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.inference.api import FinishReason
@@ -79,10 +80,6 @@ class ReasoningGymConfig(DrawnProblemsConfig, PromptConfig):
         return prompt
 
 
-class NoScore(Exception):
-    """An answer could not be scored."""
-
-
 class ReasoningGymEnvironment(DrawnProblems):
     """A task of reasoning-gym, named by `dataset` or as reasoning-gym/TASK, with distinct prompts."""
 
@@ -135,12 +132,12 @@ class ReasoningGymEnvironment(DrawnProblems):
         return {**of_dataset, "task": base64.b64encode(pickle.dumps(task)).decode(), "answer": answer}
 
     async def _score(self, answer: str, task: Mapping[str, Any]) -> float:
-        """Return the dataset's score of an answer. Raises NoScore."""
+        """Return the dataset's score of an answer. Raises NotJudged."""
         outcome = await self._scorers.ask(self._scorer_request(answer, task))
         if outcome.ending is not Ending.OK:
             in_time = outcome.ending not in (Ending.TIME_OUT, Ending.CPU_LIMIT)
             key = "score_memory_gib" if in_time else "score_timeout_s"
-            raise NoScore(f"{outcome} (environment.args.{key})")
+            raise NotJudged(f"{outcome} (environment.args.{key})")
         score, unread = outcome.value
         if unread and not self._warned:
             self._warned = True

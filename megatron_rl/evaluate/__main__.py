@@ -17,8 +17,10 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any, NoReturn, TypeVar
 
+from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_rl.contract.shapes import to_json
+from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.vllm.process import VllmGone
 
@@ -36,7 +38,7 @@ def main(world: str | None = None) -> int:
         _evaluate(sys.stdin.read(), world)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except _refusals() as error:
+    except (CheckpointError, ConfigurationError) as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
     except VllmGone as error:
@@ -51,13 +53,6 @@ def main(world: str | None = None) -> int:
 
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    from megatron_rl.checkpoint.publish import CheckpointError
-    from megatron_rl.errors import ConfigurationError
-
-    return CheckpointError, ConfigurationError
 
 
 def _evaluate(text: str, world: str | None) -> None:

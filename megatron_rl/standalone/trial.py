@@ -4,8 +4,8 @@
 
 Without a model, an environment that asks it directly is tried with a right and a wrong answer
 (agent/scripted_trial.py), and one that asks the policy endpoint with scripted answers. With a model, every environment
-is. Writes a JSON object per
-problem to stdout, and errors to stderr in one line; before an error of the task's own code an object with its `trace`.
+is. Writes a JSON object per problem to stdout, and errors to stderr in one line; before an error of the task's own code
+an object with its `trace`.
 """
 
 from __future__ import annotations

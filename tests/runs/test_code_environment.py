@@ -10,7 +10,8 @@ import pytest
 from optional import needs
 from words import Words
 
-from megatron_rl.environments.code.environment import CodeEnvironment, CodeEnvironmentConfig, ProgramLost
+from megatron_rl.agent.scoring import NotJudged
+from megatron_rl.environments.code.environment import CodeEnvironment, CodeEnvironmentConfig
 from megatron_rl.inference.api import FinishReason
 
 pytestmark = needs("datasets")
@@ -65,7 +66,7 @@ def test_program_killed_from_outside_is_lost_and_not_wrong(environment: CodeEnvi
             process.kill()
         return await waits
 
-    with pytest.raises(ProgramLost, match="killed"):
+    with pytest.raises(NotJudged, match="killed"):
         asyncio.run(kill())
 
 

@@ -10,8 +10,9 @@ from typing import cast
 import pytest
 from optional import needs
 
+from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.agent.scripted_trial import CodePoints
-from megatron_rl.environments.reasoning_gym import NoScore, ReasoningGymConfig, ReasoningGymEnvironment
+from megatron_rl.environments.reasoning_gym import ReasoningGymConfig, ReasoningGymEnvironment
 
 pytestmark = needs("reasoning_gym")
 
@@ -45,5 +46,5 @@ def test_answer_that_is_code_is_wrong_and_has_no_effect(tmp_path: Path) -> None:
 
 def test_answer_that_takes_for_ever_to_parse_is_lost() -> None:
     environment = countdown(0.5)
-    with pytest.raises(NoScore, match=r"time-out: no answer within 0.5 s \(environment.args.score_timeout_s\)"):
+    with pytest.raises(NotJudged, match=r"time-out: no answer within 0.5 s \(environment.args.score_timeout_s\)"):
         asyncio.run(score(environment, HANGS))

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from optional import needs
 
-from megatron_rl.environments.math.verifier import MathVerdict, NoComparison, Verifier
+from megatron_rl.agent.scoring import NotJudged
+from megatron_rl.environments.math.verifier import MathVerdict, Verifier
 
 pytestmark = needs("math_verify")
 
@@ -102,7 +103,7 @@ def test_hanging_comparison_is_killed_and_wrong_and_the_next_one_answered(caplog
 
 def test_answer_is_lost_if_the_right_one_alone_cannot_be_decided() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=4.0)
-    with pytest.raises(NoComparison, match=r"processor time: more than 1 s \(environment.args.verify_timeout_s\)"):
+    with pytest.raises(NotJudged, match=r"processor time: more than 1 s \(environment.args.verify_timeout_s\)"):
         asyncio.run(verifier.judge(HANGS, r"\int_0^3 1\,dx"))
     verifier.close()
 
@@ -118,7 +119,7 @@ def test_dying_process_loses_one_comparison() -> None:
         hanging = asyncio.ensure_future(verifier.judge("3", HANGS))
         await asyncio.sleep(0.2)
         os.kill(child, signal.SIGKILL)
-        with pytest.raises(NoComparison, match=r"killed: it died \(SIGKILL\)"):
+        with pytest.raises(NotJudged, match=r"killed: it died \(SIGKILL\)"):
             await hanging
         return await verifier.judge("3", "3.0")
 
@@ -136,7 +137,7 @@ def test_overlong_answer_is_wrong_without_a_comparison() -> None:
 
 def test_process_that_cannot_start_is_one_clear_error() -> None:
     verifier = Verifier(processes=1, timeout_s=1.0, memory_gib=0.01)
-    with pytest.raises(NoComparison, match=r"did not start .*verify_memory_gib\)"):
+    with pytest.raises(NotJudged, match=r"did not start .*verify_memory_gib\)"):
         asyncio.run(verifier.judge("3", "4"))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.agent.datasets import DataSet, Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
+from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.environments.code.test_cases import Test, Tests, parse_tests, passes
 from megatron_rl.inference.api import FinishReason
@@ -71,10 +72,6 @@ class CodeEnvironmentConfig(HFDatasetConfig):
     """Memory limit of one test, in GiB."""
 
 
-class ProgramLost(Exception):
-    """A program could not be judged, because something other than its own doing killed it."""
-
-
 class CodeEnvironment(HFDatasetAgent):
     """Programming problems, answered by Python programs that are run against tests."""
 
@@ -108,7 +105,7 @@ class CodeEnvironment(HFDatasetAgent):
         return 1.0
 
     async def _passes(self, source: str, tests: Tests, test: Test) -> bool:
-        """Raises ProgramLost."""
+        """Raises NotJudged."""
         from megatron_rl.agent.sandbox.limits import Ending
 
         if tests.function is None:
@@ -116,7 +113,7 @@ class CodeEnvironment(HFDatasetAgent):
         else:
             outcome = await self._programs.call(source, tests.function, test.given, self._limits)
         if outcome.ending is Ending.KILLED:
-            raise ProgramLost(str(outcome))
+            raise NotJudged(str(outcome))
         if outcome.ending is not Ending.OK:
             return False
         return passes(test.expected, outcome.value, function=tests.function is not None)

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits
 from megatron_rl.agent.sandbox.process_pools import WorkerPool
+from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.recipe.extras import needed
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,6 @@ class MathVerdict(StrEnum):
     answers are wrong could drift into answers that cost too much."""
 
 
-class NoComparison(Exception):
-    """Two answers could not be compared, for a reason that is not the answer's."""
-
-
 class Verifier:
     """Compares answers in `processes` workers, which start on first use and end with this object."""
 
@@ -54,7 +51,7 @@ class Verifier:
     async def judge(self, golden: str, answer: str) -> MathVerdict:
         """Whether `answer` equals `golden` mathematically. The event loop keeps running.
 
-        Raises NoComparison if the right answer itself exceeds a limit, or if the process died for another reason.
+        Raises NotJudged if the right answer itself exceeds a limit, or if the process died for another reason.
         """
         if golden == answer:
             return MathVerdict.RIGHT
@@ -66,7 +63,7 @@ class Verifier:
         if outcome.ending not in LIMITED or not await self._is_decided(golden):
             timed = outcome.ending in (Ending.TIME_OUT, Ending.CPU_LIMIT)
             key = "verify_timeout_s" if timed else "verify_memory_gib"
-            raise NoComparison(f"{outcome} (environment.args.{key})")
+            raise NotJudged(f"{outcome} (environment.args.{key})")
         self._undecided += 1
         if self._undecided in WARN_AT:
             logger.warning(

@@ -10,7 +10,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.environments.judge import Judge, JudgeConfig, JudgedEnvironment, NoJudgement
+from megatron_rl.agent.scoring import NotJudged
+from megatron_rl.environments.judge import Judge, JudgeConfig, JudgedEnvironment
 from megatron_rl.errors import ConfigurationError
 
 CONFIG = JudgeConfig(url="http://judge/v1", model="wise", token_variable="JUDGE_TOKEN")
@@ -110,14 +111,14 @@ def test_fields_set_to_null_are_not_sent() -> None:
     ],
 )
 def test_answer_without_verdict_is_lost(handler: Callable[[httpx.Request], httpx.Response], why: str) -> None:
-    with pytest.raises(NoJudgement, match=why):
+    with pytest.raises(NotJudged, match=why):
         judged(handler)
 
 
 def test_busy_judge_is_retried() -> None:
     answers = iter([httpx.Response(429), httpx.Response(503), saying("VERDICT: 5")(httpx.Request("GET", "http://x"))])
     assert judged(lambda _: next(answers)) == 0.5
-    with pytest.raises(NoJudgement, match="HTTP 503"):
+    with pytest.raises(NotJudged, match="HTTP 503"):
         judged(lambda _: httpx.Response(503))
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.environments.judge import Judge, JudgeConfig, NoJudgement, is_inside
+from megatron_rl.agent.scoring import NotJudged
+from megatron_rl.environments.judge import Judge, JudgeConfig, is_inside
 from megatron_rl.inference.openai import Endpoint, EndpointError, ScoringServers
 
 NOBODY = "http://127.0.0.1:9"
@@ -52,7 +53,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refusing]:
 
 
 def refused(work: Coroutine[Any, Any, Any]) -> None:
-    with suppress(NoJudgement, EndpointError):
+    with suppress(NotJudged, EndpointError):
         asyncio.run(work)
 
 
