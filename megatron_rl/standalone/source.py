@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +54,9 @@ def find_source(path: str, dtype: Precision | None = None, today: str | None = N
     folder = Path(path)
     try:
         if RunDir(folder).resolved.is_file():
-            return _of_run(RunDir(folder.absolute()), dtype, today, _newest(RunDir(folder)))
+            with _usable():
+                step = newest_step(RunDir(folder))
+            return _of_run(RunDir(folder.absolute()), dtype, today, step)
         if (folder / MANIFEST).is_file():
             return _of_checkpoint(folder.absolute(), dtype, today)
     except OSError as error:
@@ -60,10 +64,12 @@ def find_source(path: str, dtype: Precision | None = None, today: str | None = N
     return _published(path, dtype, today)
 
 
-def _newest(run: RunDir) -> int:
+@contextmanager
+def _usable() -> Iterator[None]:
+    """Say with a ConfigurationError why a path cannot be used."""
     try:
-        return newest_step(run)
-    except CheckpointError as error:
+        yield
+    except (CheckpointError, ValueError) as error:
         raise ConfigurationError(str(error)) from error
 
 
@@ -83,18 +89,13 @@ def _of_checkpoint(folder: Path, dtype: Precision | None, today: str | None) -> 
         run = RunDir(folder.parent.parent)
         if folder.parent != run.checkpoints or not run.resolved.is_file():
             origin_of(folder)  # raises an error that says what is missing
-        return _of_run(run, dtype, today, _manifest_step(folder))
+        with _usable():
+            step = read_manifest(folder).step
+        return _of_run(run, dtype, today, step)
     precision = dtype or read_hf_config(carried).precision
     model = origin_of(folder).model.model_copy(update={"dtype": precision})
     tokenizer = _tokenizer(TokenizerConfig(path=str(carried)), today)
     return PolicySource(folder.name, "checkpoint", folder, None, None, model, tokenizer)
-
-
-def _manifest_step(folder: Path) -> int:
-    try:
-        return read_manifest(folder).step
-    except CheckpointError as error:
-        raise ConfigurationError(str(error)) from error
 
 
 def _published(path: str, dtype: Precision | None, today: str | None) -> PolicySource:
@@ -104,10 +105,8 @@ def _published(path: str, dtype: Precision | None, today: str | None) -> PolicyS
             f"{path} is neither a run directory (resolved.yaml), nor a checkpoint ({MANIFEST}), nor a directory of "
             f"Hugging Face weights ({CONFIG_FILE})"
         )
-    try:
+    with _usable():
         folder = local_folder(path, "PATH", CONFIG_FILE)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
     config = read_hf_config(folder)
     check_tokenizer(folder, config.vocab_size)
     of_config: dict[str, Any] = shape(config)
@@ -120,7 +119,5 @@ def _published(path: str, dtype: Precision | None, today: str | None) -> PolicyS
 
 
 def _tokenizer(config: TokenizerConfig, today: str | None) -> Tokenizer:
-    try:
+    with _usable():
         return build_tokenizer(config.model_copy(update={"date": today or config.date}))
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
