@@ -19,7 +19,6 @@ from megatron_rl.model.tokenizer import Tokenizer
 MOST_REPAIRS = 32
 """Tags of one answer that are spelled out; text behind further ones is content as a whole."""
 _MOST_ENDS = 4
-"""End tags within the strings of one call."""
 _BROKEN = (
     ToolCallParseStatus.UNCLOSED_BLOCK,
     ToolCallParseStatus.MISSING_NAME,
@@ -55,7 +54,6 @@ def read_answer(
 
 
 def divided(form: Format, content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> ParsedAnswer:
-    """Return the parts of an answer without the white space between them."""
     reasoning = (reasoning or "").strip() or None
     if form.strips or reasoning is not None:
         content = content.lstrip()
@@ -84,13 +82,11 @@ def first_is_text(
 
 
 def without_end(answer: Sequence[int], form: Format, tokenizer: Tokenizer) -> list[int]:
-    """Return an answer without the token that ends it."""
     ends = form.stop_ids | tokenizer.end_ids
     return [*answer[:-1]] if answer and answer[-1] in ends else [*answer]
 
 
 def call_of(attempt: ParsedToolCall) -> ToolCall | None:
-    """Return the call that the model wrote; None if it is none."""
     if attempt.status in _BROKEN or not isinstance(attempt.name, str) or not isinstance(attempt.arguments, dict):
         return None
     try:

@@ -32,14 +32,10 @@ if TYPE_CHECKING:  # imports of the library take time, which conversations of on
 logger = logging.getLogger(__name__)
 
 TEMPLATE = "the chat template"
-"""Name of the program that renders, for errors."""
 VARIANTS = 32
-"""Sets of template variables that are kept ready."""
 
 
 class Chat:
-    """One tokenizer with its template variables."""
-
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self._variables = dict(variables)
@@ -47,7 +43,6 @@ class Chat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> Chat:
-        """Return the conversations of a tokenizer."""
         return cls(tokenizer, variables or {})
 
     def check(self, *, continues: bool = False) -> Chat:
@@ -78,7 +73,6 @@ class Chat:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model has a chat template, without which there are no messages."""
         return self.tokenizer.chat_template is not None
 
     @property
@@ -93,7 +87,6 @@ class Chat:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model's tool calls can be read."""
         return self.has_template and self.format.calls is not None
 
     @cached_property
@@ -136,7 +129,6 @@ class Chat:
 
     @property
     def writer(self) -> str:
-        """Name of what renders, for errors."""
         return TEMPLATE if self.renderer == "template" else f"the renderer {self.renderer}"
 
     def extend(

@@ -25,17 +25,13 @@ ORDER = ("thought", "text", "call")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a message."""
-
     kind: Literal["text", "thought", "call", "result"]
     text: str = ""
     call: dict[str, Any] | None = None
     id: str = ""
-    """Id of the call of which this is the result."""
 
 
 def checked_text(value: object, place: str) -> str:
-    """Return a text that UTF-8 can write. Raises ConversationError."""
     if not isinstance(value, str):
         raise ConversationError(place, f"is {kind_of(value)}, not a text")
     if not value.isascii():
@@ -47,7 +43,6 @@ def checked_text(value: object, place: str) -> str:
 
 
 def pieces_of(content: object, role: str, place: str) -> list[Piece]:
-    """Return the parts of a content. Raises ConversationError."""
     if content is None:
         return []
     if not isinstance(content, Sequence) or isinstance(content, str):
@@ -118,7 +113,6 @@ def thought_of(fields: dict[str, Any], names: Sequence[str], parts: Sequence[str
 
 
 def _block_texts(blocks: object, place: str) -> str:
-    """Return the texts of the blocks of a thought; those that only their provider can read are none."""
     found = ""
     for number, block in enumerate(items_of(blocks, place, "blocks")):
         if not isinstance(block, Mapping):

@@ -152,7 +152,6 @@ def _learned(fields: dict[str, Any], role: str, place: str) -> bool:
 
 
 def _calls_in(content: object, place: str) -> list[dict[str, Any]]:
-    """Return the calls of a message whose text is calls, as ShareGPT's function_call."""
     calls = calls_of(content, place)
     if not calls:
         raise ConversationError(place, "names no call")

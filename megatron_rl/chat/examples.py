@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 
 class ExampleWriter:
-    """Writes examples in one chat."""
-
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._warned = False

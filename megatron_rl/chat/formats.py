@@ -20,26 +20,18 @@ class CallMarkup(NamedTuple):
     """Beginning of a tool call in an answer."""
 
     tagged: bool
-    """Whether a token of its own begins it."""
     first: str
-    """Its first character."""
 
 
 class Example(NamedTuple):
-    """A text to learn from."""
-
     tokens: list[int]
     loss_mask: list[bool]
     """Whether the model would sample the token: a part of an answer, or the token that ends it."""
 
 
 class Extension(NamedTuple):
-    """The next prompt of a conversation, behind an answer."""
-
     tokens: list[int]
-    """The whole next prompt."""
     text: str
-    """Text of the part behind the answer."""
 
 
 class TokenTexts(dict[int, bytes]):
@@ -54,7 +46,6 @@ class TokenTexts(dict[int, bytes]):
         return found
 
     def of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of control tokens."""
         return b"".join(map(self.__getitem__, tokens)).decode(errors="replace")
 
 
@@ -63,11 +54,8 @@ class Format(Protocol):
 
     name: str
     why_not: str | None
-    """Reason why no next turn can be appended token for token."""
     calls: CallMarkup | None
-    """None if tool calls are not supported."""
     strips: bool
-    """Whether the white space around content is not part of it."""
     tags: tuple[str, ...]
     """Tags of reasoning that are text, as they are no tokens of their own."""
     stop_ids: frozenset[int]
@@ -110,7 +98,6 @@ class LibraryTokenizer:
 
 
 def token_named(tokenizer: Tokenizer, name: str) -> int | None:
-    """Return the token that stands for a name such as <think>; None if there is none."""
     try:
         ids = tokenizer.encode(name)
     except ValueError:

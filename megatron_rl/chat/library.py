@@ -26,15 +26,12 @@ GENERIC = ("auto", "default", "custom")
 
 
 def renderer_names() -> list[str]:
-    """Return the names of the library's renderers for model families."""
     configs = get_args(get_args(RendererConfig)[0])
     names = [config.model_fields["name"].default for config in configs]
     return [name for name in names if isinstance(name, str) and name not in GENERIC]
 
 
 class LibraryFormat:
-    """One renderer of the library."""
-
     why_not: str | None = None
     strips = True
     tags: tuple[str, ...] = ()
@@ -67,7 +64,6 @@ class LibraryFormat:
             raise ValueError(f"the renderer {self.name} does not fit the tokenizer: {error}") from error
 
     def rendered(self, probe: Probe) -> list[int]:
-        """Return the tokens of a conversation by the renderer. It may raise anything."""
         return self.renderer.render_ids(
             list(probe.messages), tools=list(probe.tools) or None, add_generation_prompt=True
         )

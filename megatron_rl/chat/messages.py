@@ -49,11 +49,9 @@ class Conversation:
         )
 
     def __getitem__(self, part: slice) -> Conversation:
-        """Return some of the messages, with all tools."""
         return Conversation(self.messages[part], self.tools, self.learned[part], self.places[part])
 
     def as_context(self) -> Conversation:
-        """Return the same conversation with nothing to learn."""
         return replace(self, learned=(False,) * len(self.messages))
 
 
@@ -63,8 +61,6 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One function call that the model requests."""
-
     name: str
     arguments: str
     """A JSON object."""
@@ -72,21 +68,17 @@ class ToolCall:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The call as a message contains it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """An answer of the model, divided."""
-
     content: str
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def message(self) -> Message:
-        """The answer as a message of the conversation."""
         found: Message = {"role": "assistant", "content": self.content}
         if self.reasoning_content is not None:
             found["reasoning_content"] = self.reasoning_content

@@ -33,7 +33,6 @@ RESULTS: tuple[Message, ...] = (
 
 
 def calling(content: str = "", calls: int = 1, **more: str) -> Message:
-    """Return an answer that calls the tool."""
     functions = [{"name": "look_up", "arguments": dict(ARGUMENTS)} for _ in range(calls)]
     made = [{"id": f"functions.look_up:{n}", "type": "function", "function": each} for n, each in enumerate(functions)]
     return {"role": "assistant", "content": content, "tool_calls": made, **more}
@@ -52,7 +51,6 @@ OPENINGS = (
     Probe("tools", [USER], [TOOL]),
     Probe("tools and a system message", [SYSTEM, USER], [TOOL, TOOL]),
 )
-"""Conversations in which the model has said nothing yet."""
 
 CONVERSATIONS = (
     *OPENINGS,

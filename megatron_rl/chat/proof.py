@@ -29,20 +29,14 @@ MOST_FORMS = 1000
 NEAR = 2000
 """Characters behind the last part in which to look for the next one first, since most stand there."""
 SHOWN = 60
-"""Characters of a lost text in an error."""
 
 
 class Rendering(NamedTuple):
-    """A conversation as the model sees it."""
-
     text: str
     learned: str | None = None
-    """The text that is learned; None for a prompt."""
 
 
 class Lost(NamedTuple):
-    """A part of a conversation that does not stand in its rendering."""
-
     part: str
     """Its place, such as tool_calls.0.function.name."""
     message: int | None = None
@@ -104,8 +98,6 @@ def _lost_in(search: _Search, said: Conversation, found: Rendering) -> Lost | No
 
 
 class _Search:
-    """Looks for the parts of one conversation in texts."""
-
     def __init__(self, said: Conversation, *, exact: bool, composed: bool = False) -> None:
         """
         exact: whether of several spellings the earliest one counts.
@@ -204,7 +196,6 @@ class _Search:
 
 
 def _leaves(value: Any) -> Iterator[Sequence[str]]:
-    """Yield the keys and scalars of a value in their order, each in the spellings of JSON and of Python."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield (key,)
@@ -221,12 +212,10 @@ def _leaves(value: Any) -> Iterator[Sequence[str]]:
 
 
 def _unmarked(text: str) -> str:
-    """Return a text without the marks in names of control tokens."""
     return text.replace(MARK, "") if MARK in text else text
 
 
 def _shown(said: Conversation, lost: Lost) -> str:
-    """Return the beginning of what is lost."""
     value: Any = {"tools": said.tools} if lost.message is None else said.messages[lost.message]
     for name in lost.part.split("."):
         value = value.get(name) if isinstance(value, dict) else value[int(name)]

@@ -23,8 +23,6 @@ its length."""
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """New output of one answer."""
-
     reasoning: str = ""
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
@@ -37,7 +35,6 @@ class _Part:
         self.given = ""
         self.held = ""
         self.strips = False
-        """Whether white space at the beginning does not count."""
 
     def push(self, text: str) -> str:
         """Add text and return what is certain: everything up to the last character that is no white space."""
@@ -58,13 +55,10 @@ class _Part:
         return self.push(whole[len(self.given) :])
 
     def finish(self, whole: str) -> str:
-        """Return what is missing at the end of the answer."""
         return whole[len(self.given) :] if whole.startswith(self.given) else ""
 
 
 class AnswerStream:
-    """Reader of one answer."""
-
     def __init__(self, form: Format | None, tokenizer: Tokenizer, prompt: list[int], tools: Tools) -> None:
         """form: None without a chat template: all text is content."""
         self._form, self._tokenizer, self._prompt, self._tools = form, tokenizer, prompt, tools
@@ -84,7 +78,6 @@ class AnswerStream:
             self._settle(AnswerPiece())
 
     def push(self, tokens: Sequence[int]) -> AnswerPiece:
-        """Add tokens and return what is certain."""
         piece = AnswerPiece()
         ended = without_end(tokens, self._form, self._tokenizer) if self._form else list(tokens)
         self._tokens += tokens
@@ -119,7 +112,6 @@ class AnswerStream:
         return self._markup[token]
 
     def _add(self, piece: AnswerPiece, run: list[int]) -> None:
-        """Add tokens without markup to the present part."""
         text = self._decoder.push(run)
         if self._part is None or not text:
             return

@@ -30,14 +30,12 @@ from megatron_rl.chat.turn_end import PLACEHOLDER, turn_end
 from megatron_rl.model.tokenizer import Tokenizer
 
 THOUGHT_TOKENS = 8
-"""Number of last prompt tokens in which to look for the tag that opens a thought."""
 _THOUGHT = f"{THINK}\nHm.\n{THINK_END}\n\n"
 _APPENDED = (
     (Probe("a question", [USER]), [MORE]),
     (Probe("a system message", [SYSTEM, USER]), [MORE]),
     (Probe("several turns", [SYSTEM, USER, ANSWER, MORE]), [USER]),
 )
-"""Conversations, and the messages that follow the next answer."""
 
 
 class _Tail(NamedTuple):
@@ -50,8 +48,6 @@ class _Tail(NamedTuple):
 
 
 class TemplateFormat:
-    """The chat template of the model."""
-
     name = "template"
     strips = False
 
@@ -130,7 +126,6 @@ class TemplateFormat:
         return f"{prompt}{thought}\n{THINK_END}\n\n{whole[len(before) :].lstrip()}"
 
     def _answer(self, part: str) -> str:
-        """Return the text up to the first end token. Names of control tokens within messages are marked."""
         return part[: min((at for name in self._ends.values() if (at := part.find(name)) >= 0), default=len(part))]
 
     def _opens_thought(self, prompt: list[int]) -> bool:

@@ -27,7 +27,6 @@ RESULT_KEYS = ("return", "returns", "response")
 
 
 def parsed_json(text: str, place: str) -> Any:
-    """Return the value of a JSON text. Raises ConversationError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -35,7 +34,6 @@ def parsed_json(text: str, place: str) -> Any:
 
 
 def kind_of(value: object) -> str:
-    """Name the type of a value for an error."""
     if isinstance(value, bool):
         return "a boolean"
     for types, name in (
@@ -51,7 +49,6 @@ def kind_of(value: object) -> str:
 
 
 def said(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the fields that have a value."""
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -120,7 +117,6 @@ def arguments_of(given: object, place: str) -> dict[str, Any]:
 
 
 def checked_json(value: Any, place: str) -> Any:
-    """Return a value that JSON and UTF-8 can write. Raises ConversationError."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
@@ -179,6 +175,5 @@ def _name(given: object, place: str) -> str:
 
 
 def _refuse_unknown(fields: Mapping[str, Any], place: str) -> None:
-    """Refuse the first field that nobody has read."""
     for name in fields:
         raise ConversationError(f"{place}.{name}", "is not known here; leave it out")

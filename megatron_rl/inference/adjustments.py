@@ -22,11 +22,8 @@ class _Asked:
     """Parameters of all rows. A row without adjustments has neutral values, which change no bit of its logits."""
 
     presence: Tensor
-    """[rows, 1]"""
     frequency: Tensor
-    """[rows, 1]"""
     repetition: Tensor
-    """[rows, 1]"""
     biased: Tensor
     """[rows, MOST_BIASED] tokens with a bias, padded with token 0."""
     bias: Tensor
@@ -45,7 +42,6 @@ class AdjustedRows:
         self._tensors: _Asked | None = None
 
     def set(self, rows: slice, prefill: Prefill) -> None:
-        """Set the adjustments of new rows to those of their prefill."""
         sampling = prefill.sampling
         asks = isinstance(sampling, AdjustedSampling) and sampling.changes_logits
         if asks or self._asks[rows].any():
@@ -92,7 +88,6 @@ class AdjustedRows:
         self._asks[targets] = self._asks[sources]
 
     def asks(self, rows: slice) -> bool:
-        """Whether any of these rows uses an adjustment."""
         return bool(self._asks[rows].any())
 
     def adjusted(self, rows: slice, logits: Tensor, tokens: Tensor, count: Tensor) -> Tensor:

@@ -31,11 +31,9 @@ class Prefill:
     pages: list[int]
     """Full pages of the sequence, from its first position."""
     samples: list[int]
-    """Sample number of each row that starts."""
     own: list[int]
     """Page in which each of these rows continues, with a copy of the tokens behind the last full page."""
     answer_tokens: list[int]
-    """Tokens that were sampled before."""
     answer_logprobs: list[float]
     key: int
     sampling: Sampling
@@ -43,24 +41,19 @@ class Prefill:
     scored: list[int] = field(default_factory=list)
     """Prompt tokens to score: the ones that follow the first tokens of this piece."""
     most_scored: int = 0
-    """How many of the likeliest tokens to note for each scored token."""
     penalized: list[int] = field(default_factory=list)
     """The prompt, if a repetition penalty applies to it."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request that is not answered yet."""
-
     request: GenerationRequest
     streamed: bool
     finished: dict[int, Transcript] = field(default_factory=dict)
     scores: PromptScores = field(default_factory=lambda: PromptScores([], [], []))
-    """Scores of the prompt as far as it was computed, if the request asks for them."""
 
     @property
     def scored(self) -> bool:
-        """Whether no token of the prompt remains to be scored."""
         request = self.request
         return request.prompt_logprobs is None or len(self.scores.logprobs) == len(request.prompt_tokens) - 1
 
@@ -82,7 +75,6 @@ class Branch:
     pending: PendingRequest
     samples: list[Transcript]
     pages: list[int] = field(default_factory=list)
-    """Full pages of the branch's tokens that are already in the cache."""
 
     @property
     def tokens(self) -> list[int]:
@@ -91,16 +83,12 @@ class Branch:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """The sample that one row decodes."""
-
     pending: PendingRequest
     answer: Transcript
     """Tokens as far as the host has seen them."""
     pages: list[int]
     most_pages: int
-    """Most pages it can need."""
     age: int
-    """Number of rows that started before it."""
     cached: int
     """Number of its tokens in the cache when it started."""
     current: bool = True
@@ -113,7 +101,6 @@ class Row:
 
     @property
     def grows(self) -> bool:
-        """Whether it may need another page."""
         return len(self.pages) < self.most_pages
 
 
@@ -134,12 +121,10 @@ class Admission:
 
     @property
     def samples(self) -> int:
-        """Number of waiting samples."""
         return sum(len(branch.samples) for branch in self._waiting)
 
     @property
     def interrupted(self) -> list[Transcript]:
-        """Waiting samples that have tokens."""
         return [answer for branch in self._waiting for answer in branch.samples if answer.tokens]
 
     def __bool__(self) -> bool:

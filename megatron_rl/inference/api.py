@@ -49,7 +49,6 @@ class AnswerPrefix:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    """Policy version of the weights that sampled each token."""
 
 
 def _new_id() -> str:
@@ -78,7 +77,6 @@ class GenerationRequest:
     """Unique among all requests of an attempt, in every process."""
 
     def again(self) -> GenerationRequest:
-        """Return the same request under a new id, to ask it once more."""
         return replace(self, id=_new_id())
 
     @property
@@ -105,8 +103,6 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled answer."""
-
     tokens: list[int]
     """If `finish_reason` is `stop`, the last token is an end token or the one that completes the stop string."""
     logprobs: list[float]
@@ -116,11 +112,8 @@ class Completion:
     versions: list[int]
     """Number of optimizer steps behind the weights that sampled each token."""
     stop: str | None = None
-    """The stop string that ended the answer."""
     top_logprobs: list[TopLogprobs] | None = None
-    """The likeliest tokens at each position, if `GenerationRequest.top_logprobs` asks for them."""
     prompt: PromptScores | None = None
-    """Scores of the prompt, if `GenerationRequest.prompt_logprobs` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +138,15 @@ class EngineLoad:
     """How busy an engine is, for metrics and for turning requests away."""
 
     running: int
-    """Samples being decoded."""
     waiting: int
     """Samples that wait for a row or for pages."""
     free_pages: int
-    """Unused pages of the key/value cache."""
     pages: int
     """All pages of the key/value cache; 0 if unknown."""
     preemptions: int = 0
-    """Samples that lost their pages to others since the start, and were computed again."""
 
     @property
     def cache_used(self) -> float:
-        """Share of the cache that is in use, from 0 to 1."""
         return 1.0 - self.free_pages / self.pages if self.pages else 0.0
 
 
@@ -175,8 +164,6 @@ class InferenceInterface(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PartialAnswer:
-    """The tokens so far of one sample whose request is not answered yet."""
-
     request_id: str
     sample: int
     prefix: AnswerPrefix
@@ -186,9 +173,7 @@ class ResumableInference(InferenceInterface, Protocol):
     """An engine whose unfinished answers can be stored and resumed."""
 
     @property
-    def policy_version(self) -> int:
-        """Number of optimizer steps behind its weights."""
-        ...
+    def policy_version(self) -> int: ...
 
     @property
     def busy_s(self) -> float:
@@ -205,7 +190,6 @@ class RankEngine(ResumableInference, Protocol):
     use the first rank; the others follow it until it releases them. Then all of them end the phase."""
 
     policy: Policy
-    """Samples the tokens. refit.publish updates its weights."""
     profiler: GenerationProfiler | None
     """Receives each plan that is executed, and the end of a phase; None: nothing is profiled."""
 
@@ -213,8 +197,7 @@ class RankEngine(ResumableInference, Protocol):
     def policy_version(self) -> int: ...
 
     @policy_version.setter
-    def policy_version(self, policy_version: int) -> None:
-        """Set by refit.publish once the weights are those of this version."""
+    def policy_version(self, policy_version: int) -> None: ...
 
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
         """Execute what the first rank sends, until it releases its followers.
@@ -223,9 +206,7 @@ class RankEngine(ResumableInference, Protocol):
         """
         ...
 
-    def release_followers(self) -> None:
-        """Make the following ranks return from `follow`. No-op on a single rank."""
-        ...
+    def release_followers(self) -> None: ...
 
     def end_phase(self) -> None:
         """Make room for training. Unfinished answers wait and resume in the next phase."""

@@ -14,14 +14,12 @@ Plan = TypeVar("Plan")
 INLINE = 1024
 """Bytes of the first message. It holds the whole plan of a decoding step; the rest of a prompt needs a second one."""
 _LENGTH = 4
-"""Bytes at the start of the first message that give the length of the plan."""
 
 
 class PlanBroadcast(Generic[Plan]):
     """Broadcasts plans over gloo, so that no device waits. The group's timeout bounds the wait of both ends."""
 
     def __init__(self, control: dist.ProcessGroup) -> None:
-        """control: ranks of one replica; the first one sends."""
         self._control = control
 
     def send(self, plan: Plan | None) -> None:
@@ -34,7 +32,6 @@ class PlanBroadcast(Generic[Plan]):
             self._broadcast(bytearray(message[INLINE:]))
 
     def receive(self) -> Plan | None:
-        """Return the next plan of the first rank."""
         first = bytes(self._broadcast(bytearray(INLINE)))
         length = _LENGTH + int.from_bytes(first[:_LENGTH], "little")
         rest = bytes(self._broadcast(bytearray(length - INLINE))) if length > INLINE else b""

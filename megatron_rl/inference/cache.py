@@ -14,15 +14,12 @@ from megatron_rl.platform.paged_attention import PagedAttention
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of a cache on one rank."""
-
     layers: int
     pages: int
     page_tokens: int
     kv_heads: int
     head_size: int
     gathered: bool
-    """Whether pages are gathered, see `Platform.gathers_pages`."""
 
 
 class KeyValueCache:
@@ -80,7 +77,6 @@ class PrefillLayout:
     source: Tensor
     """[copied] index of a packed token."""
     target: Tensor
-    """Chunks that the tokens are copied to, see `KeyValueCache.index`."""
     seen: Tensor | None
     """Chunks that the packed tokens attend to, sequence by sequence, including their own. None: the tokens attend
     only to one another."""
@@ -98,9 +94,7 @@ class ContinuedLayout:
 
     cache: KeyValueCache
     source: Tensor
-    """[copied] index of a packed token."""
     target: Tensor
-    """Chunks that the tokens are copied to, see `KeyValueCache.index`."""
     pages: PagedAttention
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -110,11 +104,8 @@ class ContinuedLayout:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """Attention of one new token for each row."""
-
     cache: KeyValueCache
     target: Tensor
-    """Chunks that the new tokens are written to, see `KeyValueCache.index`."""
     pages: PagedAttention
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

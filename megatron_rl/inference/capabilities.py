@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties of an engine that other code depends on."""
-
     repeatable: bool
     """Samples depend on key, sample and position alone: a record is equal bit for bit on the CPU, and unfinished
     answers can be generated again (`resume.partial: regenerate`)."""
@@ -24,7 +22,6 @@ class Capabilities:
     records_steps: bool
     """Records the GPU work of decode steps under the conditions of this project's own engine."""
     colocated: bool
-    """May generate in the training ranks, between updates."""
     spans_updates: bool
     """Answers may begin before an update and end after it (`async.max_lag` above 0)."""
     modelled: bool
@@ -69,9 +66,7 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
 
 
 ENGINES = tuple(_CAPABILITIES)
-"""Names of the engines."""
 
 
 def capabilities_of(engine: str) -> Capabilities:
-    """Capabilities of an engine, by its name in `inference.engine`."""
     return _CAPABILITIES[engine]

@@ -33,8 +33,6 @@ Step = Callable[[], None]
 
 
 class DecodeGraphs:
-    """The recorded steps of one policy."""
-
     def __init__(self, recorder: GraphRecorder, policy: Policy, most_rows: int) -> None:
         self._recorder = recorder
         self._policy = policy
@@ -44,7 +42,6 @@ class DecodeGraphs:
         self._reasons: set[str] = set()  # why steps could not be recorded, as logged
 
     def size(self, rows: int) -> int:
-        """Return the padded number of rows, see `padded_rows`."""
         return min(padded_rows(rows), self._most_rows)
 
     def run(self, key: Hashable, step: Step) -> None:
@@ -82,7 +79,6 @@ class DecodeGraphs:
             self.drop()
 
     def drop(self) -> None:
-        """Forget all recordings, and free their memory."""
         if self._replays:
             self._recorder.release()
             self._replays.clear()
@@ -123,7 +119,6 @@ def why_not_recorded(
 
 
 def decode_graphs(policy: Policy, model: ModelConfig, config: InferenceConfig, page_tokens: int) -> DecodeGraphs | None:
-    """Return the recorded steps of an engine; None if its steps are not recorded."""
     platform = policy.platform
     recorder = platform.graph_recorder(DTYPES[model.dtype], page_tokens)
     tp = policy.pg_collection.tp.size()

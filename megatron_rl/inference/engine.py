@@ -58,7 +58,6 @@ class Engine:
         decode: tokens to text, for stop strings.
         """
         self.policy = policy
-        """Samples the tokens. refit.publish updates its weights."""
         self.busy_s = 0.0
         """Seconds spent generating so far; the rest of a caller's wait is for other work, such as rewards."""
         self.max_length = max_length or model.max_position_embeddings
@@ -67,13 +66,11 @@ class Engine:
         self.scheduler = Scheduler(config, self._pages, end_ids, decode)
         self.runner = ModelRunner(policy, model, config, (count, page_tokens), end_ids, self.max_length)
         self.keeps_cache = True
-        """Whether the cache stays in memory between phases of generation."""
         limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         cache_tokens = count * page_tokens
         self._limits = RequestLimits(policy.vocabulary, self.max_length, limit_name, cache_tokens, decode is not None)
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast[StepPlan](ranks.control)
         self.callers = LoopCallers(self)
-        """Callers in an asyncio loop, which drives the engine."""
         self.profiler: GenerationProfiler | None = None
 
     @property
@@ -100,7 +97,6 @@ class Engine:
         return request.id
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise if the request cannot be answered."""
         if request.top_logprobs and request.known:
             raise Unsupported("top_logprobs: the known tokens of an interrupted answer have none")
         self._limits.check(request)
@@ -111,7 +107,6 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to compute."""
         return self.scheduler.busy
 
     @property
@@ -144,14 +139,9 @@ class Engine:
         return nullcontext() if self.profiler is None else self.profiler.plan(self.policy_version)
 
     def _new_tokens(self) -> list[RowAnswer]:
-        """Return the tokens of all rows that the scheduler does not know yet."""
         return self.runner.answers(self.scheduler.wanted(self.scheduler.rows))
 
     def follow(self, waits: Callable[[], AbstractContextManager[None]]) -> None:
-        """Execute the plans of the replica's first rank, until it releases its followers.
-
-        waits: context entered while this rank waits for the next plan.
-        """
         assert self._plans, "a single rank has no other rank to follow"
         while True:
             with waits():
@@ -178,13 +168,11 @@ class Engine:
         self.scheduler.restart_rows(self._new_tokens())
 
     def release_followers(self) -> None:
-        """Make the other ranks of the replica return from `follow`. No-op on a single rank."""
         if self._plans:
             self._plans.send(None)
 
     @property
     def answered(self) -> list[str]:
-        """Ids of requests whose completions can be taken."""
         return list(self.scheduler.answered)
 
     def take(self, request_id: str) -> list[Completion] | None:
@@ -192,7 +180,6 @@ class Engine:
         return self.scheduler.answered.pop(request_id, None)
 
     def take_deltas(self) -> list[tuple[str, Delta]]:
-        """Return the new tokens of all streamed requests since the last call, with the request ids."""
         deltas, self.scheduler.deltas = self.scheduler.deltas, []
         return deltas
 

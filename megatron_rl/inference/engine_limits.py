@@ -56,7 +56,6 @@ def against_engine(asked: Asked) -> str | None:
 
 
 def _incapable(asked: Asked) -> Iterator[str]:
-    """Settings that need what the engine lacks."""
     able, lag = capabilities_of(asked.inference.engine), asked.asynchronous.max_lag
     if asked.placement.mode == "partitioned" and not able.own_replicas:
         yield "placement.mode is partitioned, and that engine cannot be replicas of a run: set colocated"
@@ -133,7 +132,6 @@ def _other_heads(model: ModelConfig) -> str:
 
 
 def _tp(asked: Asked) -> int:
-    """Tensor parallel size of generation."""
     return asked.placement.inference.tp or asked.placement.training.tp
 
 

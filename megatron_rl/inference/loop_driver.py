@@ -11,20 +11,14 @@ from megatron_rl.inference.request_limits import refuse_duplicate
 
 
 class DrivenEngine(Protocol):
-    """An engine whose steps an asyncio loop runs."""
-
     @property
     def busy(self) -> bool: ...
 
     def step(self) -> None: ...
 
-    def deliver(self) -> None:
-        """Pass finished answers to their callers."""
-        ...
+    def deliver(self) -> None: ...
 
-    def fail(self, error: Exception) -> None:
-        """Raise the error of a step in all callers."""
-        ...
+    def fail(self, error: Exception) -> None: ...
 
 
 class LoopDriver:
@@ -36,7 +30,6 @@ class LoopDriver:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start stepping in the running loop, unless it already does."""
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done() or self._task.get_loop() is not loop:
             self._task = loop.create_task(self._work())
@@ -54,8 +47,6 @@ class LoopDriver:
 
 
 class CalledEngine(Protocol):
-    """A step engine whose callers wait in asyncio loops."""
-
     @property
     def busy(self) -> bool: ...
 
@@ -85,7 +76,6 @@ class LoopCallers:
         self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """Answer a request, as `InferenceInterface.generate` does."""
         self._refuse_duplicate(request)
         self._engine.submit(request)
         answer = self._answers[request.id] = asyncio.get_running_loop().create_future()

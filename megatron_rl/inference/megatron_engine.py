@@ -40,8 +40,6 @@ from megatron_rl.rank.profiler import GenerationProfiler
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A sample that megatron-core's engine must start."""
-
     id: int
     tokens: list[int]
     """Its prompt, and the known tokens of its answer."""
@@ -62,8 +60,6 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that is not answered yet."""
-
     transcripts: list[Transcript]
     answer: asyncio.Future[list[Completion]]
 
@@ -88,9 +84,7 @@ class MegatronEngine:
         check_requirements()
         self.policy = policy
         self.policy_version = 0
-        """Policy version of the weights that draw the next tokens."""
         self.busy_s = 0.0
-        """Seconds spent generating so far."""
         longest = max_length or model.max_position_embeddings
         page_tokens = config.page_tokens or policy.platform.page_tokens
         pages, _ = pages_of(config, page_tokens, -(-longest // page_tokens) * page_tokens)
@@ -194,7 +188,6 @@ class MegatronEngine:
                 asked.answer.set_result([each.completion() for each in asked.transcripts])
 
     def step(self) -> None:
-        """Compute one token for every row."""
         begun = [self._begin(number) for number in self._begun]
         turn = Turn(self._seed, begun, self._ended)
         self._begun, self._ended = [], []
@@ -217,7 +210,6 @@ class MegatronEngine:
         return Begun(number, tokens, sampling.max_new_tokens - len(transcript.tokens), sampling)
 
     def _end(self, numbers: Iterable[int]) -> None:
-        """Stop computing these samples."""
         for number in [*numbers]:
             del self._open[number]
             if number in self._begun:
@@ -246,7 +238,6 @@ class MegatronEngine:
 
 
 def _known(transcript: Transcript) -> int:
-    """Return the number of answer tokens that an earlier attempt sampled."""
     known = transcript.request.known.get(transcript.sample)
     return len(known.tokens) if known else 0
 

@@ -29,14 +29,10 @@ FLASH_ATTENTION = "2.7.3"
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """Capacity of the engine."""
-
     sequences: int
-    """Sequences decoded together."""
     prompt_tokens: int
     """Prompt tokens computed in one step, besides one token of every sequence."""
     longest: int
-    """Most tokens of a prompt and its answer together."""
     pages: int
     page_tokens: int
     share_prefixes: bool
@@ -188,7 +184,6 @@ class _Context_0_16(DynamicInferenceContext):
     1, or of the tokens that remain after the cuts."""
 
     def temperatures(self) -> Tensor:
-        """Temperatures of the active requests: [active requests]."""
         active: Tensor = self.request_metadata["temperature"][self.paused_request_count : self.total_request_count]
         return active
 

@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """One policy, and the rows that it decodes."""
-
     def __init__(
         self,
         policy: Policy,
@@ -162,17 +160,14 @@ class ModelRunner:
         self.cache = None
 
     def forget_weights(self) -> None:
-        """Note that the policy's weights may change from here on."""
         self._frozen = None
 
     def weights_changed(self) -> None:
-        """Note that the policy has new weights."""
         self.forget_weights()
         if self._graphs:
             self._graphs.keep_for_weights()
 
     def _decode(self, rows: slice, cache: KeyValueCache) -> None:
-        """Compute the next token of the first rows."""
         work = self._rows.work(rows)
         if self._graphs:
             padded = slice(0, self._graphs.size(rows.stop))

@@ -27,7 +27,6 @@ RETRIED = {408, 429, 500, 502, 503, 504}
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Seconds between two attempts; the pause doubles each time."""
 CONNECT_S = 10.0
-"""Seconds to connect."""
 LOG_EVERY_S = 30.0
 """Seconds between two log lines about an unreachable server."""
 
@@ -49,16 +48,12 @@ class Endpoint:
     model: str
     kind: Literal["mrl", "vllm", "sglang"] = "mrl"
     token_file: Path | None = None
-    """File that contains the bearer token."""
     token_variable: str | None = None
-    """Environment variable that contains the bearer token instead."""
     timeout_s: float = 600.0
     """Seconds without a byte from the server. An answer arrives only when it is complete."""
 
 
 class _Server:
-    """A server as the target of requests."""
-
     def __init__(self, endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) -> None:
         self.endpoint = endpoint
         self.outstanding = 0
@@ -188,7 +183,6 @@ class ScoringServers:
 
 
 def scoring_body(tokens: Sequence[int], model: str) -> dict[str, Any]:
-    """Return the request for the log-probs of a text, at temperature 1. It also samples a token."""
     return {
         "model": model,
         "prompt": [*tokens],
@@ -233,7 +227,6 @@ def _sglang_scores(answer: Any, tokens: Sequence[int]) -> list[float]:
 
 
 def _message(response: httpx.Response) -> str:
-    """Return the message of an error, in OpenAI's format or another."""
     try:
         found = response.json()
     except ValueError:

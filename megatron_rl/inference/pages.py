@@ -38,7 +38,6 @@ class Pages:
         return len(self._free) + len(self._kept)
 
     def needed(self, tokens: int) -> int:
-        """Return the number of pages that a sequence of this many tokens needs."""
         return -(-tokens // self.tokens)
 
     def take(self, count: int) -> list[int]:
@@ -50,7 +49,6 @@ class Pages:
         return taken
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Add one holder to each page."""
         for page in pages:
             if self._holders[page] == 0:
                 del self._kept[page]
@@ -100,7 +98,6 @@ class Pages:
         return page
 
     def _chain(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """Yield the name of each full page of a sequence."""
         digest = blake2b(digest_size=16)
         for start in range(0, len(tokens) - self.tokens + 1, self.tokens):
             digest.update(array("q", tokens[start : start + self.tokens]).tobytes())

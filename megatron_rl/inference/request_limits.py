@@ -12,15 +12,11 @@ from megatron_rl.inference.config import AdjustedSampling
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     vocabulary: int
-    """Number of tokens."""
     longest: int
-    """Most tokens of a prompt and its answer together."""
     longest_name: str
     """Recipe key of that limit."""
     cache_tokens: int
-    """Slots of the key/value cache."""
     finds_stops: bool
-    """Whether there is a tokenizer, which stop strings need."""
 
     def check(self, request: GenerationRequest) -> None:
         """Raise as `InferenceInterface.generate` does if the request cannot be answered. A token outside the vocabulary

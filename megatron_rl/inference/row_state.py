@@ -34,14 +34,10 @@ class DrawWork:
 
     sampling: SamplingWork
     top_logprobs: int
-    """Number of the likeliest tokens to note for each row."""
     adjusted: bool
-    """Whether any row is sampled from adjusted logits."""
 
 
 class RowState:
-    """The rows that a policy decodes."""
-
     def __init__(
         self,
         policy: Policy,
@@ -137,7 +133,6 @@ class RowState:
         self._set_sampling(rows, prefills)
 
     def _set_answers(self, rows: slice, prefills: Sequence[Prefill]) -> None:
-        """Set the known answer tokens and log-probs of new rows."""
         self._count[rows] = 0
         self._most_tokens[rows] = 0
         first = rows.start
@@ -176,7 +171,6 @@ class RowState:
     # One step
 
     def work(self, rows: slice) -> DrawWork:
-        """Return the work that the next tokens of the rows take."""
         sampling = self._sampling.work(rows, self._most_tokens[rows])
         return DrawWork(sampling, self._top.most(rows), self._adjusted.asks(rows))
 
@@ -204,14 +198,12 @@ class RowState:
         self._ended[rows] |= ends | (count == self._limit[rows])
 
     def count_token(self, rows: slice) -> None:
-        """Update the host's counts by one token."""
         self._most_positions[rows] += 1
         self._most_tokens[rows] += 1
 
     # What the host reads from the device
 
     def ended(self, rows: int) -> list[int]:
-        """Return which of the first rows have ended."""
         found: list[int] = np.flatnonzero(_read(self._ended[:rows])).tolist()
         return found
 

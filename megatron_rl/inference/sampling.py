@@ -22,7 +22,6 @@ BLOCKS_FROM, BLOCK = 4096, 64
 """Size of the vocabulary from which on tokens are drawn in two steps, first a block and then in it; size of a block."""
 
 BELOW_1 = 1 - 2.0**-53
-"""Largest fp64 below 1."""
 
 LEAST, MOST = 1e-30, 1e30
 """Bounds of a temperature or top_p above 0. Below LEAST only the likeliest token is left, above MOST all tokens are
@@ -39,11 +38,9 @@ class SamplingWork:
     """Work that sampling some rows takes. The host knows it without waiting for the device."""
 
     greedy: bool
-    """Whether a temperature is 0, so that argmax is needed."""
     ordered: int | None
     """Number of the likeliest tokens to sort for top-k or top-p, 0 for all; None: no row uses them."""
     floor: bool
-    """Whether a row uses min-p."""
     holds: bool
     """Whether an answer may not end yet, so that its end tokens must not be drawn."""
     ends: int
@@ -51,18 +48,13 @@ class SamplingWork:
 
 
 class SamplingParameters(NamedTuple):
-    """Sampling parameters of rows, on the device."""
-
     temperature: Tensor
     """[rows]; 0 is greedy."""
     top_k: Tensor
     """[rows]; 0 keeps all tokens."""
     top_p: Tensor
-    """[rows]"""
     min_p: Tensor
-    """[rows]"""
     least: Tensor
-    """[rows] `min_new_tokens`."""
     ends: Tensor
     """[rows, ends] the tokens that end an answer, padded with the first of them."""
 
@@ -110,7 +102,6 @@ class SamplingRows:
         columns.ends[rows] = torch.tensor(ends).to(columns.ends.device, non_blocking=True)
 
     def move(self, sources: list[int], targets: list[int], source: Tensor, target: Tensor) -> None:
-        """Copy the rows `sources` to the rows `targets`; the tensors hold the same numbers on the device."""
         for column in self._parameters:
             column[target] = column[source]
         for numbers in self._host:

@@ -42,9 +42,7 @@ class StepPlan:
     pages: list[tuple[int, int, int]]
     """(row, index, page): new pages of rows, and their index among the row's pages."""
     rows: range
-    """Rows that get their next token."""
     prefills: list[Prefill]
-    """Prefills of new rows, in their order; empty if the rows are being decoded."""
 
 
 class Scheduler:
@@ -75,12 +73,10 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to compute."""
         return bool(self._waiting or self._rows)
 
     @property
     def rows(self) -> list[int]:
-        """Rows being decoded."""
         return list(self._rows)
 
     @property
@@ -114,7 +110,6 @@ class Scheduler:
                 self._report(pending, answer)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request. No-op if it is answered or unknown."""
         pending = self._pending.pop(request_id, None)
         self.answered.pop(request_id, None)
         if pending is None:
@@ -181,7 +176,6 @@ class Scheduler:
         return StepPlan(moves, [], range(first, len(self._rows)), prefills)
 
     def _new_pages(self) -> list[tuple[int, int, int]]:
-        """Return (row, index, page) for each row whose next token needs a new page."""
         due = [row for row in self._due.pop(self._decoded, ()) if not row.ended]
         if not due:
             return []
@@ -194,7 +188,6 @@ class Scheduler:
         return given
 
     def _note_due(self, row: Row, steps: int) -> None:
-        """Note that the row may need another page after this many decoding steps."""
         if row.grows:
             self._due.setdefault(self._decoded + steps, []).append(row)
 
@@ -235,7 +228,6 @@ class Scheduler:
         self._free(finished)
 
     def take_scores(self, scores: PromptScores) -> None:
-        """Add the scores that the newest plan has computed of a prompt."""
         assert self._waiting.scoring is not None
         pending, start = self._waiting.scoring
         pending.take_scores(start, scores)

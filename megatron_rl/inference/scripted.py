@@ -10,7 +10,6 @@ from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.model.tokenizer import Tokenizer
 
 LOGPROB = -1.0
-"""Log-prob of every token that it answers."""
 
 Answers = Sequence[str] | Callable[[str, int], str]
 """Texts, which the samples use in turn, or a function of the prompt's text and the sample number."""
@@ -24,13 +23,10 @@ class ScriptedInference:
     """
 
     def __init__(self, tokenizer: Tokenizer, answers: Answers, max_length: int | None = None) -> None:
-        """max_length: tokens of a prompt and its answer together."""
         self.requests: list[GenerationRequest] = []
-        """All requests so far, in order."""
         self.under_way = 0
         """Number of requests that are being answered."""
         self.policy_version = 0
-        """Policy version that tokens are reported with."""
         self._tokenizer = tokenizer
         self._answers = answers
         self._max_length = max_length
@@ -51,7 +47,6 @@ class ScriptedInference:
         return [answer.completion() for answer, _ in samples]
 
     def _begin(self, request: GenerationRequest) -> list[tuple[Transcript, list[int]]]:
-        """Return the samples of a request, each with the tokens that it has yet to sample."""
         self.requests.append(request)
         sampling = request.sampling
         if request.beyond_training:

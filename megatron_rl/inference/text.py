@@ -22,7 +22,6 @@ class IncrementalDecoder:
     tokens, independent of the length of the list."""
 
     def __init__(self, decode: Decode, after: Sequence[int] = ()) -> None:
-        """after: tokens before the first one."""
         self._decode = decode
         self._window = [*after][-_WINDOW // 4 :]
         self._given = len(decode(self._window).rstrip("\ufffd")) if after else 0  # characters that were handed out
@@ -54,13 +53,11 @@ class IncrementalDecoder:
         return new
 
     def finish(self) -> str:
-        """Return the text that was held back, when no more tokens come."""
         rest = self._decode(self._window)[self._given :]
         self._given += len(rest)
         return rest
 
     def copy(self) -> IncrementalDecoder:
-        """Return an independent decoder in the same state."""
         copy = IncrementalDecoder(self._decode)
         copy._window, copy._given, copy._whole = self._window, self._given, self._whole
         return copy
@@ -107,14 +104,12 @@ class StopFilter:
     """Ends a text that comes in pieces at the first stop string. Text that may be the start of one is held back."""
 
     def __init__(self, stop: Sequence[str] = (), *, keep_stop: bool = False) -> None:
-        """keep_stop: whether the text includes the stop string that ended it."""
         self._stop, self._keep_stop = stop, keep_stop
         self._held = ""  # may be the start of a stop string
         self.stopped: str | None = None
         """The stop string that was found; later pieces add no text."""
 
     def push(self, new: str) -> str:
-        """Add a piece, and return the text that is now certain."""
         if self.stopped is not None:
             return ""
         text = self._held + new
@@ -127,7 +122,6 @@ class StopFilter:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return the rest of the text, when no more pieces come."""
         held, self._held = self._held, ""
         return held
 
@@ -151,15 +145,12 @@ class TextStream:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was found; later tokens add no text."""
         return self._filter.stopped
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens of the sample, and return the text that is now certain."""
         return "" if self.stopped is not None else self._filter.push(self._decoder.push(tokens))
 
     def finish(self) -> str:
-        """Return the rest of the text, when the sample has ended."""
         if self.stopped is not None:
             return ""
         return self._filter.push(self._decoder.finish()) + self._filter.finish()

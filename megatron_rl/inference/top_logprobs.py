@@ -16,7 +16,6 @@ class TopLogprobsRows:
     """The likeliest tokens at the newest positions of each row, until the host synchronises with the device."""
 
     def __init__(self, rows: int, between_syncs: int, vocab: int, device: torch.device) -> None:
-        """between_syncs: most tokens of a row between two synchronisations of host and device."""
         self._asked = np.zeros(rows, dtype=np.int64)
         self._kept = between_syncs
         self._most = min(MOST_TOP_LOGPROBS, vocab)
@@ -28,14 +27,12 @@ class TopLogprobsRows:
         self._asked[rows] = min(asked, self._most)
 
     def move(self, sources: list[int], targets: list[int], source: Tensor, target: Tensor) -> None:
-        """Copy the rows `sources` to the rows `targets`; the tensors hold the same numbers on the device."""
         if self._asked[sources].any():
             self._tokens[target] = self._tokens[source]
             self._logprobs[target] = self._logprobs[source]
         self._asked[targets] = self._asked[sources]
 
     def most(self, rows: slice) -> int:
-        """Return the largest number of tokens that one of these rows asks for."""
         return int(self._asked[rows].max())
 
     def record(self, rows: slice, count: Tensor, logits: Tensor, temperature: Tensor, most: int) -> None:

@@ -19,8 +19,6 @@ from megatron_rl.inference.text import Decode, StopStrings
 
 @dataclass(frozen=True, slots=True)
 class RowAnswer:
-    """New tokens of a row, which the host has not seen before."""
-
     row: int
     tokens: list[int]
     logprobs: list[float]
@@ -68,13 +66,11 @@ class Transcript:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the sample has ended; None while it has not."""
         if self.stop is not None or (self.tokens and self.tokens[-1] in self.end_ids):
             return "stop"
         return "length" if len(self.tokens) >= self.request.sampling.max_new_tokens else None
 
     def extend(self, answer: RowAnswer, version: int) -> None:
-        """Append the next tokens, sampled by weights of this version."""
         self._extend(answer.tokens, answer.logprobs, [version] * len(answer.tokens), answer.top_logprobs)
 
     def _extend(
@@ -96,7 +92,6 @@ class Transcript:
             self.top_logprobs += list(top_logprobs or ())[:count]
 
     def prefix(self) -> AnswerPrefix:
-        """Return a copy of the tokens so far."""
         return AnswerPrefix([*self.tokens], [*self.logprobs], [*self.versions])
 
     def completion(self, prompt: PromptScores | None = None) -> Completion:

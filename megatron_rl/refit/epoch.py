@@ -47,7 +47,6 @@ class Epoch:
     training_ranks: int
     replicas: tuple[Member, ...]
     transport: str = GLOO
-    """Transport of tensors that the training ranks have."""
 
     @property
     def others(self) -> dict[str, list[int]]:
@@ -79,11 +78,9 @@ class Epoch:
         raise ValueError(f"rank {rank} of replica {replica}, start {start}, is not of membership epoch {self.number}")
 
     def replicas_of(self, ranks: Collection[int]) -> frozenset[ReplicaStart]:
-        """Replicas to which these ranks belong; training ranks belong to none."""
         return frozenset(member.started for number, (member, _) in self._replica_ranks() if number in ranks)
 
     def name_of(self, rank: int) -> str:
-        """Name for messages."""
         if rank < self.training_ranks:
             return f"rank {rank} of training"
         member, own_rank = dict(self._replica_ranks())[rank]

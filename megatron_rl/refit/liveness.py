@@ -30,12 +30,10 @@ from megatron_rl.refit.epoch import Epoch, ReplicaLost, TransferFailed
 HELLO_S = 2.0
 """Seconds a peer has to identify itself. The first member serves one peer at a time, so the others wait."""
 LONGEST_LINE = 4096
-"""Bytes."""
 ARRIVE_S = 30.0
 """Seconds between two ranks of replicas that connect, once all training ranks have: the replicas have already accepted
 the epoch."""
 BEAT_S = 1.0
-"""Seconds between two heartbeats."""
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which a member counts as gone."""
 JOIN_S = 10.0

@@ -15,8 +15,6 @@ from megatron_rl.refit.plan import Box
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A weight of a model on this rank."""
-
     whole: Tensor
     parts: Mapping[Box, Tensor]
     """Views of it, each in the shape of its box: one, or two for a fused gate and up projection."""
@@ -37,7 +35,6 @@ def model_tensors(policy: Policy) -> dict[tuple[Box, ...], ModelTensor]:
 
 
 def weights_by_box(policy: Policy) -> dict[Box, Tensor]:
-    """Views of this rank's weights, each in the shape of its box."""
     return parts_by_box(model_tensors(policy).values())
 
 

@@ -26,7 +26,6 @@ from megatron_rl.refit.prober import Prober
 from megatron_rl.refit.transfer_refit import TransferRefit
 
 STOP_S = 10.0
-"""Seconds that an aborted transfer has to end."""
 
 
 class OverlappedRefit:
@@ -50,7 +49,6 @@ class OverlappedRefit:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that all ranks together sent with the newest version that replicas have."""
         return self._transfer.moved_bytes
 
     @property
@@ -95,7 +93,6 @@ class OverlappedRefit:
         self.finish()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the newest published version."""
         found = {} if self._seconds is None else {"time/publish_s": self._seconds}
         return found if self._prober is None else found | {"time/probe_s": self._prober.seconds}
 

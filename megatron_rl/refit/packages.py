@@ -30,7 +30,6 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def aligned(size: int) -> int:
-    """Bytes, rounded up to ALIGNMENT."""
     return math.ceil(size / ALIGNMENT) * ALIGNMENT
 
 
@@ -41,7 +40,6 @@ class Package:
     peer: int
     dtype: torch.dtype
     parts: Sequence[Tensor]
-    """Views of weights, on one device."""
 
     @property
     def elements(self) -> int:
@@ -59,7 +57,6 @@ class Package:
         return packed
 
     def unpack(self, packed: Tensor) -> None:
-        """[bytes] Copy received values into the parts."""
         self.scatter(packed.to(self.parts[0].device, non_blocking=True))
 
     def scatter(self, packed: Tensor) -> None:

@@ -20,10 +20,7 @@ from megatron_rl.model.sharded_names import weight_name
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of one of the model's tensors."""
-
     key: str
-    """Name of the whole tensor."""
     dtype: torch.dtype
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -52,15 +49,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Box that one rank sends to another one, or copies within itself."""
-
     source: int
     target: int
     box: Box
     held: Box
-    """Box of the source that contains it."""
     needed: Box
-    """Box of the target that contains it."""
 
 
 def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -> list[Move]:
@@ -148,7 +141,6 @@ class Holders:
         self._longest = {key: max(box.shape[0] for box, _ in found) for key, found in self._boxes.items()}
 
     def candidates(self, box: Box) -> list[tuple[Box, list[int]]]:
-        """Boxes that may overlap `box`, and the ranks that hold them."""
         if box.key not in self._boxes:
             return []
         starts = self._starts[box.key]

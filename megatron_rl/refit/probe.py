@@ -19,10 +19,7 @@ class ProbeFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A text and its log-probs under one policy version."""
-
     tokens: tuple[int, ...]
-    """Two tokens or more."""
     logprobs: tuple[float, ...]
     """Log-prob of each token after the first, given those before it, at temperature 1."""
     tolerance: float
@@ -51,7 +48,6 @@ class Probe:
         )
 
     def encode(self) -> dict[str, Any]:
-        """JSON of the protocol."""
         return {"tokens": [*self.tokens], "logprobs": [*self.logprobs], "tolerance": self.tolerance}
 
     @classmethod

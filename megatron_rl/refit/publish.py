@@ -52,12 +52,9 @@ class SharedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Part of a transfer that one rank carries out."""
-
     copies: list[tuple[Tensor, Tensor]]
     """Target and source, both on this rank."""
     rounds: list[tuple[list[Package], list[Package]]]
-    """Packages to send and to receive in each round."""
     bytes: int
     """Bytes that all ranks together send."""
 
@@ -122,7 +119,6 @@ class ReshardedWeights:
         """Nothing runs in the background."""
 
     def _exchange(self, sends: list[Package], receives: list[Package]) -> None:
-        """Collective over the ranks of a round."""
         incoming = [torch.empty(each.bytes, dtype=torch.uint8, device=each.parts[0].device) for each in receives]
         transfers = [
             *(dist.P2POp(dist.isend, each.packed(), group=self._world, group_peer=each.peer) for each in sends),

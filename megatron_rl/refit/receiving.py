@@ -15,7 +15,6 @@ from megatron_rl.refit.transfer import Receiver
 from megatron_rl.refit.transfer_group import TransferGroup
 
 STOP_S = 10.0
-"""Seconds that waits for other members have to end."""
 
 
 class Receiving:

@@ -22,8 +22,6 @@ MAX_SKIPPED = 63
 
 
 class PoolControl:
-    """The replicas of a pool, as the first training rank sees them."""
-
     def __init__(self, pool: ReplicaPool, timeout: timedelta) -> None:
         """timeout: of a collective of the training ranks, which wait for these requests."""
         self._pool, self._timeout_s = pool, min(timeout, TRANSFER_TIMEOUT).total_seconds()
@@ -76,7 +74,6 @@ class BackOff:
 
     @property
     def skipped(self) -> Collection[ReplicaStart]:
-        """Replicas that skip the next version."""
         return self._skips.keys()
 
     def note(self, took: Collection[ReplicaStart], failed: Collection[ReplicaStart]) -> None:

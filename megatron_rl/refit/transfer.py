@@ -31,8 +31,6 @@ _FACTOR = 6364136223846793005  # Knuth's multiplier, odd and spread over 64 bits
 
 
 class Sender:
-    """End of a training rank."""
-
     def __init__(
         self,
         held: Mapping[Box, Tensor],
@@ -52,7 +50,6 @@ class Sender:
         self.moved_bytes = 0
         """Bytes of a whole version that all ranks together send to the replicas, without those that are sent once."""
         self.sent_bytes = 0
-        """Bytes that this rank sent with the newest version."""
 
     def connect(self, group: TransferGroup) -> None:
         """Agree with all members on the moves. Collective. Raises TransferFailed."""
@@ -94,7 +91,6 @@ class Sender:
             self.sent_bytes += content.nbytes
 
     def _differences(self, own: Sequence[Package], packed: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
-        """Contents of a round, whose counts are sent to the receivers here."""
         device = self._group.device
         found = [
             difference(now, was.to(device, non_blocking=True), each.dtype.itemsize)
@@ -105,7 +101,6 @@ class Sender:
         return [content for _, content in found]
 
     def _keep(self) -> list[list[Tensor]] | None:
-        """Copies of all packages."""
         if self._host_memory is None:
             return None
         sizes = [package.bytes for own in self._rounds for package in own]
@@ -114,8 +109,6 @@ class Sender:
 
 
 class Receiver:
-    """End of a replica's rank, or of another program's process."""
-
     def __init__(
         self,
         needed: Mapping[Box, Tensor] | Share,
@@ -240,7 +233,6 @@ class Receiver:
 
 
 def _tensor_of(box: Box, place: Tensor) -> Tensor:
-    """View of the beginning of a place [bytes] as the tensor of a box."""
     return place[: box.bytes].view(box.dtype).view(box.shape)
 
 

@@ -70,12 +70,10 @@ class TransferGroup:
 
     @property
     def device(self) -> torch.device:
-        """Device on which messages must be."""
         return self._transport.device
 
     @property
     def intact(self) -> bool:
-        """Whether no member is known to be lost."""
         return self._broken is None and not self._liveness.lost
 
     @property
@@ -84,7 +82,6 @@ class TransferGroup:
         return self.epoch.replicas_of(self._liveness.lost)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Send and receive messages; see `Transport.exchange`. Raises TransferFailed."""
         with self._working():
             self._transport.exchange(sends, receives)
 
@@ -137,11 +134,9 @@ class Agreement(NamedTuple):
     """Moves of each round, which are equal on all members."""
 
     needed: list[Box]
-    """Boxes that this member needs."""
     once: list[list[Move]]
     """Rounds of the first version only: the base of adapters."""
     always: list[list[Move]]
-    """Rounds of every version."""
 
 
 def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Share, round_bytes: int) -> Agreement:

@@ -22,7 +22,6 @@ from megatron_rl.refit.transfer_group import TransferGroup
 logger = logging.getLogger("megatron_rl")
 
 WAIT_S = 1.0
-"""Seconds between two checks whether a replica has come."""
 
 
 class TransferRefit:
@@ -57,7 +56,6 @@ class TransferRefit:
         self._no_replica_timeout = no_replica_timeout
         self._number = 0
         self.moved_bytes = 0
-        """Bytes sent to all replicas together with the newest version that they have."""
         self._group: TransferGroup | None = None
         self._left_out: set[ReplicaStart] = set()  # in this publication
         self._back_off = BackOff()  # over all publications, on rank 0
@@ -182,7 +180,6 @@ class TransferRefit:
                 )
 
     def _swap(self, version: int, probe: Probe | None) -> bool:
-        """Whether a replica generates with the version now."""
         assert self._replicas is not None and self._group is not None
         swapped = frozenset(self._replicas.swap(version, probe))
         if lost := self._group.epoch.started - swapped:
@@ -197,13 +194,11 @@ class TransferRefit:
         self.close()
 
     def _decide(self, decision: Callable[[], Any]) -> Any:
-        """Decision of rank 0, on all ranks."""
         decided = [decision() if self._replicas is not None else None]
         dist.broadcast_object_list(decided, group_src=0, group=self._control)
         return decided[0]
 
     def _gather(self, value: Any) -> list[Any]:
-        """Values of all ranks. Collective."""
         found: list[Any] = [None] * dist.get_world_size(self._control)
         dist.all_gather_object(found, value, group=self._control)
         return found

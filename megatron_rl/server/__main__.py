@@ -33,7 +33,6 @@ LOOK_EVERY_S = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of this module, and return the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     return run_server(options.token_file, options.host, options.port, partial(_open_and_serve, options))

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megatron_rl.server.metrics import ServerMetrics  # needs the extra `serve`
 
 BODY_S = 60.0
-"""Seconds that a client has to send a body."""
 GAVE_UP = 499
 """HTTP status, in metrics, of a request whose client has left before it was answered."""
 
@@ -55,7 +54,6 @@ class Access:
             await self._app(admitted, receive if self._body_bytes is None else self._counted(receive), send)
 
     def _check_length(self, scope: Scope) -> None:
-        """Raise ApiError if the request announces too large a body."""
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if self._body_bytes is not None and (not length.isdigit() or int(length) > self._body_bytes):
             raise self._too_large()
@@ -101,7 +99,6 @@ async def read_body(request: Request) -> bytes:
 
 
 def with_token(app: ASGIApp, tokens: Sequence[str], body_bytes: int | None = None) -> ASGIApp:
-    """Return the application, limited to requests with one of the tokens."""
     allowed = [token.encode() for token in tokens]
 
     def admit(scope: Scope) -> Scope:
@@ -133,10 +130,7 @@ def _no_token() -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits of the inference server."""
-
     body_bytes: int = 16 * 2**20
-    """Most bytes of one request body."""
     requests_per_minute: int | None = None
     """Most requests of one token in a minute; None: unlimited."""
     max_waiting: int = 1024
@@ -147,7 +141,6 @@ class ServerLimits:
     stall_s: float = 30.0
     """Longest time, in seconds, in which the reader of a stream takes nothing."""
     open_metrics: bool = False
-    """Whether /metrics needs no token."""
 
 
 class Allowance:
@@ -190,7 +183,6 @@ class Guard:
         per_minute = limits.requests_per_minute
         self._allowances = [Allowance(per_minute) for _ in tokens] if per_minute else None
         self.open = 0
-        """Number of open requests."""
         self.closing = False
         """Whether the server is shutting down and refuses new requests."""
 

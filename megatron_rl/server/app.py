@@ -33,8 +33,6 @@ PROBED = frozenset({"/health", "/ping", "/version"})
 
 
 class Application:
-    """The server as an ASGI application."""
-
     def __init__(
         self,
         engine: ServedEngine,

@@ -17,7 +17,6 @@ from megatron_rl.server.errors import ApiError, invalid, invalid_conversation, u
 from megatron_rl.server.parameters import REFUSED, WITHOUT_EFFECT
 
 MOST_CHOICES = 128
-"""Answers to one request."""
 NOT_ENFORCED = ("tool_choice", "response_format")
 """Parameters that ask for a form of the answer. They are accepted, since agents send them by default, and the response
 names them: to enforce them means to sample from another distribution than the model's."""
@@ -38,8 +37,6 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """Fields that completions and chat completions have in common."""
-
     model: str | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -70,7 +67,6 @@ class GenerationBody(Body):
 
     @property
     def answer_limit(self) -> int | None:
-        """Most tokens of an answer, if the request limits them."""
         return self.max_tokens
 
     @property
@@ -80,12 +76,10 @@ class GenerationBody(Body):
 
     @property
     def scores(self) -> int | None:
-        """Number of the likeliest tokens to return at each position of the prompt; None: the prompt is not scored."""
         return self.prompt_logprobs
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
-        """Names of the parameters that ask for a form of the answer, which sampling does not enforce."""
         return ()
 
     @property
@@ -96,7 +90,6 @@ class GenerationBody(Body):
         return tuple((int(token[:20]), bias) for token, bias in self.logit_bias.items())
 
     def sampling(self, max_new_tokens: int) -> Sampling:
-        """Return the engine's sampling parameters. Raises ApiError."""
         if self.min_tokens > max_new_tokens > 0:
             message = f"min_tokens {self.min_tokens} exceeds the {max_new_tokens} tokens that an answer may have"
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
@@ -154,7 +147,6 @@ class ResponseFormat(Body):
 class ChatBody(GenerationBody):
     messages: Objects[Any] = []
     prompt_token_ids: Items[TokenId] = []
-    """Prompt to use instead of the messages."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
@@ -162,13 +154,11 @@ class ChatBody(GenerationBody):
     tool_choice: str | dict[str, Any] = "auto"
     """Other than none and auto, it is accepted and not enforced: see `not_enforced`."""
     response_format: ResponseFormat = ResponseFormat(type="text")
-    """Accepted and not enforced."""
     parallel_tool_calls: bool = True
     """false: only the first call of an answer is returned."""
     include_reasoning: bool = True
     """Whether the answer includes its reasoning, as `reasoning_content`."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template, by vLLM's rule: any but none also sets `enable_thinking`."""
     add_special_tokens: bool = False
@@ -186,7 +176,6 @@ class ChatBody(GenerationBody):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Variables of the chat template beside messages and tools."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
         thinks = self.reasoning_effort != "none"
@@ -214,7 +203,6 @@ class TokenizeBody(Body):
 
     @cached_property
     def said(self) -> Conversation:
-        """The messages with the tools. Raises ConversationError."""
         return conversation_of(self.messages, self.tools)
 
 

@@ -57,7 +57,6 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its logs and signal handlers: each process of this project has its own."""
 
     def __init__(self, app: ASGIApp, **options: Any) -> None:
-        """options: of uvicorn.Config."""
         fixed: dict[str, Any] = {"http": BoundedConnection, "ws": "none", "log_config": None, "access_log": False}
         super().__init__(uvicorn.Config(app, **fixed, **options))
 

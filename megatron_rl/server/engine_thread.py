@@ -105,11 +105,9 @@ class Subscription:
 
     @property
     def answered(self) -> bool:
-        """Whether all results have come and were read."""
         return self._unfinished == 0 and not self._unread
 
     def close(self) -> None:
-        """Cancel the request, unless it is answered."""
         if not self._closed:
             self._closed = True
             self._thread.forget(self)
@@ -146,7 +144,6 @@ class EngineThread:
 
     @property
     def waiting(self) -> int:
-        """Number of samples that wait for the engine."""
         return self._submitted - self._counted + self.load.waiting
 
     def submit(self, request: GenerationRequest, streamed: bool, news: asyncio.Event) -> Subscription:
@@ -279,7 +276,6 @@ def _do(work: Callable[[], T], done: Future[T]) -> None:
 
 
 def as_deltas(answers: Sequence[Completion]) -> list[Delta]:
-    """Return one delta for each completion, with all of its tokens."""
     return [
         Delta(sample, one.tokens, one.logprobs, one.versions, one.top_logprobs, one.finish_reason, one.stop, one.prompt)
         for sample, one in enumerate(answers)

@@ -17,8 +17,6 @@ MOST_SAID = 500
 
 
 class ApiError(Exception):
-    """An error for the client, with an HTTP status."""
-
     def __init__(
         self,
         status: int,
@@ -76,7 +74,6 @@ def invalid(error: ValidationError, names: dict[str, str] | None = None) -> ApiE
 
 
 def invalid_conversation(error: ConversationError) -> ApiError:
-    """Report a fault of messages or tools by its place."""
     return ApiError(400, str(error)[:MOST_SAID], param=error.field, code="invalid_value")
 
 
@@ -121,4 +118,3 @@ ERROR_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]
     ClientGone: _leave,
     Exception: _fail,
 }
-"""Handlers for Starlette, by the class of the error."""

@@ -47,10 +47,6 @@ class EventStream(Response):
     def __init__(
         self, first: bytes, events: AsyncIterator[bytes], stall_s: float, headers: Mapping[str, str] | None = None
     ) -> None:
-        """
-        first: first event. events: the following ones, closed in any case.
-        stall_s: longest time, in seconds, in which the reader takes nothing.
-        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._first, self._events, self._stall_s = first, events, stall_s

@@ -13,8 +13,6 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class ServerMetrics:
-    """Metrics of one server, in a registry of its own."""
-
     def __init__(self, load: Callable[[], EngineLoad]) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
@@ -51,5 +49,4 @@ class ServerMetrics:
             gauge.set_function(lambda name=name: getattr(load(), name))  # type: ignore[misc]
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)

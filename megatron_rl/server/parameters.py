@@ -32,8 +32,6 @@ _TEXT_ONLY = "the model reads and writes text only; leave it out"
 
 
 class Refused(NamedTuple):
-    """A parameter that would change the answer, and so is refused."""
-
     neutral: tuple[Any, ...]
     """Values that ask for nothing, and so are accepted."""
     why: str = "is not supported here; leave it out"

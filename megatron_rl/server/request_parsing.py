@@ -28,7 +28,6 @@ from megatron_rl.server.token_names import TokenNames
 logger = logging.getLogger(__name__)
 
 COMPLETION_TOKENS = 16
-"""Default tokens of an answer to /v1/completions, as OpenAI has it."""
 LONG_TEXT = 20_000
 """Characters from which on text is encoded in another thread, so that other requests need not wait."""
 HEADER = "x-mrl-not-enforced"
@@ -39,18 +38,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """One HTTP request, ready for the engine."""
-
     prompts: list[Prompt]
     body: GenerationBody
     form: Format
     reading: Reading
     requests: list[GenerationRequest]
-    """One for each prompt."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
         names = self.body.not_enforced
         return {HEADER: ", ".join(names)} if names else {}
 
@@ -66,7 +61,6 @@ class ServedModel:
         self._names = {as_ids: TokenNames(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
 
     def check_model(self, model: str) -> None:
-        """Raise ApiError unless this is the served model."""
         if model != self.name:
             raise ApiError(
                 404,
@@ -76,13 +70,11 @@ class ServedModel:
             )
 
     async def completion(self, body: CompletionBody) -> ParsedRequest:
-        """Parse a request of /v1/completions. Raises ApiError."""
         prompts = await self._prompts(body)
         reading = replace(_reading(body), continues_prompt=True, drops_answer=body.echo and body.max_tokens == 0)
         return self._asked(body, prompts, self._form(CompletionFormat, body), reading, COMPLETION_TOKENS, "prompt")
 
     async def chat(self, body: ChatBody) -> ParsedRequest:
-        """Parse a request of /v1/chat/completions. Raises ApiError."""
         tools = body.said.tools
         self._warn_once(body.not_enforced)
         chat = await self._chat_of(body.variables)
@@ -193,7 +185,6 @@ class ServedModel:
         return ParsedRequest(prompts, body, form, reading, requests)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise ApiError if a token is outside the vocabulary."""
         if tokens and max(tokens) >= self.tokenizer.vocab_size:
             raise ApiError(
                 400,
@@ -217,7 +208,6 @@ class ServedModel:
         return [*map(self._names[False].name, tokens)]
 
     def detokenize(self, body: DetokenizeBody) -> str:
-        """Return the text of tokens. Raises ApiError."""
         self.check_tokens(body.tokens, "tokens")
         return self.tokenizer.decode(body.tokens)
 

@@ -14,16 +14,11 @@ from megatron_rl.server.token_names import TokenNames
 
 @dataclass(frozen=True)
 class Format:
-    """Format of the answer to one request."""
-
     model: str
     names: TokenNames
     likeliest: int | None
-    """Field of GenerationBody."""
     token_ids: bool
-    """Whether choices include token ids and policy versions."""
     prompt_logprobs: int | None = None
-    """Field of GenerationBody."""
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid4().hex)
 
@@ -42,7 +37,6 @@ class Format:
         }
 
     def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
-        """Return a choice of a response that is not streamed."""
         raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -58,7 +52,6 @@ class Format:
         return {}
 
     def extension(self, part: Part, prompt: Prompt | None) -> dict[str, Any]:
-        """Return the tokens of a choice, if the request asks for them."""
         if not self.token_ids:
             return {}
         ids = {} if prompt is None else {"prompt_token_ids": prompt.tokens}
@@ -198,6 +191,5 @@ class ChatFormat(Format):
 
 
 def event(content: dict[str, Any] | str) -> bytes:
-    """Encode a server-sent event."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode()

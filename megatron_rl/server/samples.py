@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a sample."""
-
     tokens: list[int]
     text: str = ""
     """Text of the prompt if the answer repeats it (`echo`)."""
@@ -29,27 +27,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the tokens of a sample become text, reasoning and tool calls."""
-
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
     """Tokens that end an answer beside the model's own."""
     keep_stop: bool = False
-    """Whether the text includes the stop string that ended it."""
     special: bool = False
-    """Whether the text includes the names of special tokens."""
     continues_prompt: bool = False
     """Whether the text continues that of the prompt, instead of starting a text of its own."""
     drops_answer: bool = False
     """Whether the request asks only about the prompt."""
     chat: Chat | None = None
-    """The chat that divides the answer; None if all of it is text."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools that the model may call."""
     parallel_calls: bool = True
     """Whether an answer may have several tool calls; if not, only the first is returned."""
     reasoning: bool = True
-    """Whether reasoning is returned."""
 
 
 @dataclass(slots=True)
@@ -74,7 +65,6 @@ class Part:
     """Offsets of the prompt's tokens, with the first part of a sample whose text repeats the prompt."""
 
     def add(self, other: Part) -> None:
-        """Append the part that follows."""
         self.content += other.content
         self.reasoning += other.reasoning
         self.calls += other.calls
@@ -115,8 +105,6 @@ class Divider:
 
 
 class Sample:
-    """Turns the deltas of one sample into parts."""
-
     def __init__(self, tokenizer: Tokenizer, reading: Reading, prompt: Prompt) -> None:
         decode = partial(tokenizer.decode, special=True) if reading.special else tokenizer.decode
         after = prompt.tokens if reading.continues_prompt else ()

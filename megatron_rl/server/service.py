@@ -51,7 +51,6 @@ class Events:
         return bool(self._calls)
 
     def of(self, parts: Mapping[int, Part]) -> bytes:
-        """Return the events of new parts of samples, by number."""
         found = []
         for index, part in parts.items():
             calls = self._calls.get(index)
@@ -64,7 +63,6 @@ class Events:
         return b"".join(found)
 
     def end(self) -> bytes:
-        """Return the events after the last part."""
         asks_usage = self._asked.body.stream_options.include_usage
         usage = self._event([], usage=_usage(self._asked, self._tokens)) if asks_usage else b""
         return usage + event("[DONE]")
@@ -101,14 +99,10 @@ def _usage(asked: ParsedRequest, completion: int) -> dict[str, Any]:
 
 
 class GenerationService:
-    """Passes requests to the engine, and formats its answers."""
-
     def __init__(self, thread: EngineThread, tokenizer: Tokenizer, metrics: ServerMetrics, max_waiting: int) -> None:
-        """max_waiting: number of waiting samples beyond which requests are refused."""
         self.thread, self.tokenizer, self.metrics, self.max_waiting = thread, tokenizer, metrics, max_waiting
 
     async def whole(self, asked: ParsedRequest) -> dict[str, Any]:
-        """Return the complete answer. Raises ApiError."""
         answer = _Answer(self, asked, streamed=False)
         wholes: dict[int, Part] = {}
         try:
@@ -200,6 +194,5 @@ class _Answer:
             metrics.per_token.observe((now - self._first[index]) / (tokens - 1))
 
     def close(self) -> None:
-        """Cancel the requests that are not answered."""
         for subscription in self._subscriptions:
             subscription.close()

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 CUT_S = 2
 """Seconds that responses have to end after their requests were cut off."""
 FEWEST_CHARACTERS = 16

@@ -46,7 +46,6 @@ class TextOffsets:
         self._at = 0
 
     def prompt(self, tokens: Iterable[int], text: str) -> list[int]:
-        """Return the offsets of a prompt's tokens; its text comes first."""
         offsets = self.next(tokens)
         beyond = self._at - len(text)  # SentencePiece decodes a leading space that the text does not have
         self._at = len(text)

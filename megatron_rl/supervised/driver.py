@@ -47,7 +47,6 @@ class ExampleDriver:
         environment, loop: of the run's evaluations, if it has any.
         """
         self.stream = Mixture(sets, config.training.seed, config.groups_per_step)
-        """Row of each ordinal."""
         self._wanted, self._groups = config.groups_per_step, groups
         self._environment, self._loop = environment, loop
         self._tokenizer = tokenizer
@@ -103,14 +102,11 @@ class ExampleDriver:
             self._loop.pause()
 
     def close(self) -> None:
-        """Close the loop of the evaluations."""
         if self._loop is not None:
             self._loop.close()
 
 
 class ExampleBatch(RolloutBatch):
-    """A batch of rows."""
-
     def histograms(self) -> Mapping[str, Sequence[float]]:
         lengths = [answer.answer_length for group in self.groups for answer in group.trajectories]
         return {"histograms/learned_tokens": lengths}

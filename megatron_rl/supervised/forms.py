@@ -35,7 +35,6 @@ PAIRS = (
     ("query", "answers"),
     ("problem", "solution"),
 )
-"""Columns of a prompt and its answer."""
 INPUTS = {"instruction": ("input", "context")}
 """Columns, by that of the prompt, whose text follows it on a new line: Alpaca's and Dolly's."""
 CALLS = ("query", "answers")
@@ -54,7 +53,6 @@ class Form:
     """Column of whole conversations; empty: the rows are prompts and answers."""
     prompt: str = ""
     inputs: tuple[str, ...] = ()
-    """Columns whose texts follow the prompt."""
     answer: str = ""
     answer_is_calls: bool = False
     history: str = ""
@@ -175,7 +173,6 @@ def _learned(conversation: Conversation) -> dict[str, Any] | None:
 
 
 def conversation_in(values: Mapping[str, Any]) -> Conversation:
-    """Return the conversation that `row_of` found."""
     messages = values["messages"]
     places = tuple(f"messages.{number}" for number in range(len(messages)))
     return Conversation(tuple(messages), tuple(values.get("tools", ())), tuple(values["learned"]), places)

@@ -32,10 +32,7 @@ TRIED = 64
 
 
 class Example(NamedTuple):
-    """A row as tokens."""
-
     tokens: list[int]
-    """[tokens]"""
     loss_mask: list[bool]
     """[tokens] whether the token is learned; never the first one, which no token predicts."""
 
@@ -67,12 +64,9 @@ def rows_of(data: DataConfig, environment: object) -> list[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class DataRows:
-    """Rows of a data set that are trained on, and the number of the others."""
-
     form: Form
     rows: Sequence[Problem]
     dropped: Mapping[str, int]
-    """Rows that are not understood, by reason."""
     lacking: int
     """Rows without a value in a column that is trained on."""
 
@@ -130,7 +124,6 @@ def demonstrations(environment: object) -> Sequence[tuple[str, str]]:
 
 
 def _gold_responses(environment: object) -> Sequence[tuple[str, str]]:
-    """Return the training problems of an environment with a right response each; none if it has no gold responses."""
     if not isinstance(environment, Environment):
         return []
     problems = [problem for each in environment.training_sets() for problem in each.problems if problem.is_prompt]
@@ -147,16 +140,12 @@ def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> Example:
 
 
 class RowEncoder:
-    """Turns rows into tokens."""
-
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, longest: int) -> None:
-        """longest: tokens of the longest row that is trained on."""
         self._data, self._tokenizer, self._longest = data, tokenizer, longest
         self._chat = Chat.of(tokenizer, data.chat_template)
         self._examples = ExampleWriter(self._chat)
 
     def example(self, row: Problem) -> Example:
-        """Return the tokens of a row. Raises UnusableRow."""
         try:
             found = self._encoded(row.golden)
         except ValueError as error:

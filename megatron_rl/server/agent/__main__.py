@@ -24,13 +24,10 @@ from megatron_rl.recipe.extras import install_command
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
 STALL_S = 60.0
-"""Longest time, in seconds, in which a reader takes nothing."""
 KEEP_ALIVE_S = 60
-"""Seconds that a connection may be open without a request."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of this module, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.server.agent", description="Serve an environment.")
     parser.add_argument("--environment", required=True)
     parser.add_argument("--tokenizer", required=True)

@@ -48,7 +48,6 @@ BODY_BYTES = 2**28
 """Most bytes of a request body: all answers to a prompt, with up to three numbers for each token."""
 
 Work = Callable[[AgentRequest, InferenceInterface], Awaitable[EvaluationResponse]]
-"""Handler of one kind of request."""
 
 
 class Conflict(Exception):
@@ -60,8 +59,6 @@ class Unknown(Exception):
 
 
 class AgentService:
-    """An environment, as ranks of a run use it."""
-
     def __init__(self, name: str, environment: Environment) -> None:
         self._environment = environment
         self._sets: dict[str, Sequence[Problem]] = {
@@ -118,7 +115,6 @@ class AgentService:
         return EvaluationResponse([group.trajectories], group.failures)
 
     async def contrastive_rollout(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
-        """Return the chosen and the rejected trajectory, if there is a pair."""
         found = await self._environment.contrastive_rollout(self._of_a_group(asked, inference))
         return EvaluationResponse([[found.pair.chosen, found.pair.rejected] if found.pair else []], found.failures)
 
@@ -128,7 +124,6 @@ class AgentService:
         return await self._environment.rollouts(request)
 
     async def evaluate(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
-        """Return trajectories, with final answers if the environment compares them."""
         problems = [self._problem(*place) for place in asked.problems]
         request = EvaluationRequest(
             problems=problems,
@@ -177,7 +172,6 @@ class AgentService:
 
 
 def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
-    """Return the service as an ASGI application, which admits requests with one of the tokens."""
 
     async def about(request: Request) -> Mapping[str, Any]:
         return asdict(service.about)
@@ -241,7 +235,6 @@ def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Cal
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
-    """Read the body of a request. Raises ApiError or Garbled."""
     body = json.loads(await read_body(request))
     if not isinstance(body, dict):
         raise Garbled("the body is not a JSON object")

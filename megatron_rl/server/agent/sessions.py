@@ -93,8 +93,6 @@ class Session:
 
 
 class Sessions:
-    """All open sessions."""
-
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 
@@ -111,7 +109,6 @@ class Sessions:
             await session.close()
 
     async def end_forgotten(self, every_s: float = FORGOTTEN_S / 4) -> None:
-        """Drop forgotten sessions, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             for id in [id for id, session in self._sessions.items() if session.forgotten]:
