@@ -68,7 +68,7 @@ class PendingRequest:
 
 
 @dataclass(slots=True)
-class Branch:
+class WaitingSamples:
     """Waiting samples of a request that start with the same tokens. New samples share the prompt; a resumed sample
     has a branch of its own, of the prompt and its tokens."""
 
@@ -82,7 +82,7 @@ class Branch:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class DecodedRow:
     pending: PendingRequest
     answer: Transcript
     """Tokens as far as the host has seen them."""
@@ -112,7 +112,7 @@ class Admission:
         self._max_batch = config.max_batch
         self._most_tokens = max(config.prefill_tokens, pages.tokens)
         self._most_scored = max(min(SCORED_AT_ONCE, self._most_tokens), pages.tokens)
-        self._waiting: deque[Branch] = deque()
+        self._waiting: deque[WaitingSamples] = deque()
         self._begun = 0  # number of rows that have started
         self.scoring: tuple[PendingRequest, int] | None = None
         """Request whose prompt the newest prefills score, and the position at which they start."""
@@ -130,13 +130,13 @@ class Admission:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def append(self, branch: Branch) -> None:
+    def append(self, branch: WaitingSamples) -> None:
         self._waiting.append(branch)
 
-    def put_back(self, row: Row) -> None:
+    def put_back(self, row: DecodedRow) -> None:
         """Put a row's sample at the front. It is the youngest row, but older than every waiting sample."""
         self.release_pages()
-        self._waiting.appendleft(Branch(row.pending, [row.answer]))
+        self._waiting.appendleft(WaitingSamples(row.pending, [row.answer]))
 
     def cancel(self, pending: PendingRequest) -> None:
         if self._waiting and self._waiting[0].pending is pending:
@@ -149,11 +149,11 @@ class Admission:
             self._pages.release(self._waiting[0].pages)
             self._waiting[0].pages = []
 
-    def begin(self, running: Collection[Row]) -> tuple[list[Prefill], list[Row]]:
+    def begin(self, running: Collection[DecodedRow]) -> tuple[list[Prefill], list[DecodedRow]]:
         """Return the next prefills, and the rows that start with them, in order. Either may be empty. Only one prompt
         is scored at a time."""
         prefills: list[Prefill] = []
-        begun: list[Row] = []
+        begun: list[DecodedRow] = []
         self.scoring = None
         if not self._waiting:  # the usual case of a decoding step
             return prefills, begun
@@ -185,7 +185,7 @@ class Admission:
                 break
         return prefills, begun
 
-    def _piece(self, branch: Branch, count: int, growing: int) -> Prefill | None:
+    def _piece(self, branch: WaitingSamples, count: int, growing: int) -> Prefill | None:
         """Return a prefill of the next `count` pages of a sequence too long for one; None if they do not fit.
 
         growing: rows that may need another page.
@@ -196,7 +196,7 @@ class Admission:
         branch.pages = prefill.pages
         return prefill
 
-    def _rows(self, branch: Branch, running: int, begun: list[Row], growing: int) -> Prefill | None:
+    def _rows(self, branch: WaitingSamples, running: int, begun: list[DecodedRow], growing: int) -> Prefill | None:
         """Return a prefill of a sequence's last tokens, and append rows for the samples that fit to `begun`;
         None if none fits.
 
@@ -216,7 +216,9 @@ class Admission:
         samples, others = branch.samples[:count], branch.samples[count:]
         prefill = self._prefill(branch, full, samples)
         for answer, own in zip(samples, prefill.own, strict=True):
-            begun.append(Row(branch.pending, answer, [*prefill.pages, own], most_pages, self._begun, len(tokens)))
+            begun.append(
+                DecodedRow(branch.pending, answer, [*prefill.pages, own], most_pages, self._begun, len(tokens))
+            )
             self._begun += 1
         for _ in samples[1:]:
             self._pages.hold(prefill.pages)
@@ -227,7 +229,7 @@ class Admission:
             self._waiting.popleft()
         return prefill
 
-    def _prefill(self, branch: Branch, full: int, samples: list[Transcript]) -> Prefill:
+    def _prefill(self, branch: WaitingSamples, full: int, samples: list[Transcript]) -> Prefill:
         """Return a prefill up to the end of `full` pages, or, with samples, to the end of the sequence."""
         request, tokens, held = branch.pending.request, branch.tokens, branch.pages
         start = len(held) * self._pages.tokens

@@ -14,7 +14,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 UNFINISHED = {
     "megatron_rl/contract/child.py __init__",
-    "megatron_rl/inference/scheduler.py Scheduler",
     "megatron_rl/model/policy.py Policy",
     "megatron_rl/platform/api.py Platform",
     "megatron_rl/platform/cpu.py CpuPlatform",

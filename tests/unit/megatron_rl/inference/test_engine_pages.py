@@ -160,7 +160,7 @@ def test_evicted_answer_resumes_with_the_same_tokens(policy: Policy, monkeypatch
     evict = engine.scheduler.evict
 
     def noted(place: int, answers: Iterable[RowAnswer]) -> None:
-        answer = engine.scheduler._rows[place].answer
+        answer = engine.scheduler.rows[place].answer
         evict(place, answers)
         seen[answer.request.id, answer.sample] = [*answer.logprobs]
 

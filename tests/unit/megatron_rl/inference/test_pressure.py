@@ -98,7 +98,7 @@ def test_oldest_row_is_never_evicted_so_none_starves(monkeypatch: pytest.MonkeyP
     evict = scheduler.evict
 
     def noted(place: int, answers: Iterable[RowAnswer]) -> None:
-        gave_way.append(scheduler._rows[place].pending.request.id)
+        gave_way.append(scheduler.rows[place].pending.request.id)
         evict(place, answers)
 
     monkeypatch.setattr(scheduler, "evict", noted)

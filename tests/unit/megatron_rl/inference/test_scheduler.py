@@ -101,7 +101,7 @@ def test_every_request_is_answered_unless_cancelled_and_no_row_is_left(
         assert {each.request_id for each in partial(scheduler, runner)}.isdisjoint(gone)
         step(scheduler, runner)
         steps += 1
-    assert scheduler.rows == []
+    assert not scheduler.rows
     assert scheduler.partial_answers([]) == []
     for each in requests:
         if each.id in gone:
