@@ -26,8 +26,8 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.extras import needed
 
 if TYPE_CHECKING:  # imports of the library take time, which conversations of one turn do not need
-    from megatron_rl.chat.formats import Extension, Format
-    from megatron_rl.chat.stream import AnswerStream
+    from megatron_rl.chat.answer_stream import AnswerStream
+    from megatron_rl.chat.formats import ConversationFormat, Extension
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Chat:
         return self.has_template and self.format.calls is not None
 
     @cached_property
-    def format(self) -> Format:
+    def format(self) -> ConversationFormat:
         """How the model writes conversations. Raises ValueError if the recipe names a renderer that does not fit."""
         try:
             from megatron_rl.chat.resolve import format_of
@@ -175,13 +175,13 @@ class Chat:
         content. Calls within reasoning are none."""
         if not self.has_template:
             return ParsedAnswer(self.tokenizer.decode(answer))
-        from megatron_rl.chat.answers import read_answer
+        from megatron_rl.chat.answer_parser import AnswerParser
 
-        return read_answer(self.format, self.tokenizer, answer, [*prompt], tools)
+        return AnswerParser(self.format, self.tokenizer, [*prompt], tools).read(answer)
 
     def stream(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> AnswerStream:
         """Return a reader of an answer that grows: its pieces together are what `parse` returns."""
-        from megatron_rl.chat.stream import AnswerStream
+        from megatron_rl.chat.answer_stream import AnswerStream
 
         form = self.format if self.has_template else None
         return AnswerStream(form, self.tokenizer, [*prompt], tools)

@@ -24,7 +24,7 @@ ORDER = ("thought", "text", "call")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ContentPart:
     kind: Literal["text", "thought", "call", "result"]
     text: str = ""
     call: dict[str, Any] | None = None
@@ -38,15 +38,15 @@ def checked_text(value: object, place: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ConversationError(place, f"has half a character, which is no text: {error.reason}") from error
+            raise ConversationError(place, f"has half a character, which is not text: {error.reason}") from error
     return value
 
 
-def pieces_of(content: object, role: str, place: str) -> list[Piece]:
+def pieces_of(content: object, role: str, place: str) -> list[ContentPart]:
     if content is None:
         return []
     if not isinstance(content, Sequence) or isinstance(content, str):
-        return [Piece("text", checked_text(content, place))]
+        return [ContentPart("text", checked_text(content, place))]
     pieces = [_piece(each, role, f"{place}.{number}") for number, each in enumerate(items_of(content, place, "parts"))]
     if role == "assistant":
         ranks = [ORDER.index(piece.kind) for piece in pieces]
@@ -60,28 +60,28 @@ def pieces_of(content: object, role: str, place: str) -> list[Piece]:
     return pieces
 
 
-def _piece(given: object, role: str, place: str) -> Piece:
+def _piece(given: object, role: str, place: str) -> ContentPart:
     if not isinstance(given, Mapping):
         raise ConversationError(place, f"is {kind_of(given)}, not a part such as a text")
     fields = {name: value for name, value in said(given).items() if name not in PART_WITHOUT_MEANING}
     kind = fields.pop("type", "text")
     if kind in TEXTS:
-        found = Piece("text", checked_text(fields.pop(TEXTS[kind], None), f"{place}.{TEXTS[kind]}"))
+        found = ContentPart("text", checked_text(fields.pop(TEXTS[kind], None), f"{place}.{TEXTS[kind]}"))
     elif kind == "thinking" and role == "assistant":
-        found = Piece("thought", checked_text(fields.pop("thinking", None), f"{place}.thinking"))
+        found = ContentPart("thought", checked_text(fields.pop("thinking", None), f"{place}.thinking"))
     elif kind == "tool_use" and role == "assistant":
         function = {
             "name": checked_text(fields.pop("name", None), f"{place}.name"),
             "arguments": arguments_of(fields.pop("input", None), f"{place}.input"),
         }
         id = checked_text(fields.pop("id", ""), f"{place}.id")
-        found = Piece("call", call={"id": id, "type": "function", "function": function})
+        found = ContentPart("call", call={"id": id, "type": "function", "function": function})
     elif kind == "tool_result" and role in ("user", "tool"):
         inner = pieces_of(fields.pop("content", ""), "tool", f"{place}.content")
         id = checked_text(fields.pop("tool_use_id", None), f"{place}.tool_use_id")
         if fields.get("is_error") is False:
             del fields["is_error"]
-        found = Piece("result", "".join(piece.text for piece in inner), id=id)
+        found = ContentPart("result", "".join(piece.text for piece in inner), id=id)
     else:
         raise ConversationError(
             f"{place}.type", f"is {str(kind)[:50]!r} in a message of role {role}; the model reads text only"
@@ -95,7 +95,7 @@ def _piece(given: object, role: str, place: str) -> Piece:
 def thought_of(fields: dict[str, Any], names: Sequence[str], parts: Sequence[str], place: str) -> str:
     """Return the thought of a message, and remove the fields that have it. Raises ConversationError.
 
-    names: fields of which each is the thought. parts: thoughts among the parts of the content.
+    names: fields that may hold the thought. parts: thoughts among the parts of the content.
     """
     found = {f"{place}.{name}": checked_text(fields.pop(name), f"{place}.{name}") for name in names if name in fields}
     if parts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.chat.content_parts import Piece, pieces_of, thought_of
+from megatron_rl.chat.content_parts import ContentPart, pieces_of, thought_of
 from megatron_rl.chat.messages import Conversation, ConversationError, Message
 from megatron_rl.chat.tool_forms import call_of, calls_of, items_of, kind_of, parsed_json, said, tools_of
 
@@ -94,7 +94,7 @@ def conversation_of(messages: object, tools: object = None, *, field: str = "mes
 
 
 def _messages(given: object, place: str) -> list[tuple[Message, bool]]:
-    """Return a message, and whether it is learned; the results of calls in its parts become messages of their own."""
+    """Return a message, and whether it is learned; the results of calls in its parts become messages."""
     if not isinstance(given, Mapping):
         raise ConversationError(place, f"is {kind_of(given)}, not a message with a role and a content")
     fields = {name: value for name, value in said(given).items() if name not in WITHOUT_MEANING}
@@ -110,7 +110,7 @@ def _messages(given: object, place: str) -> list[tuple[Message, bool]]:
     message: Message = {"role": role, "content": ""}
     if name == "function_call":
         message["tool_calls"] = _calls_in(content, inside)
-        pieces: list[Piece] = []
+        pieces: list[ContentPart] = []
     else:
         if content is None and role in ("user", "system"):
             raise ConversationError(inside, "is missing or null; a message without a content says nothing")
@@ -158,7 +158,7 @@ def _calls_in(content: object, place: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _add_answer(message: Message, fields: dict[str, Any], pieces: list[Piece], place: str) -> None:
+def _add_answer(message: Message, fields: dict[str, Any], pieces: list[ContentPart], place: str) -> None:
     """Move thought, text and calls of the assistant's message from its fields and parts to the message."""
     message["content"] = "".join(piece.text for piece in pieces if piece.kind == "text")
     refusal = fields.pop("refusal", None)
@@ -182,7 +182,7 @@ def _add_answer(message: Message, fields: dict[str, Any], pieces: list[Piece], p
         message["tool_calls"] = calls
 
 
-def _spread(message: Message, pieces: Sequence[Piece]) -> list[Message]:
+def _spread(message: Message, pieces: Sequence[ContentPart]) -> list[Message]:
     """Return the messages of a user or a tool whose parts may be results of calls; any other message as it is."""
     if message["role"] == "assistant" or not pieces:
         return [message]

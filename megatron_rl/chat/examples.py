@@ -6,14 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.messages import Conversation, ConversationError
+from megatron_rl.chat.messages import Conversation, ConversationError, Example
 from megatron_rl.chat.proof import Proof
-
-if TYPE_CHECKING:  # imports of the library take time
-    from megatron_rl.chat.formats import Example
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from renderers import ParsedResponse, Renderer
 
-from megatron_rl.chat.messages import Conversation, Message
+from megatron_rl.chat.messages import Conversation, Example, Message
 from megatron_rl.chat.proof import Rendering
 from megatron_rl.model.tokenizer import PROMPT_MARK, Tokenizer
 
@@ -21,12 +21,6 @@ class CallMarkup(NamedTuple):
 
     tagged: bool
     first: str
-
-
-class Example(NamedTuple):
-    tokens: list[int]
-    loss_mask: list[bool]
-    """Whether the model would sample the token: a part of an answer, or the token that ends it."""
 
 
 class Extension(NamedTuple):
@@ -49,7 +43,7 @@ class TokenTexts(dict[int, bytes]):
         return b"".join(map(self.__getitem__, tokens)).decode(errors="replace")
 
 
-class Format(Protocol):
+class ConversationFormat(Protocol):
     """How one model writes conversations."""
 
     name: str
@@ -57,7 +51,7 @@ class Format(Protocol):
     calls: CallMarkup | None
     strips: bool
     tags: tuple[str, ...]
-    """Tags of reasoning that are text, as they are no tokens of their own."""
+    """Tags of reasoning that are text, because no single token stands for them."""
     stop_ids: frozenset[int]
 
     def extend(

@@ -16,9 +16,9 @@ from renderers import (
     create_renderer,
 )
 
-from megatron_rl.chat.formats import CallMarkup, Example, Extension, LibraryTokenizer, TokenTexts, Tools
-from megatron_rl.chat.messages import Conversation, Message
-from megatron_rl.chat.probes import Probe
+from megatron_rl.chat.formats import CallMarkup, Extension, LibraryTokenizer, TokenTexts, Tools
+from megatron_rl.chat.messages import Conversation, Example, Message
+from megatron_rl.chat.probes import ProbeConversation
 from megatron_rl.chat.proof import Rendering
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ class LibraryFormat:
         except Exception as error:  # renderers check the tokenizer by assertions, lookups and types
             raise ValueError(f"the renderer {self.name} does not fit the tokenizer: {error}") from error
 
-    def rendered(self, probe: Probe) -> list[int]:
+    def rendered(self, probe: ProbeConversation) -> list[int]:
         return self.renderer.render_ids(
             list(probe.messages), tools=list(probe.tools) or None, add_generation_prompt=True
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 Message = dict[str, Any]
@@ -85,3 +85,11 @@ class ParsedAnswer:
         if self.tool_calls:
             found["tool_calls"] = [call.message for call in self.tool_calls]
         return found
+
+
+class Example(NamedTuple):
+    """A text to learn from."""
+
+    tokens: list[int]
+    loss_mask: list[bool]
+    """[tokens] whether the model would sample the token: a part of an answer, or the token that ends it."""

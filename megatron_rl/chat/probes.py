@@ -39,28 +39,28 @@ def calling(content: str = "", calls: int = 1, **more: str) -> Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeConversation:
     name: str
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] = ()
 
 
 OPENINGS = (
-    Probe("a question", [USER]),
-    Probe("a system message", [SYSTEM, USER]),
-    Probe("tools", [USER], [TOOL]),
-    Probe("tools and a system message", [SYSTEM, USER], [TOOL, TOOL]),
+    ProbeConversation("a question", [USER]),
+    ProbeConversation("a system message", [SYSTEM, USER]),
+    ProbeConversation("tools", [USER], [TOOL]),
+    ProbeConversation("tools and a system message", [SYSTEM, USER], [TOOL, TOOL]),
 )
 
 CONVERSATIONS = (
     *OPENINGS,
-    Probe("several turns", [USER, ANSWER, MORE]),
-    Probe("several turns and a system message", [SYSTEM, USER, ANSWER, MORE, ANSWER, USER]),
-    Probe("a tool result", [USER, calling(), RESULTS[0]], [TOOL]),
-    Probe("two tool results", [SYSTEM, USER, calling("Let me see.", 2), *RESULTS], [TOOL]),
-    Probe("a turn after a tool result", [USER, calling(), RESULTS[0], ANSWER, MORE], [TOOL]),
-    Probe("earlier reasoning", [USER, THOUGHT, MORE]),
-    Probe(
+    ProbeConversation("several turns", [USER, ANSWER, MORE]),
+    ProbeConversation("several turns and a system message", [SYSTEM, USER, ANSWER, MORE, ANSWER, USER]),
+    ProbeConversation("a tool result", [USER, calling(), RESULTS[0]], [TOOL]),
+    ProbeConversation("two tool results", [SYSTEM, USER, calling("Let me see.", 2), *RESULTS], [TOOL]),
+    ProbeConversation("a turn after a tool result", [USER, calling(), RESULTS[0], ANSWER, MORE], [TOOL]),
+    ProbeConversation("earlier reasoning", [USER, THOUGHT, MORE]),
+    ProbeConversation(
         "reasoning before a tool result",
         [USER, calling(reasoning_content="I do not know."), RESULTS[0]],
         [TOOL],

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from megatron_rl.chat.messages import THINK, THINK_END, Conversation, ConversationError, Message
-from megatron_rl.chat.sample_conversations import form_of, sample_of
 from megatron_rl.model.control_tokens import MARK
 
 MOST_FORMS = 1000
@@ -62,11 +61,11 @@ class Proof:
             raise ConversationError(place, f"{self._writer} does not write it: {_shown(said, lost)!r}")
 
     def _lost_form(self, said: Conversation, render: Callable[[Conversation], Rendering]) -> Lost | None:
-        form = form_of(said)
+        form = _form_of(said)
         if form not in self._forms:
             if len(self._forms) >= MOST_FORMS:
                 self._forms.clear()
-            sample = sample_of(said)
+            sample = _sample_of(said)
             try:
                 self._forms[form] = _lost_in(_Search(sample, exact=False), sample, render(sample))
             except ValueError:
@@ -221,3 +220,66 @@ def _shown(said: Conversation, lost: Lost) -> str:
         value = value.get(name) if isinstance(value, dict) else value[int(name)]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text[:SHOWN] + ("..." if len(text) > SHOWN else "")
+
+
+# Conversations that stand for all of their form
+
+
+def _form_of(said: Conversation) -> tuple[Any, ...]:
+    """Return what decides, besides the texts, which parts a template writes."""
+    return (
+        len(said.tools),
+        said.learned,
+        *(
+            (
+                message["role"],
+                bool(message["content"].strip()),
+                "reasoning_content" in message,
+                "name" in message,
+                tuple(
+                    (len(call["function"]["arguments"]), call["function"]["name"] in call.get("id", ""))
+                    for call in message.get("tool_calls", ())
+                ),
+            )
+            for message in said.messages
+        ),
+    )
+
+
+def _sample_of(said: Conversation) -> Conversation:
+    """Return a conversation of the same form, whose texts are words that occur nowhere else."""
+    count = 0
+
+    def word() -> str:
+        nonlocal count
+        count += 1
+        return f"zq{count}qz"
+
+    names: dict[str, str] = {}
+    tools = []
+    for _ in said.tools:
+        schema = {"type": "object", "properties": {word(): {"type": "string", "description": word()}}}
+        function = {"name": word(), "description": word(), "parameters": schema}  # a call of the tool has another name
+        tools.append({"type": "function", "function": function})
+    messages = []
+    for message in said.messages:
+        found = {**message, "content": word() if message["content"].strip() else message["content"]}
+        if "reasoning_content" in message:
+            found["reasoning_content"] = word()
+        if "name" in message:
+            found["name"] = names.setdefault(message["name"], word())
+            if "tool_call_id" in message:
+                found["tool_call_id"] = message["tool_call_id"].replace(message["name"], found["name"])
+        if "tool_calls" in message:
+            found["tool_calls"] = [_sample_call(call, names, word) for call in message["tool_calls"]]
+        messages.append(found)
+    return Conversation(tuple(messages), tuple(tools), said.learned, said.places)
+
+
+def _sample_call(call: Message, names: dict[str, str], word: Callable[[], str]) -> Message:
+    """Return a call of the same form. Some ids have the name of the function, and a template may write the id alone."""
+    real = call["function"]["name"]
+    name = names.setdefault(real, word())
+    function = {"name": name, "arguments": {word(): word() for _ in call["function"]["arguments"]}}
+    ids = {"id": call["id"].replace(real, name)} if "id" in call else {}
+    return {**ids, "type": "function", "function": function}

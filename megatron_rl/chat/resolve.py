@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from megatron_rl.chat.formats import Format, call_markup
+from megatron_rl.chat.formats import ConversationFormat, call_markup
 from megatron_rl.chat.library import LibraryFormat, renderer_names
-from megatron_rl.chat.probes import CONVERSATIONS, OPENINGS, TOOL, USER, Probe, calling
+from megatron_rl.chat.probes import CONVERSATIONS, OPENINGS, TOOL, USER, ProbeConversation, calling
 from megatron_rl.chat.template import TemplateFormat
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -19,7 +19,7 @@ THINKING = "enable_thinking"
 """Template variable whose default differs between models of one family, and which a renderer may set otherwise."""
 
 
-def format_of(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Format:
+def format_of(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> ConversationFormat:
     """Return the format of a tokenizer with a chat template.
 
     Raises ValueError if the recipe names a renderer that does not fit the tokenizer, or variables that the template
@@ -86,8 +86,8 @@ def _library(tokenizer: Tokenizer, name: str, variables: Mapping[str, Any]) -> L
 def _with_calls(form: LibraryFormat, tokenizer: Tokenizer) -> LibraryFormat:
     """Note how the format writes calls, if it reads back a call that it has written."""
     try:
-        asked = form.rendered(Probe("", [USER], [TOOL]))
-        called = form.rendered(Probe("", [USER, calling()], [TOOL]))
+        asked = form.rendered(ProbeConversation("", [USER], [TOOL]))
+        called = form.rendered(ProbeConversation("", [USER, calling()], [TOOL]))
     except Exception:  # noqa: BLE001 - a renderer without tools may raise anything
         return form
     same = next((n for n, pair in enumerate(zip(asked, called, strict=False)) if pair[0] != pair[1]), len(asked))
@@ -98,7 +98,7 @@ def _with_calls(form: LibraryFormat, tokenizer: Tokenizer) -> LibraryFormat:
 
 
 def _difference(
-    form: LibraryFormat, tokenizer: Tokenizer, variables: Mapping[str, Any], probes: Sequence[Probe]
+    form: LibraryFormat, tokenizer: Tokenizer, variables: Mapping[str, Any], probes: Sequence[ProbeConversation]
 ) -> str | None:
     """Return the name of the first conversation that renderer and template write differently. Conversations that the
     template refuses do not count, except the first."""

@@ -16,15 +16,14 @@ from renderers.parsers import TOOL_PARSERS
 
 from megatron_rl.chat.formats import (
     CallMarkup,
-    Example,
     Extension,
     LibraryTokenizer,
     Tools,
     call_markup,
     token_named,
 )
-from megatron_rl.chat.messages import THINK, THINK_END, Conversation, ConversationError, Message
-from megatron_rl.chat.probes import ANSWER, ARGUMENTS, MORE, SYSTEM, TOOL, USER, Probe, calling
+from megatron_rl.chat.messages import THINK, THINK_END, Conversation, ConversationError, Example, Message
+from megatron_rl.chat.probes import ANSWER, ARGUMENTS, MORE, SYSTEM, TOOL, USER, ProbeConversation, calling
 from megatron_rl.chat.proof import Rendering
 from megatron_rl.chat.turn_end import PLACEHOLDER, turn_end
 from megatron_rl.model.tokenizer import Tokenizer
@@ -32,9 +31,9 @@ from megatron_rl.model.tokenizer import Tokenizer
 THOUGHT_TOKENS = 8
 _THOUGHT = f"{THINK}\nHm.\n{THINK_END}\n\n"
 _APPENDED = (
-    (Probe("a question", [USER]), [MORE]),
-    (Probe("a system message", [SYSTEM, USER]), [MORE]),
-    (Probe("several turns", [SYSTEM, USER, ANSWER, MORE]), [USER]),
+    (ProbeConversation("a question", [USER]), [MORE]),
+    (ProbeConversation("a system message", [SYSTEM, USER]), [MORE]),
+    (ProbeConversation("several turns", [SYSTEM, USER, ANSWER, MORE]), [USER]),
 )
 
 

@@ -1,6 +1,6 @@
-"""The token by which a chat template ends the assistant's messages, and a warning where answers do not end there.
+"""The token that ends the assistant's messages in a chat template, and a warning where answers do not end there.
 
-Tokenizers of base models often come with the chat template of their instructed sisters and an end token of their own:
+Tokenizers of base models often come with the chat template of their instructed sisters and another end token:
 Qwen2.5's template writes <|im_end|>, and its base models end at <|endoftext|>.
 """
 

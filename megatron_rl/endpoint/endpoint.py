@@ -20,8 +20,8 @@ from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.addresses import own_address
 from megatron_rl.server.access import Access
+from megatron_rl.server.api_errors import ApiError
 from megatron_rl.server.connections import HttpServer
-from megatron_rl.server.errors import ApiError
 from megatron_rl.server.serving import BACKLOG, allow_connections
 
 LOOPBACK = "127.0.0.1"

@@ -15,9 +15,8 @@ from uuid import uuid4
 from pydantic import ConfigDict, Field, ValidationError
 
 from megatron_rl.chat.messages import Message
-from megatron_rl.server.bodies import ChatBody, check_said, check_tool_choice
-from megatron_rl.server.body_types import Body, Objects
-from megatron_rl.server.errors import ApiError, invalid, unsupported
+from megatron_rl.server.api_errors import ApiError, invalid, unsupported
+from megatron_rl.server.bodies import Body, ChatBody, Objects, check_said, check_tool_choice
 
 Item = dict[str, Any]
 

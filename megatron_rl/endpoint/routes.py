@@ -21,13 +21,19 @@ from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.endpoint.responses_api import ResponsesBody, answer_of, as_chat, events_of, new_messages, response_of
 from megatron_rl.endpoint.session import MODEL, UNLIMITED, RolloutSession
 from megatron_rl.server.access import read_body
-from megatron_rl.server.bodies import ChatBody, CompletionBody, parse
-from megatron_rl.server.body_types import Body, Items, TokenId
-from megatron_rl.server.errors import ERROR_HANDLERS, MOST_SAID, ApiError, invalid, invalid_conversation, unsupported
+from megatron_rl.server.api_errors import (
+    ERROR_HANDLERS,
+    MOST_SAID,
+    ApiError,
+    invalid,
+    invalid_conversation,
+    unsupported,
+)
+from megatron_rl.server.bodies import Body, ChatBody, CompletionBody, Items, TokenId, parse
 from megatron_rl.server.event_stream import EventStream, unless_gone
 from megatron_rl.server.request_parsing import ParsedRequest, ServedModel, no_template
-from megatron_rl.server.response_bodies import Format
-from megatron_rl.server.samples import Part, Prompt
+from megatron_rl.server.response_bodies import ChoiceFormat
+from megatron_rl.server.samples import AnswerPart, Prompt
 from megatron_rl.server.service import Events, whole_body
 
 STALL_S = 60.0
@@ -69,7 +75,7 @@ class Routes:
         body = parse(ChatBody, raw)
         return self._response(*await self._chatted(session, body))
 
-    async def _chatted(self, session: RolloutSession, body: ChatBody) -> tuple[ParsedRequest, dict[int, Part]]:
+    async def _chatted(self, session: RolloutSession, body: ChatBody) -> tuple[ParsedRequest, dict[int, AnswerPart]]:
         """Answer a request of a chat. Raises ApiError."""
         self._check_model(body.model)
         conversation = None
@@ -124,7 +130,7 @@ class Routes:
         asked = replace(asked, form=GenerateFormat(form.model, form.names, form.likeliest, form.token_ids))
         return JSONResponse(whole_body(asked, await session.ask(asked)))
 
-    def _response(self, asked: ParsedRequest, parts: dict[int, Part]) -> Response:
+    def _response(self, asked: ParsedRequest, parts: dict[int, AnswerPart]) -> Response:
         if not asked.body.stream:
             return JSONResponse(whole_body(asked, parts), headers=asked.headers)
         events = Events(asked)
@@ -189,13 +195,13 @@ class GenerateBody(Body):
         return CompletionBody(model=self.model, prompt=self.token_ids, logprobs=0, **params)
 
 
-class GenerateFormat(Format):
+class GenerateFormat(ChoiceFormat):
     """/inference/v1/generate."""
 
     def head(self, streamed: bool) -> dict[str, Any]:
         return {"request_id": self.id, "created": self.created, "model": self.model}
 
-    def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
+    def whole(self, index: int, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
         return {
             "index": index,
             "token_ids": part.tokens,

@@ -22,10 +22,10 @@ from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface, PromptTooLong, Unsupported
 from megatron_rl.inference.config import Sampling
-from megatron_rl.inference.text import TextStream
-from megatron_rl.server.errors import ApiError, invalid
+from megatron_rl.inference.text_stream import TextStream
+from megatron_rl.server.api_errors import ApiError, invalid
 from megatron_rl.server.request_parsing import ParsedRequest
-from megatron_rl.server.samples import Part
+from megatron_rl.server.samples import AnswerPart
 from megatron_rl.server.service import error_for_client, parts_of
 
 MODEL = "policy"
@@ -127,7 +127,7 @@ class RolloutSession:
 
     async def ask(
         self, asked: ParsedRequest, conversation: KnownConversation | None = None, texts: Sequence[str] = ()
-    ) -> dict[int, Part]:
+    ) -> dict[int, AnswerPart]:
         """Answer a request of the program, and keep the answers. Raises ApiError.
 
         conversation: the prompt's conversation, for a chat.
@@ -244,7 +244,7 @@ class RolloutSession:
         self,
         asked: ParsedRequest,
         answers: Sequence[Sequence[Completion]],
-        parts: Mapping[int, Part],
+        parts: Mapping[int, AnswerPart],
         conversation: KnownConversation | None,
         texts: Sequence[str],
     ) -> None:

@@ -1,7 +1,7 @@
 """Penalties and biases of the logits, for rows whose requests use them.
 
 Definitions follow vLLM: presence and frequency count tokens of the answer, repetition looks at prompt and answer. They
-are computed from the tokens at each step, so there are no counts that a moved or interrupted row could lose.
+are computed from the tokens at each step, so a moved or interrupted row has no counts to lose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Adjustments:
     """Parameters of all rows. A row without adjustments has neutral values, which change no bit of its logits."""
 
     presence: Tensor
@@ -29,7 +29,7 @@ class _Asked:
     bias: Tensor
     """[rows, MOST_BIASED] their biases, padded with 0."""
     prompts: Tensor
-    """[rows, max_length] tokens of prompts with a repetition penalty, padded with `vocab`, which is no token."""
+    """[rows, max_length] tokens of prompts with a repetition penalty, padded with `vocab`, which is not a token."""
 
 
 class AdjustedRows:
@@ -39,7 +39,7 @@ class AdjustedRows:
         """max_length: tokens of a prompt and its answer together."""
         self._rows, self._max_length, self._vocab, self._device = rows, max_length, vocab, device
         self._asks = np.zeros(rows, dtype=np.bool_)
-        self._tensors: _Asked | None = None
+        self._tensors: _Adjustments | None = None
 
     def set(self, rows: slice, prefill: Prefill) -> None:
         sampling = prefill.sampling
@@ -49,7 +49,7 @@ class AdjustedRows:
             self._set(self._allocated(), rows, asked, prefill.penalized)
         self._asks[rows] = asks
 
-    def _set(self, tensors: _Asked, rows: slice, asked: AdjustedSampling, prompt: list[int]) -> None:
+    def _set(self, tensors: _Adjustments, rows: slice, asked: AdjustedSampling, prompt: list[int]) -> None:
         tensors.presence[rows] = asked.presence_penalty
         tensors.frequency[rows] = asked.frequency_penalty
         tensors.repetition[rows] = asked.repetition_penalty
@@ -64,10 +64,10 @@ class AdjustedRows:
     def _sent(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
-    def _allocated(self) -> _Asked:
+    def _allocated(self) -> _Adjustments:
         if self._tensors is None:
             options: dict[str, Any] = {"device": self._device}
-            self._tensors = _Asked(
+            self._tensors = _Adjustments(
                 presence=torch.zeros(self._rows, 1, **options),
                 frequency=torch.zeros(self._rows, 1, **options),
                 repetition=torch.ones(self._rows, 1, **options),
@@ -93,7 +93,7 @@ class AdjustedRows:
     def adjusted(self, rows: slice, logits: Tensor, tokens: Tensor, count: Tensor) -> Tensor:
         """Return the logits to sample these rows from, [rows, vocab] fp32.
 
-        logits [rows, vocab] of the policy; tokens [rows, max_length] of answers, of which `count` [rows] are sampled.
+        logits [rows, vocab] of the policy; tokens [rows, max_length] of answers; the first `count` [rows] are sampled.
         """
         tensors = self._allocated()
         logits = logits.float().scatter_add(1, tensors.biased[rows], tensors.bias[rows])

@@ -3,7 +3,7 @@
 A prompt longer than one prefill is computed in pieces, and rows are decoded in between. All samples of a prompt share
 its full pages, and use cached pages of other sequences with the same prefix. Each sample has its own copy of the last,
 partly filled page; one pass writes all copies. Example with pages of 16 tokens: four samples of a prompt of 40 tokens
-share two full pages, and each has a page of its own that starts with the last 8 tokens.
+share two full pages, and each has its own page, which starts with the last 8 tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PendingRequest:
 @dataclass(slots=True)
 class WaitingSamples:
     """Waiting samples of a request that start with the same tokens. New samples share the prompt; a resumed sample
-    has a branch of its own, of the prompt and its tokens."""
+    waits alone, with the prompt and its tokens."""
 
     pending: PendingRequest
     samples: list[Transcript]
@@ -150,8 +150,8 @@ class Admission:
             self._waiting[0].pages = []
 
     def begin(self, running: Collection[DecodedRow]) -> tuple[list[Prefill], list[DecodedRow]]:
-        """Return the next prefills, and the rows that start with them, in order. Either may be empty. Only one prompt
-        is scored at a time."""
+        """Return the next prefills, and the rows that start with them, in the same order. Either may be empty. Only
+        one prompt is scored at a time."""
         prefills: list[Prefill] = []
         begun: list[DecodedRow] = []
         self.scoring = None

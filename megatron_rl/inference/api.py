@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -148,6 +148,29 @@ class EngineLoad:
     @property
     def cache_used(self) -> float:
         return 1.0 - self.free_pages / self.pages if self.pages else 0.0
+
+
+class SteppedEngine(Protocol):
+    """An engine whose caller runs its steps and takes its results. `inference.engine.Engine` is one."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def answered(self) -> Sequence[str]: ...
+
+    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> None: ...
+
+    def take(self, request_id: str) -> list[Completion] | None: ...
+
+    def take_deltas(self) -> list[tuple[str, Delta]]: ...
 
 
 class InferenceInterface(Protocol):

@@ -90,7 +90,7 @@ class PrefillLayout:
 
 @dataclass(frozen=True, slots=True)
 class ContinuedLayout:
-    """Attention of a prefill of which some sequences have earlier tokens, by a kernel that reads the cache in place."""
+    """Attention of a prefill with earlier tokens of some sequences, by a kernel that reads the cache in place."""
 
     cache: KeyValueCache
     source: Tensor

@@ -18,7 +18,7 @@ class Capabilities:
     starts_workers: bool
     """A replica is one process, which starts the workers on its GPUs itself: a vLLM (`inference.vllm`)."""
     of_megatron_core: bool
-    """Generates in megatron-core's engine, which has a scheduler and a cache of its own."""
+    """Generates in megatron-core's engine, which has its own scheduler and cache."""
     records_steps: bool
     """Records the GPU work of decode steps under the conditions of this project's own engine."""
     colocated: bool

@@ -29,7 +29,7 @@ from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.request_limits import RequestLimits
 from megatron_rl.inference.scheduler import Scheduler, StepPlan
-from megatron_rl.inference.text import Decode
+from megatron_rl.inference.text_stream import Decode
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
@@ -158,7 +158,7 @@ class Engine:
         if self.profiler is not None:
             self.profiler.end()
         self.restart_rows()
-        self.scheduler.forget()  # a phase must compute the same whatever the phase before it computed
+        self.scheduler.forget()  # a phase must compute the same whatever the previous phase computed
         self.runner.forget_weights()
         if not self.keeps_cache:
             self.runner.release()

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
 
 from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.inference.config import (
-    InferenceConfig,
-    Sampling,
-    beyond_megatron,
-    beyond_vllm,
-)
+from megatron_rl.inference.config import beyond_megatron, beyond_vllm
 from megatron_rl.inference.vllm_options import CPU_HEAD_SIZES
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import architecture_of, features
-from megatron_rl.rank.config import JobConfig, PlacementConfig
-from megatron_rl.rollout.config import AsyncConfig, ResumeConfig
-from megatron_rl.training.config import TrainingConfig
+from megatron_rl.rank.config import JobConfig
+from megatron_rl.sections import Sections
 from megatron_rl.vllm.config import VllmConfig
 
 
-class Asked(Protocol):
-    """Sections of a recipe that matter to an engine, as in RunConfig."""
-
-    @property
-    def job(self) -> JobConfig: ...
-    @property
-    def placement(self) -> PlacementConfig: ...
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def inference(self) -> InferenceConfig: ...
-    @property
-    def asynchronous(self) -> AsyncConfig: ...
-    @property
-    def training(self) -> TrainingConfig: ...
-    @property
-    def resume(self) -> ResumeConfig: ...
-    @property
-    def page_tokens(self) -> int: ...
-
-
-def against_engine(asked: Asked) -> str | None:
+def against_engine(asked: Sections) -> str | None:
     """Say why the engine of a recipe cannot run it; None if it can."""
     engine, inference = asked.inference.engine, asked.inference
     able = capabilities_of(engine)
@@ -55,7 +25,7 @@ def against_engine(asked: Asked) -> str | None:
     return f"inference.engine is {engine}, but {'; and '.join(reasons)}" if reasons else None
 
 
-def _incapable(asked: Asked) -> Iterator[str]:
+def _incapable(asked: Sections) -> Iterator[str]:
     able, lag = capabilities_of(asked.inference.engine), asked.asynchronous.max_lag
     if asked.placement.mode == "partitioned" and not able.own_replicas:
         yield "placement.mode is partitioned, and that engine cannot be replicas of a run: set colocated"
@@ -76,7 +46,7 @@ def _nodes_apart(job: JobConfig) -> str:
     return f"placement.inference.nodes={nodes // 2}" if nodes > 1 else "placement.inference.nodes=1 job.nodes=2"
 
 
-def _megatron(asked: Asked) -> Iterator[str]:
+def _megatron(asked: Sections) -> Iterator[str]:
     inference = asked.inference
     if asked.job.device == "cpu":
         yield "job.device is cpu, and that engine needs GPUs"
@@ -94,7 +64,7 @@ def _megatron(asked: Asked) -> Iterator[str]:
         yield f"inference.max_batch {inference.max_batch} is not a multiple of placement.inference.tp {tp}"
 
 
-def _vllm(asked: Asked) -> Iterator[str]:
+def _vllm(asked: Sections) -> Iterator[str]:
     tp, gpus, head = _tp(asked), asked.job.gpus_per_node, asked.model.head_size
     if asked.placement.inference.transfer == "changed":
         yield "placement.inference.transfer is changed, and vLLM receives whole weights: set whole"
@@ -131,11 +101,11 @@ def _other_heads(model: ModelConfig) -> str:
     return f"model.num_attention_heads={heads[0]} model.num_query_groups={groups} would do"
 
 
-def _tp(asked: Asked) -> int:
+def _tp(asked: Sections) -> int:
     return asked.placement.inference.tp or asked.placement.training.tp
 
 
-_OF_ENGINE: Mapping[str, tuple[Callable[[Asked], Iterator[str]], ...]] = {
+_OF_ENGINE: Mapping[str, tuple[Callable[[Sections], Iterator[str]], ...]] = {
     "native": (),
     "megatron": (_megatron,),
     "vllm": (_vllm,),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Protocol
 
-from megatron_rl.inference.api import Completion, Delta, GenerationRequest
+from megatron_rl.inference.api import Completion, Delta, GenerationRequest, SteppedEngine
 from megatron_rl.inference.request_limits import refuse_duplicate
 
 
@@ -46,30 +46,14 @@ class LoopDriver:
             self._engine.deliver()
 
 
-class CalledEngine(Protocol):
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def answered(self) -> Sequence[str]: ...
-
+class CheckedEngine(SteppedEngine, Protocol):
     def check(self, request: GenerationRequest) -> None: ...
-
-    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-    def step(self) -> None: ...
-
-    def take(self, request_id: str) -> list[Completion] | None: ...
-
-    def take_deltas(self) -> list[tuple[str, Delta]]: ...
 
 
 class LoopCallers:
     """Callers of one engine, which is driven in their loop. Implements `DrivenEngine`."""
 
-    def __init__(self, engine: CalledEngine) -> None:
+    def __init__(self, engine: CheckedEngine) -> None:
         self._engine = engine
         self._driver = LoopDriver(self)
         self._answers: dict[str, asyncio.Future[list[Completion]]] = {}

@@ -29,7 +29,7 @@ from megatron_rl.inference.megatron_parts import (
     sampling_params,
 )
 from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
-from megatron_rl.inference.text import Decode
+from megatron_rl.inference.text_stream import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.megatron_gpt import megatron_gpt
@@ -48,7 +48,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MegatronPlan:
     """Next action of all ranks of a replica: add new samples, and compute a step."""
 
     seed: int
@@ -59,7 +59,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _OpenRequest:
     transcripts: list[Transcript]
     answer: asyncio.Future[list[Completion]]
 
@@ -96,8 +96,8 @@ class MegatronEngine:
         self._gpt = megatron_gpt(policy, model)
         self._end_ids = frozenset(end_ids)
         self._decode = decode
-        self._plans = None if ranks is None or ranks.alone else PlanBroadcast[Turn](ranks.control)
-        self._asked: dict[str, _Asked] = {}
+        self._plans = None if ranks is None or ranks.alone else PlanBroadcast[MegatronPlan](ranks.control)
+        self._asked: dict[str, _OpenRequest] = {}
         self._open: dict[int, Transcript] = {}  # samples that need more tokens
         self._begun: list[int] = []
         self._ended: list[int] = []
@@ -124,7 +124,7 @@ class MegatronEngine:
             self._seed = request.key
         mine = {next(self._numbers): each for each in transcripts if each.finish_reason is None}
         answer = asyncio.get_running_loop().create_future()
-        self._asked[request.id] = _Asked(transcripts, answer)
+        self._asked[request.id] = _OpenRequest(transcripts, answer)
         self._open |= mine
         self._begun += mine
         self._driver.start()
@@ -156,7 +156,7 @@ class MegatronEngine:
                 turn = self._plans.receive()
             if turn is None:
                 return
-            assert isinstance(turn, Turn)
+            assert isinstance(turn, MegatronPlan)
             self._take(turn)
             await asyncio.sleep(0)  # run what megatron-core has scheduled in the loop
 
@@ -189,7 +189,7 @@ class MegatronEngine:
 
     def step(self) -> None:
         begun = [self._begin(number) for number in self._begun]
-        turn = Turn(self._seed, begun, self._ended)
+        turn = MegatronPlan(self._seed, begun, self._ended)
         self._begun, self._ended = [], []
         if self._plans:
             self._plans.send(turn)
@@ -218,7 +218,7 @@ class MegatronEngine:
                 self._ended.append(number)
 
     @torch.inference_mode()
-    def _take(self, turn: Turn) -> dict[int, Any]:
+    def _take(self, turn: MegatronPlan) -> dict[int, Any]:
         """Execute a turn, on every rank. Return megatron-core's records of the samples that it has ended."""
         started = time.perf_counter()
         if self._core is None:

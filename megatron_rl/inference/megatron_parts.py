@@ -20,7 +20,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import Sampling
 from megatron_rl.platform.megatron_core import not_found
 
-with not_found("wandb"):  # megatron-core would log metrics of its own
+with not_found("wandb"):  # megatron-core would log its own metrics
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
 RELEASE = importlib.metadata.version("megatron-core")
@@ -81,7 +81,7 @@ def sampling_params(sampling: Sampling, tokens_left: int, end: int, vocabulary: 
 
 
 def build_dynamic_engine(gpt: GPTModel, vocabulary: int, sizes: EngineSizes, seed: int) -> DynamicInferenceEngine:
-    """Return an engine with an empty cache of its own.
+    """Return an engine with an empty cache.
 
     gpt: see `megatron_gpt`. vocabulary: number of tokens, without padding of the embedding. seed: of all its random
     numbers, the same on all ranks of a replica.
@@ -147,7 +147,7 @@ def close_dynamic_engine(engine: DynamicInferenceEngine) -> None:
     if not RELEASE.startswith("0.16."):
         from megatron.core.inference.utils import InferenceMode
 
-        InferenceMode.unset_active()  # a flag of the process, by which layers know that they do not train
+        InferenceMode.unset_active()  # a flag of the process, which tells layers that they do not train
 
 
 def _tokens_at_once(gpt: GPTModel, sizes: EngineSizes) -> int:

@@ -5,7 +5,7 @@ one or more sequences, or kept: nobody holds it, but it has a name, and a sequen
 the room is needed. The name is a digest of the page's tokens and of all tokens before them. So finding a page proves
 that the pages before it match too.
 
-Only full pages have names, and a full page is never written again: a sequence continues in a page of its own.
+Only full pages have names, and a full page is never written again: a sequence continues in its own page.
 """
 
 from __future__ import annotations

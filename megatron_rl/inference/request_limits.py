@@ -33,7 +33,7 @@ class RequestLimits:
         for name, tokens in of_all:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
                 outside = next(token for token in tokens if not 0 <= token < self.vocabulary)
-                raise ValueError(f"{name}: {outside} is no token; tokens are 0 to {self.vocabulary - 1}")
+                raise ValueError(f"{name}: {outside} is not a token; tokens are 0 to {self.vocabulary - 1}")
         for sample, each in request.known.items():
             if not len(each.tokens) == len(each.logprobs) == len(each.versions):
                 raise ValueError(

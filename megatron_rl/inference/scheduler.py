@@ -30,7 +30,7 @@ from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.inference.decoded_rows import DecodedRows
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.request_limits import refuse_duplicate
-from megatron_rl.inference.text import Decode
+from megatron_rl.inference.text_stream import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
 
 
@@ -149,7 +149,7 @@ class Scheduler:
             self._waiting.put_back(row)
 
     def decode(self) -> StepPlan | None:
-        """Plan the next token of every row; None if there are no rows. `row_to_evict` must have returned None."""
+        """Plan the next token of every row; None without rows. `row_to_evict` must have returned None."""
         if not self.rows:
             return None
         return StepPlan(self.rows.close_gaps(), self.rows.begin_step(), range(len(self.rows)), [])

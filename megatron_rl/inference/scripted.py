@@ -24,7 +24,7 @@ class ScriptedInference:
 
     def __init__(self, tokenizer: Tokenizer, answers: Answers, max_length: int | None = None) -> None:
         self.requests: list[GenerationRequest] = []
-        self.under_way = 0
+        self.unanswered = 0
         """Number of requests that are being answered."""
         self.policy_version = 0
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class ScriptedInference:
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         samples = self._begin(request)
-        self.under_way += 1
+        self.unanswered += 1
         try:
             unfinished = samples
             while unfinished:
@@ -43,7 +43,7 @@ class ScriptedInference:
                         answer.extend(RowAnswer(0, [tokens.pop(0)], [LOGPROB]), self.policy_version)
                 unfinished = [(answer, tokens) for answer, tokens in unfinished if answer.finish_reason is None]
         finally:
-            self.under_way -= 1
+            self.unanswered -= 1
         return [answer.completion() for answer, _ in samples]
 
     def _begin(self, request: GenerationRequest) -> list[tuple[Transcript, list[int]]]:

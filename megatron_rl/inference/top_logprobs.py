@@ -38,7 +38,7 @@ class TopLogprobsRows:
     def record(self, rows: slice, count: Tensor, logits: Tensor, temperature: Tensor, most: int) -> None:
         """Note the `most` likeliest tokens at the next position of these rows.
 
-        count [rows] answer tokens before it; logits [rows, vocab]; temperature [rows], of which 0 counts as 1.
+        count [rows] answer tokens before it; logits [rows, vocab]; temperature [rows]; 0 counts as 1.
         """
         if not most:
             return

@@ -14,7 +14,7 @@ from megatron_rl.inference.api import (
     PromptScores,
     TopLogprobs,
 )
-from megatron_rl.inference.text import Decode, StopStrings
+from megatron_rl.inference.text_stream import Decode, StopStrings
 
 
 @dataclass(frozen=True, slots=True)

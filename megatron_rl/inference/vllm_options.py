@@ -150,7 +150,7 @@ def draft_faults(args: Mapping[str, bool | int | float | str]) -> list[str]:
     if method is not None and str(method).strip("[]") not in DRAFTS_WITHOUT_WEIGHTS and not _loads(loaded):
         faults.append(
             f"speculative-config: the run sends no weights of a draft, so those of {method} would stay random: add "
-            '"draft_load_config": {"load_format": "auto"} if `model` names a draft of its own, or take ngram or suffix'
+            '"draft_load_config": {"load_format": "auto"} if `model` names a draft model, or take ngram or suffix'
         )
     return faults
 

@@ -71,7 +71,7 @@ class Epoch:
         return frozenset(member.started for member in self.replicas)
 
     def member_rank(self, replica: int, start: int, rank: int) -> int:
-        """Rank in the epoch of a replica's rank. Raises ValueError if the replica is no member."""
+        """Rank in the epoch of a replica's rank. Raises ValueError if the replica is not a member."""
         for number, (member, own_rank) in self._replica_ranks():
             if (*member.started, own_rank) == (replica, start, rank):
                 return number
@@ -92,7 +92,7 @@ class Epoch:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Epoch:
-        """Raises KeyError, TypeError or ValueError if the content is no epoch."""
+        """Raises KeyError, TypeError or ValueError if the content is not an epoch."""
         members = (
             Member(int(replica), int(start), int(ranks), str(transport))
             for replica, start, ranks, transport in content["replicas"]

@@ -28,7 +28,7 @@ from megatron_rl.rank.addresses import own_address
 from megatron_rl.refit.epoch import Epoch, ReplicaLost, TransferFailed
 
 HELLO_S = 2.0
-"""Seconds a peer has to identify itself. The first member serves one peer at a time, so the others wait."""
+"""Seconds within which a peer must identify itself. The first member serves one peer at a time, so the others wait."""
 LONGEST_LINE = 4096
 ARRIVE_S = 30.0
 """Seconds between two ranks of replicas that connect, once all training ranks have: the replicas have already accepted
@@ -174,7 +174,7 @@ class Liveness:
             if gone := frozenset(rank for rank in ready if not _alive(self._peers[rank])):
                 return gone
             now = time.monotonic()
-            # Time in which this process itself was stopped is no evidence of silence: after SIGSTOP and SIGCONT, `now`
+            # Time in which this process itself was stopped does not count as silence: after SIGSTOP and SIGCONT, `now`
             # may have moved on by minutes while heartbeats wait unread.
             passed, before = min(now - before, 2 * BEAT_S), now
             for rank in silent_s:
@@ -205,7 +205,7 @@ def _beat(connection: socket.socket) -> None:
 
 
 def _identify(connection: socket.socket, epoch: Epoch) -> int | None:
-    """Rank of the peer that has connected; None if it is no member of the epoch."""
+    """Rank of the peer that has connected; None if it is not a member of the epoch."""
     try:
         hello = _receive(connection, HELLO_S)
         known = hmac.compare_digest(str(hello["secret"]).encode(), epoch.secret.encode())
@@ -233,5 +233,5 @@ def _receive(connection: socket.socket, timeout: float) -> dict[str, Any]:
         line += byte
     content = json.loads(line)
     if not isinstance(content, dict):
-        raise ValueError("the line is no JSON object")
+        raise ValueError("the line is not a JSON object")
     return content

@@ -4,7 +4,7 @@
     ...            the next batch is awaited, scored and differentiated; checkpoints are written: all only read weights
     finish()       before an update changes the weights
 
-The thread has process groups of its own: a control group over gloo, and the transfer group of an epoch. Gloo groups are
+The thread has its own process groups: a control group over gloo, and the transfer group of an epoch. Gloo groups are
 independent: each has its own connections and buffers and waits on the host. NCCL operations occupy the device instead,
 and whatever waits for the device (for example an allocation that frees memory) waits for all groups. Two groups can
 thus deadlock if ranks reach them in different orders. Where `Platform.transfers_beside_collectives` is false, all ranks

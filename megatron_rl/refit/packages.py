@@ -88,7 +88,7 @@ def size_of(count: int, element: int) -> int:
 
 
 def difference(now: Tensor, before: Tensor, element: int) -> tuple[int, Tensor]:
-    """Number of changed elements, and [bytes] their indices and values; (WHOLE, now) if that is no smaller.
+    """Number of changed elements, and [bytes] their indices and values; (WHOLE, now) if that is not larger.
 
     Args:
         now, before: [bytes] packages of the same parts, on one device.

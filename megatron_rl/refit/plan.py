@@ -1,4 +1,4 @@
-"""Plan of which rank sends which part of a tensor to which rank, when trainer and engine have different layouts. Pure.
+"""Which rank sends which part of a tensor to which rank, when trainer and engine have different layouts. Pure.
 
 A rank holds boxes of the model's tensors, as megatron-core's sharded state describes them for checkpoints. In every
 layout, the boxes of all ranks together cover the same tensors.
@@ -40,8 +40,8 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One of `of` shares of the whole model, which a receiver needs that has no layout of its own, see `shares_of`."""
+class ModelShare:
+    """One of `of` shares of the whole model, for a receiver without a layout; see `shares_of`."""
 
     index: int
     of: int

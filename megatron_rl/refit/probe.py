@@ -27,7 +27,8 @@ class Probe:
 
     def __post_init__(self) -> None:
         if len(self.tokens) < 2 or len(self.logprobs) != len(self.tokens) - 1:
-            raise ValueError(f"a probe of {len(self.tokens)} tokens and {len(self.logprobs)} log-probs")
+            counts = f"{len(self.logprobs)} for {len(self.tokens)}"
+            raise ValueError(f"a probe needs a log-prob for each token after the first, got {counts}")
         if not all(map(math.isfinite, self.logprobs)):
             raise ValueError("a probe whose log-probs are not finite")
 
@@ -52,7 +53,7 @@ class Probe:
 
     @classmethod
     def decode(cls, content: dict[str, Any]) -> Probe:
-        """Raises KeyError, TypeError or ValueError if the content is no probe."""
+        """Raises KeyError, TypeError or ValueError if the content is not a probe."""
         tokens, logprobs = tuple(map(int, content["tokens"])), tuple(map(float, content["logprobs"]))
         return cls(tokens, logprobs, float(content["tolerance"]))
 
@@ -81,7 +82,7 @@ class EngineProbes:
             changed = sum(now != then for now, then in zip(probe.logprobs, before.logprobs, strict=True))
             if changed > len(found) / 4 and tuple(found) == reported:
                 raise ProbeFailed(
-                    f"the log-probs of {len(found)} tokens are exactly those of the version before, while {changed} of "
-                    "the trainer's have changed"
+                    f"the log-probs of {len(found)} tokens are exactly those of the previous version, while "
+                    f"{changed} of the trainer's have changed"
                 )
         self._before = probe, tuple(found)

@@ -8,7 +8,7 @@ A replica generates while it receives: a version is staged in host memory, and c
 complete and its checksums agree. If both ends keep the last version, only the first version of an epoch is sent whole,
 and later ones as differences (packages.py). The base of adapters is sent with the first version of an epoch only, and
 stays staged for receivers that merge. A receiver that loads the weights in its own way, such as a worker of vLLM,
-has no boxes of its own and asks for a share of the whole model instead.
+has no boxes and asks for a share of the whole model instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_rl.refit.epoch import TransferFailed
 from megatron_rl.refit.packages import ROUND_BYTES, WHOLE, Package, aligned, apply, difference, packages, size_of
-from megatron_rl.refit.plan import Box, Share
+from megatron_rl.refit.plan import Box, ModelShare
 from megatron_rl.refit.transfer_group import TransferGroup, agree
 
 COLUMNS = 8 * 37
@@ -111,7 +111,7 @@ class Sender:
 class Receiver:
     def __init__(
         self,
-        needed: Mapping[Box, Tensor] | Share,
+        needed: Mapping[Box, Tensor] | ModelShare,
         host_memory: Callable[[int], Tensor],
         round_bytes: int = ROUND_BYTES,
         *,
@@ -123,8 +123,8 @@ class Receiver:
         host_memory: see Platform.host_memory. The weights are staged there.
         changed: whether the sender keeps the last version and sends differences. Not with a share.
         """
-        self._share = needed if isinstance(needed, Share) else None
-        self._needed: Mapping[Box, Tensor] = {} if isinstance(needed, Share) else needed
+        self._share = needed if isinstance(needed, ModelShare) else None
+        self._needed: Mapping[Box, Tensor] = {} if isinstance(needed, ModelShare) else needed
         assert not (changed and self._share), "a share is staged box by box, and a difference is of a whole package"
         self._host_memory = host_memory
         self._round_bytes = round_bytes

@@ -19,7 +19,7 @@ from megatron_rl.rank.addresses import address_towards, pin_gloo_interface
 from megatron_rl.rank.rendezvous import open_store
 from megatron_rl.refit.epoch import Epoch, ReplicaStart, TransferFailed
 from megatron_rl.refit.liveness import Listener, Liveness
-from megatron_rl.refit.plan import Box, Move, Share, lasting, plan_moves, rounds_of, shares_of
+from megatron_rl.refit.plan import Box, ModelShare, Move, lasting, plan_moves, rounds_of, shares_of
 
 
 class TransferGroup:
@@ -139,7 +139,7 @@ class Agreement(NamedTuple):
     always: list[list[Move]]
 
 
-def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Share, round_bytes: int) -> Agreement:
+def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | ModelShare, round_bytes: int) -> Agreement:
     """Agree on the moves of an epoch. Collective.
 
     Args:
@@ -150,7 +150,7 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Sha
         TransferFailed: a member is gone.
         ValueError: the training ranks do not hold what a member needs.
     """
-    needs = _share_to_json(needed) if isinstance(needed, Share) else [_to_json(box) for box in needed]
+    needs = _share_to_json(needed) if isinstance(needed, ModelShare) else [_to_json(box) for box in needed]
     of_members = group.gather([[_to_json(box) for box in held], needs])
     held_by = [[_from_json(box) for box in boxes] for boxes, _ in of_members]
     shares = cache(lambda count: shares_of(held_by, count))
@@ -162,7 +162,7 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Sha
     return Agreement(needed_by[group.rank], once, always)
 
 
-def _share_to_json(share: Share) -> dict[str, int]:
+def _share_to_json(share: ModelShare) -> dict[str, int]:
     return {"share": share.index, "of": share.of}
 
 

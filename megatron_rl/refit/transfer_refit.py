@@ -1,4 +1,4 @@
-"""Sends a policy version to replicas that have worlds of their own, while replicas come and go."""
+"""Sends a policy version to replicas, each a world of processes, while replicas come and go."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.refit.engine import build_engine, build_inference_policy
+from megatron_rl.refit.rank_engine import build_engine, build_inference_policy
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.run.objective import objective_of
 from megatron_rl.training.batch import Agreed, training_batch, update_batch, update_part

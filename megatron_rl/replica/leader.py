@@ -32,7 +32,7 @@ WAIT_EVERY_S = 5.0
 
 
 class Leader:
-    """Implements `ServedEngine` on the first rank. All methods belong to the engine's thread.
+    """Implements `SteppedEngine` on the first rank. All methods belong to the engine's thread.
 
     Requests are reported as deltas: finished ones at once, the others every REPORT_EVERY_S.
     """

@@ -22,7 +22,7 @@ from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups, connect, disconnect
 from megatron_rl.rank.profiler import generation_profiler
-from megatron_rl.refit.engine import build_inference_policy
+from megatron_rl.refit.rank_engine import build_inference_policy
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService
 from megatron_rl.replica.commands import commands_over, follow

@@ -12,7 +12,7 @@ from megatron_rl.rollout.in_flight import InFlightGroups
 from megatron_rl.rollout.window import Window
 from megatron_rl.run.problems import Material
 from megatron_rl.run.state import Counters, Driver, Generation
-from megatron_rl.supervised.driver import ExampleDriver
+from megatron_rl.supervised.example_driver import ExampleDriver
 
 
 def build_driver(

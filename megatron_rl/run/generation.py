@@ -15,8 +15,8 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import generation_profiler
-from megatron_rl.refit.engine import build_engine
 from megatron_rl.refit.prober import Prober, probe_text
+from megatron_rl.refit.rank_engine import build_engine
 from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.run.state import Generation
 from megatron_rl.standalone.first_rows import Lesson

@@ -20,7 +20,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.rank.safe_points import SafePoints
-from megatron_rl.refit.publish import Refit
+from megatron_rl.refit.rank_refit import Refit
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.curriculum import CurriculumState

@@ -1,4 +1,4 @@
-"""The server as a process of its own, for `mrl serve`:
+"""The process of the inference server, for `mrl serve`:
 
     python -m megatron_rl.server PATH --token-file FILE [--host H] [--port N] ...
 
@@ -25,7 +25,7 @@ from megatron_rl.recipe.extras import install_command
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
 if TYPE_CHECKING:
-    from megatron_rl.server.app import Application
+    from megatron_rl.server.application import Application
     from megatron_rl.standalone.opened_policy import OpenedPolicy
 
 LOOK_EVERY_S = 0.05
@@ -68,7 +68,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
         from megatron_rl.server.access import ServerLimits
-        from megatron_rl.server.app import Application
+        from megatron_rl.server.application import Application
     except ImportError as error:
         return refused(f"serving needs `{install_command('serve')}`: {error}", EXIT_USAGE)
     limits = ServerLimits(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_rl.server.errors import ApiError
+from megatron_rl.server.api_errors import ApiError
 
 if TYPE_CHECKING:
     from megatron_rl.server.metrics import ServerMetrics  # needs the extra `serve`
@@ -174,7 +174,7 @@ class Guard:
         open_routes: Collection[str] = (),
     ) -> None:
         """
-        routes: paths that get a label of their own in the metrics.
+        routes: paths that get a label in the metrics; others share one.
         open_routes: those that need no token, since they reveal nothing of the model and its answers.
         """
         self._app = Access(app, self._admit, limits.body_bytes)

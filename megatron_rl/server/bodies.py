@@ -6,14 +6,13 @@ from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.inference.api import MOST_TOP_LOGPROBS
 from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling, Sampling
-from megatron_rl.server.body_types import Body, Items, Objects, TokenId
-from megatron_rl.server.errors import ApiError, invalid, invalid_conversation, unsupported
+from megatron_rl.server.api_errors import ApiError, invalid, invalid_conversation, unsupported
 from megatron_rl.server.parameters import REFUSED, WITHOUT_EFFECT
 
 MOST_CHOICES = 128
@@ -21,7 +20,33 @@ NOT_ENFORCED = ("tool_choice", "response_format")
 """Parameters that ask for a form of the answer. They are accepted, since agents send them by default, and the response
 names them: to enforce them means to sample from another distribution than the model's."""
 
-AnyBody = TypeVar("AnyBody", bound="Body")
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list. Only its first wrong item is reported, since a body has room for millions."""
+MOST_OBJECTS = 10_000
+Objects = Annotated[list[Item], Field(max_length=MOST_OBJECTS, fail_fast=True)]
+"""A list of items that take longer to parse than a number or a string; parsing blocks all other requests."""
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """Base of all bodies. null means left out. Only one unknown name is reported."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        said = {name: value for name, value in given.items() if value is not None}
+        known = {name: said[name] for name in cls.model_fields.keys() & said.keys()}
+        unknown = next((name for name in said if name not in known), None)
+        return known if unknown is None else known | {unknown: said[unknown]}
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 class StreamOptions(Body):
@@ -86,7 +111,9 @@ class GenerationBody(Body):
     def biases(self) -> tuple[tuple[int, float], ...]:
         """(token, bias) of logit_bias. Raises ApiError."""
         if wrong := next((token for token in self.logit_bias if not token.isdecimal()), None):
-            raise ApiError(400, f"logit_bias: {wrong[:20]!r} is no token id", param="logit_bias", code="invalid_value")
+            raise ApiError(
+                400, f"logit_bias: {wrong[:20]!r} is not a token id", param="logit_bias", code="invalid_value"
+            )
         return tuple((int(token[:20]), bias) for token, bias in self.logit_bias.items())
 
     def sampling(self, max_new_tokens: int) -> Sampling:

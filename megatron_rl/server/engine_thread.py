@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, so that HTTP is served while it computes.
+"""The engine in its own thread, so that HTTP is served while it computes.
 
     HTTP loop:       subscription = thread.submit(request, streamed, news)    await news.wait()    subscription.unread()
     engine's thread: run the queued calls, compute one step, pass on its results; and again
@@ -18,45 +18,18 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
-from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest
+from megatron_rl.inference.api import Completion, Delta, GenerationRequest, SteppedEngine
 
 T = TypeVar("T")
 
 MOST_UNREAD = 4096
 """Most deltas that wait for a reader; each has about one token."""
 STOP_S = 30.0
-"""Seconds that the thread has to end: a step of the engine cannot be interrupted."""
+"""Limit, in seconds, for the thread to end: a step of the engine cannot be interrupted."""
 
 _News = list[tuple["Subscription", Sequence[Delta] | Exception]]
-
-
-class SteppedEngine(Protocol):
-    """Methods of an engine that is driven step by step. `inference.engine.Engine` has them."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def load(self) -> EngineLoad: ...
-
-    @property
-    def answered(self) -> Sequence[str]: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-    def step(self) -> None: ...
-
-    def take(self, request_id: str) -> list[Completion] | None: ...
-
-
-class ServedEngine(SteppedEngine, Protocol):
-    """An engine that the server uses."""
-
-    def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str: ...
-
-    def take_deltas(self) -> list[tuple[str, Delta]]: ...
 
 
 class EngineGone(RuntimeError):
@@ -116,7 +89,7 @@ class Subscription:
 class EngineThread:
     """Runs an engine. Methods are for the HTTP loop, in which `start` must be called, unless they say otherwise."""
 
-    def __init__(self, engine: ServedEngine, failed: Callable[[Exception], None] | None = None) -> None:
+    def __init__(self, engine: SteppedEngine, failed: Callable[[Exception], None] | None = None) -> None:
         """failed: called in the engine's thread with the error of a step, before any caller gets it."""
         self._engine = engine
         self._failed = failed
@@ -239,7 +212,7 @@ class EngineThread:
         self._asked.pop(request_id, None)
 
     def _step(self) -> _News:
-        """Compute a step. Returns the subscriptions that a failed step has cost, with its error."""
+        """Compute a step. Returns its error for every open subscription if it fails."""
         try:
             if self._engine.busy:
                 self._engine.step()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from megatron_rl.server.errors import ClientGone
+from megatron_rl.server.api_errors import ClientGone
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import Conversation, ConversationError
 from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.server.api_errors import MOST_SAID, ApiError, context_exceeded, invalid_conversation
 from megatron_rl.server.bodies import (
     MOST_CHOICES,
     ChatBody,
@@ -20,10 +21,8 @@ from megatron_rl.server.bodies import (
     GenerationBody,
     TokenizeBody,
 )
-from megatron_rl.server.errors import MOST_SAID, ApiError, context_exceeded, invalid_conversation
-from megatron_rl.server.response_bodies import ChatFormat, CompletionFormat, Format
-from megatron_rl.server.samples import Prompt, Reading
-from megatron_rl.server.token_names import TokenNames
+from megatron_rl.server.response_bodies import ChatFormat, ChoiceFormat, CompletionFormat
+from megatron_rl.server.samples import Prompt, Reading, TokenNames
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class ParsedRequest:
     prompts: list[Prompt]
     body: GenerationBody
-    form: Format
+    form: ChoiceFormat
     reading: Reading
     requests: list[GenerationRequest]
 
@@ -114,7 +113,7 @@ class ServedModel:
         """Return the chat with these template variables. Checking new ones takes a while, so a thread does it."""
         return await asyncio.to_thread(self._chat.with_variables(variables).check) if variables else self._chat
 
-    def _form(self, kind: type[Format], body: GenerationBody) -> Format:
+    def _form(self, kind: type[ChoiceFormat], body: GenerationBody) -> ChoiceFormat:
         names = self._names[body.return_tokens_as_token_ids]
         return kind(self.name, names, body.likeliest, body.return_token_ids, body.prompt_logprobs)
 
@@ -151,7 +150,7 @@ class ServedModel:
         self,
         body: GenerationBody,
         prompts: list[Prompt],
-        form: Format,
+        form: ChoiceFormat,
         reading: Reading,
         answer_default: int | None,
         param: str,
@@ -188,7 +187,7 @@ class ServedModel:
         if tokens and max(tokens) >= self.tokenizer.vocab_size:
             raise ApiError(
                 400,
-                f"{param}: {max(tokens)} is no token; tokens are 0 to {self.tokenizer.vocab_size - 1}",
+                f"{param}: {max(tokens)} is not a token; tokens are 0 to {self.tokenizer.vocab_size - 1}",
                 param=param,
                 code="invalid_value",
             )
@@ -221,7 +220,7 @@ def chat_text(chat: Chat, said: Conversation) -> str:
     except ConversationError as error:
         raise invalid_conversation(error) from error
     except ValueError as error:
-        param = "chat_template_kwargs" if "is no variable" in str(error) else "messages"
+        param = "chat_template_kwargs" if "variable of a chat template" in str(error) else "messages"
         raise ApiError(400, f"{param}: {str(error)[:MOST_SAID]}", param=param, code="invalid_value") from error
 
 

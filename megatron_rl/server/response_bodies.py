@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from megatron_rl.server.samples import Part, Prompt
-from megatron_rl.server.token_names import TokenNames
+from megatron_rl.server.samples import AnswerPart, Prompt, TokenNames
 
 
 @dataclass(frozen=True)
-class Format:
+class ChoiceFormat:
     model: str
     names: TokenNames
     likeliest: int | None
@@ -36,28 +35,28 @@ class Format:
             "system_fingerprint": None,
         }
 
-    def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
+    def whole(self, index: int, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
         raise NotImplementedError
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Return the choice of a chunk before the first one with output; None if there is no such chunk."""
         return None
 
-    def chunk(self, index: int, part: Part, calls: int, prompt: Prompt | None) -> dict[str, Any]:
+    def chunk(self, index: int, part: AnswerPart, calls: int, prompt: Prompt | None) -> dict[str, Any]:
         """Return a choice of a chunk. calls: number of calls in earlier chunks. prompt: only with the first chunk."""
         raise NotImplementedError
 
-    def of_prompt(self, part: Part, prompt: Prompt) -> dict[str, Any]:
+    def of_prompt(self, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
         """Return fields about the prompt outside the choices."""
         return {}
 
-    def extension(self, part: Part, prompt: Prompt | None) -> dict[str, Any]:
+    def extension(self, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any]:
         if not self.token_ids:
             return {}
         ids = {} if prompt is None else {"prompt_token_ids": prompt.tokens}
         return ids | {"token_ids": part.tokens, "policy_versions": part.versions}
 
-    def scored(self, part: Part, prompt: Prompt | None) -> dict[str, Any]:
+    def scored(self, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any]:
         """Return vLLM's `prompt_logprobs`: at each position its token and the likeliest ones, by their ids."""
         if self.prompt_logprobs is None or prompt is None or part.prompt is None:
             return {}
@@ -77,16 +76,16 @@ class Format:
         return {"prompt_logprobs": positions}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoiceFormat):
     """/v1/completions."""
 
     def head(self, streamed: bool) -> dict[str, Any]:
         return self._head(f"cmpl-{self.id}", "text_completion")
 
-    def chunk(self, index: int, part: Part, calls: int, prompt: Prompt | None) -> dict[str, Any]:
+    def chunk(self, index: int, part: AnswerPart, calls: int, prompt: Prompt | None) -> dict[str, Any]:
         return self.whole(index, part, prompt)
 
-    def whole(self, index: int, part: Part, prompt: Prompt | None) -> dict[str, Any]:
+    def whole(self, index: int, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any]:
         return {
             "index": index,
             "text": (prompt.text if prompt else "") + part.content,
@@ -97,7 +96,7 @@ class CompletionFormat(Format):
             **self.scored(part, prompt),
         }
 
-    def _logprobs(self, part: Part, prompt: Prompt | None) -> dict[str, Any] | None:
+    def _logprobs(self, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any] | None:
         """Return log-probs, also of the prompt if the text repeats it."""
         if self.likeliest is None:
             return None
@@ -121,14 +120,14 @@ class CompletionFormat(Format):
         }
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoiceFormat):
     """/v1/chat/completions."""
 
     def head(self, streamed: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         return self._head(f"chatcmpl-{self.id}", kind)
 
-    def whole(self, index: int, part: Part, prompt: Prompt) -> dict[str, Any]:
+    def whole(self, index: int, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": part.content, "refusal": None}
         if part.reasoning:
             message["reasoning_content"] = part.reasoning
@@ -143,7 +142,7 @@ class ChatFormat(Format):
             **self.extension(part, prompt),
         }
 
-    def of_prompt(self, part: Part, prompt: Prompt) -> dict[str, Any]:
+    def of_prompt(self, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
         return self.scored(part, prompt)
 
     def opening(self, index: int) -> dict[str, Any]:
@@ -154,7 +153,7 @@ class ChatFormat(Format):
             "finish_reason": None,
         }
 
-    def chunk(self, index: int, part: Part, calls: int, prompt: Prompt | None) -> dict[str, Any]:
+    def chunk(self, index: int, part: AnswerPart, calls: int, prompt: Prompt | None) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if part.content:
             delta["content"] = part.content
@@ -171,7 +170,7 @@ class ChatFormat(Format):
             **self.extension(part, prompt),
         }
 
-    def _logprobs(self, part: Part) -> dict[str, Any] | None:
+    def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
         if self.likeliest is None:
             return None
         top = part.top_logprobs or [{}] * len(part.tokens)

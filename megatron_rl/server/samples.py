@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.messages import ToolCall
 from megatron_rl.inference.api import Delta, PromptScores, TopLogprobs
-from megatron_rl.inference.text import StopFilter, TextStream
+from megatron_rl.inference.text_stream import StopFilter, TextStream
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.server.token_names import TextOffsets
 
 if TYPE_CHECKING:
-    from megatron_rl.chat.stream import AnswerStream
+    from megatron_rl.chat.answer_stream import AnswerStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Reading:
     keep_stop: bool = False
     special: bool = False
     continues_prompt: bool = False
-    """Whether the text continues that of the prompt, instead of starting a text of its own."""
+    """Whether the text continues the prompt's, instead of starting anew."""
     drops_answer: bool = False
     """Whether the request asks only about the prompt."""
     chat: Chat | None = None
@@ -44,7 +44,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerPart:
     """New output of one sample since its previous part: the content of a chunk, or all of it."""
 
     content: str = ""
@@ -64,7 +64,7 @@ class Part:
     prompt_offsets: list[int] = field(default_factory=list)
     """Offsets of the prompt's tokens, with the first part of a sample whose text repeats the prompt."""
 
-    def add(self, other: Part) -> None:
+    def add(self, other: AnswerPart) -> None:
         self.content += other.content
         self.reasoning += other.reasoning
         self.calls += other.calls
@@ -104,7 +104,7 @@ class Divider:
         return reasoning, content, calls
 
 
-class Sample:
+class AnswerReader:
     def __init__(self, tokenizer: Tokenizer, reading: Reading, prompt: Prompt) -> None:
         decode = partial(tokenizer.decode, special=True) if reading.special else tokenizer.decode
         after = prompt.tokens if reading.continues_prompt else ()
@@ -116,12 +116,12 @@ class Sample:
         self._called = False
         self.tokens = 0
 
-    def part(self, delta: Delta) -> Part:
+    def part(self, delta: Delta) -> AnswerPart:
         """Return the output that the delta makes certain."""
         prompt_offsets, self._prompt_offsets = self._prompt_offsets, []
         if self._reading.drops_answer:
             reason = "length" if delta.finish_reason else None
-            return Part(finish_reason=reason, prompt=delta.prompt, prompt_offsets=prompt_offsets)
+            return AnswerPart(finish_reason=reason, prompt=delta.prompt, prompt_offsets=prompt_offsets)
         ends = delta.finish_reason is not None
         if self._divider is not None:
             reasoning, content, calls = self._divider.push(delta.tokens, ends=ends)
@@ -132,7 +132,7 @@ class Sample:
         self.tokens += len(delta.tokens)
         self._called = self._called or bool(calls)
         reason = "tool_calls" if self._called and delta.finish_reason == "stop" else delta.finish_reason
-        return Part(
+        return AnswerPart(
             content,
             reasoning if self._reading.reasoning else "",
             calls,
@@ -150,3 +150,57 @@ class Sample:
     def _stop_reason(self, delta: Delta) -> str | int | None:
         by_token = delta.stop is None and delta.finish_reason == "stop" and delta.tokens[-1:]
         return delta.tokens[-1] if by_token and delta.tokens[-1] in self._reading.stop_ids else delta.stop
+
+
+# Tokens in the text
+
+
+class TokenNames:
+    """Names of tokens: as they read in the middle of a text, or by their ids."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._show = _id_name if as_ids else cache(tokenizer.show)
+        self.bytes = cache(tokenizer.token_bytes)
+
+    def name(self, token: int) -> str:
+        return self._show(token)
+
+    def by_name(self, likeliest: TopLogprobs, own: int, logprob: float) -> dict[str, float]:
+        """Return the likeliest tokens of a position and the sampled one by name, the likeliest first. If tokens share a
+        name, as a special token and its letters may, the sampled one keeps it and others are named by their ids."""
+        tokens = likeliest if own in likeliest else likeliest | {own: logprob}
+        named: dict[str, float] = {}
+        for token, value in tokens.items():
+            name = self._show(token)
+            taken = name in named or (token != own and name == self._show(own))
+            named[_id_name(token) if taken else name] = logprob if token == own else value
+        return named
+
+
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"  # as vLLM names it
+
+
+class TextOffsets:
+    """Number of characters of a text before each of its tokens, computed as tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
+        """special: whether the text includes the names of special tokens."""
+        self._tokenizer, self._special = tokenizer, special
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+
+    def prompt(self, tokens: Iterable[int], text: str) -> list[int]:
+        offsets = self.next(tokens)
+        beyond = self._at - len(text)  # SentencePiece decodes a leading space that the text does not have
+        self._at = len(text)
+        return [max(0, offset - beyond) for offset in offsets] if beyond > 0 else offsets
+
+    def next(self, tokens: Iterable[int]) -> list[int]:
+        """Return the offsets of the next tokens. Part of a character has the offset of the character."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._at)
+            if self._special or not self._tokenizer.is_special(token):
+                self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        return offsets

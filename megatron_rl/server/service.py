@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.inference.api import Completion, PromptTooLong, Unsupported
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.server.api_errors import ApiError, internal_error
 from megatron_rl.server.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription, as_deltas
-from megatron_rl.server.errors import ApiError, internal_error
 from megatron_rl.server.request_parsing import ParsedRequest
 from megatron_rl.server.response_bodies import event
-from megatron_rl.server.samples import Part, Sample
+from megatron_rl.server.samples import AnswerPart, AnswerReader
 
 if TYPE_CHECKING:
     from megatron_rl.server.metrics import ServerMetrics  # needs the extra `serve`
 
 
-def parts_of(asked: ParsedRequest, answers: Sequence[Sequence[Completion]], tokenizer: Tokenizer) -> dict[int, Part]:
+def parts_of(
+    asked: ParsedRequest, answers: Sequence[Sequence[Completion]], tokenizer: Tokenizer
+) -> dict[int, AnswerPart]:
     """Return the whole samples of a request, by number.
 
     answers: completions of each of its engine requests.
@@ -29,7 +31,7 @@ def parts_of(asked: ParsedRequest, answers: Sequence[Sequence[Completion]], toke
     return {index: sample.part(delta) for index, (sample, delta) in enumerate(zip(samples, deltas, strict=True))}
 
 
-def whole_body(asked: ParsedRequest, parts: Mapping[int, Part]) -> dict[str, Any]:
+def whole_body(asked: ParsedRequest, parts: Mapping[int, AnswerPart]) -> dict[str, Any]:
     """Return the response of a request that is not streamed."""
     choices = [
         asked.form.whole(index, part, asked.prompts[index // asked.body.n]) for index, part in sorted(parts.items())
@@ -50,7 +52,7 @@ class Events:
     def begun(self) -> bool:
         return bool(self._calls)
 
-    def of(self, parts: Mapping[int, Part]) -> bytes:
+    def of(self, parts: Mapping[int, AnswerPart]) -> bytes:
         found = []
         for index, part in parts.items():
             calls = self._calls.get(index)
@@ -84,8 +86,8 @@ def error_for_client(error: Exception) -> Exception:
     return error
 
 
-def _samples(asked: ParsedRequest, tokenizer: Tokenizer) -> list[Sample]:
-    return [Sample(tokenizer, asked.reading, prompt) for prompt in asked.prompts for _ in range(asked.body.n)]
+def _samples(asked: ParsedRequest, tokenizer: Tokenizer) -> list[AnswerReader]:
+    return [AnswerReader(tokenizer, asked.reading, prompt) for prompt in asked.prompts for _ in range(asked.body.n)]
 
 
 def _usage(asked: ParsedRequest, completion: int) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class GenerationService:
 
     async def whole(self, asked: ParsedRequest) -> dict[str, Any]:
         answer = _Answer(self, asked, streamed=False)
-        wholes: dict[int, Part] = {}
+        wholes: dict[int, AnswerPart] = {}
         try:
             async for batch in answer.batches():
                 wholes |= batch
@@ -155,7 +157,7 @@ class _Answer:
             raise error_for_client(error) from error
         service.metrics.prompt_tokens.inc(sum(len(prompt.tokens) for prompt in asked.prompts))
 
-    async def batches(self) -> AsyncIterator[dict[int, Part]]:
+    async def batches(self) -> AsyncIterator[dict[int, AnswerPart]]:
         """Yield new parts of the samples, all that are available at a time. Raises ApiError."""
         unanswered = dict(enumerate(self._subscriptions))
         try:
@@ -163,7 +165,7 @@ class _Answer:
                 await self._news.wait()
                 self._news.clear()
                 for number, subscription in list(unanswered.items()):
-                    batch: dict[int, Part] = {}
+                    batch: dict[int, AnswerPart] = {}
                     for delta in subscription.unread():
                         index = number * self._asked.body.n + delta.sample
                         part = self.samples[index].part(delta)
@@ -179,7 +181,7 @@ class _Answer:
         except Exception as error:  # any error that ends the engine's answer
             raise error_for_client(error) from error
 
-    def _measure(self, index: int, part: Part) -> None:
+    def _measure(self, index: int, part: AnswerPart) -> None:
         metrics, now = self._service.metrics, time.monotonic()
         metrics.generated_tokens.inc(len(part.tokens))
         if part.finish_reason:

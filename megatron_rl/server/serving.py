@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 2048
 CUT_S = 2
-"""Seconds that responses have to end after their requests were cut off."""
+"""Limit, in seconds, for responses to end after their requests were cut off."""
 FEWEST_CHARACTERS = 16
 """Minimal length of a token."""
 
 
-class Unusable(Exception):
+class UnusableArgument(Exception):
     """An argument of a server cannot be used."""
 
 
@@ -43,15 +43,15 @@ def read_tokens(file: Path) -> list[str]:
     try:
         lines = read_bytes(file).decode("ascii").split("\n")
     except OSError as error:
-        raise Unusable(f"{file} cannot be read: {error.strerror}") from error
+        raise UnusableArgument(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise Unusable(f"{file}: a token must be printable ASCII") from None
+        raise UnusableArgument(f"{file}: a token must be printable ASCII") from None
     tokens = [line.strip() for line in lines if line.strip()]
     if not tokens:
-        raise Unusable(f"{file} holds no token: write one per line")
+        raise UnusableArgument(f"{file} holds no token: write one per line")
     for token in tokens:
         if len(token) < FEWEST_CHARACTERS or not token.isprintable() or " " in token:
-            raise Unusable(f"{file}: a token must have {FEWEST_CHARACTERS} characters or more and no space")
+            raise UnusableArgument(f"{file}: a token must have {FEWEST_CHARACTERS} characters or more and no space")
     return tokens
 
 
@@ -63,9 +63,11 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise Unusable(f"port {port} of {host} is in use: give another --port, or 0 for any free port") from error
+            raise UnusableArgument(
+                f"port {port} of {host} is in use: give another --port, or 0 for any free port"
+            ) from error
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-        raise Unusable(f"port {port} of {host} cannot be listened on: {why}") from error
+        raise UnusableArgument(f"port {port} of {host} cannot be listened on: {why}") from error
     with listener:
         yield listener
 
@@ -81,7 +83,7 @@ def run_server(token_file: Path, host: str, port: int, work: Callable[[list[str]
             return work(tokens, listener)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Unusable as error:
+    except UnusableArgument as error:
         return refused(str(error), EXIT_USAGE)
 
 

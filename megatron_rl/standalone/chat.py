@@ -95,7 +95,7 @@ async def _answer(
     from megatron_rl.chat.chat import Chat
     from megatron_rl.chat.conversation import conversation_of
     from megatron_rl.inference.api import GenerationRequest
-    from megatron_rl.inference.text import TextStream
+    from megatron_rl.inference.text_stream import TextStream
 
     tokenizer, engine = opened.tokenizer, opened.engine
     try:

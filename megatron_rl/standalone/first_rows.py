@@ -16,7 +16,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
-from megatron_rl.supervised.rows import RowEncoder, demonstrations, read_data, rows_of, token_example
+from megatron_rl.supervised.example_rows import RowEncoder, demonstrations, read_data, rows_of, token_example
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import OUTPUT, sources, weights
 from megatron_rl.model.sharded_names import weight_name
 from megatron_rl.refit.epoch import ReplicaStart, TransferFailed
-from megatron_rl.refit.plan import Share
+from megatron_rl.refit.plan import ModelShare
 from megatron_rl.refit.receiving import Receiving
 from megatron_rl.refit.transfer import Receiver
 from megatron_rl.vllm.whole_weights import hugging_face_tensors
@@ -66,7 +66,7 @@ class WeightShare(Receiving):
         host_memory: see Platform.host_memory. The share is staged there.
         beside: see Receiving.
         """
-        receiver = Receiver(Share(workers.rank, workers.size), host_memory)
+        receiver = Receiver(ModelShare(workers.rank, workers.size), host_memory)
         super().__init__(receiver, setting.replica, workers.rank, setting.timeout, beside)
         self._setting, self._workers = setting, workers
 

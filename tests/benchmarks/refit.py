@@ -92,7 +92,7 @@ def measure(rank: int, store: str, layers: int, repeats: int) -> None:
 
     from megatron_rl.model.policy import build_policy
     from megatron_rl.rank.groups import Groups
-    from megatron_rl.refit.engine import build_engine
+    from megatron_rl.refit.rank_engine import build_engine
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=LIMIT)

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PromptScores
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 from megatron_rl.server.access import ServerLimits
-from megatron_rl.server.app import Application
+from megatron_rl.server.application import Application
 
 TOKEN = "a-token-of-the-tests"
 END = "<end>"

@@ -52,7 +52,7 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.world import World
-from megatron_rl.refit.publish import SharedWeights
+from megatron_rl.refit.rank_refit import SharedWeights
 from megatron_rl.rollout import agent_loop as agent_loop_module
 from megatron_rl.rollout.bank import file
 from megatron_rl.rollout.batch import RolloutBatch

@@ -33,8 +33,8 @@ from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
-from megatron_rl.refit.engine import build_engine
-from megatron_rl.refit.publish import ReshardedWeights
+from megatron_rl.refit.rank_engine import build_engine
+from megatron_rl.refit.rank_refit import ReshardedWeights
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=7)
 CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=7)

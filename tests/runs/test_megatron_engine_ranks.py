@@ -21,7 +21,7 @@ from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
-from megatron_rl.refit.engine import build_engine
+from megatron_rl.refit.rank_engine import build_engine
 
 LIMIT = timedelta(seconds=60)
 PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [9, 9]]

@@ -30,7 +30,7 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.refit import liveness
 from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart, TransferFailed
 from megatron_rl.refit.model_tensors import weights_by_box
-from megatron_rl.refit.plan import Box, Share
+from megatron_rl.refit.plan import Box, ModelShare
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.transfer import Receiver, Sender
 from megatron_rl.refit.transfer_group import TransferGroup
@@ -96,7 +96,7 @@ class ReplicaRank:
 
     def build(self, of: Layout) -> None:
         self.policy, _ = build(Layout(tp=self.tp), of, trains=False)
-        needed = Share(self.rank, self.tp) if self.shares else weights_by_box(self.policy)
+        needed = ModelShare(self.rank, self.tp) if self.shares else weights_by_box(self.policy)
         self.receiver = Receiver(needed, host_memory, ROUND_BYTES)
 
     def receive(self, asked: tuple[int, Epoch | None]) -> None:

@@ -1,1 +1,1 @@
-"""An environment that runs in a separate process and is asked by the ranks of a run: see agent/remote/agent_wire.py."""
+"""An environment in its own process, which the ranks of a run ask: see agent/remote/wire.py."""

@@ -1,4 +1,4 @@
-"""An environment as a process of its own, for `mrl serve-agent`:
+"""The process of an environment, for `mrl serve-agent`:
 
     python -m megatron_rl.server.agent --environment JSON --tokenizer JSON --token-file FILE [--host H] [--port N]
 
@@ -44,7 +44,7 @@ def _build_and_serve(options: argparse.Namespace, tokens: list[str], listener: s
     from megatron_rl.model.tokenizer import build_tokenizer
 
     try:
-        from megatron_rl.server.agent.app import AgentService, application
+        from megatron_rl.server.agent.agent_service import AgentService, application
     except ImportError as error:
         return refused(f"serving needs `{install_command('train')}`: {error}", EXIT_USAGE)
     config = EnvironmentConfig.model_validate(json.loads(options.environment))

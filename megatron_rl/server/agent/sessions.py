@@ -20,7 +20,7 @@ FORGOTTEN_S = 120.0
 Work = Callable[[InferenceInterface], Coroutine[Any, Any, EvaluationResponse]]
 
 
-class Session:
+class AgentSession:
     """One request, from its start until its result was delivered. Implements `InferenceInterface`."""
 
     def __init__(self, work: Work, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,14 +94,14 @@ class Session:
 
 class Sessions:
     def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
 
-    def begin(self, work: Work) -> Session:
-        session = Session(work)
+    def begin(self, work: Work) -> AgentSession:
+        session = AgentSession(work)
         self._sessions[session.id] = session
         return session
 
-    def get(self, id: str) -> Session | None:
+    def get(self, id: str) -> AgentSession | None:
         return self._sessions.get(id)
 
     async def end(self, id: str) -> None:

@@ -28,7 +28,7 @@ from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.section import Section
-from megatron_rl.server.agent.app import AgentService, application
+from megatron_rl.server.agent.agent_service import AgentService, application
 
 TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))
 TOKEN = "a-token-of-some-32-characters-or-more"

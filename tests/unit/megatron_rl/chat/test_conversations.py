@@ -285,7 +285,7 @@ def test_text_appears_with_its_token() -> None:
 
 
 def test_the_cost_of_a_stream_does_not_grow_with_the_number_of_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_rl.chat import stream as module
+    from megatron_rl.chat import answer_stream as module
 
     read: list[int] = []
     parsed = module.parsed

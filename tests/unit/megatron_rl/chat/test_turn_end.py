@@ -19,8 +19,8 @@ from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from megatron_rl.standalone.first_rows import Lesson, unknown_end_of
 from megatron_rl.supervised.config import DataConfig
-from megatron_rl.supervised.forms import form_of, row_of
-from megatron_rl.supervised.rows import RowEncoder
+from megatron_rl.supervised.example_rows import RowEncoder
+from megatron_rl.supervised.row_forms import form_of, row_of
 
 TURNS = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
 

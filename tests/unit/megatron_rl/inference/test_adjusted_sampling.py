@@ -211,5 +211,5 @@ def test_reused_row_drops_the_adjustments_of_its_previous_sample(policy: Policy)
 
 def test_bias_of_a_token_outside_the_vocabulary_is_refused(policy: Policy) -> None:
     asked = request(AdjustedSampling(max_new_tokens=2, logit_bias=((policy.vocabulary, 1),)))
-    with pytest.raises(ValueError, match=r"sampling.logit_bias: .* is no token"):
+    with pytest.raises(ValueError, match=r"sampling.logit_bias: .* is not a token"):
         answer_all(policy, asked)

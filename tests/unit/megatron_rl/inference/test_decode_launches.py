@@ -25,7 +25,7 @@ def count() -> list[tuple[int, int, int]]:
 
 @pytest.fixture(scope="module")
 def counted() -> list[tuple[int, int, int]]:
-    """Launches, sums and bytes of one and of two layers, fused and not. In a process of its own, whose other ranks do
+    """Launches, sums and bytes of one and of two layers, fused and not. In a process whose other ranks do
     not exist."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         return pool.submit(count).result(timeout=280)

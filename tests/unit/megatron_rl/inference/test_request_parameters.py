@@ -277,13 +277,13 @@ def test_request_that_never_fits_is_refused_before_any_computation(policy: Polic
     engine = engine_of(policy)
     with pytest.raises(PromptTooLong):
         engine.callers.stream(replace(ask(), prompt_tokens=[1] * 40))
-    with pytest.raises(ValueError, match=r"prompt: 15 is no token; tokens are 0 to 14"):
+    with pytest.raises(ValueError, match=r"prompt: 15 is not a token; tokens are 0 to 14"):
         engine.callers.stream(replace(ask(), prompt_tokens=[1, 15, 2]))
-    with pytest.raises(ValueError, match=r"prompt: -1 is no token"):
+    with pytest.raises(ValueError, match=r"prompt: -1 is not a token"):
         engine.submit(replace(ask(), prompt_tokens=[-1]))
-    with pytest.raises(ValueError, match=r"sampling.stop_tokens: 99 is no token"):
+    with pytest.raises(ValueError, match=r"sampling.stop_tokens: 99 is not a token"):
         engine.submit(ask(stop_tokens=(3, 99)))
-    with pytest.raises(ValueError, match=r"known tokens of sample 1: 15 is no token"):
+    with pytest.raises(ValueError, match=r"known tokens of sample 1: 15 is not a token"):
         engine.submit(replace(ask(2), known={1: AnswerPrefix([3, 15], [-1.0, -1.0], [0, 0])}))
     with pytest.raises(ValueError, match=r"known tokens of sample 0: 2 tokens have 1 log-probs and 2 versions"):
         engine.submit(replace(ask(2), known={0: AnswerPrefix([3, 3], [-1.0], [0, 0])}))

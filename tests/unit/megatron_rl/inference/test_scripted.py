@@ -23,7 +23,7 @@ def ask(prompt: str = "1+1=", samples: int = 1, **sampling: Any) -> GenerationRe
 
 def answer(engine: ScriptedInference, request: GenerationRequest) -> list[Completion]:
     found = asyncio.run(engine.generate(request))
-    assert engine.under_way == 0
+    assert engine.unanswered == 0
     return found
 
 
@@ -76,9 +76,9 @@ def test_cancelled_request_no_longer_counts_as_being_answered() -> None:
         engine = ScriptedInference(TOKENIZER, ["123456"])
         task = asyncio.ensure_future(engine.generate(ask()))
         await asyncio.sleep(0)
-        assert engine.under_way == 1
+        assert engine.unanswered == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        return engine.under_way
+        return engine.unanswered
 
     assert asyncio.run(leave()) == 0

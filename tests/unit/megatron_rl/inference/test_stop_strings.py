@@ -9,7 +9,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.inference.text import IncrementalDecoder, StopStrings
+from megatron_rl.inference.text_stream import IncrementalDecoder, StopStrings
 
 LETTERS = "ab\n é€😀"
 TEXTS = st.text(alphabet=LETTERS, max_size=60)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_rl.inference.text import TextStream
+from megatron_rl.inference.text_stream import TextStream
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 ALPHABET = "ab é€🙂"

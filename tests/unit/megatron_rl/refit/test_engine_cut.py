@@ -9,7 +9,7 @@ import pytest
 from core_helpers import VOCAB, tiny_run
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.refit.engine import build_inference_policy
+from megatron_rl.refit.rank_engine import build_inference_policy
 
 
 def test_ranks_that_cannot_share_heads_refuse_by_key_and_value(platform: Any) -> None:

@@ -58,7 +58,7 @@ def test_engine_that_reports_the_very_same_numbers_keeps_its_old_weights() -> No
     engine.check(PROBE, [-1.0, -2.0, -3.0])
     engine.check(PROBE, [-1.0, -2.0, -3.0])  # again, for an engine that comes late
     for _ in range(2):  # a second try finds the same
-        with pytest.raises(ProbeFailed, match="exactly those of the version before, while 3 of the trainer's"):
+        with pytest.raises(ProbeFailed, match="exactly those of the previous version, while 3 of the trainer's"):
             engine.check(next_version, [-1.0, -2.0, -3.0])
     engine.check(next_version, [-1.0, -2.0, -3.0001])
 

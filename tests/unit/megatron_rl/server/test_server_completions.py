@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron_rl.inference.api import Delta
 from megatron_rl.inference.config import AdjustedSampling, Sampling
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
-from megatron_rl.server.token_names import TokenNames
+from megatron_rl.server.samples import TokenNames
 
 ROUTE = "/v1/completions"
 USER = {"role": "user", "content": "1+1"}
@@ -47,7 +47,7 @@ def test_defaults_are_those_of_openai() -> None:
     assert answer["usage"] == {**counts, "prompt_tokens_details": None}
     assert answer["system_fingerprint"] is None
     keys = {completion(engine) and engine.asked[-1].key for _ in range(3)}
-    assert len(keys) == 3, "without a seed each request must get random numbers of its own"
+    assert len(keys) == 3, "without a seed each request must get its own random numbers"
 
 
 def test_text_ends_before_the_stop_string_and_tokens_with_it() -> None:

@@ -15,7 +15,7 @@ from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.server import engine_thread
 from megatron_rl.server.access import ServerLimits
-from megatron_rl.server.app import Application
+from megatron_rl.server.application import Application
 from megatron_rl.server.engine_thread import EngineThread, ReaderTooSlow
 
 LONG = "a long answer " * 25

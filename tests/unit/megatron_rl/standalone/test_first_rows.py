@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.standalone.config import RowsRequest
 from megatron_rl.standalone.rows import answers
 from megatron_rl.supervised.config import DataConfig
-from megatron_rl.supervised.rows import RowEncoder, UnusableRow
+from megatron_rl.supervised.example_rows import RowEncoder, UnusableRow
 
 REWARD = "def reward(response, answer, **columns):\n    return float(response == answer)\n"
 ROWS = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n'

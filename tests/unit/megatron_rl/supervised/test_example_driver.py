@@ -16,7 +16,7 @@ from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.supervised.driver import ExampleDriver
+from megatron_rl.supervised.example_driver import ExampleDriver
 
 CHARACTERS = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
 

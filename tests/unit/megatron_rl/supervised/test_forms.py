@@ -19,7 +19,7 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 from megatron_rl.supervised.config import DataConfig
-from megatron_rl.supervised.rows import RowEncoder, rows_of
+from megatron_rl.supervised.example_rows import RowEncoder, rows_of
 
 pytestmark = needs("datasets")
 
@@ -122,7 +122,7 @@ def test_every_file_format_gives_the_same_tokens(
 
 
 def called(tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A row with a tool of its own, and a call of it."""
+    """A row with its own tool, and a call of it."""
     kinds = {name: {"type": "string"} for name in arguments}
     parameters = {"type": "object", "properties": kinds}
     return {

@@ -1,4 +1,4 @@
-"""Rows of data sets become tokens, of which exactly the assistant's are learned."""
+"""Rows of data sets become tokens, and exactly the assistant's are learned."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from megatron_rl.supervised.config import DataConfig
-from megatron_rl.supervised.forms import form_of, row_of
-from megatron_rl.supervised.rows import RowEncoder, UnusableRow, rows_of
+from megatron_rl.supervised.example_rows import RowEncoder, UnusableRow, rows_of
+from megatron_rl.supervised.row_forms import form_of, row_of
 
 pytestmark = needs("datasets")
 

@@ -21,7 +21,7 @@ from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.supervised.rows import token_example
+from megatron_rl.supervised.example_rows import token_example
 from megatron_rl.training import warm_up
 from megatron_rl.training.warm_up import NoDemonstrations, cache_path
 

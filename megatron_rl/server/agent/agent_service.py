@@ -39,8 +39,8 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.replicas.wire import Garbled
 from megatron_rl.server.access import read_body, with_token
-from megatron_rl.server.agent.sessions import Session, Sessions
-from megatron_rl.server.errors import ApiError
+from megatron_rl.server.agent.sessions import AgentSession, Sessions
+from megatron_rl.server.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ BODY_BYTES = 2**28
 Work = Callable[[AgentRequest, InferenceInterface], Awaitable[EvaluationResponse]]
 
 
-class Conflict(Exception):
+class OtherAgent(Exception):
     """A request comes from ranks that expect another agent."""
 
 
@@ -95,12 +95,12 @@ class AgentService:
     def demonstrations(self, first: int) -> dict[str, Any]:
         return {"pairs": self._demonstrations[first : first + PAGE]}
 
-    def begin(self, kind: Work, body: Any) -> Session:
+    def begin(self, kind: Work, body: Any) -> AgentSession:
         """Start a session. Raises Garbled or Conflict."""
         if body.get("protocol") != PROTOCOL:
-            raise Conflict(f"protocol {body.get('protocol')}: this agent uses {PROTOCOL}")
+            raise OtherAgent(f"protocol {body.get('protocol')}: this agent uses {PROTOCOL}")
         if body.get("digest") != self.about.digest:
-            raise Conflict(f"the problems of this agent ({self.about.environment}) have changed since the run began")
+            raise OtherAgent(f"the problems of this agent ({self.about.environment}) have changed since the run began")
         asked = decode_agent_request(body["request"])
         for place in asked.problems:
             self._problem(*place)
@@ -143,7 +143,7 @@ class AgentService:
         }
         return replace(response, final_answers=finals | {**response.final_answers})
 
-    def session(self, id: str) -> Session:
+    def session(self, id: str) -> AgentSession:
         session = self._sessions.get(id)
         if session is None:
             raise Unknown(id)
@@ -224,7 +224,7 @@ def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Cal
             return Response(text, media_type="application/json")
         except ApiError as error:
             return error.response()
-        except Conflict as error:
+        except OtherAgent as error:
             return PlainTextResponse(str(error), 409)
         except Unknown as error:
             return PlainTextResponse(f"there is no session {error}", 404)

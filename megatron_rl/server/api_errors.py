@@ -69,7 +69,7 @@ def invalid(error: ValidationError, names: dict[str, str] | None = None) -> ApiE
         where = where.replace(ours, theirs, 1) if where.startswith(ours) else where
     message = found["msg"].removeprefix("Value error, ")
     if found["type"] == "extra_forbidden":
-        return unsupported(where, "is no parameter of this server; leave it out")
+        return unsupported(where, "is not a parameter of this server; leave it out")
     return ApiError(400, f"{where}: {message}" if where else message, param=where or None, code="invalid_value")
 
 

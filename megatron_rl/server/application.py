@@ -16,11 +16,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_rl.chat.chat import Chat
+from megatron_rl.inference.api import SteppedEngine
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.server.access import Guard, ServerLimits, read_body
+from megatron_rl.server.api_errors import ERROR_HANDLERS, ApiError
 from megatron_rl.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
-from megatron_rl.server.engine_thread import EngineThread, ServedEngine
-from megatron_rl.server.errors import ERROR_HANDLERS, ApiError
+from megatron_rl.server.engine_thread import EngineThread
 from megatron_rl.server.event_stream import EventStream, unless_gone
 from megatron_rl.server.metrics import ServerMetrics
 from megatron_rl.server.request_parsing import ParsedRequest, ServedModel
@@ -35,7 +36,7 @@ PROBED = frozenset({"/health", "/ping", "/version"})
 class Application:
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: SteppedEngine,
         tokenizer: Tokenizer,
         *,
         model: str,
@@ -47,7 +48,7 @@ class Application:
         """
         model: its name for clients.
         max_length: most tokens of a prompt and its answer together.
-        tokens: bearer tokens, each of which gives access.
+        tokens: bearer tokens that give access.
         failed: see EngineThread.
         """
         limits = limits or ServerLimits()
@@ -104,7 +105,7 @@ class Application:
             whole = await unless_gone(request.receive, self._service.whole(asked))
             return JSONResponse(whole, headers=asked.headers)
         events = self._service.events(asked)
-        first = await unless_gone(request.receive, anext(events))  # errors before it get an HTTP status of their own
+        first = await unless_gone(request.receive, anext(events))  # an error before it still gets an HTTP status
         return EventStream(first, events, self._limits.stall_s, asked.headers)
 
     async def _models(self, request: Request) -> Response:

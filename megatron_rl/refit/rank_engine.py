@@ -9,13 +9,13 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import RankEngine
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.inference.engine import Engine
-from megatron_rl.inference.text import Decode
+from megatron_rl.inference.text_stream import Decode
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.api import Platform
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
-from megatron_rl.refit.publish import Refit, ReshardedWeights, SharedWeights
+from megatron_rl.refit.rank_refit import Refit, ReshardedWeights, SharedWeights
 
 
 def build_engine(

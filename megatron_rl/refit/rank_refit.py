@@ -60,9 +60,9 @@ class Transfer:
 
 
 class ReshardedWeights:
-    """Trainer and engine have different layouts and a model each. A weight of which this rank has the same part in both
-    is one tensor; the others are sent, in rounds of bounded size, straight from a rank that holds a part to the ranks
-    that need it: with every version, or once if only adapters are trained and they are none."""
+    """Trainer and engine have different layouts and a model each. Where this rank has the same part of a weight in
+    both, it is one tensor. The other parts go, in rounds of bounded size, straight from a rank that holds them to those
+    that need them: with every version, or only once where adapters are trained and the rest stays."""
 
     def __init__(self, trained: Policy, engine: RankEngine, groups: Groups, round_bytes: int = ROUND_BYTES) -> None:
         """Collective.

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_rl.chat.answers import call_of, divided, first_is_text, parsed, read_answer, spelled_out, without_end
-from megatron_rl.chat.formats import Format, Tools, is_markup, letter_of
+from megatron_rl.chat.answer_parser import AnswerParser, call_of
+from megatron_rl.chat.formats import ConversationFormat, Tools, is_markup, letter_of
 from megatron_rl.chat.messages import THINK, THINK_END, ParsedAnswer, ToolCall
-from megatron_rl.inference.text import IncrementalDecoder, overlap
+from megatron_rl.inference.text_stream import IncrementalDecoder, overlap
 from megatron_rl.model.tokenizer import Tokenizer
 
 MOST_READINGS = 64
@@ -29,7 +29,7 @@ class AnswerPiece:
 
 
 class _Part:
-    """Text of one part, of which the white space at its ends is certain only later."""
+    """Text of one part. White space at its ends is certain only later."""
 
     def __init__(self) -> None:
         self.given = ""
@@ -37,7 +37,7 @@ class _Part:
         self.strips = False
 
     def push(self, text: str) -> str:
-        """Add text and return what is certain: everything up to the last character that is no white space."""
+        """Add text and return what is certain: everything up to the last character that is not white space."""
         text = self.held + text
         if not self.given and self.strips:
             text = text.lstrip()
@@ -59,9 +59,10 @@ class _Part:
 
 
 class AnswerStream:
-    def __init__(self, form: Format | None, tokenizer: Tokenizer, prompt: list[int], tools: Tools) -> None:
+    def __init__(self, form: ConversationFormat | None, tokenizer: Tokenizer, prompt: list[int], tools: Tools) -> None:
         """form: None without a chat template: all text is content."""
-        self._form, self._tokenizer, self._prompt, self._tools = form, tokenizer, prompt, tools
+        self._form, self._tokenizer, self._tools = form, tokenizer, tools
+        self._parser = AnswerParser(form, tokenizer, prompt, tools) if form is not None else None
         self._letter = letter_of(tokenizer)
         self._tokens: list[int] = []
         self._read: list[int] = []  # the same, with the markup of calls that are only text spelled out
@@ -72,14 +73,14 @@ class AnswerStream:
         self._readings, self._read_at = 0, 0
         self._part: _Part | None = self._content
         self._decoder = IncrementalDecoder(tokenizer.decode)
-        self._loose = ""  # text that may be the beginning of a tag which is no token
+        self._loose = ""  # text that may be the beginning of a tag that is not a token
         if form is not None:
             self._reasoning.strips, self._content.strips = True, form.strips
             self._settle(AnswerPiece())
 
     def push(self, tokens: Sequence[int]) -> AnswerPiece:
         piece = AnswerPiece()
-        ended = without_end(tokens, self._form, self._tokenizer) if self._form else list(tokens)
+        ended = self._parser.without_end(tokens) if self._parser else list(tokens)
         self._tokens += tokens
         run: list[int] = []
         for token in ended:
@@ -95,9 +96,9 @@ class AnswerStream:
 
     def finish(self) -> AnswerPiece:
         """Return the rest, when the answer has ended."""
-        if self._form is None:
+        if self._parser is None:
             return AnswerPiece(content=self._content.held + self._decoder.finish())
-        whole = read_answer(self._form, self._tokenizer, self._tokens, self._prompt, self._tools)
+        whole = self._parser.read(self._tokens)
         return AnswerPiece(
             self._reasoning.finish(whole.reasoning_content or ""),
             self._content.finish(whole.content),
@@ -138,7 +139,7 @@ class AnswerStream:
 
     def _settle(self, piece: AnswerPiece) -> None:
         """Read the answer so far, return what is certain, and find the part that goes on."""
-        assert self._form is not None
+        assert self._parser is not None
         self._decoder = IncrementalDecoder(self._tokenizer.decode, after=self._read)
         self._loose = ""
         self._readings += 1
@@ -151,15 +152,14 @@ class AnswerStream:
             return
         self._read_at = len(self._read)
         letter = self._tokenizer.encode(self._letter)
-        given = self._prompt, self._tools
-        found = parsed(self._form, self._tokenizer, self._read + letter, *given)
-        while first_is_text(self._form, self._tokenizer, self._read + letter, *given, found):
+        found = self._parser.parsed(self._read + letter)
+        while self._parser.first_is_text(self._read + letter, found):
             begin = span[0] if (span := found.tool_calls[0].token_span) else len(self._read)
-            spelled = spelled_out(self._tokenizer, self._read[begin]) if begin < len(self._read) else None
+            spelled = self._parser.spelled_out(self._read, begin) if begin < len(self._read) else None
             if spelled is None:
                 break
-            self._read = [*self._read[:begin], *spelled, *self._read[begin + 1 :]]
-            found = parsed(self._form, self._tokenizer, self._read + letter, *given)
+            self._read = spelled
+            found = self._parser.parsed(self._read + letter)
         closed = [each for each in found.tool_calls if each.token_span and each.token_span[1] <= len(self._read)]
         calls = [call for each in closed if (call := call_of(each)) is not None]
         self._broken = len(calls) < len(closed)
@@ -181,8 +181,8 @@ class AnswerStream:
         self._part = None if self._broken else goes_on
 
     def _without_letter(self, content: str, reasoning: str | None, calls: list[ToolCall]) -> ParsedAnswer:
-        assert self._form is not None
-        found = divided(self._form, content, reasoning, calls)
+        assert self._parser is not None
+        found = self._parser.divided(content, reasoning, calls)
         if found.content.endswith(self._letter):
             return replace(found, content=found.content.removesuffix(self._letter))
         return replace(found, reasoning_content=(found.reasoning_content or "").removesuffix(self._letter))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rl.agent.api import Demonstrator, Environment
 from megatron_rl.agent.data_rows import DataSource, check_column, read_rows
@@ -20,21 +20,16 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import Conversation, conversation_of
 from megatron_rl.chat.examples import ExampleWriter
+from megatron_rl.chat.messages import Example
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.supervised.config import DataConfig
-from megatron_rl.supervised.forms import Form, columns_of, conversation_in, form_of, row_of
+from megatron_rl.supervised.row_forms import Form, columns_of, conversation_in, form_of, row_of
 
 logger = logging.getLogger(__name__)
 
 TRIED = 64
 """Rows that are turned into tokens at the start: the first ones, and others from the whole set."""
-
-
-class Example(NamedTuple):
-    tokens: list[int]
-    loss_mask: list[bool]
-    """[tokens] whether the token is learned; never the first one, which no token predicts."""
 
 
 class UnusableRow(ValueError):
@@ -190,10 +185,10 @@ class RowEncoder:
     def _talk(self, values: Mapping[str, Any]) -> Example:
         talk = _conversation(values)
         if self._data.system is None or any(message["role"] == "system" for message in talk.messages):
-            return Example(*self._examples.example(talk))
+            return self._examples.example(talk)
         system = conversation_of([{"role": "system", "content": self._data.system}], field="data.system")
         try:
-            return Example(*self._examples.example(system + talk))
+            return self._examples.example(system + talk)
         except ValueError as error:
             self._examples.example(talk)  # raises where the row is to blame
             raise ValueError(

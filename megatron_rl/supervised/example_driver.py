@@ -16,13 +16,14 @@ from itertools import groupby
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.trajectories import UNSAMPLED, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.balance import balance
+from megatron_rl.chat.messages import Example
 from megatron_rl.config import RunConfig
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import Mixture
-from megatron_rl.supervised.rows import Example, RowEncoder, UnusableRow, place_of
+from megatron_rl.supervised.example_rows import RowEncoder, UnusableRow, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class ExampleDriver:
             logger.warning("%s is dropped: %s (rows dropped for this reason so far: %s)", where, reason, count)
 
     def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
-        """Return at once: nothing has to be on disk beside a checkpoint, because its cursor says which rows follow."""
+        """Return at once: a checkpoint's cursor says which rows follow, so nothing else needs to be on disk."""
         return lambda: None
 
     def end_checkpoint(self, step: int) -> None:
