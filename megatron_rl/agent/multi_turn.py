@@ -48,7 +48,7 @@ class ConversationAgent(RewardOnlyAgent):
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         """Raises ValueError if the recipe names a renderer that does not fit the tokenizer."""
         super().__init__(config, tokenizer)
-        self.chat = Chat.of(tokenizer, config.chat_template if isinstance(config, ChatConfig) else None)
+        self.chat = Chat(tokenizer, config.chat_template if isinstance(config, ChatConfig) else None)
         self.chat.check(continues=True)
 
     @property

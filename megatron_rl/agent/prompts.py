@@ -51,7 +51,7 @@ def render_prompt(tokenizer: Tokenizer, message: str, config: PromptConfig) -> s
     Raises ValueError if a chat template is required but missing, or if it does not support the system message.
     """
     if in_chat(tokenizer, config):
-        chat, asked = Chat.of(tokenizer, config.chat_template), conversation_of([{"role": "user", "content": message}])
+        chat, asked = Chat(tokenizer, config.chat_template), conversation_of([{"role": "user", "content": message}])
         if config.system is None:
             return chat.text(asked)
         try:
@@ -113,7 +113,7 @@ def render_messages(tokenizer: Tokenizer, messages: Sequence[Any], config: Promp
     if config.system and not any(message["role"] == "system" for message in found.messages):
         found = conversation_of([{"role": "system", "content": config.system}], field="system") + found
     if in_chat(tokenizer, config):
-        return Chat.of(tokenizer, config.chat_template).text(found)
+        return Chat(tokenizer, config.chat_template).text(found)
     return _plain(found, config)
 
 

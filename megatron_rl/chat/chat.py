@@ -1,6 +1,6 @@
 """Messages to tokens, and tokens to messages: the only place where either happens.
 
-    chat = Chat.of(tokenizer, {"enable_thinking": False})
+    chat = Chat(tokenizer, {"enable_thinking": False})
     prompt = chat.prompt(conversation_of(messages, tools))
     answer = ...                                            # sampled by the model
     parsed = chat.parse(answer, prompt, tools)
@@ -36,14 +36,11 @@ VARIANTS = 32
 
 
 class Chat:
-    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
+        """variables: of the chat template; default: the template's own."""
         self.tokenizer = tokenizer
-        self._variables = dict(variables)
+        self._variables = dict(variables or {})
         self._variant = lru_cache(maxsize=VARIANTS)(self._with_variables)
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> Chat:
-        return cls(tokenizer, variables or {})
 
     def check(self, *, continues: bool = False) -> Chat:
         """Choose the renderer now, which takes a while, instead of when it is needed first, and return the chat.
@@ -69,7 +66,7 @@ class Chat:
         return self._variant(json.dumps(variables, sort_keys=True)) if variables else self
 
     def _with_variables(self, text: str) -> Chat:
-        return Chat.of(self.tokenizer, {**self._variables, **json.loads(text)})
+        return Chat(self.tokenizer, {**self._variables, **json.loads(text)})
 
     @property
     def has_template(self) -> bool:

@@ -1,9 +1,9 @@
-"""Calls and definitions of tools in the forms that published data sets use."""
+"""Calls and definitions of tools in the forms that published data sets use. Functions raise ConversationError."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.chat.messages import ConversationError, Tool
@@ -53,7 +53,7 @@ def said(given: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def items_of(given: object, place: str, what: str) -> Sequence[Any]:
-    """Return the items of a list. Raises ConversationError.
+    """Return the items of a list.
 
     what: name of the items, for errors.
     """
@@ -65,7 +65,7 @@ def items_of(given: object, place: str, what: str) -> Sequence[Any]:
 
 
 def calls_of(given: object, place: str) -> list[dict[str, Any]]:
-    """Return the calls of a message in OpenAI's form with objects as arguments. Raises ConversationError.
+    """Return the calls of a message in OpenAI's form with objects as arguments.
 
     given: a list of calls, one call, or the JSON text of either.
     """
@@ -77,26 +77,12 @@ def calls_of(given: object, place: str) -> list[dict[str, Any]]:
 
 
 def call_of(given: object, place: str) -> dict[str, Any]:
-    """Return one call: {"id", "type", "function": {...}}, or a flat {"name", "arguments"}. Raises ConversationError."""
-    if isinstance(given, str):
-        given = parsed_json(given, place)
-    if not isinstance(given, Mapping):
-        raise ConversationError(place, f"is {kind_of(given)}, not a call with a name and arguments")
-    fields = {name: value for name, value in said(given).items() if name not in CALL_WITHOUT_MEANING}
-    kind = fields.pop("type", "function")
-    if kind != "function":
-        raise ConversationError(f"{place}.type", f"is {str(kind)[:50]!r}; only calls of functions are known")
+    """Return one call: {"id", "type", "function": {...}}, or a flat {"name", "arguments"}."""
+    fields = _fields(given, place, "a call with a name and arguments", CALL_WITHOUT_MEANING)
     identity = fields.pop("id", None)
     if identity is not None and not isinstance(identity, str):
         raise ConversationError(f"{place}.id", f"is {kind_of(identity)}, not a text")
-    if "function" in fields:
-        function, inside = fields.pop("function"), f"{place}.function"
-        _refuse_unknown(fields, place)
-    else:
-        function, inside = fields, place
-    if not isinstance(function, Mapping):
-        raise ConversationError(inside, f"is {kind_of(function)}, not an object with a name and arguments")
-    found = said(function)
+    found, inside = _function(fields, place, "an object with a name and arguments")
     name = _name(found.pop("name", None), inside)
     key = "parameters" if "parameters" in found and "arguments" not in found else "arguments"
     arguments = arguments_of(found.pop(key, None), f"{inside}.{key}")
@@ -105,8 +91,34 @@ def call_of(given: object, place: str) -> dict[str, Any]:
     return call if identity is None else {"id": identity, **call}
 
 
+def _fields(given: object, place: str, what: str, ignored: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a call or a tool, which may be its JSON text, without its type. what: for errors."""
+    if isinstance(given, str):
+        given = parsed_json(given, place)
+    if not isinstance(given, Mapping):
+        raise ConversationError(place, f"is {kind_of(given)}, not {what}")
+    fields = {name: value for name, value in said(given).items() if name not in ignored}
+    kind = fields.pop("type", "function")
+    if kind != "function":
+        raise ConversationError(f"{place}.type", f"is {str(kind)[:50]!r}; only functions are known")
+    return fields
+
+
+def _function(
+    fields: dict[str, Any], place: str, what: str, ignored: Collection[str] = ()
+) -> tuple[dict[str, Any], str]:
+    """Return the fields of the function, which are those given or stand one level below, and their place."""
+    if "function" not in fields:
+        return fields, place
+    function, inside = fields.pop("function"), f"{place}.function"
+    _refuse_unknown(fields, place)
+    if not isinstance(function, Mapping):
+        raise ConversationError(inside, f"is {kind_of(function)}, not {what}")
+    return {name: value for name, value in said(function).items() if name not in ignored}, inside
+
+
 def arguments_of(given: object, place: str) -> dict[str, Any]:
-    """Return the arguments of a call, which are an object, its JSON text, or left out. Raises ConversationError."""
+    """Return the arguments of a call, which are an object, its JSON text, or left out."""
     if isinstance(given, str):
         given = parsed_json(given, place) if given.strip() else {}
     if given is None:
@@ -125,7 +137,7 @@ def checked_json(value: Any, place: str) -> Any:
 
 
 def tools_of(given: object, place: str = "tools") -> tuple[Tool, ...]:
-    """Return the definitions of tools in OpenAI's form. Raises ConversationError.
+    """Return the definitions of tools in OpenAI's form.
 
     given: a list of tools, one tool, or the JSON text of either; the items of a list may be JSON texts. A tool is
     OpenAI's, or a bare function with name, description and parameters.
@@ -140,21 +152,8 @@ def tools_of(given: object, place: str = "tools") -> tuple[Tool, ...]:
 
 
 def _tool(given: object, place: str) -> Tool:
-    if isinstance(given, str):
-        given = parsed_json(given, place)
-    if not isinstance(given, Mapping):
-        raise ConversationError(place, f"is {kind_of(given)}, not a tool with a name and parameters")
-    fields = {name: value for name, value in said(given).items() if name not in TOOL_WITHOUT_MEANING}
-    kind = fields.pop("type", "function")
-    if kind != "function":
-        raise ConversationError(f"{place}.type", f"is {str(kind)[:50]!r}; only functions are known")
-    inside = place
-    if "function" in fields:
-        function, inside = fields.pop("function"), f"{place}.function"
-        _refuse_unknown(fields, place)
-        if not isinstance(function, Mapping):
-            raise ConversationError(inside, f"is {kind_of(function)}, not an object with a name and parameters")
-        fields = {name: value for name, value in said(function).items() if name not in TOOL_WITHOUT_MEANING}
+    fields = _fields(given, place, "a tool with a name and parameters", TOOL_WITHOUT_MEANING)
+    fields, inside = _function(fields, place, "an object with a name and parameters", TOOL_WITHOUT_MEANING)
     found: dict[str, Any] = {"name": _name(fields.pop("name", None), inside)}
     if "description" in fields:
         found["description"] = fields.pop("description")

@@ -106,7 +106,7 @@ class Calculator(DrawnProblems, ToolAgent, Demonstrator):
 
 
 def _problems(config: CalculatorConfig, tokenizer: Tokenizer) -> Iterator[Problem]:
-    chat = Chat.of(tokenizer, config.chat_template)
+    chat = Chat(tokenizer, config.chat_template)
     for number in range(config.draws):
         draw = random.Random(stable_key("calculator", config.seed, number))
         expression = str(draw.randrange(10**config.digits))

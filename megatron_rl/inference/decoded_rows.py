@@ -12,11 +12,12 @@ from megatron_rl.inference.transcript import RowAnswer
 class DecodedRows:
     """Iterates over the numbers of the rows. Needs no tensors."""
 
-    # The host does not know how long a row is: it counts decoding steps instead, and notes for each step which rows
-    # need a page for it. Example with pages of 4 tokens: a row starts with 6 cached tokens and 2 pages. Steps 1 and 2
-    # write its tokens 6 and 7, and step 3 needs a third page: it is due at 2 * 4 - 6 + 1 = 3, then at 7, 11 and so on.
-    # A row that ends, or gives way to others, stays in these lists and is skipped there (`ended`). If it starts again
-    # it is a new `DecodedRow`, so an old entry never gives it a page.
+    # Looking at every row before every step would cost more than the step of a small model, so the page of a row is
+    # noted under the number of the step that needs it. Example with pages of 4 tokens: a row starts with 6 cached
+    # tokens and 2 pages. The next two steps write its tokens 6 and 7, and the third needs another page: it is due after
+    # 2 * 4 - 6 + 1 = 3 steps, and from then on after every 4. A row that ends, or gives way to others, stays noted and
+    # is skipped there (`ended`). If its sample starts again, that is another `DecodedRow`, so an old note never gives
+    # it a page.
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages

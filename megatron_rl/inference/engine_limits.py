@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from megatron_rl.inference.capabilities import capabilities_of
@@ -21,7 +20,7 @@ def against_engine(asked: Sections) -> str | None:
     able = capabilities_of(engine)
     if inference.vllm is not None and not able.starts_workers:
         return f"inference.vllm is given, and inference.engine is {engine}: set vllm, or leave the section out"
-    reasons = [*_incapable(asked), *itertools.chain.from_iterable(check(asked) for check in _OF_ENGINE[engine])]
+    reasons = [*_incapable(asked), *(_OF_ENGINE[engine](asked) if engine in _OF_ENGINE else ())]
     return f"inference.engine is {engine}, but {'; and '.join(reasons)}" if reasons else None
 
 
@@ -105,8 +104,4 @@ def _tp(asked: Sections) -> int:
     return asked.placement.inference.tp or asked.placement.training.tp
 
 
-_OF_ENGINE: Mapping[str, tuple[Callable[[Sections], Iterator[str]], ...]] = {
-    "native": (),
-    "megatron": (_megatron,),
-    "vllm": (_vllm,),
-}
+_OF_ENGINE: Mapping[str, Callable[[Sections], Iterator[str]]] = {"megatron": _megatron, "vllm": _vllm}

@@ -147,7 +147,7 @@ def close_dynamic_engine(engine: DynamicInferenceEngine) -> None:
     if not RELEASE.startswith("0.16."):
         from megatron.core.inference.utils import InferenceMode
 
-        InferenceMode.unset_active()  # a flag of the process, which tells layers that they do not train
+        InferenceMode.unset_active()  # a flag of the process: layers with it do not train
 
 
 def _tokens_at_once(gpt: GPTModel, sizes: EngineSizes) -> int:

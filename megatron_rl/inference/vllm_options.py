@@ -25,85 +25,45 @@ DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 _SHORT_DRAFT_OPTIONS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
 
-_SERVED = "the run serves the model of its recipe"
-_SOCKET = "only the replica's own process reaches vLLM, through a socket"
-_SAMPLED = "training needs answers of the policy itself, and their log-probs"
-_WEIGHTS = "the run sends the weights"
-_LAYOUT = "one vLLM is one replica on one node"
-
-OWNED_OPTIONS: Mapping[str, str] = {
-    "model": _SERVED,
-    "tokenizer": _SERVED,
-    "skip-tokenizer-init": _SERVED,
-    "served-model-name": _SERVED,
-    "hf-config-path": _SERVED,
-    "hf-overrides": _SERVED,
-    "revision": _SERVED,
-    "tokenizer-revision": _SERVED,
-    "dtype": "model.dtype says it",
-    "max-model-len": "training.sequence_length says it",
-    "max-num-seqs": "inference.max_batch says it",
-    "max-num-batched-tokens": "inference.prefill_tokens says it",
-    "enable-prefix-caching": "inference.share_prefixes says it",
-    "kv-cache-memory-bytes": "inference.cache_tokens says it",
-    "num-gpu-blocks-override": "inference.cache_tokens says it",
-    "block-size": "inference.page_tokens says it",
-    "enforce-eager": "inference.cuda_graphs says it",
-    "profiler-config": "profile.generation says it",
-    "tensor-parallel-size": "placement.inference.tp says it",
-    "pipeline-parallel-size": _LAYOUT,
-    "data-parallel-size": _LAYOUT,
-    "data-parallel-size-local": _LAYOUT,
-    "data-parallel-rank": _LAYOUT,
-    "data-parallel-start-rank": _LAYOUT,
-    "data-parallel-address": _LAYOUT,
-    "data-parallel-rpc-port": _LAYOUT,
-    "data-parallel-backend": _LAYOUT,
-    "data-parallel-hybrid-lb": _LAYOUT,
-    "data-parallel-external-lb": _LAYOUT,
-    "data-parallel-multi-port-external-lb": _LAYOUT,
-    "prefill-context-parallel-size": _LAYOUT,
-    "nnodes": _LAYOUT,
-    "node-rank": _LAYOUT,
-    "master-addr": _LAYOUT,
-    "master-port": _LAYOUT,
-    "headless": _LAYOUT,
-    "device-ids": _LAYOUT,
-    "api-server-count": _LAYOUT,
-    "host": _SOCKET,
-    "port": _SOCKET,
-    "uds": _SOCKET,
-    "grpc": _SOCKET,
-    "grpc-port": _SOCKET,
-    "api-key": _SOCKET,
-    "middleware": _SOCKET,
-    "root-path": _SOCKET,
-    "ssl-keyfile": _SOCKET,
-    "ssl-certfile": _SOCKET,
-    "ssl-ca-certs": _SOCKET,
-    "ssl-cert-reqs": _SOCKET,
-    "ssl-ciphers": _SOCKET,
-    "enable-scale-out": _SOCKET,
-    "logprobs-mode": _SAMPLED,
-    "max-logprobs": _SAMPLED,
-    "generation-config": _SAMPLED,
-    "override-generation-config": _SAMPLED,
-    "logits-processors": _SAMPLED,
-    "runner": _SAMPLED,
-    "seed": "each start of a replica has its own",
-    "scheduling-policy": "the check of new weights precedes the answers",
-    "stream-interval": "a replica reads answers a few tokens at a time",
-    "load-format": _WEIGHTS,
-    "weight-transfer-config": _WEIGHTS,
-    "worker-cls": _WEIGHTS,
-    "worker-extension-cls": _WEIGHTS,
-    "enable-lora": _WEIGHTS,
-    "enable-sleep-mode": "a replica always generates",
-    "disable-log-stats": "metrics of the run come from it",
-    "disable-uvicorn-access-log": "a line for each request would fill the replica's log",
-    "config": "inference.vllm.args is the place for further options",
+_OWNED = {
+    "the run serves the model of its recipe": (
+        "model tokenizer skip-tokenizer-init served-model-name hf-config-path hf-overrides revision tokenizer-revision"
+    ),
+    "model.dtype says it": "dtype",
+    "training.sequence_length says it": "max-model-len",
+    "inference.max_batch says it": "max-num-seqs",
+    "inference.prefill_tokens says it": "max-num-batched-tokens",
+    "inference.share_prefixes says it": "enable-prefix-caching",
+    "inference.cache_tokens says it": "kv-cache-memory-bytes num-gpu-blocks-override",
+    "inference.page_tokens says it": "block-size",
+    "inference.cuda_graphs says it": "enforce-eager",
+    "profile.generation says it": "profiler-config",
+    "placement.inference.tp says it": "tensor-parallel-size",
+    "one vLLM is one replica on one node": (
+        "pipeline-parallel-size data-parallel-size data-parallel-size-local data-parallel-rank "
+        "data-parallel-start-rank data-parallel-address data-parallel-rpc-port data-parallel-backend "
+        "data-parallel-hybrid-lb data-parallel-external-lb data-parallel-multi-port-external-lb "
+        "prefill-context-parallel-size nnodes node-rank master-addr master-port headless device-ids "
+        "api-server-count"
+    ),
+    "only the replica's own process reaches vLLM, through a socket": (
+        "host port uds grpc grpc-port api-key middleware root-path ssl-keyfile ssl-certfile ssl-ca-certs "
+        "ssl-cert-reqs ssl-ciphers enable-scale-out"
+    ),
+    "training needs answers of the policy itself, and their log-probs": (
+        "logprobs-mode max-logprobs generation-config override-generation-config logits-processors runner"
+    ),
+    "each start of a replica has its own": "seed",
+    "the check of new weights precedes the answers": "scheduling-policy",
+    "a replica reads answers a few tokens at a time": "stream-interval",
+    "the run sends the weights": ("load-format weight-transfer-config worker-cls worker-extension-cls enable-lora"),
+    "a replica always generates": "enable-sleep-mode",
+    "metrics of the run come from it": "disable-log-stats",
+    "a line for each request would fill the replica's log": "disable-uvicorn-access-log",
+    "inference.vllm.args is the place for further options": "config",
 }
-"""Option of `vllm serve`, without the dashes in front -> why the run sets it itself."""
+"""Why the run sets options of `vllm serve` itself -> those options, without the dashes in front."""
+OWNED_OPTIONS: Mapping[str, str] = {option: why for why, options in _OWNED.items() for option in options.split()}
 
 
 def option_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which rank sends which part of a tensor to which rank, when trainer and engine have different layouts. Pure.
+"""Parts of tensors that each rank sends to each other one, when trainer and engine have different layouts. Pure.
 
 A rank holds boxes of the model's tensors, as megatron-core's sharded state describes them for checkpoints. In every
 layout, the boxes of all ranks together cover the same tensors.

@@ -55,7 +55,7 @@ class Application:
         self.thread = EngineThread(engine, failed)
         self.metrics = ServerMetrics(lambda: self.thread.load)
         self._limits = limits
-        self._model = ServedModel(model, Chat.of(tokenizer).check(), max_length)
+        self._model = ServedModel(model, Chat(tokenizer).check(), max_length)
         self._service = GenerationService(self.thread, tokenizer, self.metrics, limits.max_waiting)
         self._created = int(time.time())
         routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {

@@ -32,7 +32,7 @@ _TEXT_ONLY = "the model reads and writes text only; leave it out"
 
 
 class Unless(NamedTuple):
-    """When and why a parameter is refused."""
+    """A parameter that is refused unless its value asks for nothing."""
 
     neutral: tuple[Any, ...]
     """Values that ask for nothing, and so are accepted."""

@@ -50,11 +50,16 @@ class ChoiceFormat:
         """Return fields about the prompt outside the choices."""
         return {}
 
-    def extension(self, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any]:
-        if not self.token_ids:
-            return {}
-        ids = {} if prompt is None else {"prompt_token_ids": prompt.tokens}
-        return ids | {"token_ids": part.tokens, "policy_versions": part.versions}
+    def _choice(
+        self, index: int, part: AnswerPart, prompt: Prompt | None, content: dict[str, Any], logprobs: Any
+    ) -> dict[str, Any]:
+        """Return a choice, with its tokens if the request asks for them. content: its fields in this format."""
+        choice = {"index": index, **content, "logprobs": logprobs}
+        choice |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        if self.token_ids:
+            choice |= {} if prompt is None else {"prompt_token_ids": prompt.tokens}
+            choice |= {"token_ids": part.tokens, "policy_versions": part.versions}
+        return choice
 
     def scored(self, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any]:
         """Return vLLM's `prompt_logprobs`: at each position its token and the likeliest ones, by their ids."""
@@ -86,15 +91,9 @@ class CompletionFormat(ChoiceFormat):
         return self.whole(index, part, prompt)
 
     def whole(self, index: int, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": (prompt.text if prompt else "") + part.content,
-            "logprobs": self._logprobs(part, prompt),
-            "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason,
-            **self.extension(part, prompt),
-            **self.scored(part, prompt),
-        }
+        content = {"text": (prompt.text if prompt else "") + part.content}
+        choice = self._choice(index, part, prompt, content, self._logprobs(part, prompt))
+        return choice | self.scored(part, prompt)
 
     def _logprobs(self, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any] | None:
         """Return log-probs, also of the prompt if the text repeats it."""
@@ -133,25 +132,14 @@ class ChatFormat(ChoiceFormat):
             message["reasoning_content"] = part.reasoning
         if part.calls:
             message |= {"content": part.content or None, "tool_calls": [call.message for call in part.calls]}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(part),
-            "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason,
-            **self.extension(part, prompt),
-        }
+        return self._choice(index, part, prompt, {"message": message}, self._logprobs(part))
 
     def of_prompt(self, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
         return self.scored(part, prompt)
 
     def opening(self, index: int) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, index: int, part: AnswerPart, calls: int, prompt: Prompt | None) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -161,14 +149,7 @@ class ChatFormat(ChoiceFormat):
             delta["reasoning_content"] = part.reasoning
         if part.calls:
             delta["tool_calls"] = [{"index": n, **call.message} for n, call in enumerate(part.calls, calls)]
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(part),
-            "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason,
-            **self.extension(part, prompt),
-        }
+        return self._choice(index, part, prompt, {"delta": delta}, self._logprobs(part))
 
     def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
         if self.likeliest is None:

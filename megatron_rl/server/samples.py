@@ -33,7 +33,7 @@ class Reading:
     keep_stop: bool = False
     special: bool = False
     continues_prompt: bool = False
-    """Whether the text continues the prompt's, instead of starting anew."""
+    """Whether the text continues the prompt's."""
     drops_answer: bool = False
     """Whether the request asks only about the prompt."""
     chat: Chat | None = None

@@ -99,7 +99,7 @@ async def _answer(
 
     tokenizer, engine = opened.tokenizer, opened.engine
     try:
-        chat = Chat.of(tokenizer)
+        chat = Chat(tokenizer)
         plain = tokenizer.as_prompt(messages[-1]["content"])
         tokens = chat.prompt(conversation_of(messages)) if chat.has_template else tokenizer.encode(plain)
         room = engine.max_length - len(tokens)

@@ -137,7 +137,7 @@ def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> Example:
 class RowEncoder:
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, longest: int) -> None:
         self._data, self._tokenizer, self._longest = data, tokenizer, longest
-        self._chat = Chat.of(tokenizer, data.chat_template)
+        self._chat = Chat(tokenizer, data.chat_template)
         self._examples = ExampleWriter(self._chat)
 
     def example(self, row: Problem) -> Example:

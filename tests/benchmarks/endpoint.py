@@ -121,7 +121,7 @@ async def ways_of_calls(options: argparse.Namespace, client: Client) -> dict[str
             return [Completion(tokens, [-1.0] * TOKENS, "length", [0] * TOKENS) for _ in range(request.num_samples)]
 
     engine, sampling = AtOnce(), Sampling(max_new_tokens=TOKENS)
-    endpoint = await PolicyEndpoint.open(Chat.of(byte_tokenizer()), EndpointConfig())
+    endpoint = await PolicyEndpoint.open(Chat(byte_tokenizer()), EndpointConfig())
 
     async def directly() -> None:
         for number in range(options.calls // options.turns * options.turns):

@@ -72,7 +72,7 @@ async def opened(
 
     tokenizer = tokenizer or byte_tokenizer()
     engine = engine or ScriptedInference(tokenizer, answers, max_length=1000)
-    endpoint = await PolicyEndpoint.open(Chat.of(tokenizer), EndpointConfig(sampling=choice, **config))
+    endpoint = await PolicyEndpoint.open(Chat(tokenizer), EndpointConfig(sampling=choice, **config))
     try:
         async with endpoint.session(engine, sampling, 1, None) as session:
             http = httpx.AsyncClient(base_url=session.base_url, timeout=30, trust_env=False, verify=False)

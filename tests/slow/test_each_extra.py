@@ -38,7 +38,7 @@ PROMISES: dict[str, list[list[str]]] = {
             "from megatron_rl.chat.conversation import conversation_of\n"
             "from megatron_rl.model.config import TokenizerConfig\n"
             "from megatron_rl.model.tokenizer import build_tokenizer\n"
-            "chat = Chat.of(build_tokenizer(TokenizerConfig(path='./tokenizer')))\n"
+            "chat = Chat(build_tokenizer(TokenizerConfig(path='./tokenizer')))\n"
             "assert chat.prompt(conversation_of([{'role': 'user', 'content': 'Hi'}]))"
         ]
     ],

@@ -85,7 +85,7 @@ def test_the_prompt_is_the_models_chat_template(prompts: list[str], tokenizer: T
 
 
 def test_a_conversation_is_continued_as_the_template_writes_it(tokenizer: Tokenizer) -> None:
-    chat = Chat.of(tokenizer)
+    chat = Chat(tokenizer)
     asked = {"role": "user", "content": "1+1?"}
     more = {"role": "user", "content": "And <|im_end|> 2+2?"}
     assert (chat.renderer, chat.why_not) == ("template", None)

@@ -139,4 +139,4 @@ def test_failed_call_without_chat_template_ends_the_conversation() -> None:
 def test_template_with_unknown_call_format_is_rejected() -> None:
     plain = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(ValueError, match="offers no tools, or writes calls in a format that cannot be read"):
-        render_tool_prompt(Chat.of(plain), "?", [CALCULATOR])
+        render_tool_prompt(Chat(plain), "?", [CALCULATOR])

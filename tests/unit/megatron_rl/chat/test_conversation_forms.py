@@ -246,7 +246,7 @@ LOST: list[tuple[Any, str]] = [
     ([{**ASKED, "weight": 1}], "messages.0.weight: asks to learn what the assistant did not write"),
     (said(tool_calls=5), "messages.1.tool_calls: is a number, not a list of calls"),
     (said(tool_calls="look_up()"), "messages.1.tool_calls: is not JSON"),
-    (said(tool_calls=[{"type": "custom"}]), "messages.1.tool_calls.0.type: is 'custom'; only calls of functions"),
+    (said(tool_calls=[{"type": "custom"}]), "messages.1.tool_calls.0.type: is 'custom'; only functions are known"),
     (said(tool_calls=[{"function": "f"}]), "messages.1.tool_calls.0.function: is a text, not an object"),
     (said(tool_calls=[{"arguments": {}}]), "messages.1.tool_calls.0.name: is missing"),
     (said(tool_calls=[{"name": "f", "args": {}}]), "messages.1.tool_calls.0.args: is not known here"),

@@ -42,25 +42,25 @@ def prompt_of(chat: Chat, *messages: dict[str, Any], tools: Sequence[dict[str, A
 
 
 def test_a_renderer_is_found_by_what_it_writes() -> None:
-    found = [Chat.of(tokenizer).renderer for tokenizer in (qwen3(), llama(), tokenizer_of(CHATML))]
+    found = [Chat(tokenizer).renderer for tokenizer in (qwen3(), llama(), tokenizer_of(CHATML))]
     assert found == ["qwen3", "llama-3", "template"]
-    assert Chat.of(build_tokenizer(TokenizerConfig(type="characters", alphabet="ab"))).renderer == ""
+    assert Chat(build_tokenizer(TokenizerConfig(type="characters", alphabet="ab"))).renderer == ""
 
 
 def test_a_template_that_differs_in_one_token_has_no_renderer() -> None:
     other = tokenizer_of(QWEN3.replace("# Tools", "# The tools"), also_ends=("<|endoftext|>",))
-    assert Chat.of(other).renderer == "template"
+    assert Chat(other).renderer == "template"
 
 
 def test_the_recipe_can_name_a_renderer(caplog: pytest.LogCaptureFixture) -> None:
     named = tokenizer_of(QWEN3.replace("# Tools", "# The tools"), renderer="qwen3")
-    assert Chat.of(named).renderer == "qwen3"
+    assert Chat(named).renderer == "qwen3"
     assert "tokenizer.renderer qwen3 writes other tokens than the chat template in tools" in caplog.text
-    assert Chat.of(qwen3(renderer="template")).renderer == "template"
+    assert Chat(qwen3(renderer="template")).renderer == "template"
     with pytest.raises(ValueError, match=r"tokenizer.renderer: unknown renderer 'qwen'; give auto, template or one of"):
-        _ = Chat.of(qwen3(renderer="qwen")).renderer
+        _ = Chat(qwen3(renderer="qwen")).renderer
     with pytest.raises(ValueError, match="the renderer llama-3 does not fit the tokenizer"):
-        _ = Chat.of(qwen3(renderer="llama-3")).renderer
+        _ = Chat(qwen3(renderer="llama-3")).renderer
 
 
 CHATML_TAIL = "<|im_start|>user\nAnd 2+2?<|im_end|>\n<|im_start|>assistant\n"
@@ -79,7 +79,7 @@ CHATML_TAIL = "<|im_start|>user\nAnd 2+2?<|im_end|>\n<|im_start|>assistant\n"
 def test_a_conversation_goes_on_behind_its_own_tokens(
     tokenizer: Callable[[], HuggingFaceTokenizer], answer: str, between: str | None
 ) -> None:
-    chat = Chat.of(tokenizer())
+    chat = Chat(tokenizer())
     found = extended(chat, answer, MORE)
     if between is None:  # its template drops earlier reasoning at a new question
         assert found is None
@@ -91,7 +91,7 @@ def test_a_conversation_goes_on_behind_its_own_tokens(
 @pytest.mark.parametrize("made", [qwen3, partial(tokenizer_of, QWEN25)], ids=["renderer", "template"])
 def test_the_next_prompt_is_what_the_template_makes_of_the_whole(made: Callable[[], HuggingFaceTokenizer]) -> None:
     tokenizer = made()
-    chat = Chat.of(tokenizer)
+    chat = Chat(tokenizer)
     call = {"role": "assistant", "content": "Hm.", "tool_calls": [CALLED.message]}
     prompt = prompt_of(chat, USER, tools=[TOOL])
     answer = tokenizer.encode(f"Hm.\n{CALL}<|im_end|>")
@@ -102,24 +102,24 @@ def test_the_next_prompt_is_what_the_template_makes_of_the_whole(made: Callable[
 
 def test_an_answer_that_a_stop_string_ended_gets_the_end_of_its_turn() -> None:
     for tokenizer in (qwen3(), tokenizer_of(QWEN25)):
-        found = extended(Chat.of(tokenizer), CALL, RESULT)
+        found = extended(Chat(tokenizer), CALL, RESULT)
         assert found is not None and found.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
 def test_another_end_token_is_not_followed_by_a_second_end() -> None:
     """Base tokenizers end by <|endoftext|>, and their templates by <|im_end|>."""
     base = tokenizer_of(CHATML, eos="<|endoftext|>")
-    for chat in (Chat.of(qwen3()), Chat.of(base)):
+    for chat in (Chat(qwen3()), Chat(base)):
         found = extended(chat, "2<|endoftext|>", MORE, keep_reasoning=True)
         assert found == f"\n{CHATML_TAIL}"
     unknown = tokenizer_of(QWEN3, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>"), also_ends=("<|end|>",))
-    assert extended(Chat.of(unknown), "2<|end|>", MORE, keep_reasoning=True) == f"\n{CHATML_TAIL}"
+    assert extended(Chat(unknown), "2<|end|>", MORE, keep_reasoning=True) == f"\n{CHATML_TAIL}"
 
 
 def test_control_tokens_in_the_next_message_are_text() -> None:
     said = {"role": "tool", "name": "look_up", "content": "<|im_end|><|eot_id|><|im_start|>"}
     for tokenizer in (qwen3(), tokenizer_of(CHATML), llama()):
-        chat = Chat.of(tokenizer)
+        chat = Chat(tokenizer)
         prompt = prompt_of(chat, USER)
         for name in ("<|im_end|>", "<|eot_id|>"):
             ids = tokenizer.encode(name)
@@ -132,7 +132,7 @@ def test_control_tokens_in_the_next_message_are_text() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_not_continued(caplog: pytest.LogCaptureFixture) -> None:
     numbered = "{% for m in messages %}{{ messages|length }}:{{ m.content }}<|im_end|>{% endfor %}"
-    chat = Chat.of(tokenizer_of(numbered))
+    chat = Chat(tokenizer_of(numbered))
     assert chat.why_not == "the chat template changes what it has written before"
     assert extended(chat, "2<|im_end|>", MORE) is None
     assert not caplog.text
@@ -142,7 +142,7 @@ def test_a_template_that_rewrites_earlier_turns_is_not_continued(caplog: pytest.
 
 def test_a_template_that_drops_reasoning_is_continued_only_without_any() -> None:
     drops = CHATML.replace("message.content }}", "message.content.split('</think>')[-1].lstrip() }}")
-    chat = Chat.of(tokenizer_of(drops))
+    chat = Chat(tokenizer_of(drops))
     assert chat.why_not is None
     assert extended(chat, "2<|im_end|>", MORE) == f"\n{CHATML_TAIL}"
     assert extended(chat, "<think>Hm.</think>2<|im_end|>", MORE) is None
@@ -150,23 +150,23 @@ def test_a_template_that_drops_reasoning_is_continued_only_without_any() -> None
 
 
 def test_variables_reach_the_prompt_and_later_turns() -> None:
-    chat = Chat.of(qwen3(), {"enable_thinking": False})
+    chat = Chat(qwen3(), {"enable_thinking": False})
     assert chat.renderer == "qwen3"
     assert shown(qwen3(), prompt_of(chat, USER)).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     found = extended(chat, "2<|im_end|>", MORE)
     assert found is not None and found.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert prompt_of(chat.with_variables({"enable_thinking": True}), USER) == prompt_of(Chat.of(qwen3()), USER)
+    assert prompt_of(chat.with_variables({"enable_thinking": True}), USER) == prompt_of(Chat(qwen3()), USER)
     with pytest.raises(ValueError, match="tokenize is no variable of a chat template"):
         prompt_of(chat.with_variables({"tokenize": False}), USER)
 
 
 def test_a_later_day_changes_only_the_first_prompt() -> None:
-    chat = Chat.of(llama(today="2026-11-25"))
+    chat = Chat(llama(today="2026-11-25"))
     assert "Today Date: 25 Nov 2026" in shown(llama(), prompt_of(chat, USER)) and chat.renderer == "llama-3"
 
 
 def test_messages_may_have_what_clients_send() -> None:
-    chat = Chat.of(qwen3())
+    chat = Chat(qwen3())
     call = {"id": "c", "type": "function", "index": 0, "function": {"name": "now", "arguments": ""}}
     told: list[dict[str, Any]] = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
@@ -233,7 +233,7 @@ def test_an_answer_is_divided_and_nothing_is_lost(
 ) -> None:
     """Whole, and in a stream of single tokens. None: all of it is content."""
     tokenizer = made()
-    chat = Chat.of(tokenizer)
+    chat = Chat(tokenizer)
     prompt, answer = prompt_of(chat, USER, tools=[TOOL]), tokenizer.encode(said + end)
     found = chat.parse(answer, prompt, [TOOL])
     reasoning, content, calls = expected or (None, said, [])
@@ -247,7 +247,7 @@ def test_an_answer_is_divided_and_nothing_is_lost(
 
 def test_without_tools_calls_are_content_and_reasoning_is_reasoning() -> None:
     for tokenizer in (qwen3(), tokenizer_of(QWEN25)):
-        chat = Chat.of(tokenizer)
+        chat = Chat(tokenizer)
         answer = tokenizer.encode(f"<think>Hm.</think>See {CALL}<|im_end|>")
         found = chat.parse(answer, prompt_of(chat, USER))
         assert (found.reasoning_content, found.content, found.tool_calls) == ("Hm.", f"See {CALL}", ())
@@ -257,7 +257,7 @@ def test_without_tools_calls_are_content_and_reasoning_is_reasoning() -> None:
 
 def test_a_thought_that_the_prompt_opens_has_no_calls() -> None:
     thinks = tokenizer_of(QWEN25.replace("assistant\\n' }}\n{%- endif %}", "assistant\\n<think>\\n' }}\n{%- endif %}"))
-    chat = Chat.of(thinks)
+    chat = Chat(thinks)
     prompt = prompt_of(chat, USER, tools=[TOOL])
     assert shown(thinks, prompt).endswith("<think>\n")
     found = chat.parse(thinks.encode(f"Call {CALL}?</think>{CALL}"), prompt, [TOOL])
@@ -266,7 +266,7 @@ def test_a_thought_that_the_prompt_opens_has_no_calls() -> None:
 
 def test_tags_that_are_no_tokens_are_found_in_the_text() -> None:
     spelled = tokenizer_of(CHATML, tags=())
-    chat = Chat.of(spelled)
+    chat = Chat(spelled)
     prompt = prompt_of(chat, USER)
     stream = chat.stream(prompt)
     pieces = [stream.push([token]) for token in spelled.encode("<think>Hm</th.</think> <b>2<|im_end|>")]
@@ -276,7 +276,7 @@ def test_tags_that_are_no_tokens_are_found_in_the_text() -> None:
 
 
 def test_text_appears_with_its_token() -> None:
-    chat = Chat.of(qwen3())
+    chat = Chat(qwen3())
     stream = chat.stream(prompt_of(chat, USER, tools=[TOOL]), [TOOL])
     said = [stream.push(qwen3().encode(text)) for text in ("<think>", "Hm", "m", "</think>", "\n\nT", "wo", CALL)]
     assert [piece.reasoning for piece in said] == ["", "Hm", "m", "", "", "", ""]
@@ -290,7 +290,7 @@ def test_the_cost_of_a_stream_does_not_grow_with_the_number_of_tags(monkeypatch:
     read: list[int] = []
     parsed = module.parsed
     monkeypatch.setattr(module, "parsed", lambda *given: read.append(len(given[2])) or parsed(*given))
-    chat = Chat.of(qwen3())
+    chat = Chat(qwen3())
     stream = chat.stream(prompt_of(chat, USER))
     for token in qwen3().encode("</think>" * 3000):
         stream.push([token])
@@ -298,7 +298,7 @@ def test_the_cost_of_a_stream_does_not_grow_with_the_number_of_tags(monkeypatch:
 
 
 def test_a_model_without_a_chat_template_has_content_only() -> None:
-    plain = Chat.of(build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789+ ")))
+    plain = Chat(build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789+ ")))
     stream = plain.stream([1])
     assert [stream.push([1]).content, stream.push([11]).content, stream.push([2]).content] == ["1", "", " 2"]
     assert plain.parse([1, 11, 2], [1]).content == "1 2"
@@ -339,7 +339,7 @@ CODER = QWEN25.replace(
 def test_calls_of_functions_with_parameters_are_not_taken_for_json() -> None:
     assert CODER != QWEN25
     coder = tokenizer_of(CODER)
-    chat = Chat.of(coder)
+    chat = Chat(coder)
     prompt = prompt_of(chat, USER, tools=[TOOL])
     said = "<tool_call>\n<function=look_up>\n<parameter=word>\né\n</parameter>\n</function>\n</tool_call>"
     assert (chat.renderer, chat.has_tools) == ("template", True)

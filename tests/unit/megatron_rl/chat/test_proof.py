@@ -147,7 +147,7 @@ def learned(chat: Chat, *messages: dict[str, Any], tools: Any = None) -> str:
 
 def chats() -> list[Chat]:
     """One with a renderer of the library, and one with a template alone."""
-    return [Chat.of(qwen3()), Chat.of(tokenizer_of(QWEN25))]
+    return [Chat(qwen3()), Chat(tokenizer_of(QWEN25))]
 
 
 @pytest.mark.parametrize("no", [{"weight": 0}, {"train": False}, {"weight": 0.0}])
@@ -180,7 +180,7 @@ def test_role_that_the_template_leaves_out_is_refused_however_short_its_text() -
     leaves_out = CHATML.replace(
         "{% for message in messages %}", "{% for message in messages if message.role != 'user' %}"
     )
-    chat = Chat.of(tokenizer_of(leaves_out))
+    chat = Chat(tokenizer_of(leaves_out))
     said = conversation_of([{"role": "user", "content": "a"}, {"role": "assistant", "content": "4"}])
     for render in (examples_of(chat).example, lambda said: chat.prompt(said[:-1])):
         with pytest.raises(ConversationError, match=r"^messages.0.content: the chat template does not write it: 'a'"):
@@ -190,7 +190,7 @@ def test_role_that_the_template_leaves_out_is_refused_however_short_its_text() -
 def test_thoughts_of_earlier_answers_make_the_last_answer_the_lesson(caplog: pytest.LogCaptureFixture) -> None:
     """Templates drop them at the next question, so that the model would learn to answer without thinking."""
     rows = [USER, {"role": "assistant", "content": "4", "reasoning_content": "Two twice."}] * 2
-    for chat in (Chat.of(qwen3()), Chat.of(qwen3(renderer="template"))):
+    for chat in (Chat(qwen3()), Chat(qwen3(renderer="template"))):
         caplog.clear()
         for _ in range(2):
             assert learned(chat, *rows) == "<think>\nTwo twice.\n</think>\n\n4<|im_end|>"
@@ -209,7 +209,7 @@ def test_bare_tools_and_their_json_text_are_trained_as_a_server_writes_them() ->
 
 def test_reply_behind_an_answer_is_proven_too() -> None:
     silent = CHATML.replace("{{ message.content }}", "{{ message.content if message.role != 'tool' }}")
-    chat = Chat.of(tokenizer_of(silent))
+    chat = Chat(tokenizer_of(silent))
     prompt = chat.prompt(conversation_of([USER]))
     with pytest.raises(ConversationError, match=r"^observation.0.content: the chat template does not write it: '4'"):
         chat.extend(prompt, [5], conversation_of([{"role": "tool", "content": "4"}], field="observation"))

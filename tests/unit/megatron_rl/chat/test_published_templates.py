@@ -179,7 +179,7 @@ def row_outcome(chat: Chat, said: Conversation) -> str:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_template_writes_all_that_is_said_or_the_place_is_named(name: str) -> None:
-    chat = Chat.of(PUBLISHED[name].tokenizer())
+    chat = Chat(PUBLISHED[name].tokenizer())
     ids = ("functions.look_up:0", "functions.now:1") if name == "kimi-k2" else ()
     found = {
         case: (outcome(lambda said=said: chat.prompt(said[:-1])), row_outcome(chat, said))  # type: ignore[misc]
@@ -190,7 +190,7 @@ def test_published_template_writes_all_that_is_said_or_the_place_is_named(name: 
 
 def test_call_of_which_only_a_foreign_id_is_written_is_refused() -> None:
     """Kimi K2 writes a call as its id, so with an id of another form the model would not learn which tool it calls."""
-    chat = Chat.of(PUBLISHED["kimi-k2"].tokenizer())
+    chat = Chat(PUBLISHED["kimi-k2"].tokenizer())
     assert row_outcome(chat, cases()["call"]) == CALL
     assert row_outcome(chat, cases("functions.look_up:0")["call"]) == ""
 
@@ -206,7 +206,7 @@ TRIED = ("plain", "system and turns", "unicode", "control tokens", "thought", "r
 
 @pytest.mark.parametrize("name", sorted({*renderer_names()} - {"gpt-oss"}))  # it downloads its vocabulary
 def test_what_a_renderer_of_the_library_writes_is_proven(name: str) -> None:
-    chat = Chat.of(library_tokenizer())
+    chat = Chat(library_tokenizer())
     chat.__dict__["format"] = LibraryFormat(library_tokenizer(), name, {})  # of any template: it is not looked at
     said = cases("functions.look_up:0", "functions.now:1")
     found = {case: lost for case in TRIED if (lost := row_outcome(chat, said[case]))}
