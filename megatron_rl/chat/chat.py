@@ -117,7 +117,6 @@ class Chat:
         return _proof_of(self.tokenizer, str(self.tokenizer.chat_template), str(sorted(self._variables.items())))
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens of the prompt for the next answer. Raises ValueError as `text` does."""
         return self.tokenizer.encode(self.text(conversation))
 
     @cached_property

@@ -18,7 +18,6 @@ PART_WITHOUT_MEANING = {
 }
 """Keys of a part that are ignored, since they do not change what is said. Key -> reason."""
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of parts that are text, and the field that has it."""
 ORDER = ("thought", "text", "call")
 """Order in which chat templates write the parts of an answer."""
 

@@ -18,8 +18,6 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be understood, or that the chat template does not write as a whole."""
-
     def __init__(self, field: str, reason: str) -> None:
         """field: place of the fault, such as messages.2.tool_calls.0.function.arguments."""
         super().__init__(f"{field}: {reason}")

@@ -37,7 +37,6 @@ class Rendering(NamedTuple):
 
 class Lost(NamedTuple):
     part: str
-    """Its place, such as tool_calls.0.function.name."""
     message: int | None = None
     """Number of its message; None for a tool."""
 
@@ -120,7 +119,6 @@ class _Search:
         return None
 
     def learned_in(self, text: str) -> Lost | None:
-        """Return the first part of a learned message that is not in the learned text."""
         self._text, end = _unmarked(text), 0
         for number, message in enumerate(self._said.messages):
             if not self._said.learned[number]:

@@ -38,8 +38,6 @@ _APPENDED = (
 
 
 class _Tail(NamedTuple):
-    """Tokens that a template writes between one answer and the next."""
-
     end: list[int]
     """Tokens that end the answer, up to its end token; empty if the template writes none."""
     rest: list[int]

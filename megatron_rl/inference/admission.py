@@ -42,7 +42,6 @@ class Prefill:
     """Prompt tokens to score: the ones that follow the first tokens of this piece."""
     most_scored: int = 0
     penalized: list[int] = field(default_factory=list)
-    """The prompt, if a repetition penalty applies to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +57,6 @@ class PendingRequest:
         return request.prompt_logprobs is None or len(self.scores.logprobs) == len(request.prompt_tokens) - 1
 
     def take_scores(self, start: int, new: PromptScores) -> None:
-        """Add the scores of the piece of the prompt that starts at position `start`."""
         known = self.scores
         self.scores = PromptScores(
             known.logprobs[:start] + new.logprobs,
@@ -117,7 +115,6 @@ class Admission:
         self.scoring: tuple[PendingRequest, int] | None = None
         """Request whose prompt the newest prefills score, and the position at which they start."""
         self.prefilled_tokens = 0
-        """Tokens of prompts and of resumed answers computed so far."""
 
     @property
     def samples(self) -> int:
@@ -205,7 +202,11 @@ class Admission:
         request, tokens = branch.pending.request, branch.tokens
         full = len(tokens) // self._pages.tokens
         most_pages = self._pages.needed(len(request.prompt_tokens) + request.sampling.max_new_tokens)
-        # Each row that may need another page has one reserved, so that new rows are not evicted soon after.
+        # Each row that may need another page has one reserved, so that new rows are not evicted soon after. Example:
+        # 10 pages are left, 3 rows grow, and a new prompt needs 2 full pages. Of the 5 pages that remain, a row whose
+        # answer fits into its own page takes one, so 5 samples start; one that may grow takes its page and reserves
+        # another, so 2 start, and the other samples wait with the prompt's pages in the cache. With many rows this is
+        # far less than all their answers may need: then the youngest gives way (`Scheduler.row_to_evict`).
         left = self._pages.available - (full - len(branch.pages)) - growing
         fit = left // (2 if most_pages > full + 1 else 1)
         if not running and not begun:  # a request on its own always fits: RequestLimits has checked it

@@ -128,7 +128,6 @@ class Delta:
     finish_reason: FinishReason | None = None
     """Set in the last delta of a sample."""
     stop: str | None = None
-    """The stop string that ended the sample; its tokens are part of the deltas."""
     prompt: PromptScores | None = None
     """Scores of the prompt, in a sample's first delta, if the request asks for them."""
 
@@ -139,7 +138,6 @@ class EngineLoad:
 
     running: int
     waiting: int
-    """Samples that wait for a row or for pages."""
     free_pages: int
     pages: int
     """All pages of the key/value cache; 0 if unknown."""
@@ -193,8 +191,6 @@ class PartialAnswer:
 
 
 class ResumableInference(InferenceInterface, Protocol):
-    """An engine whose unfinished answers can be stored and resumed."""
-
     @property
     def policy_version(self) -> int: ...
 
@@ -231,6 +227,4 @@ class RankEngine(ResumableInference, Protocol):
 
     def release_followers(self) -> None: ...
 
-    def end_phase(self) -> None:
-        """Make room for training. Unfinished answers wait and resume in the next phase."""
-        ...
+    def end_phase(self) -> None: ...

@@ -75,7 +75,6 @@ class PrefillLayout:
     packed: Layout
     cache: KeyValueCache
     source: Tensor
-    """[copied] index of a packed token."""
     target: Tensor
     seen: Tensor | None
     """Chunks that the packed tokens attend to, sequence by sequence, including their own. None: the tokens attend

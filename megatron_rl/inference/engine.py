@@ -154,7 +154,6 @@ class Engine:
             self.busy_s += time.perf_counter() - started
 
     def end_phase(self) -> None:
-        """Make room for training, on each rank of the replica. Unfinished answers wait, to resume from their tokens."""
         if self.profiler is not None:
             self.profiler.end()
         self.restart_rows()
@@ -164,7 +163,6 @@ class Engine:
             self.runner.release()
 
     def restart_rows(self) -> None:
-        """Make all rows resume from their tokens, with recomputed keys and values."""
         self.scheduler.restart_rows(self._new_tokens())
 
     def release_followers(self) -> None:

@@ -57,7 +57,6 @@ class _Server:
     def __init__(self, endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) -> None:
         self.endpoint = endpoint
         self.outstanding = 0
-        """Tokens of the texts that it has not yet scored."""
         self.away_until = 0.0  # monotonic
         self.pause = FIRST_PAUSE_S
         root = endpoint.url.rstrip("/")
@@ -173,7 +172,6 @@ class ScoringServers:
                 server.outstanding -= len(tokens)
 
     def _log(self, away: EndpointAway) -> None:
-        """Log only now and then: hundreds of requests may be waiting."""
         if (now := time.monotonic()) - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
             logger.warning("requests are repeated until a server answers: %s", away)

@@ -34,7 +34,6 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Number of pages that nobody holds, including the kept ones."""
         return len(self._free) + len(self._kept)
 
     def needed(self, tokens: int) -> int:

@@ -61,7 +61,6 @@ class RowState:
         self.token = torch.zeros(rows, **integers)
         """[rows] newest token, whose keys and values are not in the cache yet."""
         self.position = torch.zeros(rows, **integers)
-        """[rows] position of the newest token."""
         width = -(-max_length // page_tokens)
         self.pages = torch.full((rows, width), spare_page or 0, dtype=torch.int32, device=self._device)
         """[rows, pages] pages of each row, from its first token."""
@@ -147,7 +146,6 @@ class RowState:
             first = same.stop
 
     def _set_sampling(self, rows: slice, prefills: Sequence[Prefill]) -> None:
-        """Set the parameters, limits and random numbers of new rows; neighbours with equal parameters together."""
         first = rows.start
         for sampling, alike in groupby(prefills, key=lambda prefill: prefill.sampling):
             limit = sampling.max_new_tokens
@@ -180,6 +178,10 @@ class RowState:
 
         Apart from `work` this uses no knowledge of the host, which `count_token` updates.
         """
+        # A recorded step repeats exactly these operations, at these addresses. So no row is left out and no shape
+        # depends on a value: an ended row is computed like the others, and `advances` adds 0 to its position and count.
+        # It draws the token after its last one again and again, into a place that nobody reads. A Python `if` on a
+        # value of the device would be decided once, when the step is recorded.
         count, advances = self._count[rows], ~self._ended[rows]
         uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
         sampling = self._sampling[rows]

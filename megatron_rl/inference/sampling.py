@@ -42,7 +42,6 @@ class SamplingWork:
     """Number of the likeliest tokens to sort for top-k or top-p, 0 for all; None: no row uses them."""
     floor: bool
     holds: bool
-    """Whether an answer may not end yet, so that its end tokens must not be drawn."""
     ends: int
     """Number of columns of `SamplingParameters.ends` that differ."""
 

@@ -111,7 +111,6 @@ class Scheduler:
         self.rows.free([number for number in self.rows if self.rows[number].pending is pending])
 
     def clear(self) -> None:
-        """Forget all requests, and all prefixes that the pages hold."""
         for request_id in list(self._pending):
             self.cancel(request_id)
         self.forget()
@@ -211,7 +210,6 @@ class Scheduler:
             self.deltas.append((pending.request.id, answer.delta(pending.scores if first else None)))
 
     def _finish(self, pending: PendingRequest, answer: Transcript) -> None:
-        """Record a finished sample. The last sample of a request answers it."""
         self._report(pending, answer)
         pending.finished[answer.sample] = answer
         if len(pending.finished) == pending.request.num_samples:

@@ -82,9 +82,12 @@ class StopStrings:
     def push(self, tokens: Sequence[int]) -> tuple[int, str] | None:
         """Return how many of these tokens belong to the answer, and the stop string that the last of them completes;
         None if they complete none. Tokens after a stop string are not part of the answer."""
+        # Tokens come in batches, and only the first token that completes a stop string counts. One look at the text of
+        # the batch is the usual case. It is repeated token by token where a stop string was found, and where the batch
+        # ends within a character: some decoders then turn the complete bytes before it into U+FFFD too, so that a stop
+        # string there is seen only if the batch is cut before the broken character.
         decoder, tail = self._decoder.copy(), self._tail
         found = self._search(tokens)
-        # An incomplete character may hide a stop string before it: then decode token by token.
         if found is None and not self._decoder.holds_back:
             return None
         self._decoder, self._tail = decoder, tail

@@ -13,8 +13,6 @@ from megatron_rl.inference.api import MOST_TOP_LOGPROBS, PromptScores, TopLogpro
 
 
 class TopLogprobsRows:
-    """The likeliest tokens at the newest positions of each row, until the host synchronises with the device."""
-
     def __init__(self, rows: int, between_syncs: int, vocab: int, device: torch.device) -> None:
         self._asked = np.zeros(rows, dtype=np.int64)
         self._kept = between_syncs

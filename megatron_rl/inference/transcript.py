@@ -102,7 +102,6 @@ class Transcript:
         )
 
     def delta(self, prompt: PromptScores | None = None) -> Delta:
-        """Return the tokens that no delta has reported yet. prompt: see `completion`."""
         first, self.reported = self.reported, len(self.tokens)
         return Delta(
             self.sample,

@@ -87,7 +87,6 @@ class Epoch:
         return f"rank {own_rank} of replica {member.replica}"
 
     def to_json(self) -> dict[str, Any]:
-        """JSON that includes the secret, for members only."""
         return asdict(self) | {"replicas": [[*member] for member in self.replicas]}
 
     @classmethod
@@ -110,8 +109,6 @@ class TransferFailed(RuntimeError):
 
 
 class ReplicaLost(TransferFailed):
-    """Replicas do not answer, or refuse a request."""
-
     def __init__(self, who: Collection[ReplicaStart], why: str = "no answer") -> None:
         self.who = frozenset(who)
         names = ", ".join(f"replica {replica}" for replica, _ in sorted(self.who))

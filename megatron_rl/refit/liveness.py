@@ -47,8 +47,6 @@ _KEEP_ALIVE = {
 
 
 class Listener:
-    """Port at which the first member of an epoch waits for the others, on this node's job interface."""
-
     def __init__(self) -> None:
         """Raises ConfigurationError if other nodes cannot reach this one, OSError if no port is free."""
         self.socket = socket.create_server((own_address(), 0), backlog=1024)
@@ -67,7 +65,6 @@ class Liveness:
     """One member's connections: the first member has one to each other member, which has one to the first."""
 
     def __init__(self, peers: Mapping[int, socket.socket]) -> None:
-        """peers: by rank in the epoch; `close` closes them."""
         self._peers = dict(peers)
         self._leads = 0 not in peers
         self._wake, self._woken = socket.socketpair()

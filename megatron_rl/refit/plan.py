@@ -34,7 +34,6 @@ class Box:
         return self.elements * self.dtype.itemsize
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box within one that contains it."""
         starts = (mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 

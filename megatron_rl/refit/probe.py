@@ -37,7 +37,6 @@ class Probe:
         return sum(self._differences(found)) / len(self.logprobs)
 
     def check(self, found: Sequence[float]) -> None:
-        """Raise ProbeFailed if the log-probs that an engine reports are of other weights."""
         if (mean := self.difference(found)) <= self.tolerance:
             return
         differences = self._differences(found)

@@ -53,10 +53,8 @@ class SharedWeights:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     copies: list[tuple[Tensor, Tensor]]
-    """Target and source, both on this rank."""
     rounds: list[tuple[list[Package], list[Package]]]
     bytes: int
-    """Bytes that all ranks together send."""
 
 
 class ReshardedWeights:

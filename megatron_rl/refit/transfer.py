@@ -237,8 +237,6 @@ def _tensor_of(box: Box, place: Tensor) -> Tensor:
 
 
 class Checksums:
-    """Running checksums of the packages exchanged with each peer."""
-
     def __init__(self, version: int, device: torch.device) -> None:
         self.of_peers: dict[int, Tensor] = defaultdict(lambda: torch.tensor([version, 0], device=device))
         """[2] version and checksum of all packages so far. They stay on the device, so that the host does not wait."""

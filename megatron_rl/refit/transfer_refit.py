@@ -106,6 +106,10 @@ class TransferRefit:
     def _publish_to_some(self, version: int, probe: Probe | None) -> bool:
         """Whether a replica has taken the version. Every failed epoch is followed by one without the replicas that
         failed. Equal on all ranks."""
+        # Rank 0 alone talks to the replicas, and all ranks must take the same branch: `_decide` broadcasts what it
+        # returns, and `_on_all_ranks` turns the failure of one rank into that of all. Example: replicas 0 and 1 accept
+        # an epoch, and 1 dies during the transfer. The ranks that sent to it fail, all ranks close the group, and rank
+        # 0 leaves 1 out of the next epoch, which sends the whole version to 0.
         self._left_out.clear()
         while (epoch := self._decide(partial(self._membership, version))) is not None:
             try:

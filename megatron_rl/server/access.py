@@ -184,7 +184,6 @@ class Guard:
         self._allowances = [Allowance(per_minute) for _ in tokens] if per_minute else None
         self.open = 0
         self.closing = False
-        """Whether the server is shutting down and refuses new requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -50,7 +50,6 @@ def unsupported(name: str, why: str = "is not supported here; leave it out") -> 
 
 
 def internal_error() -> ApiError:
-    """An unexpected error; the log has its details."""
     return ApiError(500, "the server has failed; its log says how", code="internal_error")
 
 

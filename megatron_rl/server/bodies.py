@@ -150,7 +150,6 @@ class CompletionBody(GenerationBody):
     prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: bool = False
-    """Whether the text, and the log-probs, start with the prompt."""
     add_special_tokens: bool = True
     """Whether to start a text as the tokenizer starts any text, with BOS if it has one."""
 
@@ -184,7 +183,6 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool = True
     """false: only the first call of an answer is returned."""
     include_reasoning: bool = True
-    """Whether the answer includes its reasoning, as `reasoning_content`."""
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template, by vLLM's rule: any but none also sets `enable_thinking`."""

@@ -105,7 +105,6 @@ class EngineThread:
         self._outbox: deque[_News] = deque()
         self._notified = False  # whether the HTTP loop will read the outbox
         self.load = engine.load
-        """Load of the engine at the start or end of its last step."""
 
     def start(self) -> None:
         self._http = asyncio.get_running_loop()
@@ -117,6 +116,9 @@ class EngineThread:
 
     @property
     def waiting(self) -> int:
+        # `load` is as old as the last step, and lacks the samples that were submitted since. If it counted alone, a
+        # thousand requests that arrive during one step would all find an idle engine. `_counted` is the number of
+        # samples that the engine had got when `load` was read, so the difference is those that `load` lacks.
         return self._submitted - self._counted + self.load.waiting
 
     def submit(self, request: GenerationRequest, streamed: bool, news: asyncio.Event) -> Subscription:
@@ -141,7 +143,6 @@ class EngineThread:
         return asyncio.wrap_future(done)
 
     def forget(self, subscription: Subscription) -> None:
-        """Cancel the request of a subscription, unless it is answered."""
         if subscription in self._open:
             self._open.discard(subscription)
             self._calls.put(partial(self._cancel, subscription.request.id))

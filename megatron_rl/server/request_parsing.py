@@ -203,7 +203,6 @@ class ServedModel:
         return await self._encode(text, "messages", begins=begins is True)
 
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
-        """Return each token as it reads in the middle of a text."""
         return [*map(self._names[False].name, tokens)]
 
     def detokenize(self, body: DetokenizeBody) -> str:

@@ -22,7 +22,6 @@ class ChoiceFormat:
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def head(self, streamed: bool) -> dict[str, Any]:
-        """Return the fields that a response, or each of its chunks, starts with."""
         raise NotImplementedError
 
     def _head(self, name: str, kind: str) -> dict[str, Any]:
@@ -47,7 +46,6 @@ class ChoiceFormat:
         raise NotImplementedError
 
     def of_prompt(self, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
-        """Return fields about the prompt outside the choices."""
         return {}
 
     def _choice(

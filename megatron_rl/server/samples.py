@@ -29,7 +29,6 @@ class Prompt:
 class Reading:
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
-    """Tokens that end an answer beside the model's own."""
     keep_stop: bool = False
     special: bool = False
     continues_prompt: bool = False
@@ -117,7 +116,6 @@ class AnswerReader:
         self.tokens = 0
 
     def part(self, delta: Delta) -> AnswerPart:
-        """Return the output that the delta makes certain."""
         prompt_offsets, self._prompt_offsets = self._prompt_offsets, []
         if self._reading.drops_answer:
             reason = "length" if delta.finish_reason else None

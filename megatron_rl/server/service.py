@@ -32,7 +32,6 @@ def parts_of(
 
 
 def whole_body(asked: ParsedRequest, parts: Mapping[int, AnswerPart]) -> dict[str, Any]:
-    """Return the response of a request that is not streamed."""
     choices = [
         asked.form.whole(index, part, asked.prompts[index // asked.body.n]) for index, part in sorted(parts.items())
     ]

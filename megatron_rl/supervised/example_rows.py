@@ -114,7 +114,6 @@ def read_data(data: DataConfig) -> DataRows:
 
 
 def demonstrations(environment: object) -> Sequence[tuple[str, str]]:
-    """Return the worked examples of an environment: prompts, as the model sees them, and answers."""
     return environment.demonstrations() if isinstance(environment, Demonstrator) else []
 
 
@@ -129,7 +128,6 @@ def _gold_responses(environment: object) -> Sequence[tuple[str, str]]:
 
 
 def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> Example:
-    """Tokenize a prompt and its answer. The answer and its end token are learned."""
     asked, answered = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_id]
     return Example(asked + answered, [False] * len(asked) + [True] * len(answered))
 

@@ -38,7 +38,6 @@ PAIRS = (
 INPUTS = {"instruction": ("input", "context")}
 """Columns, by that of the prompt, whose text follows it on a new line: Alpaca's and Dolly's."""
 CALLS = ("query", "answers")
-"""Columns of a question and of the calls that answer it (xLAM)."""
 TOOLS = ("tools", "functions")
 SYSTEMS = ("system", "system_prompt")
 HISTORY = "history"
@@ -72,7 +71,6 @@ class Form:
 
     @property
     def wanted(self) -> str:
-        """Columns that a row must have, for an error."""
         if self.messages:
             return f"messages ({self.messages})"
         return f"both a prompt ({self.prompt}) and an answer ({self.answer})"
