@@ -153,8 +153,8 @@ class AnswerStream:
         # The library says what an answer holds, and not where the next token will belong. So it reads the answer with
         # one more letter, and the part that ends with this letter goes on. Example: `<think>So</think>4` and an x are
         # the thought `So` and the content `4x`, so content goes on and 4 is certain. If no part ends with the letter,
-        # a call is open, and nothing more is certain until its end. The letter may make a call of what is only text,
-        # such as a tag in a thought: that tag is spelled out and the answer read again.
+        # a call is open, and nothing more is certain until its end. The tag of a call that is only text, such as one in
+        # a thought, is spelled out, and the answer read again.
         letter = self._tokenizer.encode(self._letter)
         found = self._parser.parsed(self._read + letter)
         while self._parser.first_is_text(self._read + letter, found):

@@ -59,7 +59,7 @@ class MegatronPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenRequest:
+class _UnansweredRequest:
     transcripts: list[Transcript]
     answer: asyncio.Future[list[Completion]]
 
@@ -97,7 +97,7 @@ class MegatronEngine:
         self._end_ids = frozenset(end_ids)
         self._decode = decode
         self._plans = None if ranks is None or ranks.alone else PlanBroadcast[MegatronPlan](ranks.control)
-        self._asked: dict[str, _OpenRequest] = {}
+        self._asked: dict[str, _UnansweredRequest] = {}
         self._open: dict[int, Transcript] = {}  # samples that need more tokens
         self._begun: list[int] = []
         self._ended: list[int] = []
@@ -124,7 +124,7 @@ class MegatronEngine:
             self._seed = request.key
         mine = {next(self._numbers): each for each in transcripts if each.finish_reason is None}
         answer = asyncio.get_running_loop().create_future()
-        self._asked[request.id] = _OpenRequest(transcripts, answer)
+        self._asked[request.id] = _UnansweredRequest(transcripts, answer)
         self._open |= mine
         self._begun += mine
         self._driver.start()

@@ -39,7 +39,7 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.replicas.wire import Garbled
 from megatron_rl.server.access import read_body, with_token
-from megatron_rl.server.agent.sessions import AgentSession, Sessions
+from megatron_rl.server.agent.sessions import AgentSession, Sessions, UnknownSession
 from megatron_rl.server.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -52,10 +52,6 @@ Work = Callable[[AgentRequest, InferenceInterface], Awaitable[EvaluationResponse
 
 class OtherAgent(Exception):
     """A request comes from ranks that expect another agent."""
-
-
-class Unknown(Exception):
-    """There is no such session, or not any more."""
 
 
 class AgentService:
@@ -77,14 +73,14 @@ class AgentService:
             len(taught),
             environment.compares_answers,
         )
-        self._sessions = Sessions()
+        self.sessions = Sessions()
 
     @asynccontextmanager
     async def running(self, app: Starlette) -> AsyncIterator[None]:
-        watch = asyncio.ensure_future(self._sessions.end_forgotten())
+        watch = asyncio.ensure_future(self.sessions.end_forgotten())
         yield
         watch.cancel()
-        await self._sessions.close()
+        await self.sessions.close()
         await self._environment.close()
 
     def problems(self, name: str, first: int) -> dict[str, Any]:
@@ -108,7 +104,7 @@ class AgentService:
         async def work(inference: InferenceInterface) -> EvaluationResponse:
             return await kind(asked, inference)
 
-        return self._sessions.begin(work)
+        return self.sessions.begin(work)
 
     async def group_rollout(self, asked: AgentRequest, inference: InferenceInterface) -> EvaluationResponse:
         group = await self._environment.group_rollout(self._of_a_group(asked, inference))
@@ -142,15 +138,6 @@ class AgentService:
             for place, (agent, answers) in enumerate(zip(agents, response.trajectories, strict=True))
         }
         return replace(response, final_answers=finals | {**response.final_answers})
-
-    def session(self, id: str) -> AgentSession:
-        session = self._sessions.get(id)
-        if session is None:
-            raise Unknown(id)
-        return session
-
-    async def end(self, id: str) -> None:
-        await self._sessions.end(id)
 
     def _of_a_group(self, asked: AgentRequest, inference: InferenceInterface) -> GroupRolloutRequest:
         (place,) = asked.problems
@@ -190,15 +177,15 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
 
     async def poll(request: Request) -> Mapping[str, Any]:
         body = await _body(request)
-        return await service.session(request.path_params["id"]).poll(body["known"], POLL_S)
+        return await service.sessions.get(request.path_params["id"]).poll(body["known"], POLL_S)
 
     async def answers(request: Request) -> Mapping[str, Any]:
         body = await _body(request)
-        service.session(request.path_params["id"]).answer(body["answers"])
+        service.sessions.get(request.path_params["id"]).answer(body["answers"])
         return {}
 
     async def end(request: Request) -> Mapping[str, Any]:
-        await service.end(request.path_params["id"])
+        await service.sessions.end(request.path_params["id"])
         return {}
 
     routes = [
@@ -226,7 +213,7 @@ def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Cal
             return error.response()
         except OtherAgent as error:
             return PlainTextResponse(str(error), 409)
-        except Unknown as error:
+        except UnknownSession as error:
             return PlainTextResponse(f"there is no session {error}", 404)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return PlainTextResponse(repr(error)[:300], 400)

@@ -20,6 +20,10 @@ FORGOTTEN_S = 120.0
 Work = Callable[[InferenceInterface], Coroutine[Any, Any, EvaluationResponse]]
 
 
+class UnknownSession(Exception):
+    """There is no such session, or not any more."""
+
+
 class AgentSession:
     """One request, from its start until its result was delivered. Implements `InferenceInterface`."""
 
@@ -101,8 +105,12 @@ class Sessions:
         self._sessions[session.id] = session
         return session
 
-    def get(self, id: str) -> AgentSession | None:
-        return self._sessions.get(id)
+    def get(self, id: str) -> AgentSession:
+        """Raises UnknownSession."""
+        try:
+            return self._sessions[id]
+        except KeyError:
+            raise UnknownSession(id) from None
 
     async def end(self, id: str) -> None:
         if session := self._sessions.pop(id, None):

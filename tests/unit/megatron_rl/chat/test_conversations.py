@@ -285,11 +285,11 @@ def test_text_appears_with_its_token() -> None:
 
 
 def test_the_cost_of_a_stream_does_not_grow_with_the_number_of_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_rl.chat import answer_stream as module
+    from megatron_rl.chat.answer_parser import AnswerParser
 
     read: list[int] = []
-    parsed = module.parsed
-    monkeypatch.setattr(module, "parsed", lambda *given: read.append(len(given[2])) or parsed(*given))
+    parsed = AnswerParser.parsed
+    monkeypatch.setattr(AnswerParser, "parsed", lambda self, ids: read.append(len(ids)) or parsed(self, ids))
     chat = Chat(qwen3())
     stream = chat.stream(prompt_of(chat, USER))
     for token in qwen3().encode("</think>" * 3000):
