@@ -74,7 +74,7 @@ class EndpointAgent(Environment):
         self.config: Any = config
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer, config.chat_template)
-        self._opening: asyncio.Task[_Opened] | None = None
+        self._opening: asyncio.Task[PolicyEndpoint] | None = None
         self._traces: dict[str, str] = {}
 
     @abstractmethod

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.groups import Groups, cut, disconnect
-from megatron_rl.refit import publish
+from megatron_rl.refit import rank_refit
 
 # Operations of c10d without a kernel for tensors without values (torch 2.13).
 _WITHOUT_KERNEL = ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_")
@@ -35,7 +35,7 @@ def alone_in(world: int, rank: int, layout: TrainingLayout) -> Iterator[Groups]:
         with (
             mock.patch.object(dist, "all_gather_object", _gather_equal_objects),
             mock.patch.object(dist, "all_gather", _gather_equal_tensors),
-            mock.patch.object(publish, "plan_moves", lambda held, needed: []),  # other ranks' boxes are unknown
+            mock.patch.object(rank_refit, "plan_moves", lambda held, needed: []),  # other ranks' boxes are unknown
             balanced_routing(),
         ):
             yield cut(layout, timedelta(minutes=1))

@@ -21,6 +21,7 @@ from megatron_rl.agent.data_rows import first_rows
 from megatron_rl.agent.dropped_rows import CHECKED
 from megatron_rl.agent.scripted_trial import try_answers
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.chat.messages import Example
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import RunDir
@@ -30,7 +31,7 @@ from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.own_code import kept
 from megatron_rl.standalone.config import RowsRequest
 from megatron_rl.standalone.first_rows import Lesson, faults, open_lesson, unknown_end_of
-from megatron_rl.supervised.rows import Example, RowEncoder, UnusableRow, place_of
+from megatron_rl.supervised.example_rows import RowEncoder, UnusableRow, place_of
 
 
 def main() -> int:
