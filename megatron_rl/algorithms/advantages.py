@@ -155,7 +155,6 @@ def _deviation(rewards: Tensor, group: Tensor, num_groups: int) -> Tensor:
 
 
 def _group_std(deviation: Tensor, group: Tensor, num_groups: int, std: AdvantageStd) -> Tensor:
-    """Return the standard deviation of each group, [groups], from deviations from the mean."""
     variance = _mean(deviation.square(), group, num_groups)
     if std == "sample":
         counts = _counts(deviation, group, num_groups)
@@ -164,7 +163,6 @@ def _group_std(deviation: Tensor, group: Tensor, num_groups: int, std: Advantage
 
 
 def _counts(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Return the number of answers in each group, [groups] fp64."""
     ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
     return ones.new_zeros(num_groups).index_add(0, group, ones)
 
@@ -176,11 +174,9 @@ def _mean(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
 
 
 def _weighted_mean(values: Tensor, units: Tensor) -> Tensor:
-    """Return the mean over all units, a scalar in fp64."""
     return (values.double() * units).sum() / units.sum().clamp(min=1)
 
 
 def _weighted_std(values: Tensor, units: Tensor, std: AdvantageStd) -> Tensor:
-    """Return the standard deviation over all units, a scalar in fp64."""
     squares = ((values.double() - _weighted_mean(values, units)).square() * units).sum()
     return (squares / (units.sum() - int(std == "sample")).clamp(min=1)).sqrt()

@@ -39,7 +39,6 @@ class ScoredAnswers:
     component."""
 
     def in_fp32(self) -> ScoredAnswers:
-        """Return the table with fp32 numbers."""
         return replace(
             self,
             scored=self.scored.float(),
@@ -51,7 +50,6 @@ class ScoredAnswers:
 
 
 def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> ScoredAnswers:
-    """Return the table of these groups' answers."""
     owners = [(number, group) for number, group in enumerate(groups) for _ in group.trajectories]
     index = torch.tensor([number for number, _ in owners], dtype=torch.long)
     answers = [trajectory for group in groups for trajectory in group.trajectories]

@@ -40,7 +40,6 @@ def best_of_k_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, k: 
 
 
 def _of_group(rewards: Tensor, k: int, *, std: bool) -> Tensor:
-    """Return the advantages of one group, [answers] fp64."""
     n = len(rewards)
     k = min(k, n)
     order = rewards.argsort()

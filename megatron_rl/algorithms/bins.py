@@ -29,8 +29,6 @@ Unit = tuple[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class BinLimit:
-    """Memory limit of a bin."""
-
     tokens: int
     rows_per_token: int
     """Number of gathered rows that need the memory of one packed token: see `model.flops.rows_per_token`."""
@@ -55,7 +53,6 @@ class Tree:
 
     @property
     def tokens(self) -> int:
-        """Packed tokens of all sequences."""
         return self.prefix + sum(self.rests) - sum(self.shared)
 
     @property

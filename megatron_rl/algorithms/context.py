@@ -38,7 +38,6 @@ class ContextPart:
     trained: Tensor
     """[selected] see `MicroBatch.trained`."""
     indices: Tensor
-    """[part] indices of the part's tokens in the whole, ascending."""
     indices_of_ranks: Tensor
     """[ranks, part] indices of each rank's tokens in the whole."""
     whole: PackedSequences

@@ -35,7 +35,6 @@ def kept(tokens: TrainedTokens, config: RejectionConfig) -> Tensor:
 
 
 def _ratios(tokens: TrainedTokens, config: RatioBounds) -> Tensor:
-    """Return r of each token, [tokens]."""
     log_ratios = tokens.old_logprobs - tokens.inference_logprobs
     if config.level != "token":
         if tokens.answer_log_ratios is None or tokens.answer_tokens is None:

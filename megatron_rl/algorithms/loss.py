@@ -145,7 +145,6 @@ def supervised_loss(tokens: TrainedTokens) -> tuple[Tensor, LossStats]:
 
 
 def _kl(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
-    """Raises ValueError without ref_logprobs."""
     if tokens.ref_logprobs is None:
         raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")
     penalised = tokens.logprobs if config.kl_in == "loss" else tokens.old_logprobs
@@ -165,7 +164,6 @@ def _only(tokens: TrainedTokens, trained: Tensor) -> TrainedTokens:
 
 
 def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
-    """Return whether the entropy and all log-probs that the loss reads are finite, [tokens] bool."""
     finite = tokens.entropy.isfinite()
     finite &= tokens.logprobs.isfinite() & tokens.old_logprobs.isfinite() & tokens.inference_logprobs.isfinite()
     if config.kl_beta > 0 and tokens.ref_logprobs is not None:

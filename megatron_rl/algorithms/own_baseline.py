@@ -67,7 +67,6 @@ def sample_answers() -> ScoredAnswers:
 
 
 def no_answers() -> ScoredAnswers:
-    """Return the table of a step whose answers were all lost."""
     nothing = torch.zeros(0)
     none = torch.zeros(0, dtype=torch.long)
     return ScoredAnswers(none, 2, nothing, nothing, nothing, none, {}, {})

@@ -13,7 +13,6 @@ from megatron_rl.recipe.own_code import is_own, load
 
 Function = Callable[..., Any]
 Check = Callable[[Function, GrpoConfig], None]
-"""Raises ValueError for a function that cannot be used."""
 
 
 def own_function(key: str, value: str, check: Check, config: GrpoConfig) -> Function | None:

@@ -52,7 +52,6 @@ def check(loss: Callable[..., Any], config: GrpoConfig) -> None:
 
 
 def _called(loss: Callable[..., Any], tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
-    """Raises ValueError."""
     values = called(loss, tokens, config, f"a batch of {len(tokens.logprobs)} tokens")
     return as_losses(values, tokens)
 

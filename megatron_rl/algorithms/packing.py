@@ -31,7 +31,6 @@ class MicroBatch(PackedSequences):
     tokens: Tensor
     """[packed]"""
     positions: Tensor
-    """[packed] position within the sequence."""
     select: Tensor
     """[selected] index of the packed token whose logits predict each trained token."""
     targets: Tensor
@@ -105,7 +104,6 @@ class Packing:
 
     @cached_property
     def _tokens(self) -> NDArray[np.int64]:
-        """Tokens of all packed sequences, concatenated."""
         return np.fromiter(chain.from_iterable(self._lists), np.int64, sum(map(len, self._lists)))
 
     @cached_property
@@ -135,7 +133,6 @@ class Packing:
         return spread(self.trees, limit, count)
 
     def microbatch(self, names: Sequence[int]) -> MicroBatch:
-        """Return the micro-batch of the sequences with these names, which are ascending."""
         merged = _Merged()
         in_bin = set(names)
         for number in dict.fromkeys(self._tree_of[name] for name in names):
@@ -219,7 +216,6 @@ class _Merged:
 
 
 def run_indices(runs: Sequence[Run] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the indices of all runs, concatenated."""
     numbers = runs if isinstance(runs, np.ndarray) else np.fromiter(chain.from_iterable(runs), np.int64, 2 * len(runs))
     starts, lengths = numbers.reshape(-1, 2).T
     before = lengths.cumsum() - lengths

@@ -48,7 +48,6 @@ def clip(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
 
 
 def clipped(ratio: Tensor, advantages: Tensor, config: GrpoConfig) -> TokenLoss:
-    """Return the clipped surrogate for these ratios and advantages, [tokens] each."""
     low, high = config.clip_range
     unclipped = ratio * advantages
     bounded = ratio.clamp(1 - low, 1 + high) * advantages

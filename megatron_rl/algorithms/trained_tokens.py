@@ -63,7 +63,6 @@ class TrainedTokens:
         return (self.logprobs - self.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TrainedTokens:
-        """Return these tokens with every tensor changed."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: dict[str, Any] = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
         return replace(self, **changed)

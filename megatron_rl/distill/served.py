@@ -33,7 +33,6 @@ LOOK_S = 1.0
 
 
 def endpoints_of(servers: TeacherServers) -> list[Endpoint]:
-    """Return the endpoint of each server."""
     token_file = None if servers.token_file is None else Path(servers.token_file).expanduser()
     return [
         Endpoint(url, servers.model, servers.kind, token_file, servers.token_variable, servers.answer_limit_s)

@@ -29,7 +29,6 @@ class TeacherFiles:
 
     folder: Path
     model: ModelConfig
-    """Shape of the teacher."""
     is_checkpoint: bool
     """Whether the folder is a checkpoint instead of Hugging Face weights."""
     tokenizer: TokenizerConfig | None

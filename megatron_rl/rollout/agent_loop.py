@@ -80,14 +80,12 @@ class AgentLoop(ABC):
     not."""
 
     def __init__(self, role: DriverRole, inference: ResumableInference, safe_points: SafePoints) -> None:
-        """inference: engine that the agents of this loop query."""
         self.role = role
         self._inference, self._safe_points = inference, safe_points
         self._progress: object = None
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the engine has worked."""
         return self._inference.busy_s
 
     @property

@@ -33,7 +33,6 @@ class RolloutBatch:
     rounds: int = 1
     drawn: Drawn = NOTHING_DRAWN
     curriculum: CurriculumState | None = None
-    """State of the curriculum after the step, if there is one."""
     curriculum_metrics: Mapping[str, float] = field(default_factory=dict)
     advantages: Tensor | None = None
     """[trajectories] advantages of the groups, if they depend on the whole batch; None if each group has its own."""

@@ -35,8 +35,6 @@ _RATE = np.dtype("<f4")
 
 @dataclass(frozen=True, slots=True)
 class SetState:
-    """Progress of one training set."""
-
     candidate: int
     """Number of problems of its stream that were visited or left out so far."""
     rates: NDArray[np.float32]
@@ -45,12 +43,8 @@ class SetState:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """Problem of an ordinal."""
-
     environment: str
-    """Environment of the training set."""
     index: int
-    """Index of the problem in the set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +95,6 @@ class CurriculumState:
 
 
 class Curriculum:
-    """Assigns problems to ordinals, and keeps their pass rates."""
-
     def __init__(self, stream: Mixture, seed: int, config: CurriculumConfig, state: CurriculumState) -> None:
         self._stream, self._seed, self._config = stream, seed, config
         self._numbers = {each.environment: number for number, each in enumerate(stream.sets)}
@@ -112,7 +104,6 @@ class Curriculum:
         self._left_out = 0
 
     def problem(self, ordinal: int) -> Problem:
-        """Return the problem of an assigned ordinal."""
         its = self._assigned[ordinal]
         return self._stream.sets[self._numbers[its.environment]].problems[its.index]
 
@@ -142,7 +133,6 @@ class Curriculum:
             del self._assigned[ordinal]
 
     def state(self, next_ordinal: int) -> CurriculumState:
-        """Return the state for a run that continues with `next_ordinal`."""
         return CurriculumState(
             {name: SetState(candidate, self._rates[name]) for name, candidate in self._candidates.items()},
             {ordinal: its for ordinal, its in self._assigned.items() if ordinal >= next_ordinal},

@@ -145,7 +145,6 @@ class RolloutDriver:
         return self._loop.do(lambda _: in_flight.bank.begin_checkpoint(step, next_ordinal, waiting))
 
     def end_checkpoint(self, step: int) -> None:
-        """Forget generated work that the published checkpoint of `step` settles."""
         if (in_flight := self._in_flight) is not None:
             self._loop.do(lambda _: in_flight.bank.end_checkpoint(step))
 
@@ -160,7 +159,6 @@ class RolloutDriver:
             await self._in_flight.agent.close()
 
     def close(self) -> None:
-        """Finish writing the bank, and close the loop."""
         if (in_flight := self._in_flight) is not None:
             self._loop.do(lambda _: in_flight.bank.close())
         self._loop.close()
@@ -234,7 +232,6 @@ class RolloutDriver:
         return [*map(State, states)]
 
     def _take(self, choice: Choice) -> Taken:
-        """Settle the ordinals of a batch, and return this driver's part of it."""
         if (in_flight := self._in_flight) is None:
             return Taken()
         first, states = self._window.first, self._window.states

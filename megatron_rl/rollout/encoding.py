@@ -20,7 +20,6 @@ _FLAG = np.dtype("?")
 _HEAD_BYTES = struct.Struct("<I")
 
 Head = dict[str, Any]
-"""Description of a body, as a JSON object."""
 
 
 def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
@@ -105,7 +104,6 @@ def _sequences(head: Head, reader: Reader) -> Iterator[Branch]:
 
 
 def joined(head: Head, body: bytes) -> bytes:
-    """Join head and body in one message, which `parted` splits again."""
     text = json.dumps(head, separators=(",", ":")).encode()
     return b"".join((_HEAD_BYTES.pack(len(text)), text, body))
 

@@ -40,7 +40,6 @@ class Offer:
     """A finished group of some driver."""
 
     position: int
-    """Unique position in the global batch."""
     cost: float
     """Floating-point operations of a training pass over it."""
     driver: int
@@ -209,7 +208,6 @@ def _send_along(
 def _deliver(
     routes: Routes, messages: Mapping[int, bytes], sizes: Sequence[int], control: dist.ProcessGroup
 ) -> dict[int, bytes]:
-    """Send this rank's messages, and return those it receives, by position."""
     rank = dist.get_rank(control)
     outgoing = {destination: positions for (source, destination), positions in routes.items() if source == rank}
     incoming = {source: positions for (source, destination), positions in routes.items() if destination == rank}

@@ -35,7 +35,6 @@ class InFlightGroups:
         bank: Bank,
         config: RunConfig,
     ) -> None:
-        """problem: returns the problem of an ordinal."""
         self.agent, self.bank = agent, bank
         self._problem, self._config = problem, config
         self._tasks: dict[int, GroupTask] = {}
@@ -110,7 +109,6 @@ class InFlightGroups:
         return [ordinal for ordinal in self._tasks if ordinal in ordinals]
 
     def unfinished(self, ordinals: range) -> list[GroupTask]:
-        """Return the unfinished tasks of these ordinals."""
         return [task for ordinal, task in self._tasks.items() if ordinal in ordinals and not task.done()]
 
     def take(self, ordinals: Iterable[int]) -> dict[int, TrajectoryGroup]:
@@ -137,7 +135,6 @@ class InFlightGroups:
         return tokens
 
     def flush(self) -> None:
-        """Write new records in the background."""
         self.bank.flush(self._recording)
 
     async def stop(self) -> None:

@@ -35,7 +35,6 @@ from megatron_rl.rollout.batch import RolloutBatch
 FLUSH_S = 10.0
 """Seconds for which groups may wait for others, with which they are compressed."""
 DIGITS = 4
-"""Decimal places of log-probs and advantages."""
 
 logger = logging.getLogger(__name__)
 

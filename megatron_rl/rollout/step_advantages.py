@@ -78,7 +78,6 @@ def step_advantages(finished: Mapping[int, TrajectoryGroup], config: RunConfig, 
 
 
 def of_tables(parts: Sequence[Table], config: GrpoConfig) -> dict[int, Tensor]:
-    """Return the advantages of all groups, by position."""
     positions = [position for part in parts for position in part.positions]
     order = sorted(range(len(positions)), key=positions.__getitem__)
     whole = in_order(joined_answers([part.answers for part in parts]), order)

@@ -56,8 +56,6 @@ NOTHING_DRAWN = Drawn()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The batch of a step."""
-
     trained: list[int]
     """Ordinals, ascending."""
     next_ordinal: int
@@ -87,7 +85,6 @@ class Window:
     drops: bool = False
     """Whether groups that are unfinished when they are needed are dropped, instead of waited for."""
     last: int = 2**62
-    """Last step of the run."""
     weights: int = 0
     """Step after which the present weights are the newest."""
     step: int = 1

@@ -56,7 +56,6 @@ class Material:
     left_out: Mapping[str, int]
     """Number of problems that are too long, by environment."""
     digests: Mapping[str, ProblemDigest]
-    """Digests of the sets, by environment."""
 
     @property
     def scoring(self) -> Environment | None:

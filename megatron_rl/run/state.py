@@ -109,7 +109,6 @@ class Generation:
     engine: ResumableInference
     """Engine this rank's driver queries, or its part of the engine on a rank that follows."""
     refit: Refit
-    """Transfer of the trained weights to the engine."""
     loop: AgentLoop
     end: Callable[[], None] = lambda: None
     """Called after the last request."""
@@ -158,7 +157,6 @@ class Run:
     record: RolloutRecord
     profiler: StepProfiler
     step: int
-    """Last finished step."""
     next_ordinal: int
     drawn: Drawn
     curriculum: CurriculumState | None
@@ -189,7 +187,6 @@ class Run:
 
     @property
     def refit(self) -> Refit:
-        """Transfer of weights to the engine."""
         return NoRefit() if self.generation is None else self.generation.refit
 
     def sharded_state(self) -> dict[str, Any]:

@@ -105,7 +105,6 @@ def training_batch(
 
 
 def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: int, packed_tokens: int) -> BatchStats:
-    """Statistics of the trajectories before training on them."""
     answer_lengths = [t.answer_length for t in batch.trajectories]
     staleness = [0]
     if batch.current is not None:
@@ -165,20 +164,16 @@ def environment_stats(
 
 @dataclass(frozen=True, slots=True)
 class UpdatePart:
-    """A rank's part of one optimizer step, before the ranks agree on it."""
-
     packing: Packing
     """Packing of the chosen sequences with a gradient; the others count as zeros in the mean."""
     bins: Sequence[Sequence[int]]
     """Fewest bins found for them: see `Packing.bins`."""
     room: BinLimit
-    """Capacity of a micro-batch."""
     normaliser: float
     """This rank's part of the normaliser (`local_normaliser`), over all chosen sequences."""
 
 
 def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, platform: Platform) -> UpdatePart:
-    """Pack the chosen sequences for an update."""
     tokens = [sequence.tokens for sequence in batch.sequences]
     masks = [sequence.loss_mask for sequence in batch.sequences]
     has_gradient = [batch.has_gradient[of] for of in batch.trajectory.tolist()]
@@ -215,8 +210,6 @@ def agree(parts: Sequence[UpdatePart], groups: Groups) -> list[Agreed]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
-    """A rank's work in one optimizer step."""
-
     microbatches: Sequence[MicroBatch]
     """Equally many on every rank, padded with empty ones."""
     normaliser: float

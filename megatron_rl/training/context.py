@@ -24,7 +24,6 @@ class ContextLayout:
     part: Layout
     """Layout of this rank's queries and all keys."""
     indices_of_ranks: Tensor
-    """[ranks, part] index of each rank's tokens among the packed ones."""
     group: dist.ProcessGroup
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

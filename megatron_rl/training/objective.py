@@ -32,11 +32,8 @@ class Scores:
     device."""
 
     before: Tensor | None = None
-    """Log-probs of the policy; None if the only update computes them itself."""
     answers: Tensor | None = None
-    """Log ratios of whole answers, see `TrainedTokens.answer_log_ratios`."""
     answer_tokens: Tensor | None = None
-    """Number of log ratios of whole answers."""
     reference: Tensor | None = None
     """Log-probs of the reference policy, if there is one."""
     teacher: Tensor | None = None

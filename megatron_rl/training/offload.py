@@ -22,7 +22,6 @@ class Unused:
     """Tensors whose values are not needed for a while, so that their memory can be freed."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """tensors: each with its own storage."""
         self._sizes = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors]
 
     def release(self) -> None:
@@ -41,7 +40,6 @@ class HostState:
     device can copy from it directly."""
 
     def __init__(self, tensors: Sequence[Tensor], platform: Platform) -> None:
-        """tensors: contiguous, on the device, each with its own storage."""
         self.bytes = sum(tensor.nbytes for tensor in tensors)
         self.away = False
         """Whether the values are in host memory only."""
@@ -52,7 +50,6 @@ class HostState:
 
     @torch.no_grad()
     def offload(self) -> None:
-        """Move the tensors to host memory and free their device memory."""
         for tensor, copy in self._copies:
             copy.copy_(tensor, non_blocking=True)
         self._synchronize()
@@ -61,7 +58,6 @@ class HostState:
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Move the tensors back to the device."""
         self._on_device.restore()
         for tensor, copy in self._copies:
             tensor.copy_(copy, non_blocking=True)

@@ -29,8 +29,6 @@ from megatron_rl.training.offload import HostState, Unused
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Result of one optimizer step."""
-
     grad_norm: float
     """Norm over the whole model, before clipping."""
     learning_rate: float
@@ -104,7 +102,6 @@ class PolicyOptimizer:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of Adam's state that `offload` moves to host memory."""
         return self._host.bytes if self._host else 0
 
     def offload(self) -> None:
@@ -117,7 +114,6 @@ class PolicyOptimizer:
             self._host.offload()
 
     def reload(self) -> None:
-        """Move Adam's state back to the device for `update`."""
         if self._host and self._host.away:
             self._host.reload()
 

@@ -19,7 +19,6 @@ class Pipeline:
     """The neighbours of one rank. A single stage is both the first and the last."""
 
     def __init__(self, groups: Groups | None = None) -> None:
-        """groups: of the rank; None without a pipeline."""
         stages = groups.pipeline.size() if groups else 1
         stage = groups.pipeline.rank() if groups else 0
         self.first = stage == 0
@@ -32,7 +31,6 @@ class Pipeline:
         self._sent: dict[dist.ProcessGroup, tuple[dist.Work, Tensor]] = {}
 
     def send_forward(self, hidden: Tensor) -> None:
-        """Send this stage's output to the next stage."""
         assert self._groups is not None
         self._send(hidden, self._stage + 1, self._groups.pipeline)
 
@@ -44,7 +42,6 @@ class Pipeline:
         return self._receive(empty(), self._stage - 1, self._groups.pipeline)
 
     def send_backward(self, gradient: Tensor) -> None:
-        """Send the gradient of this stage's input to the previous stage."""
         assert self._groups is not None
         self._send(gradient, self._stage - 1, self._groups.model)
 

@@ -36,7 +36,6 @@ class ModelInput:
     tokens: Tensor
     """[part]"""
     positions: Tensor
-    """[part] positions within their sequences."""
     select: Tensor
     """[selected] indices into the part: tokens whose logits predict a trained token."""
     targets: Tensor
@@ -61,8 +60,6 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class UpdateInput:
-    """Input of one optimizer step, on the device."""
-
     inputs: Sequence[ModelInput]
     """Equally many on every rank."""
     per_sequence: Tensor
@@ -136,7 +133,6 @@ def forward(
 
 
 def _forward(policy: Policy, each: ModelInput, pipeline: Pipeline) -> tuple[Tensor | None, Tensor]:
-    """Input and output of this stage."""
     shape, dtype = policy.hidden_shape(len(each.tokens)), policy.config.params_dtype
     received = pipeline.receive_forward(partial(torch.empty, shape, dtype=dtype, device=policy.device))
     if received is not None:

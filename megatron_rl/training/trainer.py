@@ -131,7 +131,6 @@ class Trainer:
     def _seen(
         self, batch: TrainingBatch, rollouts: RolloutBatch, packed_tokens: int
     ) -> tuple[BatchStats, dict[str, EnvironmentStats]]:
-        """Return what this rank counts of a batch, as a whole and by environment."""
         seen, ids = batch_stats(batch, rollouts, self.policy_version, packed_tokens), self.config.environment_ids
         if self.groups.reports:
             return seen, environment_stats(batch, rollouts.groups, ids)

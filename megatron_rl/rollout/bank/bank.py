@@ -90,7 +90,6 @@ class Bank:
         return groups if self._keeps_parts or waiting else whole_share(ordinals, groups)
 
     def recording(self, inference: ResumableInference) -> Recording:
-        """Wrap the engine of a driver's agents, so that their work is recorded."""
         return Recording(
             inference, lambda: self._earlier, self._lineage, self._unwritten.append, with_parts=self._keeps_parts
         )
@@ -137,7 +136,6 @@ class Bank:
                 yield group_record(group, newest, newest, self._lineage)
 
     def end_checkpoint(self, step: int) -> None:
-        """Forget, in the background, all work that the published checkpoint of `step` settles."""
         below = self._settled_below = max(self._settled_below, self._checkpoints.pop(step))
         self._index([entry for entry in self._entries if entry.head["ordinal"] >= below])
         self._unwritten[:] = [each for each in self._unwritten if each.group.ordinal >= below]
@@ -150,7 +148,6 @@ class Bank:
         self._file.compact(lambda entries: unsettled_records(entries, below), folded, superseded)
 
     def close(self) -> None:
-        """Write the remaining records, and close the file."""
         self.flush()
         if not self._file.wait(WRITE_TIMEOUT_S):
             logger.warning("%s was not written within %g s", self._file.path, WRITE_TIMEOUT_S)
@@ -193,7 +190,6 @@ class Bank:
             self.flush(recording)
 
     def flush(self, recording: Recording | None = None) -> None:
-        """Write new records in the background."""
         scored = [(each.group, each.version, each.newest, self._lineage) for each in self._unwritten]
         parts = recording.new_parts() if recording else []
         if scored or parts or self._first_record:

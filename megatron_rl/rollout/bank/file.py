@@ -54,7 +54,6 @@ class Entry:
         return self.body_start + self.body_bytes
 
     def read(self) -> bytes | None:
-        """Return the body; None if it is damaged. Raises OSError, for example if the file was deleted meanwhile."""
         with self.path.open("rb") as file:
             file.seek(self.body_start)
             body = file.read(self.body_bytes)
@@ -79,7 +78,6 @@ def bank_file(folder: Path, attempt: int, driver: int) -> Path:
 
 
 def bank_files(folder: Path) -> list[Path]:
-    """Return the files of all attempts and drivers, oldest attempt first."""
     found = folder.glob("attempt-*.driver-*.bank") if folder.is_dir() else []
     return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
@@ -218,7 +216,6 @@ class BankFile:
         self._failed = False
 
     def _write(self, records: Sequence[tuple[Record, bytes]]) -> None:
-        """Append records, each given with its encoded frame."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             # A failed write may have left the start of a record.
@@ -244,7 +241,6 @@ class BankFile:
             path.unlink(missing_ok=True)
 
     def _replace(self, kept: Sequence[Entry]) -> None:
-        """Replace the file by one with these records, except those that cannot be read."""
         temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written: list[Entry] = []
@@ -268,7 +264,6 @@ class BankFile:
 
 
 def _frame(entry: Entry) -> bytes | None:
-    """Return the whole record as it is on disk; None if it cannot be read."""
     with suppress(OSError), entry.path.open("rb") as file:
         file.seek(entry.start)
         frame = file.read(entry.end - entry.start)

@@ -76,11 +76,8 @@ def _body(entry: Entry) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group of this attempt."""
-
     group: TrajectoryGroup
     version: int
-    """Policy version under which it was submitted."""
     newest: int
     """Newest policy version that sampled any of its tokens."""
 
@@ -152,7 +149,6 @@ class Recording:
         self.forget({ordinal})
 
     def forget(self, ordinals: Collection[int]) -> None:
-        """Stop recording these ordinals."""
         self._open = {request_id: work for request_id, work in self._open.items() if work.ordinal not in ordinals}
         for ordinal in ordinals:
             self._versions.pop(ordinal, None)

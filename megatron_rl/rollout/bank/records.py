@@ -39,7 +39,6 @@ class Lineage:
     step: int
     """Step of the checkpoint that the attempt resumed from; 0: none."""
     policy_version: int
-    """Policy version of that checkpoint."""
     recipe: str
     """Fingerprint of everything in the recipe that answers depend on."""
 
@@ -94,8 +93,6 @@ def group_record(group: TrajectoryGroup, version: int, newest: int, lineage: Lin
 
 
 def problem_checksum(problem: Problem) -> int:
-    """Checksum of a problem's text. With a curriculum, an ordinal of an abandoned line of training may mean another
-    problem now."""
     return zlib.crc32(problem.prompt.encode("utf-8", "surrogatepass"))
 
 
@@ -131,7 +128,6 @@ def part_record(
 
 
 def answer_key(head: Head) -> AnswerKey:
-    """Key of the answer that a part belongs to."""
     return head["key"], head["prompt"], head["sample"]
 
 

@@ -17,7 +17,6 @@ class Selection:
     entries: list[Entry]
     """Reusable records; a later one takes precedence over an earlier one."""
     discarded: Counter[str]
-    """Number of ignored records, by reason."""
 
 
 def reusable_records(
