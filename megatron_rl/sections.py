@@ -104,6 +104,16 @@ class Sections(Section):
         return not self.supervised and (drops or self.grpo.updates_per_step > 1 or self.grpo.compares_answers)
 
     @property
+    def reward_weight(self) -> float:
+        """Factor of the advantages that rewards give."""
+        return 1.0 if self.distill is None else self.distill.reward_weight
+
+    @property
+    def trains_all_answers(self) -> bool:
+        """Whether answers with an advantage of 0 are trained on too; a teacher judges every token."""
+        return self.distill is not None or self.grpo.trains_all_answers
+
+    @property
     def keeps_initial_weights(self) -> bool:
         """Whether each start needs the initial weights, also with a checkpoint: for the KL penalty, or below
         adapters."""

@@ -1,17 +1,18 @@
-"""Scored answers: the table that advantages are computed from, one row an answer."""
+"""Scored answers: the table that advantages are computed from, one row an answer; and the groups that dynamic sampling
+keeps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
-from megatron_rl.algorithms.length_reward import length_rewards
-from megatron_rl.algorithms.overlong import shaped_rewards
+from megatron_rl.algorithms.rewards import has_signal, length_rewards, overlong_penalty
 from megatron_rl.config import RunConfig
 
 
@@ -63,13 +64,13 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
     if config.grpo.length_penalty:
         lengths = torch.tensor([answer.answer_length for answer in answers], dtype=torch.long)
         rewards = rewards + config.grpo.length_penalty * length_rewards(lengths, accuracy >= 1, index, len(groups))
-    if config.grpo.overlong.mode == "penalty":
+    if (overlong := config.grpo.overlong).mode == "penalty":
         last = [max(len(sequence.turns[-1]) for sequence in answer.sequences) for answer in answers]
-        rewards = shaped_rewards(
-            rewards,
+        rewards = rewards + overlong_penalty(
             torch.tensor(last, dtype=torch.long),
             max_new_tokens=config.sampling.max_new_tokens,
-            overlong=config.grpo.overlong,
+            buffer=overlong.buffer,
+            penalty=overlong.penalty,
         )
     return ScoredAnswers(
         group=index,
@@ -77,7 +78,7 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
         scored=scored,
         rewards=rewards,
         accuracy=accuracy,
-        tokens=torch.tensor([_trained_tokens(answer) for answer in answers], dtype=torch.long),
+        tokens=torch.tensor([sum(s.loss_mask.count(True) for s in a.sequences) for a in answers], dtype=torch.long),
         components={
             name: fp64([answer.components.get(name, math.nan) for answer in answers])
             for name in sorted({name for answer in answers for name in answer.components})
@@ -101,11 +102,45 @@ def weighted_reward(answer: Trajectory, weights: Mapping[str, float]) -> float:
     return math.fsum(weight * answer.components[name] for name, weight in weights.items())
 
 
-def _trained_tokens(answer: Trajectory) -> int:
-    return sum(sequence.loss_mask.count(True) for sequence in answer.sequences)
-
-
 def fp64(values: Sequence[float]) -> Tensor:
     """Return numbers of answers as a tensor. In fp32, rewards of 1e6 and 1e6 + 1 would have a mean and a deviation that
     are rounding alone."""
     return torch.tensor(values, dtype=torch.float64)
+
+
+def usable(group: TrajectoryGroup, config: RunConfig) -> bool:
+    """Whether dynamic sampling keeps the group: its answers differ in accuracy, and the mean is within the limits. Any
+    group without dynamic sampling.
+
+    DAPO (arXiv 2503.14476) filters by accuracy, before rewards are shaped. Under a penalty on long answers, a group
+    whose answers are all wrong would have a signal that teaches nothing but length.
+    """
+    dynamic = config.grpo.dynamic_sampling
+    if not dynamic.enabled:
+        return True
+    found = accuracies(group, config)
+    values = torch.tensor(found, dtype=torch.float64)
+    if not has_signal(values, torch.zeros(len(found), dtype=torch.long), 1).item():
+        return False
+    mean = math.fsum(found) / len(found)
+    low, high = dynamic.min_accuracy, dynamic.max_accuracy
+    return (low is None or mean >= low) and (high is None or mean <= high)
+
+
+def accuracies(group: TrajectoryGroup, config: RunConfig) -> list[float]:
+    """Return how right each answer of the group is: see `environment.accuracy`."""
+    component = config.environment_of(group.problem.environment).accuracy
+    return [accuracy_of(answer, component) for answer in group.trajectories]
+
+
+def with_components(group: TrajectoryGroup, names: Set[str]) -> TrajectoryGroup:
+    """Return the group without the answers that lack one of these components of the reward; they are counted as
+    lost."""
+    lacking = [sorted(names - answer.components.keys()) for answer in group.trajectories]
+    if not any(lacking):
+        return group
+    failures = Counter(group.failures)
+    for missing in filter(None, lacking):
+        failures[f"the reward has no component {missing[0]} (environment.reward_weights, accuracy)"] += 1
+    kept = [answer for answer, missing in zip(group.trajectories, lacking, strict=True) if not missing]
+    return replace(group, trajectories=kept, failures=failures)

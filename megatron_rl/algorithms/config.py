@@ -398,6 +398,12 @@ class GrpoConfig(Section):
         return self.importance is not None or self.rejection is not None
 
     @property
+    def trains_all_answers(self) -> bool:
+        """Whether answers with an advantage of 0 are trained on too: a penalty or a bonus has a gradient in each token,
+        and a loss of the user's may have."""
+        return self.kl_beta > 0 or self.entropy_coefficient > 0 or is_own(self.policy_loss)
+
+    @property
     def compares_answers(self) -> bool:
         """Whether the importance weight of a token, or its rejection, depends on its whole answer."""
         return any(one is not None and one.level != "token" for one in (self.importance, self.rejection))

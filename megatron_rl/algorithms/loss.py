@@ -12,31 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.importance import importance_weights, kept
-from megatron_rl.algorithms.kl import kl_penalty
-from megatron_rl.algorithms.own_policy_loss import as_losses, own_policy_loss
+from megatron_rl.algorithms.loss_terms import importance_weights, kept, kl_penalty
+from megatron_rl.algorithms.own_functions import as_losses, own_policy_loss
 from megatron_rl.algorithms.policy_losses import LOSSES, TokenLoss
 from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
 from megatron_rl.metrics.stats import LossStats
 from megatron_rl.recipe.own_code import is_own
-
-
-def has_gradient(advantages: Tensor, carries_loss: Tensor, config: GrpoConfig) -> Tensor:
-    """Return which trajectories have tokens with a nonzero gradient or loss in `grpo_loss`.
-
-    Without a penalty or bonus every term of a token is a multiple of its advantage. A loss of the user's may train on
-    any token.
-
-    Args:
-        advantages: [trajectories]
-        carries_loss: [trajectories] 1, or 0 if the weights of its tokens are 0.
-
-    Returns:
-        [trajectories] bool
-    """
-    if config.kl_beta > 0 or config.entropy_coefficient > 0 or is_own(config.policy_loss):
-        return carries_loss != 0
-    return (carries_loss != 0) & (advantages != 0)
 
 
 def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossStats]:
@@ -45,9 +26,9 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
         w (u L + kl_beta KL - entropy_coefficient H)
 
         L: the policy loss (`policy_losses`); one of the user's is w L already
-        u: see `importance.importance_weights`, of old - inference; else 1. Tokens that `importance.kept` rejects have a
+        u: see `importance_weights`, of old - inference; else 1. Tokens that `kept` rejects have a
             term of 0
-        KL: see `kl.kl_penalty`, times r = exp(log_prob - old) with `kl_importance`; with `kl_in: reward` it is
+        KL: see `kl_penalty`, times r = exp(log_prob - old) with `kl_importance`; with `kl_in: reward` it is
             subtracted from the advantage instead, as a constant at the weights before the step
         H: entropy of the distribution over the whole vocabulary
 

@@ -40,7 +40,7 @@ class TrainedTokens:
     ref_logprobs: Tensor | None = None
     """Log-probs of the reference policy; None if `grpo.kl_beta` is 0."""
     answer_log_ratios: Tensor | None = None
-    """Sum of the log ratios of the token's answer: see `importance.answer_log_ratios`; needed if the level of
+    """Sum of the log ratios of the token's answer: see `loss_terms.answer_log_ratios`; needed if the level of
     `grpo.importance` or `grpo.rejection` is not token."""
     answer_tokens: Tensor | None = None
     """Number of the log ratios that were added."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +34,8 @@ from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.rank_engine import build_engine, build_inference_policy
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.run.objective import objective_of
 from megatron_rl.training.batch import Agreed, training_batch, update_batch, update_part
+from megatron_rl.training.objective import FirstPass, objective_of
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.training.schedule import ModelInput
 from megatron_rl.training.trainer import Trainer
@@ -179,7 +180,10 @@ class _Rank:
         self._memory.assign("gradients", [buffer.grad_data for buffer in optimizer.buffers])
         self._memory.assign("weights", policy.parameters())  # the optimizer has moved them into its buffers
         safe_points = _SafePoints(self._phases)
-        teacher = self._policy("teacher", of=self._teacher).requires_grad_(False) if self._teacher else None
+        teacher = None
+        if self._teacher:
+            model = self._policy("teacher", of=self._teacher).requires_grad_(False)
+            teacher = partial(FirstPass.under_another, policy=model)
         objective = objective_of(config, policy, reference, teacher)
         run = RunDir(tempfile.gettempdir())
         here = Here(run, run.attempt(1), self._platform, self._groups, safe_points)
@@ -222,7 +226,8 @@ def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
 
 def score(trainer: Trainer) -> None:
     config, policy = trainer.config, trainer.policy
-    batch = training_batch(rollouts(config, 1, trainer.groups.data.size()).groups, config, 0, trainer.platform.device)
+    groups = rollouts(config, 1, trainer.groups.data.size()).groups
+    batch = training_batch(groups, trainer.objective.credit(groups), config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
     (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser)).microbatches
     trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])

@@ -22,8 +22,8 @@ from itertools import count
 import torch
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.estimators import reads_batch
-from megatron_rl.algorithms.filtering import accuracies
+from megatron_rl.algorithms.answers import accuracies
+from megatron_rl.algorithms.credit import reads_batch
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.learning import NO_SIGNAL
 from megatron_rl.metrics.names import OVERDUE_ANSWERS, PROMPT_TOO_LONG

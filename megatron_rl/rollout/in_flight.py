@@ -11,7 +11,7 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.algorithms.filtering import usable, with_components
+from megatron_rl.algorithms.answers import usable, with_components
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong, ResumableInference
 from megatron_rl.rollout.bank.bank import Bank

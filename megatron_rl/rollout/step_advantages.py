@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.answers import ScoredAnswers, fp64, scored_answers
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.estimators import estimate
+from megatron_rl.algorithms.credit import estimate
 from megatron_rl.config import RunConfig
 
 Gather = Callable[[Tensor], list[Tensor]]

@@ -79,9 +79,9 @@ class Window:
     wanted: int
     """Prompts per step."""
     rounds: int = 1
-    """Largest number of batches drawn for one: see `choose`."""
+    """Largest number of batches drawn for one. Once `rounds * wanted` ordinals are finished, the last ones without
+    signal fill the batch."""
     max_lag: int = 0
-    """Batches that are generated ahead of training, at most."""
     drops: bool = False
     """Whether groups that are unfinished when they are needed are dropped, instead of waited for."""
     last: int = 2**62
@@ -96,7 +96,6 @@ class Window:
     states: tuple[State, ...] = ()
     """Last agreed states, from `first` on."""
     drawn: Drawn = NOTHING_DRAWN
-    """State of dynamic sampling after the last batch."""
 
     @classmethod
     def of(cls, config: RunConfig, step: int = 0, drawn: Drawn = NOTHING_DRAWN) -> Window:
@@ -127,7 +126,7 @@ class Window:
     def needed(self) -> range:
         """Ordinals on which the next batch depends."""
         if self.ahead:
-            return range(self.first, begun_below(self.first, self.states, 1, self.wanted, self.rounds))
+            return range(self.first, self.end_of(1))
         return range(self.first, self.below)  # all that are drawn: no result may depend on which finishes first
 
     @property
@@ -139,18 +138,44 @@ class Window:
     def open_below(self) -> int:
         """Return the ordinal below which groups may be begun with the present weights."""
         if not self.ahead:
-            return self.below + self._missing()
-        # Nothing is begun for a step after the last one, except that a batch which is asked for is always begun.
-        most = max(0, min(self.weights + 1 + self.max_lag, self.last) - self.weights - 1)
-        batches = most + (self.step == self.weights + 1)
-        return max(self.below, begun_below(self.first, self.states, batches, self.wanted, self.rounds))
+            return self.below + self._to_draw()
+        # The window spans the batches that these weights may still sample. Example with max_lag 1, weights after step
+        # 7: before step 8 trains, the batches of steps 8 and 9; once the batch of step 8 is taken (`step` is 9), only
+        # that of step 9, until the weights are those after step 8. Nothing is begun for a step after the last one,
+        # except that a batch which is asked for is always begun.
+        further = max(0, min(self.weights + 1 + self.max_lag, self.last) - self.weights - 1)
+        return max(self.below, self.end_of(further + (self.step == self.weights + 1)))
 
-    def _missing(self) -> int:
-        """Return how many groups to draw for the next batch in one more round; 0 while those of the last round are
-        unfinished."""
+    def end_of(self, batches: int) -> int:
+        """Return the ordinal below which groups may be begun for this many batches from `first` on.
+
+        Unfinished groups count as usable: if more turn out to be without signal, the batches only reach further. So
+        whatever the states become, all ordinals below are settled by these batches.
+        """
+        below = self.first
+        upcoming = chain(self.states, repeat(State.USABLE))
+        for _ in range(batches):
+            usable = seen = 0
+            while usable < self.wanted and seen < self.rounds * self.wanted:
+                usable += next(upcoming) not in (State.NO_SIGNAL, State.UNUSABLE)
+                seen += 1
+            below += seen
+        return below
+
+    def _to_draw(self) -> int:
+        """Return how many groups to draw for the next batch in one more round, so that probably no more are needed; 0
+        while those of the last round are unfinished, or if the batch is complete.
+
+        The usable share is estimated from this step and the last one together. Example: 8 are wanted and the last step
+        passed over 8, so half of its ordinals were usable: 16 are drawn.
+        """
         if len(self.states) < self.below - self.first or State.UNFINISHED in self.states:
             return 0
-        return max(0, to_draw(self.states, self.wanted, self.rounds, self.drawn.passed_over))
+        usable, finished = self.states.count(State.USABLE), len(self.states)
+        missing = self.wanted - usable
+        seen = finished + self.wanted + self.drawn.passed_over
+        expected = -(-missing * seen // (usable + self.wanted))  # rounded up
+        return max(0, min(expected, MOST_FOR_ONE * missing, self.rounds * self.wanted - finished))
 
     def at(self, first: int) -> Window:
         return replace(self, first=first, below=max(self.below, first))
@@ -163,7 +188,27 @@ class Window:
         return replace(self, states=tuple(states))
 
     def choice(self) -> Choice | None:
-        return choose(self.first, self.states, self.wanted, self.rounds)
+        """Return the next batch, the first `wanted` usable ordinals; None until it is complete."""
+        usable: list[int] = []
+        without_signal: list[int] = []
+        overdue: list[int] = []
+        seen = 0
+        for ordinal, state in enumerate(self.states, self.first):
+            if state is State.UNFINISHED:
+                return None
+            if state is State.OVERDUE:
+                overdue.append(ordinal)
+                continue
+            seen += 1
+            if state is State.USABLE:
+                usable.append(ordinal)
+            elif state is State.NO_SIGNAL:
+                without_signal.append(ordinal)
+            if len(usable) == self.wanted or seen == self.rounds * self.wanted:
+                missing = self.wanted - len(usable)
+                stand_ins = without_signal[-missing:] if missing else []
+                return Choice(sorted(usable + stand_ins), ordinal + 1, overdue)
+        return None
 
     def taken(self, choice: Choice) -> Window:
         """Move on to the next batch."""
@@ -173,68 +218,3 @@ class Window:
 
     def trained(self) -> Window:
         return replace(self, weights=self.weights + 1)
-
-
-def choose(first: int, states: Sequence[State], wanted: int, rounds: int) -> Choice | None:
-    """Return the next batch, the first `wanted` usable ordinals; None until it is complete.
-
-    Args:
-        first: ordinal of the first state.
-        wanted: prompts per step.
-        rounds: largest number of batches drawn for one. Once `rounds * wanted` ordinals are finished, the last ones
-            without signal fill the batch.
-    """
-    usable: list[int] = []
-    without_signal: list[int] = []
-    overdue: list[int] = []
-    seen = 0
-    for ordinal, state in enumerate(states, first):
-        if state is State.UNFINISHED:
-            return None
-        if state is State.OVERDUE:
-            overdue.append(ordinal)
-            continue
-        seen += 1
-        if state is State.USABLE:
-            usable.append(ordinal)
-        elif state is State.NO_SIGNAL:
-            without_signal.append(ordinal)
-        if len(usable) == wanted or seen == rounds * wanted:
-            missing = wanted - len(usable)
-            stand_ins = without_signal[-missing:] if missing else []
-            return Choice(sorted(usable + stand_ins), ordinal + 1, overdue)
-    return None
-
-
-def to_draw(states: Sequence[State], wanted: int, rounds: int, passed_over: int) -> int:
-    """Return how many further ordinals to draw at once so that probably no more are needed; 0 or less if the batch is
-    complete. The usable share is estimated from this step and the last one together.
-
-    Example: 8 are wanted and the last step passed over 8, so half of its ordinals were usable: 16 are drawn.
-
-    Args:
-        states: states of the ordinals drawn so far, all finished.
-        wanted, rounds: as for `choose`.
-        passed_over: ordinals that the last step settled without training.
-    """
-    usable = states.count(State.USABLE)
-    missing = wanted - usable
-    expected = -(-missing * (len(states) + wanted + passed_over) // (usable + wanted))  # rounded up
-    return min(expected, MOST_FOR_ONE * missing, rounds * wanted - len(states))
-
-
-def begun_below(first: int, states: Sequence[State], batches: int, wanted: int, rounds: int) -> int:
-    """Return the ordinal below which prompts may be begun for this many batches from `first` on.
-
-    Unfinished groups count as usable: if more turn out to be without signal, the batches only reach further. So
-    whatever the states become, all ordinals below are settled by these batches.
-    """
-    below = first
-    upcoming = chain(states, repeat(State.USABLE))
-    for _ in range(batches):
-        usable = seen = 0
-        while usable < wanted and seen < rounds * wanted:
-            usable += next(upcoming) not in (State.NO_SIGNAL, State.UNUSABLE)
-            seen += 1
-        below += seen
-    return below

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.checkpoint.initial_weights import read_initial_weights
@@ -15,13 +16,13 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.openai import Endpoint
 from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hub import local_folder
-from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.here import Here
 from megatron_rl.run.models import build_part, share_weights
+from megatron_rl.training.objective import FirstPass, Teacher
 
 
-def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Policy | ServedTeacher | None:
+def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teacher | None:
     """Load the teacher, or connect to its replicas or servers; None without `distill`. Collective.
 
     Raises ConfigurationError if the teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
@@ -42,7 +43,7 @@ def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Policy
         safe_points.activity.enter("waiting for the teacher", 0)
         served = ServedTeacher(servers, tokenizer, groups, safe_points, config.job.silence_limit_s)
         served.check()
-        return served
+        return lambda first_pass: served.logprobs(first_pass.batch.sequences, here.platform.device)
     safe_points.activity.enter("reading the teacher's weights", 0)
     assert files is not None  # only servers may know more than this machine
     source = {"init": "checkpoint", "checkpoint": str(files.folder)}
@@ -56,7 +57,7 @@ def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Policy
     read_initial_weights(policy, model, groups, "distill.teacher")
     safe_points.agree()
     share_weights(policy, groups)
-    return policy.requires_grad_(False)
+    return partial(FirstPass.under_another, policy=policy.requires_grad_(False))
 
 
 def _files(distill: DistillConfig) -> TeacherFiles | None:

@@ -139,8 +139,7 @@ def _functions(config: RunConfig, copies: RunDir | None) -> Iterator[dict[str, A
         return
     try:
         # Imported here because it takes seconds.
-        from megatron_rl.algorithms.own_baseline import own_baseline
-        from megatron_rl.algorithms.own_policy_loss import own_policy_loss
+        from megatron_rl.algorithms.own_functions import own_baseline, own_policy_loss
     except ImportError as error:
         yield _fault(error)
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl.agent.scoring import UNDECIDED
 from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
-from megatron_rl.algorithms.credit import assign_credit
+from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
 from megatron_rl.config import RunConfig
@@ -43,7 +43,7 @@ class TrainingBatch:
     signal: Tensor
     """[groups] whether the group has a learning signal: see `has_signal`."""
     has_gradient: Sequence[bool]
-    """[trajectories] whether it is run through the model: see `has_gradient`."""
+    """[trajectories] whether it is run through the model: see `Credit.has_gradient`."""
     sequences: Sequence[Branch]
     """Sequences of all trajectories, in order."""
     trajectory: Tensor
@@ -67,18 +67,13 @@ class TrainingBatch:
 
 
 def training_batch(
-    groups: Sequence[TrajectoryGroup],
-    config: RunConfig,
-    policy_version: int,
-    device: torch.device,
-    advantages: Tensor | None = None,
+    groups: Sequence[TrajectoryGroup], credit: Credit, config: RunConfig, policy_version: int, device: torch.device
 ) -> TrainingBatch:
-    """Compute advantages and trained tokens of these groups.
+    """Return the trained tokens of these groups, whose credit is given.
 
-    policy_version: of the weights to train. advantages: `known` of `assign_credit`.
+    policy_version: of the weights to train.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    credit = assign_credit(groups, config, advantages)
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     of = torch.tensor([i for i, trajectory in enumerate(trajectories) for _ in trajectory.sequences], dtype=torch.long)
     lengths = torch.tensor([s.loss_mask.count(True) for s in sequences], dtype=torch.long)

@@ -1,22 +1,22 @@
-"""The objective of a run: what a step reads from its batch before its updates, the loss of an update, and which of the
-loss's statistics exist. The trainer does not distinguish between objectives."""
+"""The objective of a run: the credit of the answers in a batch, what a step reads from the batch before its updates,
+the loss of an update, and which of the loss's statistics exist. The trainer does not distinguish between objectives."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.importance import answer_log_ratios
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.credit import Credit, assign_credit, credit_of_rows
 from megatron_rl.algorithms.loss import distillation_loss, grpo_loss, supervised_loss
-from megatron_rl.algorithms.own_baseline import own_baseline
-from megatron_rl.algorithms.own_policy_loss import own_policy_loss
+from megatron_rl.algorithms.loss_terms import answer_log_ratios
+from megatron_rl.algorithms.own_functions import own_baseline, own_policy_loss
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.config import RunConfig
@@ -76,8 +76,12 @@ class FirstPass:
         return self.score(policy, self.batch, inputs)
 
 
+Teacher = Callable[[FirstPass], Tensor]
+"""Returns the log-probs of a teacher, [trained tokens]. Collective."""
+
+
 class Objective(ABC):
-    """Goal of a run's updates. Set-up builds it."""
+    """Goal of a run's updates."""
 
     temperature: float
     """Temperature of the distributions whose log-probs the loss reads."""
@@ -85,6 +89,10 @@ class Objective(ABC):
     """Whether the entropy of these distributions has a gradient."""
     absent: Sequence[str]
     """Fields of `LossStats` that are None."""
+
+    @abstractmethod
+    def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
+        """Return the credit of the answers to train on. known: as for `assign_credit`."""
 
     def scores(self, first_pass: FirstPass) -> Scores:
         """Return what the loss reads beside the policy's present log-probs; nothing by default. Collective."""
@@ -101,14 +109,20 @@ class Supervised(Objective):
     temperature = 1.0
     absent = ("clip_low", "clip_high", "kl", "importance_weight", "rejected", "teacher_kl")
 
+    def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
+        return credit_of_rows(groups)
+
     def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
         return supervised_loss(tokens)
 
 
 class Grpo(Objective):
-    """The objectives of GRPO's family: a policy loss, with a penalty for the distance from a reference policy."""
+    """The objectives of GRPO's family: a policy loss, with a penalty for the distance from a reference policy, and a
+    teacher that judges each sampled token."""
 
-    def __init__(self, config: RunConfig, policy: Policy, reference: Policy | None) -> None:
+    def __init__(
+        self, config: RunConfig, policy: Policy, reference: Policy | None, teacher: Teacher | None = None
+    ) -> None:
         """
         policy: the trained one.
         reference: initial policy for the KL penalty, if there is one. It may be `policy`, which without its adapters is
@@ -116,71 +130,58 @@ class Grpo(Objective):
 
         Raises ConfigurationError for an unusable policy loss or baseline of the user's.
         """
+        grpo = config.grpo
         self.reference = reference
-        self._policy, self._config, self._scores_first = policy, config.grpo, config.scores_first
+        self._policy, self._teacher, self._config = policy, teacher, config
         self.temperature = config.loss_temperature
-        self.entropy = "gradient" if config.grpo.entropy_coefficient > 0 else "value"
-        self.absent = absent(config.grpo)
-        own_policy_loss(config.grpo)
-        own_baseline(config.grpo)
+        self.entropy = "gradient" if grpo.entropy_coefficient > 0 else "value"
+        absent = {
+            "clip_low": not grpo.is_bounded,
+            "clip_high": not grpo.is_bounded,
+            "kl": grpo.kl_beta == 0,
+            "importance_weight": grpo.importance is None,
+            "rejected": grpo.rejection is None,
+            "teacher_kl": teacher is None,
+        }
+        self.absent = [name for name, is_absent in absent.items() if is_absent]
+        own_policy_loss(grpo)
+        own_baseline(grpo)
+
+    def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
+        return assign_credit(groups, self._config, known)
 
     def scores(self, first_pass: FirstPass) -> Scores:
-        batch = first_pass.batch
+        batch, grpo = first_pass.batch, self._config.grpo
         before, answers, answer_tokens, reference = None, None, None, None
-        if self._scores_first:
+        if self._config.scores_first:
             before = first_pass.under(self._policy)
-            if self._config.compares_answers:
+            if grpo.compares_answers:
                 ratios = before - batch.inference_logprobs
                 answers, answer_tokens = answer_log_ratios(ratios, batch.trajectory_lengths)
         if self.reference is not None:
             with self.reference.without_adapters():
                 reference = first_pass.under(self.reference)
-        # Log-probs of older weights are known from the engine alone.
-        current = None if self._config.corrects else batch.current
-        return Scores(before, answers, answer_tokens, reference, current=current)
+        teacher = self._teacher(first_pass) if self._teacher else None
+        # A ratio needs the token's log-prob at some weights before this step. Those of the weights before the step are
+        # at hand, those of older weights only as the engine computed them. For example, with max_lag 1 a token of
+        # version 7 in step 9 is compared with the engine's log-prob at version 7, and one of version 8 with the
+        # trainer's at version 8. With a correction (`grpo.importance`, `grpo.rejection`) all tokens are compared with
+        # version 8, and the correction weighs the difference between 7 and 8.
+        current = None if grpo.corrects else batch.current
+        return Scores(before, answers, answer_tokens, reference, teacher, current)
 
     def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
-        return grpo_loss(tokens, self._config)
+        if scored.teacher is None:
+            return grpo_loss(tokens, self._config.grpo)
+        assert self._config.distill is not None
+        return distillation_loss(tokens, scored.teacher, self._config.grpo, self._config.distill.weight)
 
 
-class Distillation(Grpo):
-    """GRPO with a teacher that judges each sampled token."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        reference: Policy | None,
-        weight: float,
-        teacher: Callable[[FirstPass], Tensor],
-    ) -> None:
-        """
-        weight: of the teacher in the advantages.
-        teacher: returns its log-probs, [trained tokens]. Collective.
-        """
-        super().__init__(config, policy, reference)
-        self._weight, self._teacher = weight, teacher
-        self.absent = [name for name in self.absent if name != "teacher_kl"]
-
-    def scores(self, first_pass: FirstPass) -> Scores:
-        return replace(super().scores(first_pass), teacher=self._teacher(first_pass))
-
-    def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
-        assert scored.teacher is not None
-        return distillation_loss(tokens, scored.teacher, self._config, self._weight)
-
-
-def absent(grpo: GrpoConfig) -> list[str]:
-    """Return the fields of `LossStats` that `grpo_loss` leaves out."""
-    found = {
-        "clip_low": not grpo.is_bounded,
-        "clip_high": not grpo.is_bounded,
-        "kl": grpo.kl_beta == 0,
-        "importance_weight": grpo.importance is None,
-        "rejected": grpo.rejection is None,
-        "teacher_kl": True,
-    }
-    return [name for name, is_absent in found.items() if is_absent]
+def objective_of(
+    config: RunConfig, policy: Policy, reference: Policy | None, teacher: Teacher | None = None
+) -> Objective:
+    """Return the objective that the recipe asks for; arguments as for `Grpo`."""
+    return Supervised() if config.supervised else Grpo(config, policy, reference, teacher)
 
 
 def trained_tokens(

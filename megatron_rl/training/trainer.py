@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.algorithms.balance import update_plan
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.reduction import token_weights
-from megatron_rl.algorithms.updates import update_plan
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import (
     BatchStats,
@@ -90,9 +90,8 @@ class Trainer:
         step is finished if there is time, otherwise `between_steps` is false and nothing can be saved.
         """
         grpo = self.config.grpo
-        batch = training_batch(
-            rollouts.groups, self.config, self.policy_version, self.platform.device, rollouts.advantages
-        )
+        credit = self.objective.credit(rollouts.groups, rollouts.advantages)
+        batch = training_batch(rollouts.groups, credit, self.config, self.policy_version, self.platform.device)
         chosen = self._chosen(batch, rollouts.positions, step)
         parts = [update_part(batch, each, self.config, self.platform) for each in chosen]
         with self.safe_points.phase("wait"):

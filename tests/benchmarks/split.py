@@ -58,7 +58,7 @@ from megatron_rl.refit.probe import Probe
 from megatron_rl.replica.app import ReplicaService
 from megatron_rl.replica.leader import Leader, LedEngineThread
 from megatron_rl.replica.serve import first_of
-from megatron_rl.rollout.window import begun_below
+from megatron_rl.rollout.window import Window
 
 WORK = Work(prompts=12, group_size=4, prompt_tokens=20, lengths=Lognormal.with_mean(100, 300))
 ROWS = 12
@@ -312,7 +312,7 @@ class Run:
         if not self._scenario.max_lag:
             await self._finish()
         self._began = self._began or time.monotonic()
-        below = begun_below(step * work.prompts, [], 1 + self._scenario.max_lag, work.prompts, rounds=1)
+        below = Window(work.prompts, first=step * work.prompts).end_of(1 + self._scenario.max_lag)
         for ordinal in range(len(self._groups), below):
             self._groups[ordinal] = asyncio.create_task(self._answer(ordinal))
         ordinals = range(step * work.prompts, (step + 1) * work.prompts)

@@ -32,11 +32,10 @@ from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
-from megatron_rl.run.objective import objective_of
 from megatron_rl.training import optimizer as optimizer_module
 from megatron_rl.training import overlap
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
-from megatron_rl.training.objective import Scores
+from megatron_rl.training.objective import Scores, objective_of
 from megatron_rl.training.trainer import Trainer
 
 STEPS = 2
@@ -208,7 +207,7 @@ def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
         if is_adapter(shard.key):
             shard.data.detach().copy_(of_whole_model(shard, version=1))
     models.optimizer.megatron.reload_model_params()
-    objective = objective_of(config, models.policy, models.reference, None)
+    objective = objective_of(config, models.policy, models.reference)
     return Trainer(models.policy, models.optimizer, objective, config, here), initial
 
 
@@ -234,7 +233,8 @@ def gradient(trainer: Trainer, rollouts: RolloutBatch) -> None:
 
 def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
     config = trainer.config
-    batch = training_batch(rollouts.groups, config, 0, trainer.platform.device)
+    groups = rollouts.groups
+    batch = training_batch(groups, trainer.objective.credit(groups), config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
     (agreed,) = agree([part], trainer.groups)
     return batch, trainer._input(batch, update_batch(part, agreed))

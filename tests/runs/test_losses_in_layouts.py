@@ -16,7 +16,7 @@ from layout_helpers import Layout, boxes, sharpen, whole
 from torch import Tensor
 
 from megatron_rl.agent.registry import build_environment
-from megatron_rl.algorithms.importance import answer_log_ratios
+from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.model.tokenizer import build_tokenizer
@@ -24,9 +24,8 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
-from megatron_rl.run.objective import objective_of
 from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
-from megatron_rl.training.objective import Scores
+from megatron_rl.training.objective import Scores, objective_of
 from megatron_rl.training.trainer import Trainer
 
 OWN = """
@@ -113,7 +112,7 @@ def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[s
         keys = {key: own if value == "OWN" else value for key, value in LOSSES[name].items()}
         config = recipe(layout, keys, microbatch)
         reference = models.reference if config.grpo.kl_beta else None
-        objective = objective_of(config, models.policy, reference, None)
+        objective = objective_of(config, models.policy, reference)
         trainer = Trainer(models.policy, models.optimizer, objective, config, here)
         found[name] = one_update(trainer, groups)
     return found
@@ -123,7 +122,8 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     config, grpo = trainer.config, trainer.config.grpo
     recorded = random_groups(grpo.prompts_per_step, grpo.group_size)
     share = shares(0, len(recorded), groups.data.size())[groups.data.rank()]
-    batch = training_batch(batch_of(recorded, share.start, share.stop).groups, config, 0, trainer.platform.device)
+    answers = batch_of(recorded, share.start, share.stop).groups
+    batch = training_batch(answers, trainer.objective.credit(answers), config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
     (agreed,) = agree([part], trainer.groups)
     update = trainer._input(batch, update_batch(part, agreed))

@@ -18,8 +18,8 @@ from core_helpers import trajectory
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.algorithms.answers import usable
 from megatron_rl.algorithms.credit import assign_credit
-from megatron_rl.algorithms.filtering import usable
 from megatron_rl.config import RunConfig
 
 DAPO = [name for name in shipped_recipes() if "dapo" in name or name == "qwen2.5-32b-lora"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.answers import ScoredAnswers
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.estimators import estimate, reads_batch
+from megatron_rl.algorithms.credit import estimate, reads_batch
 
 RECIPES: dict[str, dict[str, Any]] = {
     "group": {},

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.config import GrpoConfig, ImportanceConfig, RejectionConfig
-from megatron_rl.algorithms.importance import answer_log_ratios, importance_weights, kept
-from megatron_rl.algorithms.loss import grpo_loss, has_gradient
+from megatron_rl.algorithms.loss import grpo_loss
+from megatron_rl.algorithms.loss_terms import answer_log_ratios, importance_weights, kept
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.metrics.stats import combined
 
@@ -124,7 +124,7 @@ def test_trajectories_without_gradient_have_neither_gradient_nor_loss(config):
     """Each token is its own answer; a third have no advantage, a fifth carry no loss."""
     inputs = random_inputs(60, dtype=torch.float32)
     inputs.advantages[::3] = 0
-    said = has_gradient(inputs.advantages, (inputs.weights != 0).float(), config)
+    said = (inputs.weights != 0) & ((inputs.advantages != 0) | config.trains_all_answers)
     grpo_loss(inputs, config)[0].backward()
     assert not inputs.logprobs.grad[~said].any()
     assert grpo_loss(select(inputs, ~said), config)[0] == 0

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.kl import kl_penalty
+from megatron_rl.algorithms.loss_terms import kl_penalty
 
 ESTIMATORS = ["k1", "k2", "k3"]
 LOG_PROBS = st.floats(-10, 0, width=32)

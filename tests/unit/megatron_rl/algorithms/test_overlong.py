@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.config import OverlongConfig
-from megatron_rl.algorithms.overlong import overlong_penalty, shaped_rewards, trained_mask
+from megatron_rl.algorithms.rewards import overlong_penalty, trained_mask
 
 PENALTY = OverlongConfig(mode="penalty", buffer=4, penalty=0.5)
 
@@ -29,17 +29,6 @@ def test_equals_equation_13(data, limit, penalty):
         expected = -penalty
     [ours] = overlong_penalty(torch.tensor([length]), max_new_tokens=limit, buffer=buffer, penalty=penalty).tolist()
     assert ours == pytest.approx(expected, rel=1e-5, abs=1e-30)
-
-
-def test_mode_penalty_subtracts_the_penalty_from_the_reward():
-    rewards, lengths = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([5, 8, 10])
-    assert shaped_rewards(rewards, lengths, max_new_tokens=10, overlong=PENALTY).tolist() == [1, 0.75, -0.5]
-
-
-@pytest.mark.parametrize("overlong", [OverlongConfig(), OverlongConfig(mode="mask")])
-def test_other_modes_keep_the_reward(overlong):
-    rewards, lengths = torch.tensor([1.0, 0.0]), torch.tensor([10, 10])
-    assert torch.equal(shaped_rewards(rewards, lengths, max_new_tokens=10, overlong=overlong), rewards)
 
 
 def test_mode_mask_trains_only_answers_that_were_not_cut():

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_rl.algorithms.answers import ScoredAnswers
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.estimators import estimate, reads_batch
-from megatron_rl.algorithms.own_baseline import check, own_baseline, sample_answers
+from megatron_rl.algorithms.credit import estimate, reads_batch
+from megatron_rl.algorithms.own_functions import check_baseline, own_baseline, sample_answers
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.rollout.step_advantages import step_advantages
 
@@ -54,13 +54,13 @@ BAD: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("baseline", GOOD.values(), ids=GOOD)
 def test_usable_function_passes_the_check(baseline: Callable[..., Any]) -> None:
-    check(baseline, GrpoConfig())
+    check_baseline(baseline, GrpoConfig())
 
 
 @pytest.mark.parametrize(("baseline", "why"), BAD.values(), ids=BAD)
 def test_unusable_function_is_refused_with_the_reason(baseline: Callable[..., Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        check(baseline, GrpoConfig())
+        check_baseline(baseline, GrpoConfig())
 
 
 def test_unusable_function_of_a_recipe_names_its_key(tmp_path: Path) -> None:

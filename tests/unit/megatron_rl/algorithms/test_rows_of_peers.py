@@ -20,15 +20,12 @@ from core_helpers import tiny_run, trajectory
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.algorithms.answers import scored_answers
+from megatron_rl.algorithms.answers import scored_answers, usable
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.credit import assign_credit
-from megatron_rl.algorithms.estimators import estimate
-from megatron_rl.algorithms.filtering import usable
-from megatron_rl.algorithms.importance import answer_log_ratios
-from megatron_rl.algorithms.kl import kl_penalty
+from megatron_rl.algorithms.credit import assign_credit, estimate
 from megatron_rl.algorithms.loss import grpo_loss
-from megatron_rl.algorithms.own_baseline import sample_answers
+from megatron_rl.algorithms.loss_terms import answer_log_ratios, kl_penalty
+from megatron_rl.algorithms.own_functions import sample_answers
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.config import RunConfig

@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.algorithms.answers import scored_answers
-from megatron_rl.algorithms.filtering import usable, with_components
-from megatron_rl.algorithms.length_reward import length_rewards
-from megatron_rl.algorithms.signal import has_signal
+from megatron_rl.algorithms.answers import scored_answers, usable, with_components
+from megatron_rl.algorithms.rewards import has_signal, length_rewards
 from megatron_rl.config import RunConfig
 
 PENALTY = {"overlong": {"mode": "penalty", "buffer": 4, "penalty": 1.0}}

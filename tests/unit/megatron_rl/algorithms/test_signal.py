@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms.advantages import group_advantages
 from megatron_rl.algorithms.config import AdvantageStd
-from megatron_rl.algorithms.signal import SIGNAL_SPREAD, has_signal
+from megatron_rl.algorithms.rewards import SIGNAL_SPREAD, has_signal
 
 
 def signal(*rewards: list[float]) -> list[bool]:

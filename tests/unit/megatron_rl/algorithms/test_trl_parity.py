@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.algorithms.importance import answer_log_ratios
 from megatron_rl.algorithms.loss import grpo_loss
+from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.updates import update_plan
+from megatron_rl.algorithms.balance import update_plan
 
 COUNTS = st.integers(0, 200)
 UPDATES = st.integers(1, 16)

@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.window import State, Window, begun_below, choose, to_draw
+from megatron_rl.rollout.window import Choice, Drawn, State, Window
 
 UNFINISHED, OVERDUE, UNUSABLE, NO_SIGNAL, USABLE = State
 
@@ -128,44 +128,54 @@ def test_nothing_is_begun_for_steps_after_the_last(max_lag: int) -> None:
     assert [*run.begun] == [*range(6)]
 
 
+def choice(first: int, states: list[State], wanted: int, *, rounds: int) -> Choice | None:
+    return Window(wanted, rounds, first=first, states=(*states,)).choice()
+
+
+def drawn_at_once(states: list[State], *, rounds: int, passed_over: int) -> int:
+    """Further groups that a driver draws when 8 are wanted and these are finished."""
+    window = Window(8, rounds, below=len(states), states=(*states,), drawn=Drawn(passed_over=passed_over))
+    return window.open_below() - window.below
+
+
 def test_a_batch_is_the_first_ordinals_however_late_they_finish() -> None:
-    assert choose(7, [USABLE, UNFINISHED, USABLE, USABLE], 2, rounds=1) is None
-    found = choose(7, [USABLE, USABLE, USABLE, USABLE], 2, rounds=1)
+    assert choice(7, [USABLE, UNFINISHED, USABLE, USABLE], 2, rounds=1) is None
+    found = choice(7, [USABLE, USABLE, USABLE, USABLE], 2, rounds=1)
     assert found is not None
     assert (found.trained, found.next_ordinal) == ([7, 8], 9)
 
 
 def test_overdue_groups_are_dropped_once_others_can_replace_them() -> None:
-    assert choose(0, [OVERDUE, USABLE, UNFINISHED], 2, rounds=1) is None
-    found = choose(0, [OVERDUE, USABLE, USABLE], 2, rounds=1)
+    assert choice(0, [OVERDUE, USABLE, UNFINISHED], 2, rounds=1) is None
+    found = choice(0, [OVERDUE, USABLE, USABLE], 2, rounds=1)
     assert found is not None
     assert (found.trained, found.overdue, found.next_ordinal) == ([1, 2], [0], 3)
 
 
 def test_groups_without_signal_are_passed_over_until_the_last_round() -> None:
     states = [NO_SIGNAL, USABLE, NO_SIGNAL, UNUSABLE]
-    assert begun_below(0, states, batches=1, wanted=2, rounds=8) == 5
-    assert choose(0, states, 2, rounds=8) is None
-    found = choose(0, states, 2, rounds=2)
+    assert Window(2, 8, states=(*states,)).end_of(1) == 5
+    assert choice(0, states, 2, rounds=8) is None
+    found = choice(0, states, 2, rounds=2)
     assert found is not None
     assert (found.trained, found.next_ordinal) == ([1, 2], 4)
 
 
 def test_no_more_is_begun_for_groups_without_signal_than_the_rounds_allow() -> None:
     """Batch 1 settles ordinal 0 at least. Then two rounds of one prompt settle 1 and 2, with or without signal."""
-    assert begun_below(0, [UNFINISHED, NO_SIGNAL, NO_SIGNAL, NO_SIGNAL], batches=2, wanted=1, rounds=2) == 3
+    assert Window(1, 2, states=(UNFINISHED, NO_SIGNAL, NO_SIGNAL, NO_SIGNAL)).end_of(2) == 3
 
 
 def test_without_dynamic_sampling_a_prompt_that_is_too_long_is_not_replaced() -> None:
-    assert begun_below(3, [UNUSABLE], batches=2, wanted=2, rounds=1) == 7
-    found = choose(3, [UNUSABLE, USABLE], 2, rounds=1)
+    assert Window(2, first=3, states=(UNUSABLE,)).end_of(2) == 7
+    found = choice(3, [UNUSABLE, USABLE], 2, rounds=1)
     assert found is not None
     assert (found.trained, found.next_ordinal) == ([4], 5)
 
 
 def test_probably_enough_prompts_are_drawn_at_once() -> None:
-    assert to_draw([], wanted=8, rounds=8, passed_over=0) == 8
-    assert to_draw([], wanted=8, rounds=8, passed_over=8) == 16, "half of the last step's were usable"
-    assert to_draw([USABLE, NO_SIGNAL, UNUSABLE] * 4, wanted=8, rounds=8, passed_over=8) == 10
-    assert to_draw([NO_SIGNAL] * 60, wanted=8, rounds=99, passed_over=99) == 4 * 8, "at most 4 for each missing one"
-    assert to_draw([NO_SIGNAL] * 60, wanted=8, rounds=8, passed_over=99) == 4, "none beyond the last round"
+    assert drawn_at_once([], rounds=8, passed_over=0) == 8
+    assert drawn_at_once([], rounds=8, passed_over=8) == 16, "half of the last step's were usable"
+    assert drawn_at_once([USABLE, NO_SIGNAL, UNUSABLE] * 4, rounds=8, passed_over=8) == 10
+    assert drawn_at_once([NO_SIGNAL] * 60, rounds=99, passed_over=99) == 4 * 8, "at most 4 for each missing one"
+    assert drawn_at_once([NO_SIGNAL] * 60, rounds=8, passed_over=99) == 4, "none beyond the last round"

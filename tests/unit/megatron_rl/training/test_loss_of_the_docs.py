@@ -13,7 +13,7 @@ from core_helpers import batch_of, build_run, random_groups, tiny_run
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.algorithms.config import POLICY_LOSSES
-from megatron_rl.algorithms.own_policy_loss import own_policy_loss
+from megatron_rl.algorithms.own_functions import own_policy_loss
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 
 PAGE = (Path(__file__).parents[4] / "docs" / "losses.md").read_text()

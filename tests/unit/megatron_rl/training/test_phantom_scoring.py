@@ -38,7 +38,7 @@ def test_scoring_stays_on_the_gpu_and_reads_no_value(platform: Any, groups: Any,
         optimizer: Any = None
         here = here_of(platform, groups)
         trainer = Trainer(policy, optimizer, Grpo(config, policy, None), config, here)
-        batch = training_batch(rollouts.groups, config, 0, GPU)
+        batch = training_batch(rollouts.groups, trainer.objective.credit(rollouts.groups), config, 0, GPU)
         part = update_part(batch, range(len(batch.sequences)), config, platform)
         inputs = [ModelInput.of(policy, part.packing.microbatch(names)) for names in part.bins]
         scores = trainer.score(policy, batch, inputs)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers_witness import in_their_names, witness
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.algorithms import credit as credit_module
+from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import StepStats, Tally
@@ -66,6 +66,10 @@ def trained(run: Run, groups: list[TrajectoryGroup], step: int = 1) -> StepStats
     tally = Tally()
     stats.put(tally)
     return stats.reduced(tally.reduce(run.groups.control).total)
+
+
+def training_batch_of(groups: list[TrajectoryGroup], config: RunConfig) -> TrainingBatch:
+    return training_batch(groups, assign_credit(groups, config), config, 0, CPU)
 
 
 def of_loss(stats: StepStats) -> Any:
@@ -268,7 +272,7 @@ def test_loss_and_gradient_equal_those_of_a_padded_implementation(
 def test_only_the_models_turns_within_the_mask_are_trained_on(platform: Any, groups: Any, grpo: dict[str, Any]) -> None:
     config, conversations = one_update(grpo), in_two_turns(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), conversations, config)
-    batch = training_batch(conversations, config, 0, CPU)
+    batch = training_batch_of(conversations, config)
     assert of_loss(stats).tokens == batch.lengths[torch.tensor(batch.has_gradient)].sum()
     assert stats.batch.answer_tokens > batch.lengths.sum() > 0
 
@@ -370,7 +374,7 @@ def test_training_makes_the_good_answers_of_a_batch_likelier(platform: Any, grou
     def advantage_weighted() -> float:
         with torch.no_grad():
             logprobs, _, mask = padded_logprobs(witness(run.trainer.policy, config.model), GROUPS, 1.0)
-        return float(((logprobs * mask).sum(1) * training_batch(GROUPS, config, 0, CPU).advantages).sum())
+        return float(((logprobs * mask).sum(1) * training_batch_of(GROUPS, config).advantages).sum())
 
     before = advantage_weighted()
     for step in range(1, 4):
@@ -455,8 +459,8 @@ def test_skipping_answers_without_advantage_does_not_change_loss_and_gradient(
 
     monkeypatch.setattr(Policy, "predictors", counting)
     ours = trained(spared, batch)
-    found = training_batch(batch, config, 0, CPU)
-    monkeypatch.setattr(credit_module, "has_gradient", lambda advantages, carries_loss, grpo: carries_loss >= 0)
+    found = training_batch_of(batch, config)
+    monkeypatch.setattr(RunConfig, "trains_all_answers", property(lambda _: True))
     theirs = trained(whole, batch)
 
     assert of_loss(ours).loss == pytest.approx(of_loss(theirs).loss, rel=1e-6, abs=1e-6)
@@ -567,7 +571,7 @@ def test_all_ranks_agree_on_the_normaliser_and_length_of_an_update(
     monkeypatch.setattr(dist, "all_gather", gather)
     of_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 2), data=None)
     config = tiny_run(training={"tokens_per_microbatch": 1000})
-    batch = training_batch(GROUPS, config, 0, CPU)
+    batch = training_batch_of(GROUPS, config)
     part = update_part(batch, range(len(batch.sequences)), config, platform)
     (agreed,) = agree([part], of_two)
     assert len(part.bins) == 1
@@ -593,7 +597,7 @@ def test_ranks_with_another_part_of_the_model_are_not_counted(
     monkeypatch.setattr(dist, "all_gather", gather)
     two_by_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 4), data=None)
     config = tiny_run()
-    batch = training_batch(GROUPS, config, 0, CPU)
+    batch = training_batch_of(GROUPS, config)
     part = update_part(batch, range(len(batch.sequences)), config, platform)
     (agreed,) = agree([part], two_by_two)
     assert agreed.normaliser == 3 * part.normaliser > 0
@@ -603,7 +607,7 @@ def test_micro_batches_are_larger_if_attention_gathers_nothing(platform: Any) ->
     """64 answers of 12 tokens to a prompt of 500: 1,268 packed tokens, and 32,768 gathered."""
     trajectories = [scored([1] * 500, [2 + answer % 3, answer] * 6, float(answer % 2)) for answer in range(64)]
     config = tiny_run(training={"tokens_per_microbatch": 2048}, sampling={"max_new_tokens": 12})
-    batch = training_batch([TrajectoryGroup(0, Problem("", {}), trajectories, {})], config, 0, CPU)
+    batch = training_batch_of([TrajectoryGroup(0, Problem("", {}), trajectories, {})], config)
 
     def microbatches(*, gathers: bool) -> int:
         device: Any = SimpleNamespace(gathers_branches=lambda dtype, in_parts: gathers)
@@ -615,7 +619,7 @@ def test_micro_batches_are_larger_if_attention_gathers_nothing(platform: Any) ->
 
 def test_a_rank_with_too_few_trajectories_runs_empty_micro_batches(platform: Any, groups: Any) -> None:
     config = tiny_run()
-    batch = training_batch(GROUPS[:1], config, 0, CPU)
+    batch = training_batch_of(GROUPS[:1], config)
     part = update_part(batch, [index for index, run in enumerate(batch.has_gradient) if run][:2], config, platform)
     (agreed,) = agree([part], groups)
     update = update_batch(part, replace(agreed, microbatches=5))
