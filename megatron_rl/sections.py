@@ -153,11 +153,6 @@ class Sections(Section):
         """Prompts of a step, each with its answers, or rows of data."""
         return self.rows.examples_per_step if self.supervised else self.grpo.prompts_per_step
 
-    @property
-    def loss_temperature(self) -> float:
-        """Temperature of the distributions whose log-probs the loss reads."""
-        return 1.0 if self.supervised else self.sampling.temperature
-
     def answers_of_replica(self, replicas: int) -> int:
         """Largest number of answers, or rows, that one data-parallel replica has in an optimizer update."""
         return -(-self.groups_per_step // replicas) if self.supervised else self.grpo.answers_of_replica(replicas)

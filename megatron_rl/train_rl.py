@@ -109,7 +109,7 @@ def begin_save(run: Run) -> None:
     run.writer.sync()
     run.record.sync()
     needed = run.driver.begin_checkpoint(run.step, run.next_ordinal)
-    run.checkpointer.save(run.step, run.sharded_state(), run.counters(), needed)
+    run.checkpointer.save(run.step, run.models.sharded_state(), run.counters(), needed)
     run.saved = run.step
 
 

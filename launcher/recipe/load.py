@@ -24,7 +24,7 @@ from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.distill.teacher import TeacherFiles, against_teacher, teacher_files
+from megatron_rl.distill.teacher_files import TeacherFiles, against_teacher, teacher_files
 from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.config import Evaluation, read_evaluation

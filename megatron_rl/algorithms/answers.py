@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,15 +40,15 @@ class ScoredAnswers:
     """Name -> [answers] fp64, `environment.reward_weights` of the answer's environment; 0 where it does not name the
     component."""
 
-    def in_fp32(self) -> ScoredAnswers:
-        return replace(
-            self,
-            scored=self.scored.float(),
-            rewards=self.rewards.float(),
-            accuracy=self.accuracy.float(),
-            components={name: values.float() for name, values in self.components.items()},
-            component_weights={name: values.float() for name, values in self.component_weights.items()},
-        )
+    def each(self, change: Callable[[Tensor], Any]) -> ScoredAnswers:
+        """Return the table with every column changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: change(column) for name, column in value.items()}
+            return change(value) if isinstance(value, Tensor) else value
+
+        return replace(self, **{field.name: changed(getattr(self, field.name)) for field in fields(self)})
 
 
 def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> ScoredAnswers:

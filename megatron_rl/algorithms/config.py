@@ -199,7 +199,7 @@ class GrpoConfig(Section):
     2602.04879). reinforce: neither ratio nor bounds. module:function: your own."""
     eps_low: Annotated[float, Field(ge=0, le=1)] | None = None
     """Ratios of new to old probability are clipped to [1 - eps_low, 1 + eps_high]; for dppo, the largest divergence.
-    Default: 0.2; gspo, gspo_token: 0.0003; cispo: 1, which is not a bound; dppo: 0.15, by kl 0.05."""
+    Default: 0.2; gspo, gspo_token: 0.0003; cispo: 1, not a bound; dppo: 0.15, by kl 0.05."""
     eps_high: NonNegativeFloat | None = None
     """Upper clip range; larger than eps_low is DAPO's clip-higher. Default: 0.2; gspo, gspo_token: 0.0004; cispo: 4;
     dppo: 0.15, by kl 0.05."""
@@ -248,8 +248,8 @@ class GrpoConfig(Section):
     """Divisor of `reduction: constant`, in tokens; default: sampling.max_new_tokens."""
     branches: BranchWeighting = "mean"
     """Weight of a rollout with several sequences of tokens. mean: the weight of each token is divided by their number,
-    so the rollout counts like one with a single sequence of their mean length. sum: each sequence counts like an
-    answer."""
+    so the rollout counts like one with a single sequence of their mean length. sum: each sequence counts like a
+    separate answer."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the initial weights. At 0 no reference model is kept or run."""
     kl_estimator: KlEstimator = "k3"
@@ -410,7 +410,7 @@ class GrpoConfig(Section):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of a step; each makes a policy version."""
+        """Optimizer updates of a step. Each makes a policy version."""
         return self.updates_per_pass * self.iterations
 
     @property

@@ -78,7 +78,7 @@ def cut(cu_seqlens: Tensor, ranks: int) -> Tensor:
 
 
 def _divisible(batch: MicroBatch, ranks: int) -> MicroBatch:
-    """Add the fewest tokens that make the number divisible, as trees of their own that predict nothing."""
+    """Add the fewest tokens that make the number divisible, as further trees that predict nothing."""
     missing = -len(batch.tokens) % ranks
     if not missing:
         return batch

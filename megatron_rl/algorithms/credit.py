@@ -109,7 +109,8 @@ def estimate(answers: ScoredAnswers, config: GrpoConfig) -> Tensor:
     """
     if (own := own_baseline(config)) is not None:
         # Users write torch.zeros(n).index_add(0, answers.group, answers.rewards), which takes fp32 alone.
-        return as_advantages(own(answers.in_fp32(), config), answers)
+        in_fp32 = answers.each(lambda column: column.float() if column.is_floating_point() else column)
+        return as_advantages(own(in_fp32, config), answers)
     rewards, group, groups, std = answers.rewards, answers.group, answers.num_groups, config.advantage_std
     of_baseline: AdvantageStd = std if config.advantage_std_of == "baseline" else "none"
     units = answers.tokens if config.batch_over == "tokens" else torch.ones_like(answers.tokens)

@@ -90,6 +90,10 @@ class _PredictedLogprobs(torch.autograd.Function):
         del factor
         largest, mass, chosen, weighted = torch.cat(of_chunks, dim=1).unbind()
         if group is not None:
+            # The sums of a part are relative to its own largest z; to be added they must be relative to the largest of
+            # all. Example: parts with z = (3, 1) and (5) have the masses 1 + exp(-2) and 1, which relative to 5 are
+            # (1 + exp(-2)) exp(-2) and 1. Each term of `weighted` also has the factor z - largest, which falls by the
+            # same 2. `chosen` is z itself, in one part, and 0 in the others: rows 0 and 2 alone are scaled.
             of_part = largest.clone()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             below = of_part - largest

@@ -20,10 +20,8 @@ Function = Callable[..., Any]
 Check = Callable[[Function, GrpoConfig], None]
 
 
-def own_function(key: str, value: str, check: Check, config: GrpoConfig) -> Function | None:
-    """Return the function that a value of `grpo.KEY` names, checked; None if the value is a name of ours. Raises
-    ConfigurationError."""
-    if not is_own(value):
+def _own_function(key: str, check: Check, config: GrpoConfig) -> Function | None:
+    if not is_own(value := getattr(config, key)):
         return None
     try:
         return _checked(value, check, config)
@@ -38,15 +36,15 @@ def _checked(reference: str, check: Check, config: GrpoConfig) -> Function:
     return found
 
 
-def check_signature(function: Function, config: GrpoConfig, signature: str) -> None:
-    """Raise ValueError unless the function accepts two arguments, the second of which is the configuration."""
+def _check_signature(function: Function, config: GrpoConfig, signature: str) -> None:
+    """Raise ValueError unless the function accepts two arguments, the second one the configuration."""
     try:
         inspect.signature(function).bind(None, config)
     except TypeError as error:
         raise ValueError(f"the function cannot be called as {signature}: {error}") from error
 
 
-def called(function: Function, given: Any, config: GrpoConfig, described: str) -> Any:
+def _called(function: Function, given: Any, config: GrpoConfig, described: str) -> Any:
     """Return the function's result. Raises ValueError, with the place in the user's code, for any error in it.
 
     described: what is given, in words.
@@ -58,24 +56,18 @@ def called(function: Function, given: Any, config: GrpoConfig, described: str) -
         raise ValueError(f"{where}{type(error).__name__}: {error} (for {described})") from error
 
 
-OwnBaseline = Callable[[ScoredAnswers, GrpoConfig], Tensor]
-"""Answers of the whole step -> [answers] their advantages."""
-
-BASELINE_SIGNATURE = "def advantages(answers: ScoredAnswers, config: GrpoConfig) -> Tensor"
-
-
-def own_baseline(config: GrpoConfig) -> OwnBaseline | None:
-    """Return the user's function that `grpo.baseline` names, checked; None if the baseline is one of
-    ours. Raises ConfigurationError."""
-    return own_function("baseline", config.baseline, check_baseline, config)
+def own_baseline(config: GrpoConfig) -> Callable[[ScoredAnswers, GrpoConfig], Tensor] | None:
+    """Return the user's function that `grpo.baseline` names, checked: answers of the whole step -> [answers] their
+    advantages. None if the baseline is one of ours. Raises ConfigurationError."""
+    return _own_function("baseline", check_baseline, config)
 
 
 def check_baseline(baseline: Callable[..., Any], config: GrpoConfig) -> None:
     """Call a function of the user's with a few answers and with none. Raises ValueError if it does not accept the
     arguments, raises an error, or returns something other than [answers] finite values."""
-    check_signature(baseline, config, BASELINE_SIGNATURE)
+    _check_signature(baseline, config, "def advantages(answers: ScoredAnswers, config: GrpoConfig) -> Tensor")
     for answers in (sample_answers(), no_answers()):
-        found = called(baseline, answers, config, f"a step of {len(answers.rewards)} answers")
+        found = _called(baseline, answers, config, f"a step of {len(answers.rewards)} answers")
         as_advantages(found, answers)
 
 
@@ -118,23 +110,17 @@ def no_answers() -> ScoredAnswers:
     return ScoredAnswers(none, 2, nothing, nothing, nothing, none, {}, {})
 
 
-OwnPolicyLoss = Callable[[TrainedTokens, GrpoConfig], Tensor]
-"""Returns [tokens], each token's loss times its weight."""
-
-POLICY_LOSS_SIGNATURE = "def loss(tokens: TrainedTokens, config: GrpoConfig) -> Tensor"
-
-
-def own_policy_loss(config: GrpoConfig) -> OwnPolicyLoss | None:
-    """Return the user's function that `grpo.policy_loss` names, checked; None if the loss is one of
-    ours. Raises ConfigurationError."""
-    return own_function("policy_loss", config.policy_loss, check_policy_loss, config)
+def own_policy_loss(config: GrpoConfig) -> Callable[[TrainedTokens, GrpoConfig], Tensor] | None:
+    """Return the user's function that `grpo.policy_loss` names, checked: it returns [tokens], each token's loss times
+    its weight. None if the loss is one of ours. Raises ConfigurationError."""
+    return _own_function("policy_loss", check_policy_loss, config)
 
 
 def check_policy_loss(loss: Callable[..., Any], config: GrpoConfig) -> None:
     """Call a loss of the user's with a tiny batch and an empty one. Raises ValueError if it does not accept the
     arguments, raises an error, returns something other than [tokens] finite values with a finite gradient, or gives a
     token of weight 0 a loss or a gradient."""
-    check_signature(loss, config, POLICY_LOSS_SIGNATURE)
+    _check_signature(loss, config, "def loss(tokens: TrainedTokens, config: GrpoConfig) -> Tensor")
     tokens = sample_tokens(config)
     values = _losses(loss, tokens, config)
     if not values.isfinite().all():
@@ -158,7 +144,7 @@ def check_policy_loss(loss: Callable[..., Any], config: GrpoConfig) -> None:
 
 
 def _losses(loss: Callable[..., Any], tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
-    values = called(loss, tokens, config, f"a batch of {len(tokens.logprobs)} tokens")
+    values = _called(loss, tokens, config, f"a batch of {len(tokens.logprobs)} tokens")
     return as_losses(values, tokens)
 
 

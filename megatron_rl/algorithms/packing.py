@@ -21,7 +21,7 @@ from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit, Tree, spread
 from megatron_rl.platform.attention import PackedSequences
 
 HEAD = 64
-"""Tokens after the prefix by which sequences are compared, before whole sequences are."""
+"""Tokens after the prefix that are compared first, before whole sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,10 @@ class Packing:
 
     def _merge(self, tree: Tree, in_bin: set[int], merged: _Merged) -> None:
         """Append the tree of its sequences that are in the bin, depth first, with shared tokens once."""
+        # Example: the prefix p p with the rests x a and x b c is packed as p p x a b c. The second rest shares x, so
+        # the first path is left behind x, which ends the subtree of a at 4; the second path is x at 2, then b c from
+        # 4. At the end the subtrees of x, b, c and the prefix end at 6. A token is seen by the tokens after it up to
+        # the end of its subtree: b and c see p, p and x, but not a.
         members = [place for place, name in enumerate(tree.names) if name in in_bin]
         start, prefix = merged.edges[-1], tree.prefix
         end = start + prefix
@@ -189,7 +193,7 @@ class _Merged:
     """Concatenated trees, as runs of packed tokens."""
 
     edges: list[int] = field(default_factory=lambda: [0])
-    """Start of each tree, and the end."""
+    """First token of each tree, and the end of the last one."""
     sources: list[Run] = field(default_factory=list)
     """Runs of the sequences' tokens that are packed."""
     positions: list[Run] = field(default_factory=list)

@@ -96,7 +96,7 @@ def cispo(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
 
         L = -stop_gradient(clamp(r, 1 - eps_low, 1 + eps_high)) A log_prob    r = exp(log_prob - old)
 
-    The paper has no lower bound: `eps_low: 1`, the default of this loss. The value of L has no meaning of its own; its
+    The paper has no lower bound: `eps_low: 1`, the default of this loss. The value of L has no meaning; its
     gradient is that of the objective.
     """
     low, high = config.clip_range
@@ -131,7 +131,7 @@ def dppo(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
         M = 0 where D > eps_high, A > 0 and p > q, or where D > eps_low, A < 0 and p < q; else 1
         D = |p - q| (`dppo_divergence: tv`), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (`kl`)
 
-    The value of L has no meaning of its own; its gradient is that of the objective.
+    The value of L has no meaning; its gradient is that of the objective.
     """
     low, high = config.clip_range
     new, old = tokens.logprobs.detach().exp(), tokens.old_logprobs.exp()
@@ -156,7 +156,7 @@ def reinforce(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
         L = -A log_prob
 
     It has neither a ratio nor a bound: with several updates per step, or tokens of older weights, only
-    `grpo.importance` corrects for the difference of the policies. The value of L has no meaning of its own.
+    `grpo.importance` corrects for the difference of the policies. The value of L has no meaning.
     """
     return TokenLoss(-tokens.advantages * tokens.logprobs)
 

@@ -9,6 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from megatron_rl.recipe.section import HubPath, LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from megatron_rl.vllm.config import VllmConfig
 
+ROWS = 8
+"""Sequences that a replica of the teacher holds in its cache together."""
+
 ServerUrl = Annotated[
     str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$", json_schema_extra={"words": "http://HOST:PORT/v1"})
 ]

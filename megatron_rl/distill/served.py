@@ -17,9 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Branch
+from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
 from megatron_rl.distill.config import TeacherServers
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.openai import Endpoint, EndpointAway, EndpointError, ScoringServers
+from megatron_rl.inference.replicas.links import Roster
+from megatron_rl.inference.replicas.wire import digest_of
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import POLL_S, SafePoints
@@ -40,9 +43,31 @@ def endpoints_of(servers: TeacherServers) -> list[Endpoint]:
     ]
 
 
+class NoTeacher(RuntimeError):
+    """No replica of the teacher is left."""
+
+
+def replicas_of(run_dir: RunDir, attempt: Attempt, answer_limit_s: float) -> Callable[[], list[Endpoint]]:
+    """Return a function that returns the endpoints of the teacher's replicas that run now; another start has another
+    one. It reads files, and raises NoTeacher if all replicas are given up.
+
+    answer_limit_s: seconds that one answer may take.
+    """
+    roster = Roster(lambda: attempt.replicas(TEACHER), digest_of(run_dir.resolved))
+
+    def running() -> list[Endpoint]:
+        addresses, given_up = roster.read()
+        if given_up is not None:
+            raise NoTeacher(f"all replicas of the teacher are given up: {given_up}")
+        urls = (f"http://{address.host}:{address.port}/v1" for address in addresses)
+        return [Endpoint(url, "teacher", token_file=run_dir.token, timeout_s=answer_limit_s) for url in urls]
+
+    return running
+
+
 class ServedTeacher:
-    """Asks servers for log-probs. The first rank of each data-parallel replica asks for the replica's sequences, and
-    the others get its answers."""
+    """Asks servers for log-probs, those of others or replicas of the run. The first rank of each data-parallel replica
+    asks for the replica's sequences, and the others get its answers."""
 
     def __init__(
         self,
@@ -55,8 +80,8 @@ class ServedTeacher:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """
-        servers: endpoints of the servers; or of the replicas that run now, which is asked again and again in a thread
-            of its own, and raises NoTeacher if none will run any more.
+        servers: endpoints of the servers; or of the replicas that run now, which is asked again and again in a separate
+            thread, and raises NoTeacher if none will run any more.
         limit_s: seconds that all servers may be away.
         transport: for tests.
         """

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from megatron_rl.config import RunConfig
-from megatron_rl.distill.replicas import ROWS
+from megatron_rl.distill.config import ROWS
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.platform.phantom import PhantomDevice

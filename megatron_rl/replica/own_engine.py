@@ -9,7 +9,7 @@ from functools import partial
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.distill.replicas import ROWS
+from megatron_rl.distill.config import ROWS
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine

@@ -17,7 +17,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 
 STOP_S = 10.0
-"""Seconds that the agents' thread has to end."""
+"""Seconds to wait for the end of the agents' thread."""
 
 Result = TypeVar("Result")
 

@@ -23,7 +23,7 @@ class AsyncConfig(Section):
 
     max_lag: NonNegativeInt = 0
     """Largest age, in steps, of the weights that sampled a token when it is trained on. 0: each step trains on answers
-    of the current weights, and generation waits for training. With more, up to max_lag * grpo.prompts_per_step prompts
+    of the present weights, and generation waits for training. With more, up to max_lag * grpo.prompts_per_step prompts
     are answered beyond the batch in training, and answers continue from token to token while new weights arrive; set
     grpo.importance."""
     on_overdue: Literal["wait", "drop"] = "wait"
@@ -36,7 +36,7 @@ class AsyncConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Choose training problems by their recent pass rate, the mean accuracy of the answers to them
+    """Chooses training problems by their recent pass rate, the mean accuracy of the answers to them
     (environment.accuracy), which must be from 0 to 1. A pass over the problems leaves out each problem by chance, the
     more often, the less it teaches. A problem that was not tried yet is never left out, so the first pass is complete.
     Pass rates are saved with the weights."""

@@ -147,6 +147,10 @@ class Curriculum:
 
     def _next(self, name: str) -> Assigned:
         """Return the next problem of a set that is not left out."""
+        # `candidate` counts what the stream offers, visited or not, so an ordinal's problem depends on the pass rates
+        # when it was assigned. Example: of candidates 0, 1, 2 the second one has the weight 0.1 and its draw is 0.7. It
+        # is left out: ordinals 0 and 1 are candidates 0 and 2. That is why assignments are saved: a resumed run with
+        # newer rates would assign others.
         while True:
             candidate = self._candidates[name]
             self._candidates[name] += 1

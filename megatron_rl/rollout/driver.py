@@ -37,7 +37,7 @@ from megatron_rl.rollout.exchange import exchange
 from megatron_rl.rollout.in_flight import InFlightGroups
 from megatron_rl.rollout.step_advantages import gathered_bytes, of_positions, step_advantages
 from megatron_rl.rollout.stream import Mixture, shares
-from megatron_rl.rollout.window import Choice, State, Window
+from megatron_rl.rollout.window import BatchChoice, State, Window
 
 DROP_REASONS = {State.UNUSABLE: PROMPT_TOO_LONG, State.NO_SIGNAL: NO_SIGNAL, State.OVERDUE: OVERDUE_ANSWERS}
 """Reasons for settling an ordinal without training on it."""
@@ -163,13 +163,18 @@ class RolloutDriver:
             self._loop.do(lambda _: in_flight.bank.close())
         self._loop.close()
 
-    def _next_choice(self, first: int) -> tuple[Choice, int]:
+    def _next_choice(self, first: int) -> tuple[BatchChoice, int]:
         """Wait for the next batch. Return the choice of its groups, and the number of rounds in which new ordinals were
         drawn. Collective."""
         self._window = self._window.at(first)
         if not self._window.ahead:
             self._loop.catch_up()  # the newest weights generate, and their version is part of every group's key
         self._begin(self._window.surplus.stop, waiting=True)
+        # Which groups make a batch depends on their rewards alone, never on which answer or driver is fast: so an
+        # interrupted run chooses what an undisturbed one would. Each look therefore brings all drivers to one view of
+        # the states before it draws further groups or chooses. Example without generation ahead: 8 groups are wanted,
+        # 8 are begun, and 5 of them have a signal. The next look draws 4 more (3 are missing, and of the last 16
+        # ordinals 13 were usable), and all 4 must finish before the batch is chosen, though 3 might do.
         rounds = 0
         for look in count():
             rounds += self._begin(self._window.open_below())
@@ -231,7 +236,7 @@ class RolloutDriver:
             self._loop.feed()
         return [*map(State, states)]
 
-    def _take(self, choice: Choice) -> Taken:
+    def _take(self, choice: BatchChoice) -> Taken:
         if (in_flight := self._in_flight) is None:
             return Taken()
         first, states = self._window.first, self._window.states

@@ -59,7 +59,7 @@ def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
 
 
 def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
-    reader = Reader(body)
+    reader = BodyReader(body)
     rewards = head["reward"]
     sequences = _sequences(head, reader)
     counts = head.get("sequences", [1] * len(rewards))
@@ -80,8 +80,8 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
     return TrajectoryGroup(head["ordinal"], problem, trajectories, head["failures"])
 
 
-def _sequences(head: Head, reader: Reader) -> Iterator[Branch]:
-    """Return the sequences of all trajectories, in order. The reader is then at the texts."""
+def _sequences(head: Head, reader: BodyReader) -> Iterator[Branch]:
+    """Return the sequences of all trajectories. The reader is then at the texts."""
     lengths = head["tokens"]
     turns = [[range(start, stop) for start, stop in each] for each in head["turns"]]
     sampled = [sum(map(len, each)) for each in turns]
@@ -129,7 +129,7 @@ def _spread(sampled: list[Any], turns: Iterable[range], length: int, elsewhere: 
     return values
 
 
-class Reader:
+class BodyReader:
     """Reads a body from its start."""
 
     def __init__(self, body: bytes) -> None:

@@ -30,7 +30,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Answer each evaluation set greedily, and return its metrics. Collective.
 
-    `eval/SET/greedy_accuracy`: share of answers with reward 1; absent if there is no answer.
+    `eval/SET/greedy_accuracy`: share of answers with reward 1; absent without answers.
     `eval/SET/failed_rollouts`: number of lost answers, which no share includes; absent if none is lost.
 
     Raises LeaveAgreed if a rank is asked to leave.

@@ -96,13 +96,11 @@ class InFlightGroups:
             overdue = overdue_after is not None and self._begun_after[ordinal] <= overdue_after
             return State.OVERDUE if overdue else State.UNFINISHED
         if ordinal not in self._states:
-            self._states[ordinal] = self._finished_state(task.result())
+            if (group := task.result()) is None:
+                self._states[ordinal] = State.UNUSABLE
+            else:
+                self._states[ordinal] = State.USABLE if usable(group, self._config) else State.NO_SIGNAL
         return self._states[ordinal]
-
-    def _finished_state(self, group: TrajectoryGroup | None) -> State:
-        if group is None:
-            return State.UNUSABLE
-        return State.USABLE if usable(group, self._config) else State.NO_SIGNAL
 
     def begun(self, ordinals: range) -> list[int]:
         """Return the ordinals among these that this driver has begun and not settled."""

@@ -80,7 +80,8 @@ class RolloutRecord:
         """
         lines = [*self._trained(step, batch, advantages, logprobs)] if trained and advantages is not None else []
         if self._every_group:
-            lines += (_line(step, group, [0.0] * len(group.trajectories), why) for group, why in _passed_over(batch))
+            for group in batch.passed_over:
+                lines.append(_line(step, group, [0.0] * len(group.trajectories), batch.dropped[group.ordinal]))
         if lines:
             path = rollouts_file(self._attempt, self._rank, step)
             self._waiting.setdefault(path, []).extend(group_json(line) + "\n" for line in lines)
@@ -132,11 +133,8 @@ class RolloutRecord:
             its = [next(of_answers) for _ in group.trajectories]
             if answers or self._every_group:
                 line = _line(step, group, its, "", answers)
-                yield line._replace(right=self._right_answer(group.problem)) if answers else line
-
-    def _right_answer(self, problem: Problem) -> str | None:
-        answer = self._right(problem)
-        return None if answer is None else answer[:PROMPT_LIMIT]
+                right = self._right(group.problem) if answers else None
+                yield line if right is None else line._replace(right=right[:PROMPT_LIMIT])
 
     def _answer(self, answer: Trajectory, scores: Iterator[float]) -> AnswerLine:
         """scores: log-probs of the trainer for its trained tokens and further ones."""
@@ -185,11 +183,6 @@ def _line(
         passed_over=passed_over,
         answers=list(answers),
     )
-
-
-def _passed_over(batch: RolloutBatch) -> Iterator[tuple[TrajectoryGroup, str]]:
-    for group in batch.passed_over:
-        yield group, batch.dropped[group.ordinal]
 
 
 def _sequences(group: TrajectoryGroup) -> Iterator[Branch]:

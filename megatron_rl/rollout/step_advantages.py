@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,19 +35,7 @@ class Table:
     answers: ScoredAnswers
 
     def encoded(self) -> bytes:
-        answers = self.answers
-        return json.dumps(
-            {
-                "positions": self.positions,
-                "group": answers.group.tolist(),
-                "scored": answers.scored.tolist(),
-                "rewards": answers.rewards.tolist(),
-                "accuracy": answers.accuracy.tolist(),
-                "tokens": answers.tokens.tolist(),
-                "components": {name: values.tolist() for name, values in answers.components.items()},
-                "component_weights": {name: values.tolist() for name, values in answers.component_weights.items()},
-            }
-        ).encode()
+        return json.dumps({"positions": self.positions, **asdict(self.answers.each(Tensor.tolist))}).encode()
 
     @classmethod
     def decoded(cls, message: bytes) -> Table:
@@ -56,7 +44,7 @@ class Table:
             content["positions"],
             ScoredAnswers(
                 group=torch.tensor(content["group"], dtype=torch.long),
-                num_groups=len(content["positions"]),
+                num_groups=content["num_groups"],
                 scored=fp64(content["scored"]),
                 rewards=fp64(content["rewards"]),
                 accuracy=fp64(content["accuracy"]),
@@ -117,16 +105,7 @@ def in_order(answers: ScoredAnswers, order: Sequence[int]) -> ScoredAnswers:
     place[torch.tensor(order, dtype=torch.long)] = torch.arange(answers.num_groups)
     group = place[answers.group]
     rows = group.argsort(stable=True)
-    return ScoredAnswers(
-        group=group[rows],
-        num_groups=answers.num_groups,
-        scored=answers.scored[rows],
-        rewards=answers.rewards[rows],
-        accuracy=answers.accuracy[rows],
-        tokens=answers.tokens[rows],
-        components={name: values[rows] for name, values in answers.components.items()},
-        component_weights={name: values[rows] for name, values in answers.component_weights.items()},
-    )
+    return replace(answers.each(lambda column: column[rows]), group=group[rows])
 
 
 def gathered_bytes(own: bytes, gather: Gather) -> list[bytes]:

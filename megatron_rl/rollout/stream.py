@@ -19,7 +19,7 @@ from megatron_rl.agent.trajectories import Problem
 
 class Mixture:
     """Prompt stream of several sets. Each step's prompts are split over the sets by weight, and each set is visited in
-    passes of its own.
+    separate passes.
 
     A step with fewer prompts than sets cannot have a prompt of each: then several steps are split together. For
     example, three sets and two prompts per step: every two steps have the same split of four prompts.

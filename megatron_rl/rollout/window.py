@@ -55,7 +55,7 @@ NOTHING_DRAWN = Drawn()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BatchChoice:
     trained: list[int]
     """Ordinals, ascending."""
     next_ordinal: int
@@ -187,7 +187,7 @@ class Window:
         """Note the states of all begun ordinals from `first` on."""
         return replace(self, states=tuple(states))
 
-    def choice(self) -> Choice | None:
+    def choice(self) -> BatchChoice | None:
         """Return the next batch, the first `wanted` usable ordinals; None until it is complete."""
         usable: list[int] = []
         without_signal: list[int] = []
@@ -207,10 +207,10 @@ class Window:
             if len(usable) == self.wanted or seen == self.rounds * self.wanted:
                 missing = self.wanted - len(usable)
                 stand_ins = without_signal[-missing:] if missing else []
-                return Choice(sorted(usable + stand_ins), ordinal + 1, overdue)
+                return BatchChoice(sorted(usable + stand_ins), ordinal + 1, overdue)
         return None
 
-    def taken(self, choice: Choice) -> Window:
+    def taken(self, choice: BatchChoice) -> Window:
         """Move on to the next batch."""
         settled = choice.next_ordinal - self.first
         drawn = self.drawn if self.ahead else Drawn(self.below, passed_over=settled - len(choice.trained))

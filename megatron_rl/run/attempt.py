@@ -115,7 +115,7 @@ def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, p
 
 
 def experts_in_words(platform: Platform, config: RunConfig) -> str:
-    """Describe how the training ranks multiply experts, each of which a tensor-parallel group shares."""
+    """Describe how the training ranks multiply experts. A tensor-parallel group shares each expert."""
     model = config.model
     if model.expert_ffn_hidden_size is None:
         return "none"
@@ -187,7 +187,7 @@ def finish_write(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
     while checkpointer.saving is not None:
         deadline = safe_points.drain.deadline() if first else None  # None while the host does not know it
         if deadline is not None and time.time() > deadline - MARGIN_S:
-            checkpointer.abandon("there is no time left")
+            checkpointer.abandon("no time is left")
         checkpointer.wait(until=time.monotonic() + POLL_S)
         safe_points.poll()
 

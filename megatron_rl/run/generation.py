@@ -1,5 +1,6 @@
-"""Generation of a run: by an engine on the training ranks, or by replicas on other ranks (partitioned.py). The driver
-does not distinguish between them."""
+"""Generation of a run, by an engine on the training ranks or by replicas on other ranks (partitioned.py), and the
+driver that makes the batches of its steps, from sampled answers or from rows of data. The driver does not know who
+generates."""
 
 from __future__ import annotations
 
@@ -11,18 +12,12 @@ import torch.distributed as dist
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.model.policy import Policy
-from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import generation_profiler
 from megatron_rl.refit.prober import Prober, probe_text
 from megatron_rl.refit.rank_engine import build_engine
 from megatron_rl.rollout.agent_loop import EngineInTurn
-from megatron_rl.run.state import Generation
-from megatron_rl.standalone.first_rows import Lesson
-
-if TYPE_CHECKING:
-    from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.records import Lineage, fingerprint
 from megatron_rl.rollout.curriculum import CurriculumState, prompts_of
@@ -30,8 +25,12 @@ from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.in_flight import InFlightGroups
 from megatron_rl.rollout.window import Window
 from megatron_rl.run.problems import Material
-from megatron_rl.run.state import Counters, Driver
-from megatron_rl.supervised.example_driver import ExampleDriver
+from megatron_rl.run.state import Counters, Driver, Generation
+from megatron_rl.standalone.first_rows import Lesson
+from megatron_rl.supervised.driver import ExampleDriver
+
+if TYPE_CHECKING:
+    from megatron_rl.inference.replicas.pool import ReplicaPool
 
 
 def open_pool(config: RunConfig, here: Here) -> ReplicaPool | None:
@@ -56,25 +55,19 @@ def build_generation(
     """
     if not config.generates:
         return None
-    prober = None
-    if capabilities_of(config.inference.engine).probed:
-        prompts = (problem.prompt for problem in lesson.sets[0].problems)
-        prober = Prober(policy, probe_text(prompts, lesson.tokenizer, config.sequence_length), here.groups)
-    if pool is None:
-        return generate_here(config, here, lesson.tokenizer, policy)
-    from megatron_rl.run import partitioned
+    if pool is not None:
+        from megatron_rl.run import partitioned
 
-    return partitioned.generate_elsewhere(config, here, policy, pool, prober)
-
-
-def generate_here(config: RunConfig, here: Here, tokenizer: Tokenizer, policy: Policy) -> Generation:
-    """Build an engine on the training ranks. Collective."""
-    timeout = timedelta(seconds=config.job.collective_timeout_s)
+        prober = None
+        if capabilities_of(config.inference.engine).probed:
+            prompts = (problem.prompt for problem in lesson.sets[0].problems)
+            prober = Prober(policy, probe_text(prompts, lesson.tokenizer, config.sequence_length), here.groups)
+        return partitioned.generate_elsewhere(config, here, policy, pool, prober)
     tp = config.placement.inference.tp or config.placement.training.tp
-    ranks = EngineRanks.form(here.groups, tp, timeout)
-    vocabulary, end_ids = tokenizer.vocab_size, tokenizer.end_ids
+    ranks = EngineRanks.form(here.groups, tp, timedelta(seconds=config.job.collective_timeout_s))
+    tokenizer = lesson.tokenizer
     engine, refit = build_engine(
-        policy, config, vocabulary, end_ids, here.platform, here.groups, ranks, tokenizer.decode
+        policy, config, tokenizer.vocab_size, tokenizer.end_ids, here.platform, here.groups, ranks, tokenizer.decode
     )
     engine.profiler = generation_profiler(here.attempt, config, here.platform, dist.get_rank())
     return Generation(engine, refit, EngineInTurn(ranks, engine, here.safe_points))
@@ -90,28 +83,21 @@ def build_driver(
         return ExampleDriver(lesson.sets, lesson.tokenizer, config, here.groups, lesson.environment, loop)
     state = curriculum_of(config, material, counters)
     prompts = prompts_of(config, lesson.sets, state, counters.next_ordinal, counters.drawn)
-    in_flight = None
-    if (bank := _bank(config, here, material, generation, counters)) is not None:
+    in_flight, role = None, generation.loop.role
+    if role.drives:
+        recipe = fingerprint(config, material.digests)
+        origin = here.run_dir.root.name, here.attempt.number, counters.step, counters.policy_version
+        bank = Bank(
+            here.run_dir.bank,
+            config.resume,
+            Lineage(*origin, recipe),
+            next_ordinal=counters.next_ordinal,
+            driver=role.index,
+            drivers=role.count,
+        )
         in_flight = InFlightGroups(agent, prompts.problem, generation.engine, bank, config)
     window = Window.of(config, counters.step, counters.drawn)
     return RolloutDriver(prompts, window, generation.loop, in_flight, config, here)
-
-
-def _bank(config: RunConfig, here: Here, material: Material, generation: Generation, counters: Counters) -> Bank | None:
-    """Open the bank; None on a rank that follows."""
-    role = generation.loop.role
-    if not role.drives:
-        return None
-    recipe = fingerprint(config, material.digests)
-    lineage = Lineage(here.run_dir.root.name, here.attempt.number, counters.step, counters.policy_version, recipe)
-    return Bank(
-        here.run_dir.bank,
-        config.resume,
-        lineage,
-        next_ordinal=counters.next_ordinal,
-        driver=role.index,
-        drivers=role.count,
-    )
 
 
 def curriculum_of(config: RunConfig, material: Material, counters: Counters) -> CurriculumState | None:

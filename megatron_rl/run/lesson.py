@@ -102,7 +102,7 @@ async def _score(
 
 def count_prompts(prompts: Iterable[str]) -> PromptCounts:
     """Count prompts that are equal, empty or of the same length. What all prompts begin and end with, such as a chat
-    template and its system message, is no part of their length."""
+    template and its system message, does not count to their length."""
     count = Counter(prompts)
     texts = [*count]
     shortest = min(map(len, texts), default=0)

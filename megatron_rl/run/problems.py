@@ -43,7 +43,7 @@ MOST_TOKENISED = 20_000
 are dropped when their turn comes."""
 
 SPARE = 8
-"""Tokens by which a text may exceed its bytes: some tokenizers put a blank first."""
+"""Tokens that a text may have beyond its number of bytes: some tokenizers put a blank first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +208,9 @@ def check_unchanged(
     """Refuse to continue after `step` with other problems than before. A fork that begins at this step is an exception:
     its user asked for it.
 
-    trained: problems trained on up to the checkpoint; empty if there is no checkpoint, or it does not record them.
+    trained: problems trained on up to the checkpoint; empty without a checkpoint, or if it does not record them.
 
-    Raises ConfigurationError, which no retry follows: a retry would find the same, and a user has to decide.
+    Raises ConfigurationError, which no retry follows: a retry would find the same, and a user must decide.
     """
     changed = "; ".join(differences(trained, now) if trained else [])
     if not changed:

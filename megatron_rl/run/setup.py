@@ -15,10 +15,9 @@ from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.run.generation import build_driver, build_generation, curriculum_of, open_pool
 from megatron_rl.run.lesson import record_lesson, right_answer
-from megatron_rl.run.models import build_models
+from megatron_rl.run.models import build_models, build_teacher
 from megatron_rl.run.problems import build_material, check_unchanged
 from megatron_rl.run.state import Counters, Run, restore
-from megatron_rl.run.teacher import build_teacher
 from megatron_rl.training.objective import objective_of
 from megatron_rl.training.trainer import Trainer
 

@@ -189,9 +189,6 @@ class Run:
     def refit(self) -> Refit:
         return NoRefit() if self.generation is None else self.generation.refit
 
-    def sharded_state(self) -> dict[str, Any]:
-        return self.models.sharded_state()
-
     def counters(self) -> dict[str, Any]:
         return asdict(
             Counters(

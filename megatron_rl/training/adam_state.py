@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class AdamShare:
     """The part of one model parameter that this rank's optimizer holds."""
 
     parameter: Parameter
@@ -112,7 +112,7 @@ def _counters(adam: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     return (part for part in (*adam.state.values(), *adam.param_groups) if "step" in part)
 
 
-def _shares(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[Share]:
+def _shares(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[AdamShare]:
     if not isinstance(optimizer, DistributedOptimizer):
         for parameter in parameters:
             main = getattr(parameter, "main_param", parameter)  # set if the model is not fp32
@@ -126,15 +126,15 @@ def _shares(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[Share]:
             yield _share(optimizer, parameter, main, ranges["param"].start, replicated=False)
 
 
-def _share(optimizer: Any, parameter: Parameter, main: Tensor, start: int, *, replicated: bool) -> Share:
+def _share(optimizer: Any, parameter: Parameter, main: Tensor, start: int, *, replicated: bool) -> AdamShare:
     adam = optimizer.optimizer.state[main]
     tensors = {name: adam[name] for name in ("exp_avg", "exp_avg_sq")}
     if parameter.dtype != main.dtype:
         tensors["param"] = main
-    return Share(parameter, start, tensors, replicated)
+    return AdamShare(parameter, start, tensors, replicated)
 
 
-def _pieces(key: str, flat: Tensor, share: Share, part: ShardedTensor) -> Iterator[ShardedTensor]:
+def _pieces(key: str, flat: Tensor, share: AdamShare, part: ShardedTensor) -> Iterator[ShardedTensor]:
     """Boxes of the whole model's tensor that a share fills.
 
     flat: one of the share's tensors. part: this rank's parameter, or one of two tensors in it, within the model.

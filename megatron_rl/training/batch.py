@@ -45,7 +45,7 @@ class TrainingBatch:
     has_gradient: Sequence[bool]
     """[trajectories] whether it is run through the model: see `Credit.has_gradient`."""
     sequences: Sequence[Branch]
-    """Sequences of all trajectories, in order."""
+    """Sequences of the first trajectory, then of the next ones."""
     trajectory: Tensor
     """[sequences] index of the trajectory."""
     lengths: Tensor
@@ -196,6 +196,11 @@ class Agreed:
 def agree(parts: Sequence[UpdatePart], groups: Groups) -> list[Agreed]:
     """Agree on normaliser and number of micro-batches of each update, over the ranks with the same part of the model.
     Collective over all ranks; waits for no device."""
+    # The loss is a mean over the global batch, but micro-batches and ranks only add up: the divisor must be known
+    # before the first micro-batch. Example: of two ranks, one has 300 trained tokens and the other 100. A mean on each
+    # rank, and then of the two, would weigh the 100 three times as much; with the normaliser 400 all weigh 1/400.
+    # The number of micro-batches must be known too, because ranks wait for one another within each: a rank that needs
+    # fewer runs empty ones.
     own = torch.tensor([[part.normaliser, float(len(part.bins))] for part in parts], dtype=torch.float64)
     of_world = gathered(own, groups.control)
     of_data = torch.stack([of_world[rank] for rank in dist.get_process_group_ranks(groups.data)])  # [ranks, updates, 2]

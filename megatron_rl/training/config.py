@@ -79,7 +79,7 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = 0
     """Seed of prompts, sampling and shuffling."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Tokens packed into one forward and backward pass of a rank; a longer answer gets a separate micro-batch. With
+    """Tokens packed into one forward and backward pass of a rank; a longer answer gets its own micro-batch. With
     context parallelism (`placement.training.cp`) each rank has this many. A prompt shared by several answers is packed
     once, but because attention gathers it for each answer, a fifth to a tenth of its tokens, depending on the model's
     shape, counts for each."""

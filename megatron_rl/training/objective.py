@@ -133,7 +133,7 @@ class Grpo(Objective):
         grpo = config.grpo
         self.reference = reference
         self._policy, self._teacher, self._config = policy, teacher, config
-        self.temperature = config.loss_temperature
+        self.temperature = config.sampling.temperature
         self.entropy = "gradient" if grpo.entropy_coefficient > 0 else "value"
         absent = {
             "clip_low": not grpo.is_bounded,

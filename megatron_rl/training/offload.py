@@ -1,7 +1,7 @@
 """Tensors whose values move to host memory while the device needs the space, and back for their use.
 
 A tensor and its views keep their identity: only the storage behind them is freed and filled. So megatron-core's
-buffers, of which every weight is a view, need not be rebuilt.
+buffers need not be rebuilt, though every weight is a view of one.
 """
 
 from __future__ import annotations

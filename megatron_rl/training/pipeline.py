@@ -1,7 +1,7 @@
 """A rank's stage in the pipeline of its replica, and the tensors sent between stages.
 
-Hidden states and their gradients use separate groups, each of which receives in the order of sending, so that stages
-never wait for each other in a circle. Only tensors are sent: every stage has the micro-batches and so knows the shapes.
+Hidden states and their gradients use separate groups. Each receives in the order of sending, so stages never wait for
+each other in a circle. Only tensors are sent: every stage has the micro-batches and so knows the shapes.
 """
 
 from __future__ import annotations

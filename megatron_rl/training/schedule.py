@@ -93,6 +93,14 @@ def forward_backward(
         with partial_sums() if left else nullcontext():
             _backward(received, output, pipeline)
 
+    # A stage starts one micro-batch for each stage that follows it, and one more, before it waits for a gradient.
+    # Example: three stages and four micro-batches, F forward, B backward:
+    #
+    #     stage 0    F0 F1 F2 B0 F3 B1 B2 B3
+    #     stage 1    F0 F1 B0 F2 B1 F3 B2 B3
+    #     stage 2    F0 B0 F1 B1 F2 B2 F3 B3
+    #
+    # So stage 0 holds the activations of three micro-batches, however many there are.
     started: deque[tuple[Tensor | None, Tensor]] = deque()  # input and output of this stage
     for number, each in enumerate(inputs):
         if stop():

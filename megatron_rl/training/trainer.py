@@ -108,6 +108,9 @@ class Trainer:
                 scores = replace(scores, recorded=torch.zeros_like(batch.inference_logprobs))
             self.platform.synchronize()
 
+        # Half a step can be neither saved nor repeated. Before the first update a request to leave is granted at once;
+        # later only if the rest of the step would miss the deadline. Example: updates take 20 s, and the request comes
+        # in the second of four with 50 s left. Three updates take 60 s, so the ranks leave, and repeat the step.
         losses: list[LossStats] = []
         updates: list[Update] = []
         began = time.monotonic()
@@ -119,7 +122,9 @@ class Trainer:
             self.between_steps = len(updates) == len(planned)
         self.optimizer.overlap.finish_gathering()
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
-        loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
+        loss = None
+        if any(update.inputs for update in planned):
+            loss = combined(losses) if self.groups.reports_losses else uncounted(LossStats, *self.objective.absent)
         if record is not None:
             if scores.recorded is not None and self.groups.context.size() > 1:
                 dist.all_reduce(scores.recorded, group=self.groups.context)
@@ -253,9 +258,6 @@ class Trainer:
             return value
 
         return loss
-
-    def _loss_stats(self, losses: Sequence[LossStats]) -> LossStats:
-        return combined(losses) if self.groups.reports_losses else uncounted(LossStats, *self.objective.absent)
 
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:
         """Return the device use of this step.

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_rl.config import RunConfig
-from megatron_rl.distill.replicas import ROWS
+from megatron_rl.distill.config import ROWS
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape

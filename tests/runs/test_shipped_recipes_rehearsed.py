@@ -26,7 +26,7 @@ from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.config import RunConfig
-from megatron_rl.distill.teacher import teacher_files
+from megatron_rl.distill.teacher_files import teacher_files
 from megatron_rl.inference.capabilities import capabilities_of
 
 Rehearse = Callable[..., list[tuple[RankRehearsal, Memory]]]

@@ -18,8 +18,8 @@ OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python
 ORDER = {
     "megatron_rl": """
         contract processes errors recipe inference.capabilities inference.vllm_options CONFIG
-        model.hf_config sections inference.engine_limits contradictions config
-        model.hub model.flops distill.teacher
+        model.hf_config inference.engine_limits sections contradictions config
+        model.hub model.flops distill.teacher_files
         platform metrics rank model inference chat agent server endpoint environments algorithms rollout supervised
         distill checkpoint training refit standalone server.weights server.__main__ server.agent replica vllm evaluate
         fabric run rehearse train_rl run.attempt rank_main replica_main
@@ -41,7 +41,7 @@ LIGHT = (
     "megatron_rl.checkpoint.adapters",
     "megatron_rl.checkpoint.interval",
     "megatron_rl.checkpoint.publish",
-    "megatron_rl.distill.teacher",
+    "megatron_rl.distill.teacher_files",
     "megatron_rl.metrics.metric",
     "megatron_rl.metrics.names",
     "megatron_rl.model.flops",

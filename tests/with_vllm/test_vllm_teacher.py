@@ -26,8 +26,7 @@ from vllm_front import PYTHON_VARIABLE, START_S, Front, LocalRun, is_there, unti
 from launcher.host.record.evidence import read_replicas
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import TEACHER
-from megatron_rl.distill.replicas import TeacherRoster
-from megatron_rl.distill.served import ServedTeacher
+from megatron_rl.distill.served import ServedTeacher, replicas_of
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import CharacterTokenizer
 
@@ -78,7 +77,7 @@ def test_the_log_probs_of_vllm_are_those_of_the_frozen_teacher(
     run = prepare(tmp_path / "run", apart.model_dump())
     with Front(run, kind=TEACHER) as front:
         front.wait_until_it_answers()
-        roster = TeacherRoster(run, run.attempt(1), START_S)
+        roster = replicas_of(run, run.attempt(1), START_S)
         served = ServedTeacher(roster, CharacterTokenizer(ALPHABET), groups, quiet_safe_points(), START_S)
         served.check()
         assert (served.logprobs(asked, CPU) - torch.cat(expected)).abs().max() < CLOSE

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 WRITE_TIMEOUT_S = 3.0
 """Seconds that the last write has when the bank is closed."""
 SECURE_TIMEOUT_S = 60.0
-"""Seconds in which the records that a checkpoint needs have to be on disk; otherwise the checkpoint fails."""
+"""Deadline, in seconds, of the records that a checkpoint needs; after it the checkpoint fails."""
 WORTH_WRITING_S = 1.0
 """Seconds of generation that are worth a write after a batch. Writing every step of a tiny model takes a tenth of
 it."""
@@ -105,10 +105,10 @@ class Bank:
     ) -> Callable[[], None]:
         """Prepare for a checkpoint of `step`, which settles all ordinals below `next_ordinal`.
 
-        waiting: surplus groups, which a run that resumes from the checkpoint has to use: newer weights would sample
-            other answers.
+        waiting: surplus groups, which a run that resumes from the checkpoint must use: newer weights would sample other
+            answers.
 
-        Returns a function for any thread that has to return before the checkpoint is published. It waits until these
+        Returns a function for any thread, to call before the checkpoint is published. It waits until these
         groups are on disk, and the record of this attempt's origin too. Without that record, a later attempt could
         mistake work from an abandoned line of training for its own. Raises OSError if they cannot be written.
         """
@@ -139,6 +139,9 @@ class Bank:
         below = self._settled_below = max(self._settled_below, self._checkpoints.pop(step))
         self._index([entry for entry in self._entries if entry.head["ordinal"] >= below])
         self._unwritten[:] = [each for each in self._unwritten if each.group.ordinal >= below]
+        # Every attempt leaves a file for each driver. So that they do not pile up, the first driver moves what is still
+        # needed of earlier attempts into its own file and deletes theirs. Another driver whose entries lie in a deleted
+        # file reads the folder again: see `scored`.
         folded: list[Entry] = []
         superseded: set[Path] = set()
         if self._first:

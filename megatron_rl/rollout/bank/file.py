@@ -64,7 +64,7 @@ class Entry:
 class Scan:
     entries: list[Entry]
     damaged: int
-    """Stretches of the file that are no record, including a torn tail."""
+    """Stretches of the file that are not a record, including a torn tail."""
 
 
 def encode(head: Head, body: bytes) -> bytes:

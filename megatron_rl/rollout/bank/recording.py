@@ -37,7 +37,7 @@ class EarlierWork:
 
     @classmethod
     def index(cls, entries: Iterable[Entry], *, with_parts: bool) -> EarlierWork:
-        """Index records, of which a later one takes precedence over an earlier one."""
+        """Index records; a later one takes precedence over an earlier one."""
         groups: dict[int, Entry] = {}
         parts: dict[AnswerKey, list[Entry]] = defaultdict(list)
         versions: dict[int, int] = {}

@@ -24,7 +24,7 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import AnswerPrefix, GenerationRequest
 from megatron_rl.rollout.bank.file import Record
-from megatron_rl.rollout.encoding import LOG_PROB, TOKEN, VERSION, Head, Reader, encode_group
+from megatron_rl.rollout.encoding import LOG_PROB, TOKEN, VERSION, BodyReader, Head, encode_group
 
 AnswerKey = tuple[int, int, int]
 """Key of the request, checksum of its prompt, number of the sample: together they identify an answer."""
@@ -145,7 +145,7 @@ def join(parts: Iterable[tuple[Head, bytes | None]]) -> AnswerPrefix | None:
         start = head["start"]
         if body is None or start > len(tokens):
             continue
-        reader = Reader(body)
+        reader = BodyReader(body)
         tokens[start:] = reader.numbers(head["count"], TOKEN)
         versions[start:] = reader.numbers(head["count"], VERSION)
         logprobs[start:] = reader.numbers(head["count"], LOG_PROB)

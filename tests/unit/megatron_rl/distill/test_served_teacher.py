@@ -16,8 +16,7 @@ from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING
 from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.distill.config import TeacherServers
-from megatron_rl.distill.replicas import NoTeacher, TeacherRoster
-from megatron_rl.distill.served import ServedTeacher, endpoints_of
+from megatron_rl.distill.served import NoTeacher, ServedTeacher, endpoints_of, replicas_of
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.replicas.wire import PROTOCOL, digest_of
 from megatron_rl.model.tokenizer import CharacterTokenizer
@@ -94,7 +93,7 @@ def test_replicas_are_found_by_their_addresses_and_missed_once_all_are_given_up(
     attempt, digest = run.attempt(1), digest_of(run.resolved)
     servers = Servers()
     teacher = ServedTeacher(
-        TeacherRoster(run, attempt, 60.0),
+        replicas_of(run, attempt, 60.0),
         CharacterTokenizer(ALPHABET),
         groups,
         quiet_safe_points(),

@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.window import Choice, Drawn, State, Window
+from megatron_rl.rollout.window import BatchChoice, Drawn, State, Window
 
 UNFINISHED, OVERDUE, UNUSABLE, NO_SIGNAL, USABLE = State
 
@@ -128,7 +128,7 @@ def test_nothing_is_begun_for_steps_after_the_last(max_lag: int) -> None:
     assert [*run.begun] == [*range(6)]
 
 
-def choice(first: int, states: list[State], wanted: int, *, rounds: int) -> Choice | None:
+def choice(first: int, states: list[State], wanted: int, *, rounds: int) -> BatchChoice | None:
     return Window(wanted, rounds, first=first, states=(*states,)).choice()
 
 

@@ -59,7 +59,7 @@ def weights(run: Run) -> list[torch.Tensor]:
 
 
 def save(run: Run, step: int) -> None:
-    run.checkpointer.save(step, run.sharded_state(), run.counters())
+    run.checkpointer.save(step, run.models.sharded_state(), run.counters())
     run.checkpointer.wait(final=True)
 
 

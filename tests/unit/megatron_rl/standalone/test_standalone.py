@@ -60,7 +60,7 @@ def test_run_is_its_newest_good_checkpoint_with_tokenizer_and_policy_version(
     for step in (2, 4):
         stir(run.trainer.policy, 0.3, seed=step)
         run.step, run.trainer.policy_version = step, step + 1
-        run.checkpointer.save(step, run.sharded_state(), run.counters())
+        run.checkpointer.save(step, run.models.sharded_state(), run.counters())
         run.checkpointer.wait(final=True)
     source = find_source(str(run_dir.root))
     assert (source.name, source.kind, source.step, source.recipe) == ("mine", "checkpoint", 4, config)

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from supervised_helpers import supervised_recipe, supervised_run
 
 from megatron_rl.config import RunConfig
+from megatron_rl.training.objective import objective_of
 
 ENVIRONMENT = {"name": "arithmetic", "args": {}}
 
@@ -30,7 +31,8 @@ def test_an_environment_is_for_evaluation_or_for_its_worked_examples() -> None:
 
 def test_the_loss_reads_the_distribution_at_temperature_one() -> None:
     config = supervised_run(data=None, environment=ENVIRONMENT, sampling={"max_new_tokens": 3, "temperature": 0.5})
-    assert config.loss_temperature == 1.0
+    unused: Any = None  # supervised learning needs neither a policy that samples nor a reference
+    assert objective_of(config, unused, unused).temperature == 1.0
 
 
 def test_null_removes_the_section_of_an_extended_recipe() -> None:
