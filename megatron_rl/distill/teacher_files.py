@@ -25,8 +25,6 @@ VOCABULARY_FILE = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class TeacherFiles:
-    """A teacher on this machine."""
-
     folder: Path
     model: ModelConfig
     is_checkpoint: bool
@@ -112,7 +110,6 @@ def against_teacher(config: RunConfig, teacher: TeacherFiles | None, tokenizer: 
 
 
 def _against_vllm(config: RunConfig, teacher: TeacherFiles) -> Iterator[str]:
-    """Yield the reasons why vLLM cannot hold a teacher."""
     if config.distill is None or config.teacher_vllm is None:
         return
     name, head = config.distill.teacher, teacher.model.head_size

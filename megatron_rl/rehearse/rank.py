@@ -34,11 +34,11 @@ from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.rank_engine import build_engine, build_inference_policy
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.training.batch import Agreed, training_batch, update_batch, update_part
 from megatron_rl.training.objective import FirstPass, objective_of
 from megatron_rl.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.training.schedule import ModelInput
 from megatron_rl.training.trainer import Trainer
+from megatron_rl.training.training_batch import Agreed, training_batch, update_batch, update_part
 
 END = 1  # end token; every value that the host reads of such a tensor is 1
 A_MINUTE = timedelta(minutes=1)

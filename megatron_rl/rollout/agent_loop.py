@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_rl.inference.api import RankEngine, ResumableInference
+from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 
@@ -25,27 +26,13 @@ Scored = Callable[[], tuple[int, str]]
 """Returns the number of answers that slow functions have scored, and a note for the user about them."""
 
 
-class DriverRole(Protocol):
-    """A rank's role among those that run agents."""
-
-    @property
-    def index(self) -> int:
-        """Number of the driver that this rank is or follows, among `count`."""
-        ...
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def drives(self) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingDriver:
-    """Implements `DriverRole` where the training ranks generate nothing: the first rank of each data-parallel replica
-    drives."""
+    """A rank's role among those that run agents, where the training ranks generate nothing: the first rank of each
+    data-parallel replica drives."""
 
     index: int
+    """Number of the driver that this rank is or follows, among `count`."""
     count: int
     drives: bool
 
@@ -53,6 +40,9 @@ class TrainingDriver:
     def of(cls, groups: Groups) -> TrainingDriver:
         first = groups.model.rank() == 0 and groups.context.rank() == 0
         return cls(groups.data.rank(), groups.data.size(), first)
+
+
+DriverRole = TrainingDriver | EngineRanks
 
 
 class RemoteRefit(Protocol):

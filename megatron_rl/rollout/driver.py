@@ -45,8 +45,6 @@ DROP_REASONS = {State.UNUSABLE: PROMPT_TOO_LONG, State.NO_SIGNAL: NO_SIGNAL, Sta
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A driver's part of a batch."""
-
     groups: Mapping[int, TrajectoryGroup] = field(default_factory=dict)
     """Groups to train on, by position in the batch."""
     passed_over: Sequence[TrajectoryGroup] = ()

@@ -37,8 +37,6 @@ where messages take one or two; on a GPU they are negligible, as are steps that 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A finished group of some driver."""
-
     position: int
     cost: float
     """Floating-point operations of a training pass over it."""

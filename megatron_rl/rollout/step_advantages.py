@@ -28,8 +28,6 @@ Gather = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Answers of some groups of a step."""
-
     positions: list[int]
     """[groups] position of each group in the global batch."""
     answers: ScoredAnswers

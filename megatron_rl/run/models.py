@@ -92,7 +92,11 @@ def build_models(
     share_weights(policy, groups)  # before the reference and the optimizer copy them
     reference = None
     if penalised:
-        reference = frozen_copy(policy, config, tokenizer, platform) if trainable.everything else policy
+        reference = policy
+        if trainable.everything:
+            reference = build_part(config, tokenizer, platform)
+            reference.load_state_dict(policy.state_dict())
+            reference.requires_grad_(False)
     trainable.mark(policy)
     updates = config.training.steps * config.grpo.updates_per_step
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates, config.offload)
@@ -145,7 +149,6 @@ def share_weights(policy: Policy, groups: Groups) -> None:
 
 
 def initial_seed(model: ModelConfig) -> int:
-    """Seed of the random weights at the start of a run."""
     return model.supervised.seed if model.init == "supervised" else model.init_seed
 
 
@@ -168,13 +171,6 @@ def build_part(
             "placement.training.sequence_parallel: otherwise every tensor-parallel rank sends the experts all tokens"
         )
     return build_policy(model, tokenizer.vocab_size, platform, recompute, sequence_parallel=sequence_parallel)
-
-
-def frozen_copy(policy: Policy, config: RunConfig, tokenizer: Tokenizer, platform: Platform) -> Policy:
-    """Copy a policy without gradients."""
-    copy = build_part(config, tokenizer, platform)
-    copy.load_state_dict(policy.state_dict())
-    return copy.requires_grad_(False)
 
 
 def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teacher | None:

@@ -104,8 +104,6 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """This rank's share of generation."""
-
     engine: ResumableInference
     """Engine this rank's driver queries, or its part of the engine on a rank that follows."""
     refit: Refit

@@ -22,8 +22,8 @@ from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import LossStats
 from megatron_rl.model.policy import Policy
-from megatron_rl.training.batch import TrainingBatch
 from megatron_rl.training.schedule import ModelInput
+from megatron_rl.training.training_batch import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)

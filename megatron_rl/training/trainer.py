@@ -29,7 +29,11 @@ from megatron_rl.model.policy import Policy
 from megatron_rl.rank.here import Here
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.record import RolloutRecord
-from megatron_rl.training.batch import (
+from megatron_rl.training.objective import FirstPass, Objective, Scores, trained_tokens
+from megatron_rl.training.optimizer import PolicyOptimizer, Update
+from megatron_rl.training.pipeline import Pipeline
+from megatron_rl.training.schedule import ModelInput, UpdateInput, forward, forward_backward
+from megatron_rl.training.training_batch import (
     TrainingBatch,
     UpdateBatch,
     agree,
@@ -39,10 +43,6 @@ from megatron_rl.training.batch import (
     update_batch,
     update_part,
 )
-from megatron_rl.training.objective import FirstPass, Objective, Scores, trained_tokens
-from megatron_rl.training.optimizer import PolicyOptimizer, Update
-from megatron_rl.training.pipeline import Pipeline
-from megatron_rl.training.schedule import ModelInput, UpdateInput, forward, forward_backward
 
 
 class GradientsNotFinite(RuntimeError):
@@ -129,7 +129,7 @@ class Trainer:
             if scores.recorded is not None and self.groups.context.size() > 1:
                 dist.all_reduce(scores.recorded, group=self.groups.context)
             logprobs = scores.before if scores.recorded is None else scores.recorded
-            record.add(step, rollouts, self.groups.reports, batch.advantages, logprobs if records else None)
+            record.add(step, rollouts, self.groups.reports, batch.credit.advantages, logprobs if records else None)
         return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
 
     def _seen(
@@ -153,7 +153,7 @@ class Trainer:
         chosen = []
         for pass_ in range(grpo.iterations):
             plan = update_plan(grpo.prompts_per_step, grpo.updates_per_pass, self.config.training.seed, step, pass_)
-            update_of = [plan[positions[group]] for group in batch.group[batch.trajectory].tolist()]
+            update_of = [plan[positions[group]] for group in batch.credit.group[batch.trajectory].tolist()]
             for update in range(grpo.updates_per_pass):
                 chosen.append([index for index, its in enumerate(update_of) if its == update])
         return chosen
@@ -162,7 +162,7 @@ class Trainer:
         grpo = self.config.grpo
         constant = grpo.reduction_length or self.config.sampling.max_new_tokens
         weights = token_weights(batch.lengths, batch.weights, grpo.reduction, update.normaliser, constant)
-        per_sequence = torch.stack((weights, batch.advantages[batch.trajectory])).to(self.platform.device)
+        per_sequence = torch.stack((weights, batch.credit.advantages[batch.trajectory])).to(self.platform.device)
         inputs = [ModelInput.of(self.policy, micro, self.groups.context) for micro in update.microbatches]
         return UpdateInput(inputs, per_sequence)
 

@@ -24,9 +24,9 @@ from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
-from megatron_rl.training.batch import agree, training_batch, update_batch, update_part
 from megatron_rl.training.objective import Scores, objective_of
 from megatron_rl.training.trainer import Trainer
+from megatron_rl.training.training_batch import agree, training_batch, update_batch, update_part
 
 OWN = """
 def loss(tokens, config):

@@ -187,7 +187,6 @@ class Bank:
     # Records of this attempt
 
     async def flush_regularly(self, recording: Recording) -> None:
-        """Write new records every `resume.flush_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._resume.flush_s)
             self.flush(recording)

@@ -40,8 +40,6 @@ Record = tuple[Head, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record on disk."""
-
     path: Path
     start: int
     body_start: int

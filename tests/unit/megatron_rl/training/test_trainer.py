@@ -30,8 +30,15 @@ from megatron_rl.model.policy import Policy
 from megatron_rl.platform.api import DeviceUse
 from megatron_rl.run.state import Run
 from megatron_rl.training import trainer as trainer_module
-from megatron_rl.training.batch import TrainingBatch, UpdateBatch, agree, training_batch, update_batch, update_part
 from megatron_rl.training.trainer import GradientsNotFinite
+from megatron_rl.training.training_batch import (
+    TrainingBatch,
+    UpdateBatch,
+    agree,
+    training_batch,
+    update_batch,
+    update_part,
+)
 
 GROUPS = random_groups(4, 4)
 
@@ -273,7 +280,7 @@ def test_only_the_models_turns_within_the_mask_are_trained_on(platform: Any, gro
     config, conversations = one_update(grpo), in_two_turns(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), conversations, config)
     batch = training_batch_of(conversations, config)
-    assert of_loss(stats).tokens == batch.lengths[torch.tensor(batch.has_gradient)].sum()
+    assert of_loss(stats).tokens == batch.lengths[torch.tensor(batch.credit.has_gradient)].sum()
     assert stats.batch.answer_tokens > batch.lengths.sum() > 0
 
 
@@ -374,7 +381,7 @@ def test_training_makes_the_good_answers_of_a_batch_likelier(platform: Any, grou
     def advantage_weighted() -> float:
         with torch.no_grad():
             logprobs, _, mask = padded_logprobs(witness(run.trainer.policy, config.model), GROUPS, 1.0)
-        return float(((logprobs * mask).sum(1) * training_batch_of(GROUPS, config).advantages).sum())
+        return float(((logprobs * mask).sum(1) * training_batch_of(GROUPS, config).credit.advantages).sum())
 
     before = advantage_weighted()
     for step in range(1, 4):
@@ -468,7 +475,7 @@ def test_skipping_answers_without_advantage_does_not_change_loss_and_gradient(
     for one, other in zip(spared.trainer.policy.parameters(), whole.trainer.policy.parameters(), strict=True):
         torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-6, atol=1e-6)
 
-    tokens = int(found.lengths[torch.tensor(found.has_gradient)].sum())
+    tokens = int(found.lengths[torch.tensor(found.credit.has_gradient)].sum())
     assert 0 < tokens < found.lengths.sum() / 1.5
     assert sum(run_tokens) == passes * tokens
     assert of_loss(ours).tokens == config.grpo.iterations * tokens
@@ -620,7 +627,9 @@ def test_micro_batches_are_larger_if_attention_gathers_nothing(platform: Any) ->
 def test_a_rank_with_too_few_trajectories_runs_empty_micro_batches(platform: Any, groups: Any) -> None:
     config = tiny_run()
     batch = training_batch_of(GROUPS[:1], config)
-    part = update_part(batch, [index for index, run in enumerate(batch.has_gradient) if run][:2], config, platform)
+    part = update_part(
+        batch, [index for index, run in enumerate(batch.credit.has_gradient) if run][:2], config, platform
+    )
     (agreed,) = agree([part], groups)
     update = update_batch(part, replace(agreed, microbatches=5))
     assert [len(micro.targets) > 0 for micro in update.microbatches] == [True, True, False, False, False]

@@ -34,16 +34,7 @@ class TrainingBatch:
     the device; all else is on the CPU."""
 
     trajectories: Sequence[Trajectory]
-    group: Tensor
-    """[trajectories] index among the rank's groups."""
-    rewards: Tensor
-    """[trajectories] as scored."""
-    advantages: Tensor
-    """[trajectories]"""
-    signal: Tensor
-    """[groups] whether the group has a learning signal: see `has_signal`."""
-    has_gradient: Sequence[bool]
-    """[trajectories] whether it is run through the model: see `Credit.has_gradient`."""
+    credit: Credit
     sequences: Sequence[Branch]
     """Sequences of the first trajectory, then of the next ones."""
     trajectory: Tensor
@@ -82,11 +73,7 @@ def training_batch(
     versions = list(compress(chain.from_iterable(s.versions for s in sequences), trained))
     return TrainingBatch(
         trajectories=trajectories,
-        group=credit.group,
-        rewards=credit.rewards,
-        advantages=credit.advantages,
-        signal=credit.signal,
-        has_gradient=credit.has_gradient,
+        credit=credit,
         sequences=sequences,
         trajectory=of,
         lengths=lengths,
@@ -104,11 +91,11 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
     staleness = [0]
     if batch.current is not None:
         staleness = [policy_version - min(_trained_versions(t), default=policy_version) for t in batch.trajectories]
-    rewards = batch.rewards.double()
+    rewards = batch.credit.rewards.double()
     return BatchStats(
         answers=len(batch.trajectories),
         groups=len(rollouts.groups),
-        groups_with_signal=int(batch.signal.sum()),
+        groups_with_signal=int(batch.credit.signal.sum()),
         reward=float(rewards.sum()),
         reward_squared=float(rewards.square().sum()),
         right=int((rewards == 1.0).sum()),
@@ -118,7 +105,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         prompt_tokens=sum(t.prompt_length for t in batch.trajectories),
         packed_tokens=packed_tokens,
         unpacked_tokens=sum(
-            len(s.tokens) for t in compress(batch.trajectories, batch.has_gradient) for s in t.sequences
+            len(s.tokens) for t in compress(batch.trajectories, batch.credit.has_gradient) for s in t.sequences
         ),
         sequences=len(batch.sequences),
         turns=sum(len(s.turns) for s in batch.sequences),
@@ -146,12 +133,12 @@ def environment_stats(
     found = {}
     for id in ids:
         its = [group.problem.environment == id for group in groups]  # [groups]
-        of_answers = torch.tensor(its, dtype=torch.bool)[batch.group]  # [trajectories]
+        of_answers = torch.tensor(its, dtype=torch.bool)[batch.credit.group]  # [trajectories]
         found[id] = EnvironmentStats(
             answers=int(of_answers.sum()),
             groups=sum(its),
-            groups_with_signal=int(batch.signal[torch.tensor(its, dtype=torch.bool)].sum()),
-            reward=float(batch.rewards.double()[of_answers].sum()),
+            groups_with_signal=int(batch.credit.signal[torch.tensor(its, dtype=torch.bool)].sum()),
+            reward=float(batch.credit.rewards.double()[of_answers].sum()),
             failed=sum(sum(group.failures.values()) for group in compress(groups, its)),
         )
     return found
@@ -171,7 +158,7 @@ class UpdatePart:
 def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, platform: Platform) -> UpdatePart:
     tokens = [sequence.tokens for sequence in batch.sequences]
     masks = [sequence.loss_mask for sequence in batch.sequences]
-    has_gradient = [batch.has_gradient[of] for of in batch.trajectory.tolist()]
+    has_gradient = [batch.credit.has_gradient[of] for of in batch.trajectory.tolist()]
     packing = Packing(tokens, masks, (each for each in chosen if has_gradient[each]))
     index = torch.tensor(chosen, dtype=torch.long)
     room = microbatch_room(config, platform)
@@ -185,8 +172,6 @@ def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Agreement of the ranks on one optimizer step."""
-
     microbatches: int
     """Largest number that any rank needs."""
     normaliser: float
