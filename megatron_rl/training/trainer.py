@@ -122,9 +122,7 @@ class Trainer:
             self.between_steps = len(updates) == len(planned)
         self.optimizer.overlap.finish_gathering()
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
-        loss = None
-        if any(update.inputs for update in planned):
-            loss = combined(losses) if self.groups.reports_losses else uncounted(LossStats, *self.objective.absent)
+        loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
         if record is not None:
             if scores.recorded is not None and self.groups.context.size() > 1:
                 dist.all_reduce(scores.recorded, group=self.groups.context)
@@ -258,6 +256,9 @@ class Trainer:
             return value
 
         return loss
+
+    def _loss_stats(self, losses: Sequence[LossStats]) -> LossStats:
+        return combined(losses) if self.groups.reports_losses else uncounted(LossStats, *self.objective.absent)
 
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:
         """Return the device use of this step.

@@ -52,7 +52,7 @@ class Leaving:
             writer=Writer(),
             record=SimpleNamespace(sync=lambda: None),
             driver=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: lambda: None),
-            sharded_state=lambda: sharded_state(1.0),
+            models=SimpleNamespace(sharded_state=lambda: sharded_state(1.0)),
             counters=dict,
         )
 
