@@ -27,7 +27,7 @@ from megatron_rl.rollout.window import Window
 from megatron_rl.run.problems import Material
 from megatron_rl.run.state import Counters, Driver, Generation
 from megatron_rl.standalone.first_rows import Lesson
-from megatron_rl.supervised.driver import ExampleDriver
+from megatron_rl.supervised.example_driver import ExampleDriver
 
 if TYPE_CHECKING:
     from megatron_rl.inference.replicas.pool import ReplicaPool

@@ -24,7 +24,7 @@ from launcher.host.attempt.prepare import Checks
 from launcher.host.attempt.slurm_run import JobSettings, run_job
 from launcher.host.code import snapshot
 from launcher.host.slurm import call
-from launcher.host.slurm.call import Answer, SlurmSilent
+from launcher.host.slurm.call import CommandOutput, SlurmSilent
 from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.attempt_records import MetricsLine, NodeHealth, Outcome, RankError
 from megatron_rl.contract.codes import DRAINED, FINISHED, SILENCE_VARIABLE, SUCCEEDS_VARIABLE
@@ -192,7 +192,7 @@ class Cluster:
 
     # Slurm's commands
 
-    def _answer(self, command: list[str], limit_s: float | None = None, environ: Any = None) -> Answer:
+    def _answer(self, command: list[str], limit_s: float | None = None, environ: Any = None) -> CommandOutput:
         with self.files.aside():
             number, words = len(self.commands), " ".join(command)
             self.commands.append(words)
@@ -206,12 +206,12 @@ class Cluster:
                 self.clock.sleep(30.0)
                 raise SlurmSilent(f"{words}: no answer within 30 s")
             if kind == REFUSED:
-                return Answer(1, "", "slurm error: Requested operation is presently disabled")
+                return CommandOutput(1, "", "slurm error: Requested operation is presently disabled")
             if kind == OLDER and command[:3] == ["scontrol", "show", "job"] and self._known(command[-1]).older:
-                return Answer(0, self._known(command[-1]).older, "")
+                return CommandOutput(0, self._known(command[-1]).older, "")
             if kind in (GARBAGE, NOTHING):  # the command was executed
                 self._do(command, environ or {})
-                return Answer(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
+                return CommandOutput(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
             return self._do(command, environ or {})
 
     def _fault(self, number: int) -> str | None:
@@ -226,56 +226,56 @@ class Cluster:
     def _known(self, job_id: str) -> Job:
         return self.jobs[job_id]
 
-    def _do(self, command: list[str], environ: dict[str, str]) -> Answer:
+    def _do(self, command: list[str], environ: dict[str, str]) -> CommandOutput:
         kind = " ".join(command[:3] if command[1] == "show" else command[:2])
         if kind == "scontrol show job":
             if command[-1] not in self.jobs:
-                return Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
+                return CommandOutput(1, "", "slurm_load_jobs error: Invalid job id specified")
             job = self._known(command[-1])
             record = self._record(job)
             job.older = job.older or record
-            return Answer(0, record, "")
+            return CommandOutput(0, record, "")
         if kind == "scontrol show config":
-            return Answer(
+            return CommandOutput(
                 0, f"KillWait = {KILL_WAIT_S:.0f} sec\nPreemptType = preempt/qos\nPreemptMode = REQUEUE\n", ""
             )
         if kind == "scontrol requeue":
             job = self._known(command[-1])
             if job.state == PENDING:
-                return Answer(1, "", "Job is pending execution")
+                return CommandOutput(1, "", "Job is pending execution")
             if not job.requeueable:
-                return Answer(1, "", "Requested operation is presently disabled")
+                return CommandOutput(1, "", "Requested operation is presently disabled")
             job.state, job.restarts = PENDING, job.restarts + 1
             job.begin = 0.0
         elif kind == "scontrol update":
             job = self._known(command[2].partition("=")[2])
             if command[3] == "Requeue=0":
                 job.requeueable = False
-                return Answer(0, "", "")
+                return CommandOutput(0, "", "")
             if job.state != PENDING:
-                return Answer(1, "", "Job is not pending nor suspended")
+                return CommandOutput(1, "", "Job is not pending nor suspended")
             if command[3].startswith("ExcNodeList="):
                 job.excluded = command[3].partition("=")[2] or "(null)"
         elif command[0] == "scancel" and self.training is not None:
             self.training.heard.append(command[1].rpartition("=")[2])
         elif command[0] == "squeue" and "--steps" in command:
-            return Answer(0, "7.batch\n7.1\n" if self.training is not None else "", "")
+            return CommandOutput(0, "7.batch\n7.1\n" if self.training is not None else "", "")
         elif command[0] == "squeue":
             rows = [
                 f"{job.id}|afterany:{job.after}|{job.name}"
                 for job in self.jobs.values()
                 if job.after and job.state == PENDING
             ]
-            return Answer(0, "\n".join(rows), "")
+            return CommandOutput(0, "\n".join(rows), "")
         elif command[0] == "sinfo":
-            return Answer(0, "".join(f"{node} idle\n" for node in NODES), "")
+            return CommandOutput(0, "".join(f"{node} idle\n" for node in NODES), "")
         elif command[0] == "sbatch" and "--test-only" not in command:
             if not Path(command[-1]).exists():
-                return Answer(1, "", f"sbatch: error: Unable to open file {command[-1]}")
+                return CommandOutput(1, "", f"sbatch: error: Unable to open file {command[-1]}")
             job_id = str(max(map(int, self.jobs)) + 1)
             self.submit(job_id, after=self.current.id, environ=environ)
-            return Answer(0, f"{job_id}\n", "")
-        return Answer(0, "", "")
+            return CommandOutput(0, f"{job_id}\n", "")
+        return CommandOutput(0, "", "")
 
     def _record(self, job: Job) -> str:
         fields = {

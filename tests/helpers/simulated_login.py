@@ -29,7 +29,7 @@ from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.host.code import snapshot
 from launcher.host.slurm import call
-from launcher.host.slurm.call import Answer, SlurmSilent
+from launcher.host.slurm.call import CommandOutput, SlurmSilent
 from launcher.host.slurm.formats import text_of
 from launcher.job import code_sources as sources
 from launcher.runs import find
@@ -182,7 +182,7 @@ class LoginNode:
 
     # Slurm's commands
 
-    def _answer(self, command: list[str], limit_s: float | None = None, environ: Any = None) -> Answer:
+    def _answer(self, command: list[str], limit_s: float | None = None, environ: Any = None) -> CommandOutput:
         with self.files.aside():
             number, words = len(self.commands), " ".join(command)
             self.commands.append(words)
@@ -191,7 +191,7 @@ class LoginNode:
                 return self._do(command)
             self.failed_commands += 1
             if kind == REFUSED:
-                return Answer(1, "", "slurm error: Requested operation is presently disabled")
+                return CommandOutput(1, "", "slurm error: Requested operation is presently disabled")
             if kind == OLDER and command[0] == "squeue":
                 return self._do(command, older=True)
             answer = self._do(command) if kind != TIMED_OUT else None
@@ -199,7 +199,7 @@ class LoginNode:
                 self.clock.sleep(30.0)
                 raise SlurmSilent(f"{words}: no answer within 30 s")
             if kind in (GARBAGE, NOTHING):
-                return Answer(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
+                return CommandOutput(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
             assert answer is not None
             return answer
 
@@ -211,26 +211,26 @@ class LoginNode:
             self._until = self.clock.now + fault.seconds
         return fault.kind if (self.clock.now <= self._until if fault.seconds else number == fault.at) else None
 
-    def _do(self, command: list[str], older: bool = False) -> Answer:
+    def _do(self, command: list[str], older: bool = False) -> CommandOutput:
         if command[:3] == ["scontrol", "show", "config"]:
-            return Answer(0, "ClusterName = east\n", "")
+            return CommandOutput(0, "ClusterName = east\n", "")
         if command[:3] == ["scontrol", "show", "job"]:
             job = self.jobs.get(command[-1])
-            return Answer(0, f"JobId={job.id} JobState={job.state}\n", "") if job else _unknown()
+            return CommandOutput(0, f"JobId={job.id} JobState={job.state}\n", "") if job else _unknown()
         if command[0] == "squeue":
             wanted = next(word for word in command if word.startswith("--jobs=")).partition("=")[2].split(",")
             lines = [self._line(self.jobs[job_id], older) for job_id in wanted if job_id in self.jobs]
-            return Answer(0, "".join(lines), "") if lines or len(wanted) > 1 else _unknown()
+            return CommandOutput(0, "".join(lines), "") if lines or len(wanted) > 1 else _unknown()
         if command[0] == "sacct":
-            return Answer(1, "", "Slurm accounting storage is disabled")
+            return CommandOutput(1, "", "Slurm accounting storage is disabled")
         if command[0] == "sbatch":
             script = Path(command[-1])
             if not script.exists():
-                return Answer(1, "", f"sbatch: error: Unable to open file {script}")
+                return CommandOutput(1, "", f"sbatch: error: Unable to open file {script}")
             job_id = str(101 + len(self.jobs))
             comment = next(word for word in command if word.startswith("--comment=")).partition("=")[2]
             self.jobs[job_id] = Job(job_id, PENDING, script, script.parent.name, comment, self.clock.now)
-            return Answer(0, f"{job_id}\n", "")
+            return CommandOutput(0, f"{job_id}\n", "")
         job = self.jobs[command[-1]]
         if command[0] == "scancel" and command[1].startswith("--signal="):
             job.signals.append(command[1].partition("=")[2])
@@ -238,7 +238,7 @@ class LoginNode:
             pass
         else:
             job.orders.append("requeue" if command[:2] == ["scontrol", "requeue"] else command[0])
-        return Answer(0, "", "")
+        return CommandOutput(0, "", "")
 
     def _line(self, job: Job, older: bool) -> str:
         fields = {
@@ -285,8 +285,8 @@ def restore(root: Path, wanted: dict[str, str]) -> None:
             (root / path).write_bytes(content.encode("latin-1"))
 
 
-def _unknown() -> Answer:
-    return Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
+def _unknown() -> CommandOutput:
+    return CommandOutput(1, "", "slurm_load_jobs error: Invalid job id specified")
 
 
 class Site:

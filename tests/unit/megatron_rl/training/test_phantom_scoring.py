@@ -15,7 +15,7 @@ from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
-from megatron_rl.rehearse.routing import balanced_routing
+from megatron_rl.rehearse.phantom_world import balanced_routing
 from megatron_rl.training.objective import Grpo
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward
