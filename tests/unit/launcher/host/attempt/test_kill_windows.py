@@ -256,7 +256,7 @@ def test_an_end_is_on_record_before_the_same_process_goes_on_with_another_attemp
 
     monkeypatch.setattr(conclude, "write_line", fail_at_first)
     dead = Facts(dead=["n1"], suffice=True)
-    conclude.conclude(world.run, world.run.attempt(1), Verdict("lost"), None, dead, conclude.Ended(time.time()))
+    conclude.conclude(world.run, world.run.attempt(1), Verdict("lost"), None, dead, conclude.EndContext(time.time()))
     assert world.ends() == [("lost", "node failure", "stays")]
 
 
