@@ -16,7 +16,7 @@ import click
 from launcher.backends.probe import disk
 from launcher.backends.probe import node as compute_node
 from launcher.backends.probe import rank as one_rank
-from launcher.backends.probe.vllm_python import probe_in_container
+from launcher.backends.probe.vllm_probe import probe_in_container
 from launcher.backends.slurm import cluster_facts as slurm_facts
 from launcher.cli.arguments import OVERRIDES
 from launcher.cli.completion import complete_recipe

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from launcher.backends.probe.vllm_python import probe
+from launcher.backends.probe.vllm_probe import probe
 from launcher.cli.arguments import DTYPE, SAMPLING, SAMPLING_OPTIONS, TP, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters

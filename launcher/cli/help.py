@@ -59,7 +59,7 @@ def command(
 
         click.echo(recipes_json() if as_json else "\n".join(recipe_lines()))
         return
-    from launcher.cli.show.reference import Keys, metrics_page  # slow to import
+    from launcher.cli.show.help_pages import Keys, metrics_page  # slow to import
 
     if metrics:
         click.echo(metrics_page(), nl=False)
@@ -77,7 +77,7 @@ def _describe(context: click.Context, name: str | None) -> None:
     if name is None:
         click.echo(group.get_help(root))
         return
-    from launcher.cli.show.reference import Keys, key_path, metric_lines, metric_texts
+    from launcher.cli.show.help_pages import Keys, key_path, metric_lines, metric_texts
 
     keys, path = Keys(), key_path(name)
     if name not in COMMANDS and path not in keys.known and (entry := metric_lines(name)):

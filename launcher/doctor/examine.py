@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from launcher.backends.probe.disk import Disk
 from launcher.backends.probe.node import NodeFacts, Software
 from launcher.backends.probe.rank import RankFacts
-from launcher.backends.probe.vllm_python import VllmFacts
+from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.backends.slurm.cluster_facts import SlurmFacts
 from launcher.cluster.profile import Profile
 from launcher.doctor import limits, node_findings, preemption, preflight, software_findings, storage

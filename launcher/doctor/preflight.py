@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.backends.local import LocalMachine, inspect
-from launcher.backends.probe.vllm_python import Unasked, VllmFacts, probe, refused_options
+from launcher.backends.probe.vllm_probe import Unasked, VllmFacts, probe, refused_options
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
 from launcher.doctor.finding import DoctorFinding, count, error, note, ok, warning

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.backends.probe.vllm_python import VllmFacts
+from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import DoctorFinding, error, note, ok, warning

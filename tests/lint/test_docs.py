@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from launcher.cli.main import ALIASES, COMMANDS
-from launcher.cli.show.reference import Keys, metrics_page
+from launcher.cli.show.help_pages import Keys, metrics_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,7 +6,7 @@ import os
 
 from vllm_front import PYTHON_VARIABLE
 
-from launcher.backends.probe.vllm_python import refused_options
+from launcher.backends.probe.vllm_probe import refused_options
 
 
 def test_the_parser_refuses_what_it_does_not_know() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from srun_stand_in import on_a_node
 
-from launcher.backends.probe import vllm_python as vllm
-from launcher.backends.probe.vllm_python import probe, probe_in_container
+from launcher.backends.probe import vllm_probe as vllm
+from launcher.backends.probe.vllm_probe import probe, probe_in_container
 from launcher.cluster.profile import Profile
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.probe import vllm_python as vllm_options
-from launcher.backends.probe.vllm_python import Unasked, refused_options
+from launcher.backends.probe import vllm_probe as vllm_options
+from launcher.backends.probe.vllm_probe import Unasked, refused_options
 
 STAND_IN = """
 import argparse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.cli.show.reference import Keys
+from launcher.cli.show.help_pages import Keys
 
 
 def test_an_entry_has_type_unit_default_and_meaning():

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from launcher.cli.environments import environment_lines
 from launcher.cli.main import ALIASES, main
 from launcher.cli.mrl_submit import main as mrl_submit
-from launcher.cli.show.reference import Keys, key_path
+from launcher.cli.show.help_pages import Keys, key_path
 from launcher.errors import show
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes

@@ -7,7 +7,7 @@ import re
 from click.testing import CliRunner
 
 from launcher.cli.main import main
-from launcher.cli.show.reference import Keys, metric_lines, metrics_page
+from launcher.cli.show.help_pages import Keys, metric_lines, metrics_page
 from launcher.explain.explanation import RULES
 from megatron_rl.metrics.names import EVALUATION_METRICS, STEP_METRICS
 

@@ -8,7 +8,7 @@ import pytest
 from doctor_helpers import facts, profile, said
 
 from launcher.backends.probe.rank import RankFacts
-from launcher.backends.probe.vllm_python import VllmFacts
+from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.doctor.examine import examine
 from launcher.doctor.finding import DoctorFinding
 from launcher.doctor.vllm_python import inexact_options, vllm_findings
