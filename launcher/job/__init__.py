@@ -1,1 +1,1 @@
-"""From a recipe and its plan to a Slurm job: draft, script, code, run directory, submission, fork."""
+"""Steps from a recipe and its plan to a Slurm job: draft, script, code, run directory, submission, fork."""
