@@ -69,7 +69,7 @@ class Costs:
     """Seconds from an update until all replicas have the weights."""
     trains_beside_refit: bool = False
     """Whether the next batch is trained, except for its update, while weights are sent. False on GPUs
-    (`Platform.transfers_beside_collectives`)."""
+    (`Device.transfers_beside_collectives`)."""
     save_blocked_s: float = 0.0
     """Seconds training pauses for a save."""
     save_s: float = 0.0

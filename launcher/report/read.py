@@ -26,7 +26,7 @@ from launcher.report.usage import attempt_rows, timeline
 from launcher.runs.slow_ranks import read_phase_ranks
 from launcher.runs.state import RunStatus, read_statuses
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.attempt_records import FabricReport, Kernels, LedgerLine, NodeHealth
+from megatron_rl.contract.attempt_records import FabricReport, LedgerLine, NodeHealth, UsedKernels
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.files import names_in
@@ -206,7 +206,7 @@ def _facts(run: RunDir, number: int, record: Record) -> list[RunFact]:
         return []
     attempt = run.attempt(number)
     facts: list[RunFact] = []
-    if kernels := if_readable(read(Kernels, attempt.kernels)):
+    if kernels := if_readable(read(UsedKernels, attempt.kernels)):
         named = {
             "layers": f"{kernels.transformer_impl}: {kernels.reason}",
             "attention": kernels.attention,

@@ -82,7 +82,7 @@ class Hang(NamedTuple):
 
 
 @record()
-class Kernels(NamedTuple):
+class UsedKernels(NamedTuple):
     """kernels.json: kernels and libraries in use on the device. Written by rank 0 when it starts, for people."""
 
     transformer_impl: str  # transformer_engine or local

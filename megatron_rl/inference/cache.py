@@ -24,7 +24,7 @@ class CacheShape:
 
 class KeyValueCache:
     """keys and values, each [layers, pages, page_tokens, kv_heads, head_size], or, if pages are gathered (see
-    `Platform.gathers_pages`), [layers, pages, kv_heads, page_tokens, head_size]. pages.py assigns the pages.
+    `Kernels.gathers_pages`), [layers, pages, kv_heads, page_tokens, head_size]. pages.py assigns the pages.
 
     The slot of a token is page * page_tokens + its offset in the page.
     """

@@ -22,7 +22,7 @@ from megatron_rl.inference.config import InferenceConfig, without_graphs
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.experts import experts_one_by_one
 from megatron_rl.model.policy import DTYPES, Policy
-from megatron_rl.platform.api import GraphRecorder, Platform
+from megatron_rl.platform.device import GraphRecorder, Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def padded_rows(rows: int) -> int:
 
 
 def why_not_recorded(
-    platform: Platform, model: ModelConfig, config: InferenceConfig, page_tokens: int, *, tp: int
+    kernels: Kernels, model: ModelConfig, config: InferenceConfig, page_tokens: int, *, tp: int
 ) -> str | None:
     """Return why the decode steps of such an engine run operation by operation; None if they are recorded.
 
@@ -107,22 +107,21 @@ def why_not_recorded(
     """
     dtype = DTYPES[model.dtype]
     against = without_graphs(config)
-    if against is None and platform.graph_recorder(dtype, page_tokens) is None:
+    if against is None and kernels.graph_recorder(dtype, page_tokens) is None:
         against = (
             f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}; a GPU has one with Triton, "
             "which torch for CUDA brings"
         )
     if against is None and model.expert_ffn_hidden_size is not None:
-        sequential = experts_one_by_one(platform, dtype, model.hidden_size, model.expert_ffn_hidden_size // tp)
+        sequential = experts_one_by_one(kernels, dtype, model.hidden_size, model.expert_ffn_hidden_size // tp)
         against = sequential and f"the host decides how many tokens each expert gets ({sequential})"
     return against
 
 
 def decode_graphs(policy: Policy, model: ModelConfig, config: InferenceConfig, page_tokens: int) -> DecodeGraphs | None:
-    platform = policy.platform
-    recorder = platform.graph_recorder(DTYPES[model.dtype], page_tokens)
+    recorder = policy.kernels.graph_recorder(DTYPES[model.dtype], page_tokens)
     tp = policy.pg_collection.tp.size()
-    against = why_not_recorded(platform, model, config, page_tokens, tp=tp)
+    against = why_not_recorded(policy.kernels, model, config, page_tokens, tp=tp)
     return DecodeGraphs(recorder, policy, config.max_batch) if recorder and against is None else None
 
 

@@ -61,7 +61,7 @@ class Engine:
         self.busy_s = 0.0
         """Seconds spent generating so far; the rest of a caller's wait is for other work, such as rewards."""
         self.max_length = max_length or model.max_position_embeddings
-        count, page_tokens = pages_of(config, config.page_tokens or policy.platform.page_tokens, self.max_length)
+        count, page_tokens = pages_of(config, config.page_tokens or policy.kernels.page_tokens, self.max_length)
         self._pages = Pages(count, page_tokens, reusable=config.share_prefixes)
         self.scheduler = Scheduler(config, self._pages, end_ids, decode)
         self.runner = ModelRunner(policy, model, config, (count, page_tokens), end_ids, self.max_length)

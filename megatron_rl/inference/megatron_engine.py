@@ -86,7 +86,7 @@ class MegatronEngine:
         self.policy_version = 0
         self.busy_s = 0.0
         longest = max_length or model.max_position_embeddings
-        page_tokens = config.page_tokens or policy.platform.page_tokens
+        page_tokens = config.page_tokens or policy.kernels.page_tokens
         pages, _ = pages_of(config, page_tokens, -(-longest // page_tokens) * page_tokens)
         limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         self._limits = RequestLimits(policy.vocabulary, longest, limit_name, pages * page_tokens, decode is not None)

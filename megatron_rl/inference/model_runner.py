@@ -52,9 +52,9 @@ class ModelRunner:
         end_ids: at least one token that ends an answer.
         max_length: tokens of a prompt and its answer together.
         """
-        self.policy = policy
+        self.policy, self._dtype = policy, policy.config.params_dtype
         self._page_tokens = pages[1]
-        if policy.platform.layer_kernels and (against := why_not_fused(policy)):
+        if policy.kernels.layer_kernels and (against := why_not_fused(policy)):
             logger.info("generation uses the training layers, which take more kernels: %s", against)
         self._graphs = decode_graphs(policy, model, config, self._page_tokens)
         spare_page = pages[0] if self._graphs else None
@@ -69,15 +69,15 @@ class ModelRunner:
             page_tokens=self._page_tokens,
             kv_heads=self._kv_heads,
             head_size=attention.hidden_size_per_attention_head,
-            gathered=policy.gathers_pages(self._page_tokens),
+            gathered=policy.kernels.gathers_pages(self._dtype, self._page_tokens),
         )
-        self._make_cache = partial(KeyValueCache, shape, policy.cache_dtype, policy.device)
+        self._make_cache = partial(KeyValueCache, shape, policy.kernels.cache_dtype(self._dtype), policy.device)
         self.scores: PromptScores | None = None
         """Scores of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None
         """Allocated when it is first needed."""
         self._frozen: FrozenPolicy | FusedPolicy | None = None  # built when it is first needed
-        self._tokens_until_sync = policy.tokens_between_syncs
+        self._tokens_until_sync = policy.kernels.tokens_between_syncs
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[int] | None:
@@ -99,7 +99,7 @@ class ModelRunner:
         self._tokens_until_sync -= 1
         if self._tokens_until_sync:
             return None
-        self._tokens_until_sync = self.policy.tokens_between_syncs
+        self._tokens_until_sync = self.policy.kernels.tokens_between_syncs
         return self._rows.ended(rows.stop)
 
     def answers(self, known: Mapping[int, int]) -> list[RowAnswer]:
@@ -141,7 +141,7 @@ class ModelRunner:
         whole = whole_sequences(stops)
         if not any(prefill.start for prefill in prefills):
             return PrefillLayout(self.policy.layout(whole), cache, source, cache.index(target), None)
-        pages = self.policy.chunk_attention(paged_chunks(prefills, self._page_tokens))
+        pages = self.policy.kernels.chunk_attention(paged_chunks(prefills, self._page_tokens), self._dtype)
         if pages is not None:
             return ContinuedLayout(cache, source, cache.index(target), pages)
         offsets = np.cumsum([0, *stops[:-1]])
@@ -184,7 +184,7 @@ class ModelRunner:
         lengths, most = positions + 1, state.lengths(rows)
         paged = PagedRows(table, lengths, most, self._page_tokens, self._heads, self._kv_heads)
         target = page * self._page_tokens + positions % self._page_tokens
-        layout = DecodeLayout(cache, cache.index(target), self.policy.paged_attention(paged))
+        layout = DecodeLayout(cache, cache.index(target), self.policy.kernels.paged_attention(paged, self._dtype))
         state.draw(rows, self._logits(state.token[rows], positions, layout), work)
 
     def _logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Per-token state of all rows, in tensors that keep their addresses for as long as the engine lives.
 
 The host handles a row twice: when it is filled and when it has ended. To notice the end it must wait for the device, so
-it does so only every `Platform.tokens_between_syncs` tokens. Until then an ended row is computed with the others, and
+it does so only every `Kernels.tokens_between_syncs` tokens. Until then an ended row is computed with the others, and
 what it samples is discarded. The host itself counts what it needs for every token: the longest possible length of each
 row, and the sampling parameters in use.
 """
@@ -71,7 +71,7 @@ class RowState:
         # Rows with the same number have the same parameters. Most rows do, so moving a row copies nothing.
         self._numbers = np.zeros(rows, dtype=np.int64)
         self._newest: tuple[int, Sampling | None] = (0, None)
-        self._top = TopLogprobsRows(rows, policy.tokens_between_syncs, policy.vocabulary, self._device)
+        self._top = TopLogprobsRows(rows, policy.kernels.tokens_between_syncs, policy.vocabulary, self._device)
         self._adjusted = AdjustedRows(rows, max_length, policy.vocabulary, self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros(rows, max_length, **integers)

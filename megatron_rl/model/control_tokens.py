@@ -20,8 +20,6 @@ MARK = "\ufdd0"
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder().values()
@@ -33,7 +31,10 @@ class ControlTokens:
         """Return a message, or a part of one, with the control tokens in its texts marked."""
         if isinstance(value, str):
             text = value.replace(MARK, "")
-            while self._names and self._names.search(text):  # repeat: one name may start within another
+            # Repeat, because one name may start within another, and a match takes the characters of both. With the
+            # names ab and ba, aba becomes a|ba (| for the mark), which still contains ba, and then a|b|a. Each turn
+            # splits a name after its first character and creates none, so this ends.
+            while self._names and self._names.search(text):
                 text = self._names.sub(_marked, text)
             return text
         if isinstance(value, dict):
@@ -43,7 +44,6 @@ class ControlTokens:
         return value
 
     def encode(self, rendered: str) -> list[int]:
-        """Return the tokens of a text with marks."""
         # Control tokens may affect the text around them: some consume the spaces beside them. So the text is encoded as
         # a whole, by a tokenizer that knows its control tokens only by marked names.
         assert self._names is not None

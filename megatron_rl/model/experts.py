@@ -13,6 +13,7 @@ reads them in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
-from megatron_rl.model.grouped_lora import adapters_product
-from megatron_rl.model.lora import Adapter
-from megatron_rl.platform.api import Platform
+from megatron_rl.model.lora import Adapter, mixed
+from megatron_rl.platform.device import Kernels
 from megatron_rl.platform.grouped_product import MULTIPLE, grouped_linear, put_in_one_storage
 
 
@@ -102,7 +102,6 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
     ends: Tensor
     """[local experts] int32: rows up to the end of each expert, in descending order of experts."""
     sent: Order
-    """Order in which rows leave this rank."""
     received: Order | None
     """Order by expert of the rows that came from several ranks; None if they came in it."""
     of_sources: Tensor | None
@@ -126,6 +125,10 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         chosen = self.config.moe_router_topk
         experts = routing_map.to(probs.dtype).topk(chosen, dim=1).indices.sort(dim=1).values
+        # Without an exchange, rows go straight to this rank's experts, which stand in descending order: hence the
+        # minus sign. With one, they go to ranks in ascending order of experts, and `received` sorts them at their
+        # destination. Example: token 0 chose experts 1 and 3, token 1 chose 0 and 3. Alone: 3 3 1 0; to other ranks: 0
+        # 1 3 3.
         self.sent = Order(experts.flatten() if self._exchanges else -experts.flatten(), chosen)
         rows = self.sent.sort(hidden_states.view(-1, self.hidden_shape[-1]))
         return rows, self.sent.pick(probs.gather(1, experts))
@@ -170,8 +173,6 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class GroupedExperts(SequentialMLP):
-    """megatron-core's sequential experts, multiplied all at once."""
-
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
@@ -200,12 +201,40 @@ class GroupedExperts(SequentialMLP):
             put_in_one_storage([each.weight for each in self._linears(name)])
 
 
-def experts_one_by_one(platform: Platform, dtype: torch.dtype, hidden: int, ffn: int) -> str | None:
+def adapters_product(linears: Sequence[Adapter], rows: Tensor, ends: Tensor) -> Tensor:
+    """[rows, inputs] -> [rows, outputs] that the adapters add to the product of each expert's rows.
+
+    linears: of all experts, in the order of the rows. ends: see `grouped_linear`.
+    """
+    first = linears[0]
+    if first.adapters.drops is not None:
+        rows = _dropped(linears, rows, ends, first.adapters.drops)
+    width = first.lora_A.shape[0]
+    filling = -width % MULTIPLE
+    into = [pad(each.lora_A, (0, 0, 0, filling)) if filling else each.lora_A for each in linears]
+    low = grouped_linear(rows, ends, into) * first.matrices.lora.scale
+    out_of = first.placed(torch.stack([each.lora_B for each in linears]))
+    return grouped_linear(low, ends, pad(out_of, (0, filling)).unbind())
+
+
+def _dropped(linears: Sequence[Adapter], rows: Tensor, ends: Tensor, seed: int) -> Tensor:
+    """Set those inputs to 0 that each expert's own adapter would, see `Adapter.dropped`."""
+    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    numbers = torch.arange(len(rows), device=rows.device)
+    expert = torch.searchsorted(ends, numbers.int(), right=True)
+    passes = torch.tensor([each.of_pass(seed) for each in linears], device=rows.device)
+    columns = linears[0].first_column(rows) + torch.arange(rows.shape[-1], device=rows.device)
+    of_rows = mixed(numbers - begins[expert] + passes[expert])
+    of_columns = mixed(columns ^ passes[:, None])
+    return linears[0].thinned(rows, of_rows[:, None] + of_columns[expert])
+
+
+def experts_one_by_one(kernels: Kernels, dtype: torch.dtype, hidden: int, ffn: int) -> str | None:
     """Return why experts of these sizes run one by one; None if they are grouped.
 
     ffn: width of an expert, or of a rank's part of it.
     """
-    if against := platform.against_grouped_products(dtype):
+    if against := kernels.against_grouped_products(dtype):
         return against
     if hidden % MULTIPLE or ffn % MULTIPLE:
         return f"the grouped product needs sizes that {MULTIPLE} divides, and an expert has {hidden} x {ffn} on a rank"

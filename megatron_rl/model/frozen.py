@@ -18,15 +18,15 @@ from torch.nn.functional import pad, rms_norm
 from megatron_rl.model.layers import Norm, Rotation
 from megatron_rl.model.lora import effective_weight
 from megatron_rl.platform import frozen_linear
-from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout
+from megatron_rl.platform.device import Kernels
 from megatron_rl.platform.frozen_linear import FrozenLinear, freeze
 
 
-def freezes(policy: GPTModel, platform: Platform) -> bool:
+def freezes(policy: GPTModel, kernels: Kernels) -> bool:
     """Whether a policy supports `FrozenPolicy`: this rank has all of it, and each row is computed by itself."""
     return (
-        platform.computes_on_host
+        kernels.computes_on_host
         and policy.config.num_moe_experts is None
         and policy.pg_collection.tp.size() == policy.pg_collection.pp.size() == 1
         and frozen_linear.freezes(policy.config.params_dtype)
@@ -35,14 +35,10 @@ def freezes(policy: GPTModel, platform: Platform) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FrozenLayer:
-    """A layer's weights as they are multiplied, including those of its norms."""
-
     number: int
-    """Number of the layer, from 1."""
     heads: FrozenLinear
     """All queries, then all keys, then all values."""
     head_norms: tuple[Norm, Norm] | None
-    """Norms of queries and of keys."""
     proj: FrozenLinear
     gate: FrozenLinear
     value: FrozenLinear

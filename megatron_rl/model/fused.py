@@ -1,6 +1,6 @@
 """Generation on a GPU with a policy's own weights, and few kernels.
 
-A decode step of a few rows consists of hundreds of short kernels, each of which costs the GPU some microseconds beside
+A decode step of a few rows consists of hundreds of short kernels. Each costs the GPU some microseconds beside
 its memory traffic. Layers that also train take 20; here a layer takes eleven, or twelve if keys are split:
 
     qkv | rotation, cache | attention | joining splits | projection | sum over ranks | sum, norm
@@ -42,10 +42,7 @@ def why_not_fused(policy: GPTModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """Weights of a layer on this rank."""
-
     number: int
-    """Number of the layer, from 1."""
     norm: Tensor
     """[hidden]"""
     qkv: Tensor

@@ -138,13 +138,13 @@ def read_hf_config(folder: Path) -> HuggingFaceConfig:
     try:
         raw = json.loads(read_bytes(path))
     except FileNotFoundError:
-        raise UnusableWeights(f"{folder} holds no {CONFIG_FILE}: it is no directory of a Hugging Face model") from None
+        raise UnusableWeights(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model") from None
     except OSError as error:
         raise UnusableWeights(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UnusableWeights(f"{path} is no JSON: {error}") from error
+        raise UnusableWeights(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise UnusableWeights(f"{path} is no JSON object")
+        raise UnusableWeights(f"{path} is not a JSON object")
     _check_architecture(raw, path)
     try:
         config = HuggingFaceConfig.model_validate(raw)
@@ -184,7 +184,7 @@ def unsupported(config: HuggingFaceConfig) -> str | None:
     if rotation["rope_type"] not in ("default", "llama3"):
         return f"rotary positions of type {rotation['rope_type']} are not supported: default and llama3 are"
     if not isinstance(rotation["rope_theta"], int | float):
-        return f"rope_theta {json.dumps(rotation['rope_theta'])} is no number"
+        return f"rope_theta {json.dumps(rotation['rope_theta'])} is not a number"
     if rotation.get("partial_rotary_factor", config.partial_rotary_factor) != 1.0:
         return "partial_rotary_factor is not supported: whole heads are rotated"
     if rotation["rope_type"] == "llama3":

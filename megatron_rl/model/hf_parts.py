@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_mapping import Piece, Weight, pieces, weights
+from megatron_rl.model.hf_mapping import TensorPiece, Weight, pieces, weights
 from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import adapters, is_adapter
 from megatron_rl.model.policy import Policy
@@ -18,7 +18,7 @@ from megatron_rl.model.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A weight of which this rank has all or a part."""
+    """A weight that this rank has, wholly or in part."""
 
     name: str
     """megatron-core's name, with layers and experts numbered over the whole model."""
@@ -32,7 +32,7 @@ class Held:
     linear: Adapter | None = None
     """Linear with an adapter whose weight it is."""
 
-    def pieces(self, tensor: Tensor | None = None) -> Iterator[Piece]:
+    def pieces(self, tensor: Tensor | None = None) -> Iterator[TensorPiece]:
         """Locate Hugging Face's tensors in this rank's part, or in a tensor that replaces it. Pieces may be empty if it
         is all padding."""
         return pieces(self.weight, self.tensor if tensor is None else tensor, self.ranks.rank(), self.ranks.size())
@@ -56,12 +56,20 @@ def held_adapters(policy: Policy, model: ModelConfig) -> list[Held]:
 
 def global_names(policy: Policy) -> dict[str, str]:
     """Return the name of each of this rank's parameters with layers and experts numbered over the whole model."""
-    names = _GlobalNames(policy)
-    return {name: names.of(name) for name, _ in policy.named_parameters()}
+    layers, names = policy.decoder.layers, [name for name, _ in policy.named_parameters()]
+    first_layer = layers[0].layer_number - 1 if layers else 0
+    local_experts = len({found[1] for name in names if (found := _EXPERT.search(name))})
+    first_expert = policy.pg_collection.ep.rank() * local_experts
+
+    def whole(name: str) -> str:
+        name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
+        return _EXPERT.sub(lambda found: f".local_experts.{int(found[1]) + first_expert}.", name)
+
+    return {name: whole(name) for name in names}
 
 
 def _held(policy: Policy, known: Mapping[str, Weight], *, of_adapters: bool) -> Iterator[Held]:
-    groups, names = policy.pg_collection, _GlobalNames(policy)
+    groups, names = policy.pg_collection, global_names(policy)
     for name, parameter in policy.named_parameters():
         if is_adapter(name) != of_adapters:
             continue
@@ -69,23 +77,7 @@ def _held(policy: Policy, known: Mapping[str, Weight], *, of_adapters: bool) -> 
         ranks, copies = (groups.expt_tp, groups.expt_dp) if expert else (groups.tp, groups.dp_cp)
         linear = policy.get_submodule(name.rpartition(".")[0])
         adapted = linear if isinstance(linear, Adapter) and name.endswith(".weight") else None
-        global_name = names.of(name)
-        yield Held(global_name, known[global_name], parameter.detach(), ranks, copies, adapted)
-
-
-class _GlobalNames:
-    """Names of a rank's parameters, with layers and experts numbered over the whole model."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._first_layer = policy.decoder.layers[0].layer_number - 1 if policy.decoder.layers else 0
-        self._ep_rank = policy.pg_collection.ep.rank()
-        local = {int(found[1]) for name, _ in policy.named_parameters() if (found := _EXPERT.search(name))}
-        self._local_experts = len(local)
-
-    def of(self, name: str) -> str:
-        first_expert = self._ep_rank * self._local_experts
-        name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + self._first_layer}.", name)
-        return _EXPERT.sub(lambda found: f".local_experts.{int(found[1]) + first_expert}.", name)
+        yield Held(names[name], known[names[name]], parameter.detach(), ranks, copies, adapted)
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

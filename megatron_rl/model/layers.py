@@ -25,13 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.experts import GroupedExperts, experts_one_by_one, group_experts, sort_on_device
 from megatron_rl.model.lora import Adapters
-from megatron_rl.platform.api import Linears, Platform
 from megatron_rl.platform.attention import Layout
+from megatron_rl.platform.device import Kernels, Linears
 from megatron_rl.platform.megatron_patches import patch_router
 
 
 def packed_block_spec(
-    config: TransformerConfig, recompute: Recompute, platform: Platform, stage: int, adapters: Adapters | None
+    config: TransformerConfig, recompute: Recompute, kernels: Kernels, stage: int, adapters: Adapters | None
 ) -> Any:
     """Specification of a pipeline stage's layers and of the norm after the last one, for GPTModel."""
     if config.num_moe_experts is not None:
@@ -46,13 +46,13 @@ def packed_block_spec(
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
-    linears = platform.linears(config)
+    linears = kernels.linears(config)
     if linears and linears.norm:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = linears.norm
     _set_linears(spec, linears, adapters)
     if config.num_moe_experts is not None:
         ffn = (config.moe_ffn_hidden_size or 0) // config.expert_tensor_parallel_size
-        if experts_one_by_one(platform, config.params_dtype, config.hidden_size, ffn) is None:
+        if experts_one_by_one(kernels, config.params_dtype, config.hidden_size, ffn) is None:
             group_experts(_submodules(spec.submodules.mlp))
     layers = get_num_layers_to_build(config, pp_rank=stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
@@ -138,14 +138,13 @@ class PackedLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """[tokens, 1, hidden] -> the same, and no context for cross-attention.
 
-        The parameter names are those by which megatron-core's TransformerBlock calls its layers.
+        megatron-core's TransformerBlock calls its layers with these parameter names.
         """
         attention = partial(self.self_attention, rotation=rotary_pos_emb, layout=packed_seq_params)
         hidden_states = hidden_states + self.through(self.input_layernorm, hidden_states, attention)
         return hidden_states + self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward), None
 
     def feed_forward(self, normed: Tensor) -> Tensor:
-        """[tokens, 1, hidden] -> the same."""
         if self.config.num_moe_experts is not None:
             return self._experts(normed)
         gate_and_value, _bias = self.mlp.linear_fc1(normed)
@@ -207,6 +206,10 @@ class SelectiveLayer(PackedLayer):
         output = _recomputed(function, tensor)
         kept, elements = output.untyped_storage()._cdata, output.numel()
 
+        # The output is large and the consumer saves it for its backward pass. Each saved tensor that is all of it is
+        # replaced by its shape, and computed again from the input when the backward pass asks. It is recognised by its
+        # storage: a linear saves a view, [tokens, hidden] of [tokens, 1, hidden]. A part of it, or a transpose, is
+        # kept, because the shape alone would not say which elements are meant.
         def pack(saved: Tensor) -> Tensor | torch.Size:
             whole = saved.untyped_storage()._cdata == kept and saved.numel() == elements and saved.is_contiguous()
             return saved.shape if whole else saved
@@ -222,8 +225,6 @@ class SelectiveLayer(PackedLayer):
 
 
 class RecomputedLayer(PackedLayer):
-    """Keeps only its input for the backward pass."""
-
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return _recomputed(super().forward, *args, **kwargs)
 

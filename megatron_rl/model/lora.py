@@ -16,7 +16,7 @@ gradient of a matrix that each rank has whole is a sum over the ranks' tokens or
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -41,13 +41,10 @@ from megatron_rl.model.lora_mapping import LORA_A, LORA_B, is_target, layer_adap
 
 
 class Adapters:
-    """Adapters of one model: builds its linears, and switches all of them off together."""
-
     def __init__(self, model: ModelConfig) -> None:
         assert model.lora is not None
         self.lora: LoraConfig = model.lora
         self.on = True
-        """Whether products include the adapters."""
         self.microbatch = 0
         """Number of the micro-batch in its update, which chooses what is dropped."""
         self.drops: int | None = None
@@ -58,12 +55,10 @@ class Adapters:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Adapters | None:
-        """Return new adapters for a model; None if it has none."""
         return cls(model) if model.lora else None
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Leave the adapters out of all products within a `with` block."""
         self.on = False
         try:
             yield
@@ -96,8 +91,6 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Both matrices of a linear's adapter."""
-
     a: Weight
     b: Weight
     lora: LoraConfig
@@ -109,7 +102,7 @@ class Matrices:
 
     @property
     def columns(self) -> list[int | None]:
-        """First column, in the product A x, of each module in B; None for a module that is no target."""
+        """First column, in the product A x, of each module in B; None for a module without an adapter."""
         numbers = iter(range(len(self.a.sources)))
         return [
             next(numbers) * self.lora.rank if is_target(module_of(source.name), self.lora) else None
@@ -125,6 +118,10 @@ class Adapter:
     split: ClassVar[str]
     """Matrix that tensor-parallel ranks split along `axis`; each rank has all of the other one."""
     axis: ClassVar[int]
+    exchange: ClassVar[Callable[..., Tensor]]
+    """Product A x of this rank's inputs -> of those that B is multiplied with."""
+    exchange_in_parts: ClassVar[Callable[..., Tensor]]
+    """The same under sequence parallelism."""
 
     full_name = ""
     """Name in the whole model, see `Trainable.mark`."""
@@ -167,12 +164,8 @@ class Adapter:
         kept = input_ if self.adapters.drops is None else self.dropped(input_, self.adapters.drops)
         low = linear(kept, self.lora_A) * self.matrices.lora.scale
         if self._ranks > 1 and not self.explicit_expert_comm:
-            low = self._exchanged(low)
-        return output + linear(low, self.up()), bias
-
-    def _exchanged(self, low: Tensor) -> Tensor:
-        """Product A x of this rank's inputs -> of those that B is multiplied with."""
-        raise NotImplementedError
+            low = (self.exchange_in_parts if self.sequence_parallel else self.exchange)(low, group=self.tp_group)
+        return output + linear(low, self.placed(self.lora_B)), bias
 
     def dropped(self, inputs: Tensor, seed: int) -> Tensor:
         """Set a share of the inputs, [tokens, ..., inputs], to 0, and scale the others so that the mean stays.
@@ -180,6 +173,10 @@ class Adapter:
         What is dropped depends on the place of an input in the whole micro-batch, not on the rank that holds it, so
         that it is the same on tensor-parallel ranks, when a layer is recomputed, and after a restart.
         """
+        # Each place gets the sum of a hash of its row and one of its column, counted over the whole micro-batch. Two
+        # ranks of sequence parallelism with 4 rows each hash rows 0..3 and 4..7; with the whole input, one rank would
+        # hash 0..7 and drop the same places. No generator needs to be saved, split or restored. The pass is added to
+        # the row and xored into the column, so that two passes do not drop the same pattern, shifted.
         rows, columns = len(inputs), inputs.shape[-1]
         in_parts = self.sequence_parallel and self.split == LORA_B and not self.explicit_expert_comm
         first_row = self.tp_group.rank() * rows if in_parts else 0
@@ -202,12 +199,9 @@ class Adapter:
         kept = mixed(places) >= int(share * 2**32)
         return inputs * (kept.to(inputs.dtype) / (1 - share)).view_as(inputs)
 
-    def up(self) -> Tensor:
-        """[outputs, modules * rank] B of each module in the columns of its A; zeros elsewhere."""
-        return self.placed(self.lora_B)
-
     def placed(self, b: Tensor) -> Tensor:
-        """[..., outputs, rank] B of this linear, or of several like it -> [..., outputs, modules * rank], see `up`."""
+        """[..., outputs, rank] B of this linear, or of several like it -> [..., outputs, modules * rank]: B of each
+        module in the columns of its A; zeros elsewhere."""
         rank = self.matrices.lora.rank
         width = len(self.matrices.a.sources) * rank
         if len(self._columns) == 1 and width == rank:
@@ -221,7 +215,7 @@ class Adapter:
 
     def merged(self) -> Tensor:
         """[outputs, inputs] weight with the adapter, rounded once to the weight's dtype."""
-        delta = self.matrices.lora.scale * (self.up().float() @ self.lora_A.float())
+        delta = self.matrices.lora.scale * (self.placed(self.lora_B).float() @ self.lora_A.float())
         return (self.weight.float() + delta).to(self.weight.dtype)
 
     def sharded_state_dict(
@@ -245,31 +239,15 @@ class Adapter:
 
 
 class ColumnAdapter(Adapter):
-    """Adapter of a column-parallel linear."""
-
     split, axis = LORA_B, 0
-
-    def _exchanged(self, low: Tensor) -> Tensor:
-        exchange = (
-            gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
-        )
-        exchanged: Tensor = exchange(low, group=self.tp_group)
-        return exchanged
+    exchange = staticmethod(copy_to_tensor_model_parallel_region)
+    exchange_in_parts = staticmethod(gather_from_sequence_parallel_region)
 
 
 class RowAdapter(Adapter):
-    """Adapter of a row-parallel linear."""
-
     split, axis = LORA_A, 1
-
-    def _exchanged(self, low: Tensor) -> Tensor:
-        exchange = (
-            reduce_scatter_to_sequence_parallel_region
-            if self.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
-        )
-        exchanged: Tensor = exchange(low, group=self.tp_group)
-        return exchanged
+    exchange = staticmethod(reduce_from_tensor_model_parallel_region)
+    exchange_in_parts = staticmethod(reduce_scatter_to_sequence_parallel_region)
 
 
 def mixed(numbers: Tensor) -> Tensor:
@@ -281,5 +259,5 @@ def mixed(numbers: Tensor) -> Tensor:
 
 
 def effective_weight(module: Any) -> Tensor:
-    """[outputs, inputs] weight by which a linear multiplies: with its adapter, if it has one."""
+    """[outputs, inputs] weight that a linear multiplies by, with its adapter if it has one."""
     return module.merged() if isinstance(module, Adapter) else module.weight

@@ -1,23 +1,26 @@
 """Pure: the adapters of each linear of megatron-core, and PEFT's tensors in them.
 
 megatron-core fuses the query, key and value projections into one linear, and gate and up projections into another, but
-each of these modules has an adapter of its own, as PEFT has it, so that a recipe trains the same set of functions with
+each of these modules has its own adapter, as in PEFT, so that a recipe trains the same set of functions with
 either, and may name any of them as a target:
 
     lora_A [targeted modules * rank, inputs]    A of each targeted module, one after another
     lora_B [outputs, rank]                      B of all modules, in the order of the rows of the linear's weight; the
-                                                rows of modules that are no targets stay 0
+                                                rows of the other modules stay 0
 
 So B is split between tensor-parallel ranks as the weight is, and A only if the weight is split along its inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
 from megatron_rl.model.config import LoraConfig, ModelConfig
-from megatron_rl.model.hf_mapping import Source, Weight, layer_weights
+from megatron_rl.model.hf_mapping import HfTensor, Weight, layer_weights, pieces
 
 LORA_A, LORA_B = "lora_A", "lora_B"
-"""Names of both matrices, in megatron-core's linears and in PEFT's modules."""
 
 
 def is_adapter(name: str) -> bool:
@@ -57,9 +60,9 @@ def _pair(weight: Weight, lora: LoraConfig) -> tuple[Weight, Weight] | None:
     if not targeted:
         return None
     inputs = weight.sources[0].shape[-1]
-    a = tuple(Source(f"{module}.{LORA_A}.weight", (lora.rank, inputs)) for module in targeted)
+    a = tuple(HfTensor(f"{module}.{LORA_A}.weight", (lora.rank, inputs)) for module in targeted)
     b = tuple(
-        Source(f"{module}.{LORA_B}.weight", (source.shape[0], lora.rank))
+        HfTensor(f"{module}.{LORA_B}.weight", (source.shape[0], lora.rank))
         for module, source in zip(modules, weight.sources, strict=True)
     )
     by_inputs = weight.split == 1
@@ -74,3 +77,25 @@ def is_target(module: str, lora: LoraConfig) -> bool:
 def module_of(source: str) -> str:
     """Module of a tensor: model.layers.0.self_attn.q_proj.lora_A.weight -> model.layers.0.self_attn.q_proj."""
     return source.removesuffix(".weight").removesuffix(f".{LORA_A}").removesuffix(f".{LORA_B}")
+
+
+def matrices(weight: Weight, matrix: Tensor) -> dict[str, Tensor]:
+    """Matrices of the modules in one of megatron-core's, which is whole: [rank, inputs] of lora_A, [outputs, rank] of
+    lora_B, by their names in `lora_mapping`."""
+    return {piece.source.name: piece.view.reshape(piece.source.shape) for piece in pieces(weight, matrix)}
+
+
+def deltas(a: Mapping[str, Tensor], b: Mapping[str, Tensor], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weight of each targeted module in a linear, by Hugging Face's name, and what to add to it, [outputs,
+    inputs] in fp32.
+
+    a, b: `matrices` of the linear.
+    """
+    for name, matrix in a.items():
+        module = module_of(name)
+        yield f"{module}.weight", lora.scale * (b[f"{module}.{LORA_B}.weight"].float() @ matrix.float())
+
+
+def add(weight: Tensor, delta: Tensor) -> Tensor:
+    """Return their sum, computed in fp32 and rounded once to the weight's dtype."""
+    return (weight.float() + delta).to(weight.dtype)

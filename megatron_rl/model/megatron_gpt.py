@@ -12,11 +12,11 @@ from megatron_rl.model.policy import Policy, transformer_config
 
 def megatron_gpt(policy: Policy, model: ModelConfig) -> GPTModel:
     """Build megatron-core's GPTModel, for inference, with the policy's own parameters: it follows training, and takes
-    no memory of its own.
+    no further memory.
 
     policy: dense, without pipeline or sequence parallelism.
     """
-    config = transformer_config(model, policy.platform, policy.pg_collection)
+    config = transformer_config(model, policy.kernels, policy.pg_collection)
     config.fp8 = None  # generation is in the model's dtype, see `Policy.without_fp8`
     config.use_cpu_initialization = True  # otherwise it allocates on the GPU, whatever the default device
     config.perform_initialization = False

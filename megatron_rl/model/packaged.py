@@ -80,7 +80,6 @@ def _flush(file: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.model.packaged", description="Export a packaged GGUF.")
     parser.add_argument("package")
     parser.add_argument("folder", type=Path)

@@ -24,7 +24,7 @@ def groups_of_one() -> ProcessGroupCollection:
 
 
 def send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
-    """Make tensor-parallel ranks with different experts, none of which is split, compute their experts on all tokens
+    """Make tensor-parallel ranks with different whole experts compute their experts on all tokens
     and sum the results.
 
     Each of these ranks has the same tokens. megatron-core would gather them, so that every expert would get each token

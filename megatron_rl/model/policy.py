@@ -24,9 +24,8 @@ from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
 from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.lora import Adapters
-from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
+from megatron_rl.platform.device import Device, Kernels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -64,9 +63,10 @@ class Policy(GPTModel):
     """
 
     adapters: Adapters | None
-    """Adapters of `model.lora`; None if all weights are trained."""
     fp32_output: bool
-    """`model.fp32_output`"""
+    platform: Device
+    vocabulary: int
+    """Number of tokens without padding of the embedding."""
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
         """Return logits of the packed tokens in `select` (all if None), for a policy without a pipeline.
@@ -74,22 +74,22 @@ class Policy(GPTModel):
         tokens, positions [tokens], select [selected] -> [selected, len(output().tokens)] in the model's dtype: of this
         rank's part of the vocabulary; in fp32 with `model.fp32_output`.
         """
-        multiple = self._platform.rows_multiple
+        multiple = self.kernels.rows_multiple
         hidden = self.hidden(tokens, positions, layout, multiple=multiple)
         predictors = self._whole(hidden)[:, 0] if select is None else self.predictors(hidden, select)
         count = len(tokens) if select is None else len(select)
         return self.output().logits(pad(predictors, (0, 0, 0, -len(predictors) % multiple)))[:count]
 
     def frozen(self) -> FrozenPolicy | FusedPolicy | None:
-        """Prepare the current weights for a faster `forward` in generation; None if there is no faster way."""
+        """Prepare the current weights for a faster `forward` in generation; None without a faster way."""
         rotations = self._cosines, self._sines
-        if freezes(self, self._platform):
-            output = self.output().weight[: self._tokens]
+        if freezes(self, self.kernels):
+            output = self.output().weight[: self.vocabulary]
             return FrozenPolicy(self, output.float() if self.fp32_output else output, rotations)
-        kernels = self._platform.layer_kernels
+        kernels = self.kernels.layer_kernels
         if kernels is None or why_not_fused(self) is not None:
             return None
-        total = self._platform.tensor_sum(self._tensor, self.config.params_dtype)
+        total = self.kernels.tensor_sum(self._tensor, self.config.params_dtype)
         return FusedPolicy(self, kernels, total, rotations)
 
     @contextmanager
@@ -143,7 +143,6 @@ class Policy(GPTModel):
         return output
 
     def hidden_shape(self, tokens: int) -> tuple[int, int, int]:
-        """Shape of `hidden` for this many packed tokens: a part per tensor-parallel rank under sequence parallelism."""
         rows = tokens + self._padding(tokens)
         return rows // self._tensor.size() if self.config.sequence_parallel else rows, 1, self.config.hidden_size
 
@@ -151,8 +150,8 @@ class Policy(GPTModel):
         """Select [selected, hidden] from `hidden` of the last stage, on every tensor-parallel rank. `output` turns them
         into logits. Their gradient is summed over those ranks, each with its part of the vocabulary."""
         if self.config.sequence_parallel:
-            return self._platform.gather(self._whole(hidden), select).squeeze(1)
-        selected = self._platform.gather(hidden, select)  # answers with a common prefix select the same token
+            return self.kernels.gather(self._whole(hidden), select).squeeze(1)
+        selected = self.kernels.gather(hidden, select)  # answers with a common prefix select the same token
         return self._whole(selected).squeeze(1)
 
     def output(self) -> OutputPart:
@@ -162,9 +161,11 @@ class Policy(GPTModel):
         holder = self.embedding.word_embeddings if tied and self.pre_process else self.output_layer
         for wait in holder._forward_pre_hooks.values():  # of DDP, for weights that it still gathers
             wait(holder, ())
+        # Example: 1,000 tokens padded to 1,024 on two ranks. Rank 0 has tokens 0..511; rank 1 has 512..999, and its
+        # last 24 rows make no logits. A rank may have padding alone: its range is then empty.
         first = self._tensor.rank() * len(weight)
         group = self._tensor if self._tensor.size() > 1 else None
-        tokens = range(min(first, self._tokens), min(first + len(weight), self._tokens))
+        tokens = range(min(first, self.vocabulary), min(first + len(weight), self.vocabulary))
         return OutputPart(weight, tokens, group, self.fp32_output)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ class Policy(GPTModel):
         part = pad(logits, (0, self.vocab_size // ranks - logits.shape[1]))
         parts = [torch.empty_like(part) for _ in range(ranks)]
         dist.all_gather(parts, part, group=self._tensor)
-        return torch.cat(parts, dim=1)[:, : self._tokens]
+        return torch.cat(parts, dim=1)[:, : self.vocabulary]
 
     def _whole(self, hidden: Tensor) -> Tensor:
         if self.config.sequence_parallel:
@@ -192,45 +193,21 @@ class Policy(GPTModel):
         return -tokens % (parts * (FP8_ROWS if self.config.fp8 else multiple))
 
     @property
-    def vocabulary(self) -> int:
-        """Number of tokens without padding of the embedding."""
-        return self._tokens
-
-    @property
-    def platform(self) -> Platform:
-        return self._platform
-
-    @property
     def device(self) -> torch.device:
-        return self._platform.device
+        return self.platform.device
 
     @property
-    def tokens_between_syncs(self) -> int:
-        return self._platform.tokens_between_syncs
+    def kernels(self) -> Kernels:
+        return self.platform.kernels
 
     def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
-        """Return the attention layout of whole sequences on the policy's device: see `Platform.attention_layout`."""
-        return self._platform.attention_layout(packed, self.config.params_dtype, part)
+        """Return the attention layout of whole sequences on the policy's device: see `Kernels.attention_layout`."""
+        return self.kernels.attention_layout(packed, self.config.params_dtype, part)
 
-    def paged_attention(self, rows: PagedRows) -> PagedAttention:
-        """Return the attention to a paged cache: see `Platform.paged_attention`."""
-        return self._platform.paged_attention(rows, self.config.params_dtype)
-
-    def chunk_attention(self, chunks: PagedChunks) -> PagedAttention | None:
-        """Return the attention of prefills that continue sequences: see `Platform.chunk_attention`."""
-        return self._platform.chunk_attention(chunks, self.config.params_dtype)
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        return self._platform.cache_dtype(self.config.params_dtype)
-
-    def gathers_pages(self, page_tokens: int) -> bool:
-        return self._platform.gathers_pages(self.config.params_dtype, page_tokens)
-
-    def prepare(self, tokens: int, platform: Platform) -> None:
+    def prepare(self, tokens: int, platform: Device) -> None:
         """Set the platform and the vocabulary size without padding, and tabulate the rotations, [max positions, 1, head
         size], computed in fp32 and stored in the model's dtype."""
-        self._tokens, self._platform, device = tokens, platform, platform.device
+        self.vocabulary, self.platform, device = tokens, platform, platform.device
         self._tensor = self.pg_collection.tp
         frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
         angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
@@ -240,7 +217,7 @@ class Policy(GPTModel):
 
 
 def transformer_config(
-    model: ModelConfig, platform: Platform, groups: ProcessGroupCollection, *, sequence_parallel: bool = False
+    model: ModelConfig, kernels: Kernels, groups: ProcessGroupCollection, *, sequence_parallel: bool = False
 ) -> TransformerConfig:
     """Return megatron-core's configuration of the model's shape, split over these groups."""
     dtype = DTYPES[model.dtype]
@@ -282,7 +259,7 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         **experts,
-        **platform.transformer_overrides,
+        **kernels.transformer_overrides,
     )
 
 
@@ -298,7 +275,7 @@ def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def build_policy(
     model: ModelConfig,
     vocab_size: int,
-    platform: Platform,
+    platform: Device,
     recompute: Recompute = "none",
     *,
     sequence_parallel: bool = False,
@@ -326,13 +303,13 @@ def build_policy(
         raise ConfigurationError(f"the model cannot be divided: {undivided}")
     if sequence_parallel and tp == 1:
         raise ConfigurationError("sequence_parallel splits activations between tensor-parallel ranks, but tp is 1")
-    config = transformer_config(model, platform, groups, sequence_parallel=sequence_parallel)
+    config = transformer_config(model, platform.kernels, groups, sequence_parallel=sequence_parallel)
     config.perform_initialization = initialize
     adapters = Adapters.of(model)
     make = partial(
         Policy,
         config=config,
-        transformer_layer_spec=packed_block_spec(config, recompute, platform, groups.pp.rank(), adapters),
+        transformer_layer_spec=packed_block_spec(config, recompute, platform.kernels, groups.pp.rank(), adapters),
         vocab_size=model.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=groups.pp.rank() == 0,

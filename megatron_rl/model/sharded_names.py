@@ -26,7 +26,7 @@ def leading_axes(key: str) -> int:
 
 
 def weight_name(key: str, offset: Sequence[int]) -> str:
-    """Name of the weight of which a box is a part: that of `hf_mapping.weights`.
+    """Name of the weight that contains a box, as in `hf_mapping.weights`.
 
     Args:
         key: name of the whole tensor.

@@ -1,4 +1,4 @@
-"""Bytes that a token adds in the middle of a text. Decoding the token alone does not always give them.
+"""Bytes and text that a token adds in the middle of a text. Decoding the token alone does not always give them.
 
 SentencePiece drops the space in front of a token that is decoded alone; half a character decodes to U+FFFD.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,6 @@ def _byte_letters() -> dict[str, int]:
 
 
 class TokenBytes:
-    """The tokens of one tokenizer of `transformers`."""
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
@@ -61,9 +61,16 @@ class TokenBytes:
 
     @cached_property
     def _decoders(self) -> set[str]:
-        """Kinds of the tokenizer's decoding steps."""
         decoder = self._tokenizer.backend_tokenizer.decoder if self._tokenizer.is_fast else None
         if decoder is None:
             return set()
         described: dict[str, Any] = json.loads(decoder.__getstate__())
         return {each["type"] for each in described.get("decoders", [described])}
+
+
+def texts_of(tokens: Sequence[int], token_bytes: Callable[[int], bytes]) -> list[str]:
+    """Return the text of each token of a sequence; together they are its text. A character that several tokens share is
+    with the last of them; bytes that are not a character become U+FFFD."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    last = len(tokens) - 1
+    return [decoder.decode(token_bytes(token), final=place == last) for place, token in enumerate(tokens)]

@@ -27,8 +27,6 @@ PROMPT_MARK = "\ufdd1"
 
 
 class Tokenizer(Protocol):
-    """Interface of a tokenizer for agents and the model."""
-
     def __hash__(self) -> int:
         """Hash by identity: results for one tokenizer are kept."""
 
@@ -109,7 +107,6 @@ class CharacterTokenizer:
         self.vocab_size = len(alphabet) + 2
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text. Raises ValueError at the first character outside the alphabet."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as unknown:
@@ -153,8 +150,6 @@ class CharacterTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the `transformers` library."""
-
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -174,7 +169,6 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self.renderer = renderer
         self.folder: str = tokenizer.name_or_path
-        """Folder that the tokenizer was loaded from."""
         self.vocab_size = len(tokenizer)
         self.eos_id: int = tokenizer.eos_token_id
         self.end_ids = frozenset({self.eos_id, *end_ids})
@@ -230,9 +224,9 @@ class HuggingFaceTokenizer:
         if self.chat_template is None:
             return None
         render = self._tokenizer.apply_chat_template
-        # The parameters of `render` are no variables: chat_template, for one, is a program.
+        # Parameters of `render` are not variables: chat_template, for one, is a program.
         if variables and (taken := sorted(signature(render).parameters.keys() & variables.keys())):
-            raise ValueError(f"{taken[0]} is no variable of a chat template")
+            raise ValueError(f"{taken[0]} is not a variable of a chat template")
         given = [self.mark(each) for each in (messages, tools, dict(variables or {}))]
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
@@ -287,11 +281,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     if config.type == "characters":
         return CharacterTokenizer(config.alphabet)
-    assert config.path is not None  # Tokenizer._complete
-    return _load_hugging_face(config, config.path)
-
-
-def _load_hugging_face(config: TokenizerConfig, path: str) -> HuggingFaceTokenizer:
+    path = config.path
+    assert path is not None  # TokenizerConfig._complete
     folder = local_folder(path, "tokenizer.path", "tokenizer.json")
     try:
         tokenizer = load_pretrained_tokenizer(folder)
@@ -300,16 +291,12 @@ def _load_hugging_face(config: TokenizerConfig, path: str) -> HuggingFaceTokeniz
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
     _check_blanks(tokenizer, path)
-    end_ids = [*_end_ids(folder, len(tokenizer)), *(_token(tokenizer, name) for name in config.end_tokens)]
+    known = tokenizer.get_vocab()
+    for name in config.end_tokens:
+        if name not in known:
+            raise ValueError(f"tokenizer.end_tokens: the tokenizer has no token {name!r}")
+    end_ids = [*_end_ids(folder, len(tokenizer)), *(known[name] for name in config.end_tokens)]
     return HuggingFaceTokenizer(tokenizer, end_ids, config.date, config.renderer)
-
-
-def _token(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    """Return the token of a name. Raises ValueError."""
-    found: int | None = tokenizer.get_vocab().get(name)
-    if found is None:
-        raise ValueError(f"tokenizer.end_tokens: the tokenizer has no token {name!r}")
-    return found
 
 
 def _check_blanks(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_rl.model.config import LoraConfig, ModelConfig
-from megatron_rl.model.hf_mapping import Source
+from megatron_rl.model.hf_mapping import HfTensor
 from megatron_rl.model.hf_parts import global_names, held_adapters
 from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import LORA_A, is_adapter
@@ -89,9 +89,9 @@ def fill_adapters(policy: Policy, model: ModelConfig, seed: int) -> None:
                 piece.view.zero_()
 
 
-def initial_matrix(source: Source, seed: int) -> torch.Tensor:
+def initial_matrix(source: HfTensor, seed: int) -> torch.Tensor:
     """[rank, inputs] A of a module at the start of training, in fp32: uniform between -1 / sqrt(inputs) and its
-    negative (Kaiming's with a = sqrt(5)), drawn from a generator of its own."""
+    negative (Kaiming's with a = sqrt(5)), drawn from a separate generator."""
     digest = hashlib.sha256(f"{seed} {source.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     bound = source.shape[1] ** -0.5

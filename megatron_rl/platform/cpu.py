@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.dense_attention import dense_layout
+from megatron_rl.platform.device import AnyModule, DeviceUse, GraphRecorder, Kernels, Linears, UnsupportedPlatform
 from megatron_rl.platform.layer_kernels import LayerKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.platform.part_attention import part_layout
@@ -28,6 +28,7 @@ from megatron_rl.platform.sparse_attention import sparse_attention
 from megatron_rl.platform.tensor_sum import CollectiveSum, OneRank, TensorSum
 from megatron_rl.platform.whole_linears import whole_linears
 
+CPU = torch.device("cpu")
 _FACTORIES = frozenset({"arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"})
 
 # Modules (0.16.1 and 0.19.2) whose code creates tensors with device="cuda" or on torch.cuda.current_device()
@@ -45,14 +46,12 @@ _MODULES_NAMING_CUDA = {
 }
 
 
-class CpuPlatform:
-    backend = "gloo"
+class CpuKernels:
     attention_kernels = "torch's scaled_dot_product_attention, in buckets of one length"
     tokens_between_syncs = 1
     # MKL (2024.2) sums the terms of few rows in another order than those of many: up to 3 rows per thread with AVX2,
     # more than 4 with AVX-512 and in its compatible mode. Seen in fp32; bf16 shows no difference.
     rows_multiple = 16
-    transfers_beside_collectives = True
     computes_on_host = True
     layer_kernels: LayerKernels | None = None  # FrozenPolicy generates
     page_tokens = 16
@@ -64,13 +63,8 @@ class CpuPlatform:
         "apply_rope_fusion": False,
     }
 
-    def __init__(self, *, threads: int) -> None:
-        self.device = torch.device("cpu")
-        torch.set_num_threads(threads)
-        install_patches()
-
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
-        return dense_layout(packed, self.device) if part is None else part_layout(packed, part, self.device)
+        return dense_layout(packed, CPU) if part is None else part_layout(packed, part, CPU)
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return sparse_attention(rows)
@@ -104,6 +98,17 @@ class CpuPlatform:
 
     def linears(self, config: TransformerConfig) -> Linears | None:
         return whole_linears(config)
+
+
+class CpuDevice:
+    backend = "gloo"
+    transfers_beside_collectives = True
+
+    def __init__(self, *, threads: int) -> None:
+        self.device = CPU
+        self.kernels: Kernels = CpuKernels()
+        torch.set_num_threads(threads)
+        install_patches()
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
         return make().to(device=self.device, dtype=dtype)
@@ -145,7 +150,7 @@ class CpuPlatform:
 def install_patches() -> None:
     """Patch megatron-core for the CPU, once per process. Raises UnsupportedPlatform if a symbol is missing."""
     for name in _MODULES_NAMING_CUDA:
-        _replace(name, "torch", _TorchOn(torch.device("cpu")))
+        _replace(name, "torch", _TorchOn(CPU))
     importlib.import_module("megatron.core.tensor_parallel.mappings").torch.distributed = UnevenCollectives()
     _replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _on_host)
     _patch_tensor_type()

@@ -6,91 +6,24 @@ import os
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
-from megatron_rl.model.config import too_small_head
-from megatron_rl.platform.api import AnyModule, DeviceUse, GraphRecorder, Linears, UnsupportedPlatform
-from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cards import find_card, without_fp8
-from megatron_rl.platform.cuda_attention import CudaAttention
-from megatron_rl.platform.dense_attention import FanOut
-from megatron_rl.platform.flash_kernels import find_paged_kernels, find_varlen_kernel
-from megatron_rl.platform.grouped_product import against_grouped_products
-from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
-from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
-from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
-from megatron_rl.platform.tensor_sum import TensorSum, tensor_sum
+from megatron_rl.platform.cuda_kernels import CudaKernels
+from megatron_rl.platform.device import AnyModule, DeviceUse, Kernels, UnsupportedPlatform
+from megatron_rl.platform.implementation import UNASKED, Implementation
 from megatron_rl.platform.transport import on_stream
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
 
 MEMORY_EVENTS = 200_000
 """Newest allocations and frees in a snapshot of memory: some 100 MB with their stacks."""
 
 
-class CudaGraphs:
-    """Recorder of one engine's graphs with one memory pool: no graph needs its temporary tensors after it is done, so
-    the pool is as large as the largest graph needs. A graph refers to tensors by address, so its owner must keep
-    them alive and in place (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
-
-    Graphs include NCCL's collectives, which its watchdog does not see then. If a rank is lost, the others learn it from
-    the control group (gloo) before their next step, and a rank that hangs in a collective is silent.
-    """
-
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self._device, self._stream = device, stream
-        self._pool: Any = None  # of the recorded graphs; None if there are none
-        self._recorded: list[torch.cuda.CUDAGraph] = []
-
-    def warm_up(self, function: Callable[[], None]) -> None:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            function()
-        current.wait_stream(self._stream)
-
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        # thread_local: another thread may be writing a checkpoint, pinning memory and recording events.
-        try:
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                function()
-        except RuntimeError:
-            self._pool = None  # torch believes that the failed recording still uses it, and refuses others
-            raise
-        self._recorded.append(graph)
-        return partial(self._replay, graph)
-
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """A method, so that this recorder lives as long as anyone can replay: the platform then finds the graph, and
-        ends it before the communicators that it contains."""
-        graph.replay()
-
-    def release(self) -> None:
-        torch.cuda.synchronize(self._device)
-        while self._recorded:  # the engine may still hold them
-            self._recorded.pop().reset()
-        self._pool = None  # a pool without graphs cannot be reused
-
-
-class CudaPlatform:
+class CudaDevice:
     backend = "nccl"
-    # A check copies twice, the finished rows and their tokens: at most one wait per 8 tokens. The last row of a batch
-    # is computed up to 15 times too often, which is negligible for answers of thousands of tokens.
-    tokens_between_syncs = 16
-    rows_multiple = 1  # cuBLAS chooses another kernel every few rows
     transfers_beside_collectives = False
-    computes_on_host = False
-    page_tokens = 256
 
     def __init__(self, *, local_rank: int, threads: int, made_of: Implementation = UNASKED) -> None:
         if not torch.cuda.is_available():
@@ -110,91 +43,7 @@ class CudaPlatform:
             name, capability = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
             if against := without_fp8(name, capability):
                 raise UnsupportedPlatform(f"training.fp8 is {made_of.fp8}, but {against}")
-        self.made_of = made_of
-        self.transformer_overrides = made_of.transformer_overrides
-
-    @cached_property
-    def attention(self) -> CudaAttention:
-        """Kernels, found on first use: the health check, which only selects a device, need not import their
-        packages."""
-        return CudaAttention(find_varlen_kernel(), pages=find_paged_kernels())
-
-    @cached_property
-    def layer_kernels(self) -> LayerKernels | None:
-        return find_layer_kernels()
-
-    @cached_property
-    def _sums(self) -> dict[tuple[str, torch.dtype], TensorSum]:
-        """Sums by group and dtype. Recordings refer to their memory, so they live as long as the process."""
-        return {}
-
-    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
-        key = str(group.group_name), dtype
-        if key not in self._sums:
-            self._sums[key] = tensor_sum(group, dtype, self.device)
-        return self._sums[key]
-
-    @cached_property
-    def _graph_stream(self) -> torch.cuda.Stream:
-        """Stream on which all graphs are recorded: cuBLAS keeps a workspace for every stream it has seen."""
-        return torch.cuda.Stream(self.device)
-
-    @cached_property
-    def _recorders(self) -> WeakSet[CudaGraphs]:
-        """Recorders of the engines of this process."""
-        return WeakSet()
-
-    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
-        return self.attention.layout(packed, self.device, dtype, part)
-
-    def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
-        return self.attention.paged(rows, dtype)
-
-    def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
-        return self.attention.chunks(chunks, self.device, dtype)
-
-    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        return self.attention.page_kernel(dtype, page_tokens) is None
-
-    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
-        if self.attention.page_kernel(dtype, page_tokens) is None:
-            return None
-        recorder = CudaGraphs(self.device, self._graph_stream)
-        self._recorders.add(recorder)
-        return recorder
-
-    def against_grouped_products(self, dtype: torch.dtype) -> str | None:
-        return against_grouped_products(self.device, dtype)
-
-    def release_graphs(self) -> None:
-        for recorder in [*self._recorders]:
-            recorder.release()
-
-    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
-        return self.attention.gathers_branches(dtype, in_parts=in_parts)
-
-    def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return FanOut.of(rows, len(tokens)).gather(tokens)
-
-    @property
-    def attention_kernels(self) -> str:
-        layers = self.layer_kernels.name if self.layer_kernels else "training layers"
-        return f"{self.attention.description}; between products of generation: {layers}"
-
-    def linears(self, config: TransformerConfig) -> Linears | None:
-        if against := too_small_head(config.kv_channels):
-            raise UnsupportedPlatform(against)
-        # Imported here and below, because the health check does not need megatron-core.
-        if self.made_of.name == TRANSFORMER_ENGINE:
-            from megatron_rl.platform.te_linears import te_linears
-
-            return te_linears()
-        from megatron_rl.platform.whole_linears import whole_linears
-
-        return whole_linears(config)
+        self.kernels: Kernels = CudaKernels(self.device, made_of)
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
         from megatron_rl.platform.megatron_patches import patch_multi_tensor
@@ -269,12 +118,3 @@ def _power(device: torch.device) -> float | None:
         return torch.cuda.power_draw(device) / 1000
     except (RuntimeError, nvml.NVMLError):
         return None
-
-
-def find_layer_kernels() -> LayerKernels:
-    """Return Triton's kernels, or, if it cannot be imported, torch's operators with the reason in their name."""
-    try:
-        from megatron_rl.platform.triton_kernels import TritonKernels
-    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
-        return TorchKernels(f"Triton cannot be imported: {error}")
-    return TritonKernels()

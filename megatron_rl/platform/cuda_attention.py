@@ -33,20 +33,17 @@ GATHERED_BLOCK = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CudaAttention:
-    """The attention kernels of a rank."""
-
     varlen: VarlenKernel | None
     """None if this machine has none."""
     tree: TreeAttend = compiled_attention
     pages: Sequence[PagedKernel] = ()
-    """Kernels for decoding and for prefills that continue, the fastest first."""
 
     def layout(
         self, packed: PackedSequences, device: torch.device, dtype: torch.dtype, part: Tensor | None = None
     ) -> Layout:
         """Return the faster layout in half precision. In fp32 it is always FlexAttention: flash kernels do not support
         fp32, and torch's own attention with grouped key/value heads falls back to a kernel that stores all scores. The
-        same holds for a part of the tokens (see `Platform.attention_layout`): a flash kernel would need the chunks of
+        same holds for a part of the tokens (see `Kernels.attention_layout`): a flash kernel would need the chunks of
         each tree separately, and the keys before them again for each."""
         if self.varlen is None or not self.gathers_branches(dtype, in_parts=part is not None):
             return tree_layout(packed, device, self.tree, part)
@@ -64,7 +61,6 @@ class CudaAttention:
         return KernelAttention(kernel.attend, rows.table, rows.lengths.int(), longest, key_splits(longest))
 
     def chunks(self, chunks: PagedChunks, device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
-        """Return attention of prefills that continue sequences, by a kernel that reads pages, if one supports them."""
         kernel = self.page_kernel(dtype, chunks.page_tokens)
         return ChunkAttention.of(chunks, kernel.attend_chunks, device) if kernel else None
 
@@ -79,7 +75,6 @@ class CudaAttention:
 
     @property
     def description(self) -> str:
-        """Description of the kernels, for people."""
         names = " or ".join(kernel.name for kernel in self.pages)  # the first one that supports their dtype and size
         pages = f"pages by {names}" if names else "pages gathered"
         if self.varlen is None:

@@ -39,7 +39,6 @@ class FanOut:
     order: Tensor
     """[rows] the rows sorted by their packed token."""
     counts: Tensor
-    """[tokens] number of rows of each packed token."""
 
     @classmethod
     def of(cls, rows: Tensor, tokens: int) -> FanOut:
@@ -88,7 +87,6 @@ class DenseLayout:
     outputs: Tensor
     """[tokens] index of each packed token's result in the concatenated bucket outputs."""
     fan_out: FanOut | None = None
-    """Set if branches share tokens, which are gathered for each of them."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         gathered = zip(*(self._gathered(x) for x in (query, key, value)), strict=True)
@@ -150,6 +148,9 @@ def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
     if trees:
         length = max(map(len, trees))
         dense.append((length, trees, _visibility(trees, ends, length).to(device, non_blocking=True)))
+    # Example: the sequences [0, 1, 2] and [3] as buckets of lengths 3 and 1 give the results 0 1 2 | 3 and outputs
+    # [0, 1, 2, 3]. In a bucket of length 4 the first would be gathered as 0 1 2 0, and its last result would not be
+    # read. A token that several branches share has an equal result in each of them, and `outputs` names one.
     buckets = []
     read: list[int] = []  # packed tokens ...
     indices_read: list[int] = []  # ... and the indices of their results
@@ -192,6 +193,5 @@ def _visibility(trees: Sequence[range], ends: Sequence[int], length: int) -> Ten
 
 
 def bucket_length(length: int) -> int:
-    """Length of the bucket for a sequence of `length` tokens."""
     grid = max(1, 2 ** (length - 1).bit_length() // 8)
     return -(-length // grid) * grid

@@ -41,20 +41,14 @@ class VarlenKernel:
 
 @dataclass(frozen=True, slots=True)
 class PagedKernel:
-    """Flash kernels that read pages and the name of their package."""
-
     name: str
     attend: PagedAttend
-    """Kernel for decoding."""
     attend_chunks: ChunkAttend
-    """Kernel for prefills that continue sequences."""
     fp32: bool
-    """Whether they support fp32 beside half precision."""
     page_multiple: int
     """Divisor of the page sizes that they support."""
 
     def reads(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        """Whether they support pages of this dtype and size."""
         return (self.fp32 or dtype is not torch.float32) and page_tokens % self.page_multiple == 0
 
 

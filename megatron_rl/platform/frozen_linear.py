@@ -41,8 +41,7 @@ class FrozenLinear(Protocol):
 
     def __call__(self, rows: Tensor) -> Tensor: ...
 
-    def silu(self, rows: Tensor) -> Tensor:
-        """silu of the product."""
+    def silu(self, rows: Tensor) -> Tensor: ...
 
     def added(self, rows: Tensor, other: Tensor) -> Tensor:
         """other [rows, outputs] + the product."""
@@ -91,8 +90,6 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """FrozenLinear of oneDNN."""
-
     weight: Tensor
     """Weight in oneDNN's layout."""
     bias: Tensor | None

@@ -235,7 +235,7 @@ def documented_signatures(found: Any) -> list[inspect.Signature]:
     function: Any = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
     signatures = []
     for match in re.finditer(r"^(?:\d+\. )?\w+\((.*)\) -> ", function.__doc__ or "", re.MULTILINE):
-        with contextlib.suppress(SyntaxError):  # a default whose description has brackets of its own
+        with contextlib.suppress(SyntaxError):  # a default whose description has brackets too
             signatures.append(_parsed(match[1]))
     return signatures
 

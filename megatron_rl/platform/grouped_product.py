@@ -39,7 +39,7 @@ def against_grouped_products(device: torch.device, dtype: torch.dtype) -> str | 
 
 
 def grouped_linear(rows: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply each group of rows by the transpose of its own weight.
+    """Multiply each group of rows by the transpose of the group's weight.
 
     Args:
         rows: [rows, inputs], one group after another; groups may be empty.

@@ -19,8 +19,6 @@ LOCAL = "local"
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """The chosen implementation and the reason."""
-
     name: str
     """TRANSFORMER_ENGINE or LOCAL."""
     reason: str
@@ -29,7 +27,6 @@ class Implementation:
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:
-        """Fields of TransformerConfig that follow from the choice."""
         if self.name == LOCAL:
             return {}
         # With the cache, the gradient of the first micro-batch overwrites the sum of all, and FP8 weights never change.

@@ -40,13 +40,11 @@ class Slots:
 
 class LayerKernels(Protocol):
     name: str
-    """Description of the kernels, for people."""
 
     def norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm (arXiv 1910.07467) in fp32. hidden [tokens, hidden], weight [hidden] -> [tokens, hidden]"""
 
-    def add_and_norm(self, hidden: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the sum of hidden and other, each [tokens, hidden], and its norm."""
+    def add_and_norm(self, hidden: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
     def swiglu(self, gate_and_value: Tensor) -> Tensor:
         """[tokens, 2 * ffn] -> [tokens, ffn] (arXiv 2002.05202)."""

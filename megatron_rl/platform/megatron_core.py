@@ -28,7 +28,6 @@ import torch
 
 
 def _compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """torch.compile, deferred to the first call."""
     if function is None:
         return functools.partial(_compiled_when_called, **options)
     compile_ = functools.cache(lambda: _compile(function, **options))

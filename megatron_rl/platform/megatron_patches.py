@@ -32,7 +32,6 @@ def patch_multi_tensor() -> None:
 
 
 def _l2_norm(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _each: bool = False) -> tuple[Tensor, None]:
-    """[1] norm of all tensors."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0])))[None], None
 
 

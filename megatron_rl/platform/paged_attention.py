@@ -37,7 +37,6 @@ class PagedRows:
 
     @property
     def longest(self) -> int:
-        """Upper bound of the longest row's tokens."""
         return min(int(self.bounds.max()), self.table.shape[1] * self.page_tokens)
 
 
@@ -69,7 +68,7 @@ class InPlaceLayout(Protocol):
     """A layout of single new tokens whose keys and values a kernel may write to the cache itself."""
 
     def slots(self, layer: int) -> Slots | None:
-        """Places of the new tokens in the cache of one layer (from 1); None if `attend` has to write them."""
+        """Places of the new tokens in the cache of one layer (from 1); None if `attend` must write them."""
 
     def attend_written(self, layer: int, query: Tensor) -> Tensor:
         """Attend in one layer after the keys and values were written: as `Layout.attend`."""
@@ -135,7 +134,6 @@ class ChunkAttention:
     key_edges: Tensor
     """[sequences + 1] int32, the same for all tokens."""
     most: tuple[int, int]
-    """New tokens, and all tokens, of a sequence at most."""
 
     @classmethod
     def of(cls, chunks: PagedChunks, kernel: ChunkAttend, device: torch.device) -> ChunkAttention:

@@ -17,7 +17,7 @@ from megatron_rl.platform.dense_attention import LONGEST_MASKED_TREE, FanOut, br
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Queries with a common list of keys, of which each sees some."""
+    """Queries with a common list of keys. Each query sees some of them."""
 
     queries: Tensor
     """[queries] indices into the part."""
@@ -26,7 +26,7 @@ class QueryBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class QueryBuckets:
     """Query blocks of similar size, padded to the same."""
 
     queries: Tensor
@@ -41,14 +41,13 @@ class Bucket:
 class PartLayout:
     """Attention of a part of the packed tokens to the keys and values of all."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[QueryBuckets, ...]
     outputs: Tensor
     """[part] index of each token's result in the concatenated bucket outputs."""
     keys: FanOut
     """Keys of all buckets: late queries also attend to the keys of early ones."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend as in `Layout.attend`: query [part, heads, head_size] -> [part, heads * head_size]."""
         sizes = [bucket.keys.numel() for bucket in self.buckets]
         gathered = zip(*(self.keys.gather(x).split(sizes) for x in (key, value)), strict=True)
         parts = []
@@ -97,7 +96,11 @@ def query_blocks(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> I
     """Split the `part` of the tree first..stop-1 into runs of consecutive tokens of a branch, each token once. The keys
     of a run are the branch up to its last token, so its queries are its last keys, and its mask is a causal one aligned
     at the end, which kernels for different lengths of queries and keys support without a mask."""
-    before = first - 1  # last token of the previous branch: tokens up to there are done
+    # Example: the prompt [0, 1] with the answers [2, 3] and [4], and the part [1, 3, 4]. Branch 0 1 2 3 gives the runs
+    # [1] with keys 0 1 and [3] with keys 0 1 2 3; branch 0 1 4 has token 1 again, which is done, and gives [4] with
+    # keys 0 1 4. In depth-first order the shared tokens of a branch are all at or before the last token of the previous
+    # branch, so one number suffices to know what is done.
+    before = first - 1
     for branch in branches(subtree_ends, first, stop):
         path = torch.tensor(branch)
         found = torch.searchsorted(part, path)
@@ -111,7 +114,7 @@ def query_blocks(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> I
 
 def _bucket(
     members: list[QueryBlock], queries: int, keys: int, subtree_ends: Tensor, part: Tensor, device: torch.device
-) -> Bucket:
+) -> QueryBuckets:
     """Pad blocks with their first query, whose results are not read, and with keys that no query sees."""
     of_rows = torch.stack([_filled(row.queries, queries, int(row.queries[0])) for row in members])
     nowhere = len(subtree_ends)
@@ -119,7 +122,9 @@ def _bucket(
     ends = torch.cat((subtree_ends, subtree_ends.new_zeros(1))).to(device, non_blocking=True)
     at = part[of_rows].to(device, non_blocking=True)[:, :, None]
     visible = (of_keys[:, None] <= at) & (at < ends[of_keys][:, None])
-    return Bucket(of_rows.to(device, non_blocking=True), torch.where(of_keys == nowhere, 0, of_keys), visible[:, None])
+    return QueryBuckets(
+        of_rows.to(device, non_blocking=True), torch.where(of_keys == nowhere, 0, of_keys), visible[:, None]
+    )
 
 
 def _filled(values: Tensor, length: int, value: int) -> Tensor:

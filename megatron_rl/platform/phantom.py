@@ -32,12 +32,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_rl.platform.api import AnyModule
-from megatron_rl.platform.cpu import CpuPlatform, patched_for
-from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.cpu import CpuDevice, CpuKernels, patched_for
+from megatron_rl.platform.cuda import CudaDevice
 from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.cuda_kernels import CudaKernels
+from megatron_rl.platform.device import AnyModule
 from megatron_rl.platform.flash_kernels import PagedKernel, VarlenKernel
-from megatron_rl.platform.implementation import UNASKED
 from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.megatron_patches import patch_multi_tensor
 from megatron_rl.platform.tensor_sum import CollectiveSum, OneRank, TensorSum
@@ -68,7 +68,7 @@ class PhantomDevice(TorchDispatchMode):
         self.waits = 0
         """Copies between devices that the host waits for: synchronous ones, and those from the device to memory that is
         not pinned."""
-        self.memory = Memory()
+        self.memory = HeldMemory()
         self._pinned: dict[int, Tensor] = {}  # by address
         self._fake = FakeTensorMode()
         self._patches = ExitStack()
@@ -131,7 +131,6 @@ class PhantomDevice(TorchDispatchMode):
         return out
 
     def empty(self, like: Tensor, device: torch.device | None = None) -> Tensor:
-        """Create a fake tensor of the same shape and dtype."""
         fake = FakeTensor(self._fake, torch.empty(like.shape, dtype=like.dtype, device="meta"), device or self.device)
         self.memory.hold(fake)
         return fake
@@ -164,7 +163,6 @@ class PhantomDevice(TorchDispatchMode):
 
 
 def _non_blocking(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy was requested with non_blocking."""
     index = [argument.name for argument in func._schema.arguments].index("non_blocking")
     asked: bool = args[index] if len(args) > index else kwargs.get("non_blocking", False)
     return asked
@@ -210,22 +208,19 @@ class Peak:
 
     bytes: int = 0
     held_by: Counter[str] = field(default_factory=Counter)
-    """Bytes by holder."""
     age: int = 0
     """Number of tensors created before the peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The storage of a tensor."""
-
     holder: str
     bytes: int
     age: int
     """Number of tensors created before it."""
 
 
-class Memory:
+class HeldMemory:
     """Bytes of one device's tensors, by holder."""
 
     def __init__(self) -> None:
@@ -268,7 +263,6 @@ class Memory:
             self._watching.pop()
 
     def hold(self, tensor: Tensor) -> None:
-        """Count a tensor until its storage is freed."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._live:
             return
@@ -282,7 +276,6 @@ class Memory:
 
     @property
     def resize(self) -> Callable[[UntypedStorage, int], None]:
-        """Replacement for `UntypedStorage.resize_`."""
 
         def resize(storage: UntypedStorage, size: int) -> None:
             _resize(storage, size)
@@ -318,21 +311,36 @@ class PhantomGraphs:
         pass
 
 
-class PhantomPlatform(CudaPlatform):
-    """The CUDA platform without a GPU: its layouts and waits, on a device of another name."""
+class PhantomKernels(CudaKernels):
+    """Layouts and waits of a GPU, on a device of another name."""
 
-    transformer_overrides = CpuPlatform.transformer_overrides
-
-    def __init__(self, phantom: PhantomDevice) -> None:
-        """phantom: a device whose context is entered."""
-        self.device = phantom.device
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.transformer_overrides = CpuKernels.transformer_overrides
         self.attention = CudaAttention(
             VarlenKernel("phantom", _attend_in_sequences),
             _attend_in_trees,
             [PagedKernel("phantom", _attend_in_pages, _attend_in_chunks, fp32=True, page_multiple=1)],
         )
         self.layer_kernels = TorchKernels("a phantom")
-        self.made_of = UNASKED
+
+    def against_grouped_products(self, dtype: torch.dtype) -> str | None:
+        return None if dtype == torch.bfloat16 else "the grouped product needs bf16"
+
+    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
+        return OneRank() if group.size() == 1 else CollectiveSum(group)
+
+    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs | None:
+        return PhantomGraphs() if self.attention.page_kernel(dtype, page_tokens) else None
+
+
+class PhantomCuda(CudaDevice):
+    """A CUDA device without a GPU."""
+
+    def __init__(self, phantom: PhantomDevice) -> None:
+        """phantom: a device whose context is entered."""
+        self.device = phantom.device
+        self.kernels: PhantomKernels = PhantomKernels(phantom.device)
         self._phantom = phantom
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
@@ -344,15 +352,6 @@ class PhantomPlatform(CudaPlatform):
             self._phantom.move(module, requires_grad=True)
         return module
 
-    def against_grouped_products(self, dtype: torch.dtype) -> str | None:
-        return None if dtype == torch.bfloat16 else "the grouped product needs bf16"
-
-    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
-        return OneRank() if group.size() == 1 else CollectiveSum(group)
-
-    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs | None:
-        return PhantomGraphs() if self.attention.page_kernel(dtype, page_tokens) else None
-
     def host_memory(self, size: int) -> Tensor:
         return self._phantom.host_memory(size)
 
@@ -363,5 +362,5 @@ class PhantomPlatform(CudaPlatform):
         return None
 
     def seed(self, seed: int) -> None:
-        platform: Any = self
-        CpuPlatform.seed(platform, seed)
+        device: Any = self
+        CpuDevice.seed(device, seed)

@@ -1,7 +1,7 @@
-"""Selection of a run's platform.
+"""Selection of a rank's device.
 
 platform = select(config.job)     # versions checked, patches installed (CPU), device chosen
-platform.device, platform.backend, platform.transformer_overrides
+platform.device, platform.backend, platform.kernels.attention_layout(...)
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-from megatron_rl.platform.api import Platform, UnsupportedPlatform
+from megatron_rl.platform.device import Device, UnsupportedPlatform
 from megatron_rl.platform.implementation import UNASKED, Implementation
 from megatron_rl.rank.config import JobConfig
 
 SUPPORTED_MEGATRON = ((0, 16, 1), (0, 20, 0))  # first supported, first unsupported
 
 
-def select(job: JobConfig, local_rank: int = 0, made_of: Implementation = UNASKED) -> Platform:
-    """Return the platform of `job.device`.
+def select(job: JobConfig, local_rank: int = 0, made_of: Implementation = UNASKED) -> Device:
+    """Return the device that `job.device` asks for.
 
     made_of: implementation of the layers; on a CPU always megatron-core.
 
@@ -25,12 +25,12 @@ def select(job: JobConfig, local_rank: int = 0, made_of: Implementation = UNASKE
     """
     check_megatron_version()
     if job.device == "cpu":
-        from megatron_rl.platform.cpu import CpuPlatform
+        from megatron_rl.platform.cpu import CpuDevice
 
-        return CpuPlatform(threads=job.threads_per_rank)
-    from megatron_rl.platform.cuda import CudaPlatform
+        return CpuDevice(threads=job.threads_per_rank)
+    from megatron_rl.platform.cuda import CudaDevice
 
-    return CudaPlatform(local_rank=local_rank, threads=job.threads_per_rank, made_of=made_of)
+    return CudaDevice(local_rank=local_rank, threads=job.threads_per_rank, made_of=made_of)
 
 
 def check_megatron_version() -> None:

@@ -82,6 +82,10 @@ def sparse_attention(rows: PagedRows) -> SparseAttention:
     _silence_first_warnings()
     tokens, repeated = rows.page_tokens, rows.heads // rows.kv_heads
     pages = -(-rows.bounds // tokens).astype(np.int32)
+    # Example: pages of 2 tokens, 2 key/value heads, 2 query heads, a sequence of 3 tokens in pages 5 and 0. Query 1
+    # (head 1) sees entries 22 23 (page 5: (5 * 2 + 1) * 2) and 2 3 (page 0: (0 * 2 + 1) * 2), and `beyond` is
+    # 0 0 0 -inf, because the second page has one token. A query is thus a row of a sparse matrix in CSR: `offsets` are
+    # its row pointers and `entries` its columns, which need not ascend.
     of_query = np.repeat(pages, rows.heads)
     offsets = np.zeros(len(of_query) + 1, dtype=np.int32)
     np.cumsum(of_query, out=offsets[1:])

@@ -19,7 +19,7 @@ from megatron.core.extensions.transformer_engine import (
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_rl.platform.api import Linears, UnsupportedPlatform
+from megatron_rl.platform.device import Linears, UnsupportedPlatform
 
 if not HAVE_TE:
     raise UnsupportedPlatform(

@@ -32,8 +32,6 @@ class TensorSum(Protocol):
 
 
 class OneRank:
-    """TensorSum of a rank that has the whole product."""
-
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
         return linear(rows, weight)
 

@@ -29,14 +29,12 @@ TCP_EXCHANGE = timedelta(minutes=30)
 which takes minutes for a large model. Members that are gone are noticed sooner, see refit/liveness.py."""
 POLL_S = 0.0001
 UNUSED_TAG = 1
-"""Tag that no message has."""
 
 
 class Transport(Protocol):
     """One rank's end of a transport. Methods raise RuntimeError; after that the transport can only be closed."""
 
     device: torch.device
-    """Device of the messages."""
 
     def connect(self) -> None:
         """Connect to all ranks. Collective; call once before anything else."""
@@ -144,7 +142,6 @@ class NcclTransport:
         return [part.cpu() for part in parts]
 
     def _wait(self) -> None:
-        """Wait until the current stream is done."""
         done = torch.cuda.Event()
         done.record()
         give_up = time.monotonic() + self._timeout.total_seconds()
@@ -189,7 +186,7 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def beside(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes the contexts of threads that transfer to or from a device, as Platform.beside does."""
+    """Return what makes the contexts of threads that transfer to or from a device, as Device.beside does."""
     return partial(on_stream, torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext
 
 

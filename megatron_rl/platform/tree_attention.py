@@ -61,7 +61,10 @@ class Blocks:
         last_query = queries[np.minimum(rows + BLOCK, len(queries)) - 1][:, None]
         last_ends = np.maximum.reduceat(subtree_ends, keys)
         first_ends = np.minimum.reduceat(subtree_ends, keys)
-        # A query sees earlier keys whose subtree ends behind it: the first query of a block sees the most.
+        # Query q sees key k if k <= q < subtree_ends[k]. So a block of keys is seen in part if its first key is not
+        # behind the last query and its longest-lived key outlives the first query. It is seen wholly if even its last
+        # key is not behind the first query and even its shortest-lived key outlives the last query. "Seen" may be wrong
+        # for a block whose early keys have ended and whose long-lived keys come late: it is computed under the mask.
         seen = (keys <= last_query) & (last_ends > first_query)
         full = (rows + BLOCK <= len(queries))[:, None] & (keys + BLOCK <= tokens)
         wholly = full & (keys + BLOCK - 1 <= first_query) & (first_ends > last_query)
@@ -69,7 +72,6 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """Number of blocks that are computed."""
         return int(self.partly.sum() + self.wholly.sum())
 
 
@@ -109,7 +111,7 @@ def _compiled() -> Callable[..., Tensor]:
 def tree_layout(
     packed: PackedSequences, device: torch.device, kernel: Attend = compiled_attention, part: Tensor | None = None
 ) -> TreeLayout:
-    """Build the layout of packed sequences, or of a part of them (see `Platform.attention_layout`), for one kernel."""
+    """Build the layout of packed sequences, or of a part of them (see `Kernels.attention_layout`), for one kernel."""
     queries = torch.arange(len(packed.subtree_ends)) if part is None else part
     # Padding: queries see what the last one sees, and nothing sees keys with end 0.
     queries = torch.cat((queries, queries[-1:].expand(max(0, FEWEST_TOKENS - len(queries)))))

@@ -17,11 +17,10 @@ from megatron_rl.platform.flash_kernels import VarlenAttend
 
 
 @dataclass(frozen=True, slots=True)
-class Branches:
+class TreeBranches:
     """Trees split into branches: each is a sequence from the root of its tree to a leaf."""
 
     fan_out: FanOut
-    """Gathers the tokens of all branches."""
     outputs: Tensor
     """[tokens] index of a copy of each packed token in the branches."""
 
@@ -34,8 +33,7 @@ class VarlenLayout:
     cu_seqlens: Tensor
     """[sequences + 1] int32, on the device."""
     longest: int
-    """Tokens of the longest sequence."""
-    branches: Branches | None = None
+    branches: TreeBranches | None = None
     """Set if trees have several branches."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -58,5 +56,5 @@ def varlen_layout(packed: PackedSequences, device: torch.device, kernel: VarlenA
     rows = torch.tensor([token for each in found for token in each])
     outputs = torch.empty(len(ends), dtype=torch.long)
     outputs[rows] = torch.arange(len(rows))  # any copy of a shared token: all see the same
-    taken_apart = Branches(FanOut.of(rows, len(ends)).to(device), outputs.to(device, non_blocking=True))
+    taken_apart = TreeBranches(FanOut.of(rows, len(ends)).to(device), outputs.to(device, non_blocking=True))
     return VarlenLayout(kernel, cu_seqlens, max(lengths), taken_apart)

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megatron_rl.platform.api import Linears
+from megatron_rl.platform.device import Linears
 
 
 class WholeColumnLinear(ColumnParallelLinear):

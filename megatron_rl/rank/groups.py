@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.rank.config import JobConfig, TrainingLayout
 from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.world import World
@@ -156,7 +156,7 @@ def watch_collectives(folder: Path, limit_s: int) -> None:
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(limit_s))
 
 
-def disconnect(platform: Platform | None) -> None:
+def disconnect(platform: Device | None) -> None:
     """Destroy all groups of this process, after the device's recorded work. Every world of a rank ends here.
 
     From 2.26 on, NCCL does not destroy a communicator while a CUDA graph contains one of its collectives, and waits for
@@ -165,6 +165,6 @@ def disconnect(platform: Platform | None) -> None:
     platform: of the rank; None for a world without devices, such as a rehearsal's.
     """
     if platform is not None:
-        platform.release_graphs()
+        platform.kernels.release_graphs()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ import torch
 
 from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.rank.config import PLANS, ProfileConfig
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Trace:
     path: of the files, without the endings .json.gz and .memory.pickle.
     """
 
-    def __init__(self, path: Path, platform: Platform) -> None:
+    def __init__(self, path: Path, platform: Device) -> None:
         self._path, self._platform = path, platform
         self._profile = torch.profiler.profile(
             activities=torch.profiler.supported_activities(), record_shapes=True, profile_memory=True
@@ -94,7 +94,7 @@ class StepProfiler:
         config: None: there are none.
     """
 
-    def __init__(self, attempt: Attempt, rank: int, config: ProfileConfig | None, platform: Platform) -> None:
+    def __init__(self, attempt: Attempt, rank: int, config: ProfileConfig | None, platform: Device) -> None:
         self._folder, self._rank, self._platform = attempt.profile, rank, platform
         self._steps = range(0) if config is None else config.steps_of(rank)
 
@@ -123,7 +123,7 @@ class GenerationProfiler:
         updates: optimizer updates of a step, and thus policy versions.
     """
 
-    def __init__(self, folder: Path, name: str, steps: Collection[int], updates: int, platform: Platform) -> None:
+    def __init__(self, folder: Path, name: str, steps: Collection[int], updates: int, platform: Device) -> None:
         self._folder, self._name, self._updates, self._platform = folder, name, updates, platform
         self._steps = {*steps}
         self._trace: Trace | None = None
@@ -151,7 +151,7 @@ class GenerationProfiler:
 
 
 def generation_profiler(
-    attempt: Attempt, config: RunConfig, platform: Platform, rank: int, replica: int | None = None
+    attempt: Attempt, config: RunConfig, platform: Device, rank: int, replica: int | None = None
 ) -> GenerationProfiler:
     """Return the profiler of the engine on a rank.
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.platform.select import select
 from megatron_rl.rank.config import JobConfig, TrainingLayout
 from megatron_rl.rank.groups import Groups, check_divides, cut, disconnect
@@ -35,7 +35,7 @@ class StandaloneWorld:
 @contextmanager
 def connected(
     world: StandaloneWorld, device: Literal["cpu", "cuda"] = "cpu", threads: int = 1, tp: int = 1
-) -> Iterator[tuple[Platform, Groups]]:
+) -> Iterator[tuple[Device, Groups]]:
     """Yield the platform and the groups of a world in which `tp` ranks share a model. Collective.
 
     threads: of OMP, MKL and torch.

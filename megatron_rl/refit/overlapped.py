@@ -7,7 +7,7 @@
 The thread has its own process groups: a control group over gloo, and the transfer group of an epoch. Gloo groups are
 independent: each has its own connections and buffers and waits on the host. NCCL operations occupy the device instead,
 and whatever waits for the device (for example an allocation that frees memory) waits for all groups. Two groups can
-thus deadlock if ranks reach them in different orders. Where `Platform.transfers_beside_collectives` is false, all ranks
+thus deadlock if ranks reach them in different orders. Where `Device.transfers_beside_collectives` is false, all ranks
 reach them in one order: training ranks finish a transfer before their next collective, and a replica of several ranks
 samples nothing between joining an epoch and swapping (`replica/leader.py`).
 """
@@ -19,7 +19,7 @@ import time
 from concurrent.futures import Future, wait
 
 from megatron_rl.inference.replicas.pool import ReplicaPool
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.prober import Prober
@@ -35,7 +35,7 @@ class OverlappedRefit:
         self,
         transfer: TransferRefit,
         pool: ReplicaPool,
-        platform: Platform,
+        platform: Device,
         safe_points: SafePoints,
         prober: Prober | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.text_stream import Decode
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.refit.rank_refit import Refit, ReshardedWeights, SharedWeights
@@ -23,7 +23,7 @@ def build_engine(
     config: RunConfig,
     vocab_size: int,
     end_ids: Collection[int],
-    platform: Platform,
+    platform: Device,
     groups: Groups,
     ranks: EngineRanks,
     decode: Decode | None = None,
@@ -49,7 +49,7 @@ def build_engine(
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 
 
-def build_inference_policy(config: RunConfig, vocab_size: int, platform: Platform, ranks: EngineRanks) -> Policy:
+def build_inference_policy(config: RunConfig, vocab_size: int, platform: Device, ranks: EngineRanks) -> Policy:
     """Build an uninitialized model that only generates, in the layout of an engine. Collective over all ranks. Raises
     ConfigurationError if the model cannot have this layout."""
     training_tp = config.placement.training.tp

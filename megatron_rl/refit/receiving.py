@@ -32,7 +32,7 @@ class Receiving:
         started: identifies the replica.
         rank: of this process in the replica.
         timeout: limit of every wait for other members.
-        beside: context of each step, see Platform.beside.
+        beside: context of each step, see Device.beside.
         """
         self.receiver = receiver
         self._started, self._rank, self._timeout, self._beside = started, rank, timeout, beside

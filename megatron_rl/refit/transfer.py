@@ -39,7 +39,7 @@ class Sender:
     ) -> None:
         """
         held: weights of this rank, which must keep their place in memory.
-        host_memory: see Platform.host_memory. The last version is kept there, and only differences from it are sent.
+        host_memory: see Device.host_memory. The last version is kept there, and only differences from it are sent.
             None: every version is sent whole. All members must agree.
         """
         self._held = held
@@ -120,7 +120,7 @@ class Receiver:
         """
         needed: weights of the engine, which must keep their place in memory; or a share of the whole model, which is
             only staged.
-        host_memory: see Platform.host_memory. The weights are staged there.
+        host_memory: see Device.host_memory. The weights are staged there.
         changed: whether the sender keeps the last version and sends differences. Not with a share.
         """
         self._share = needed if isinstance(needed, ModelShare) else None

@@ -25,7 +25,7 @@ from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.trainable import Trainable
-from megatron_rl.platform.phantom import Memory, PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import HeldMemory, PhantomCuda, PhantomDevice
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.engine_ranks import EngineRanks
@@ -74,7 +74,7 @@ class Taught:
 class Phases:
     """Memory at the peak of each phase of a step."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: HeldMemory) -> None:
         self._memory = memory
         self.peaks: dict[str, dict[str, int]] = {}  # same as `RankRehearsal.phases`
 
@@ -144,7 +144,7 @@ class _Rank:
         self._vocab = vocab
         self._groups = groups
         self._memory = device.memory
-        self._platform = PhantomPlatform(device)
+        self._platform = PhantomCuda(device)
         self._platform.seed(0)
         self._phases = phases
 
@@ -206,7 +206,7 @@ class _Rank:
         return policy
 
 
-def generate(engine: Engine, config: RunConfig, memory: Memory) -> None:
+def generate(engine: Engine, config: RunConfig, memory: HeldMemory) -> None:
     """Fill all rows, one of them with a sequence of full length, and decode a token for each. Log-probs of prompts are
     left out, since the host reads their values."""
     length, answer = config.sequence_length, config.sampling.max_new_tokens

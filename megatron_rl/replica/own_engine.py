@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.platform.implementation import choose_implementation
 from megatron_rl.platform.select import select
 from megatron_rl.platform.transport import offered
@@ -112,7 +112,7 @@ def _teachers_faults() -> Iterator[None]:
         raise ConfigurationError(f"distill.teacher: {error}") from error
 
 
-def _connected(here: ReplicaRank, platform: Platform, tp: int, key: str) -> Groups:
+def _connected(here: ReplicaRank, platform: Device, tp: int, key: str) -> Groups:
     """Connect the ranks of the replica. Collective. Raises ConfigurationError.
 
     key: of `tp`.

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from megatron_rl.contract.rollout_records import (
     rollouts_file,
 )
 from megatron_rl.metrics.config import is_due
-from megatron_rl.model.pieces import Pieces
+from megatron_rl.model.token_bytes import texts_of
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rollout.batch import RolloutBatch
 
@@ -53,7 +54,7 @@ class RolloutRecord:
     ) -> None:
         """right: returns the right answer to a problem, None where none is known."""
         self._attempt, self._rank, self._config = attempt, rank, config.logging
-        self._pieces = Pieces(tokenizer)
+        self._token_bytes = cache(tokenizer.token_bytes)
         self._stride = max(1, config.grpo.prompts_per_step // config.logging.samples)
         self._last, self._right = config.training.steps, right
         self._every_group = not config.supervised  # others than the sampled ones, without their tokens
@@ -149,7 +150,7 @@ class RolloutRecord:
     def _sequence(self, sequence: Branch, scores: Iterator[float]) -> SequenceLine:
         return SequenceLine(
             tokens=sequence.tokens,
-            pieces=self._pieces.of(sequence.tokens),
+            pieces=texts_of(sequence.tokens, self._token_bytes),
             turns=[[turn.start, turn.stop] for turn in sequence.turns],
             trained=sequence.loss_mask,
             logprobs=_rounded(sequence.logprobs),

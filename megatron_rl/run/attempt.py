@@ -14,7 +14,7 @@ import torch.distributed as dist
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.config import RunConfig, read_config
-from megatron_rl.contract.attempt_records import Kernels, Outcome
+from megatron_rl.contract.attempt_records import Outcome, UsedKernels
 from megatron_rl.contract.codes import DRAINED, FINISHED, MARGIN_S
 from megatron_rl.contract.files import names_in, once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -27,7 +27,7 @@ from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.wandb.mirror import check_installed
 from megatron_rl.model.experts import experts_one_by_one
 from megatron_rl.model.policy import DTYPES
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.platform.implementation import Implementation, choose_implementation
 from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
@@ -99,14 +99,16 @@ def run_attempt(
     return outcome
 
 
-def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, platform: Platform) -> None:
+def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, platform: Device) -> None:
     """Record the kernels that the device uses in the log and in kernels.json. A failed write is only logged."""
     _, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     tp = config.placement.inference.tp or config.placement.training.tp
-    against = why_not_recorded(platform, config.model, config.inference, page_tokens, tp=tp)
+    against = why_not_recorded(platform.kernels, config.model, config.inference, page_tokens, tp=tp)
     decoding = "graphs, one for each number of rows" if against is None else f"operation by operation: {against}"
     experts = experts_in_words(platform, config)
-    kernels = Kernels(made_of.name, made_of.reason, platform.attention_kernels, made_of.fp8, decoding, experts)
+    kernels = UsedKernels(
+        made_of.name, made_of.reason, platform.kernels.attention_kernels, made_of.fp8, decoding, experts
+    )
     logger.info("transformer_impl: %s (%s); attention: %s; fp8: %s; decoding: %s; experts: %s", *kernels)
     try:
         write(attempt.kernels, kernels)
@@ -114,13 +116,13 @@ def note_kernels(attempt: Attempt, config: RunConfig, made_of: Implementation, p
         logger.warning("%s: %s", attempt.kernels, error)
 
 
-def experts_in_words(platform: Platform, config: RunConfig) -> str:
+def experts_in_words(platform: Device, config: RunConfig) -> str:
     """Describe how the training ranks multiply experts. A tensor-parallel group shares each expert."""
     model = config.model
     if model.expert_ffn_hidden_size is None:
         return "none"
     ffn = model.expert_ffn_hidden_size // config.placement.training.tp
-    against = experts_one_by_one(platform, DTYPES[model.dtype], model.hidden_size, ffn)
+    against = experts_one_by_one(platform.kernels, DTYPES[model.dtype], model.hidden_size, ffn)
     return "all at once" if against is None else f"one by one: {against}"
 
 

@@ -30,7 +30,7 @@ from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.model.trainable import Trainable, fill_adapters, load_part
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.training import warm_up
@@ -47,7 +47,7 @@ class Models:
     optimizer: PolicyOptimizer
     reference: Policy | None
     """Initial policy, for the KL penalty: a copy, or `policy` if it still contains the initial weights."""
-    platform: Platform
+    platform: Device
     groups: Groups
 
     def sharded_state(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def initial_seed(model: ModelConfig) -> int:
 def build_part(
     config: RunConfig,
     tokenizer: Tokenizer,
-    platform: Platform,
+    platform: Device,
     recompute: Recompute = "none",
     model: ModelConfig | None = None,
 ) -> Policy:

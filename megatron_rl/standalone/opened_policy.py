@@ -29,7 +29,7 @@ from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.model.trainable import Trainable, merge_adapters
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
@@ -131,7 +131,7 @@ def engine_ranks(groups: Groups, tp: int) -> EngineRanks:
     return EngineRanks(rank // tp, size // tp, groups.tensor, control)
 
 
-def load_policy(source: PolicySource, platform: Platform, groups: Groups) -> tuple[Policy, str, int]:
+def load_policy(source: PolicySource, platform: Device, groups: Groups) -> tuple[Policy, str, int]:
     """Return this rank's part of the policy with its weights, their digest, and the number of optimizer steps behind
     them. Collective.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 
 BLOCK_BYTES = 2**30
 """Size in bytes of host memory blocks: torch rounds pinned allocations up to a power of two."""
@@ -39,7 +39,7 @@ class HostState:
     """Tensors that are either on the device or in host memory, bit for bit. Host memory stays allocated, pinned if the
     device can copy from it directly."""
 
-    def __init__(self, tensors: Sequence[Tensor], platform: Platform) -> None:
+    def __init__(self, tensors: Sequence[Tensor], platform: Device) -> None:
         self.bytes = sum(tensor.nbytes for tensor in tensors)
         self.away = False
         """Whether the values are in host memory only."""

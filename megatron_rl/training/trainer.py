@@ -93,7 +93,7 @@ class Trainer:
         credit = self.objective.credit(rollouts.groups, rollouts.advantages)
         batch = training_batch(rollouts.groups, credit, self.config, self.policy_version, self.platform.device)
         chosen = self._chosen(batch, rollouts.positions, step)
-        parts = [update_part(batch, each, self.config, self.platform) for each in chosen]
+        parts = [update_part(batch, each, self.config, self.platform.kernels) for each in chosen]
         with self.safe_points.phase("wait"):
             agreed = agree(parts, self.groups)
         mine = [update_batch(part, of_all) for part, of_all in zip(parts, agreed, strict=True)]

@@ -23,7 +23,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import BatchStats, EnvironmentStats
 from megatron_rl.model.flops import rows_per_token
 from megatron_rl.model.policy import DTYPES
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Kernels
 from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rollout.batch import RolloutBatch
 
@@ -155,13 +155,13 @@ class UpdatePart:
     """This rank's part of the normaliser (`local_normaliser`), over all chosen sequences."""
 
 
-def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, platform: Platform) -> UpdatePart:
+def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, kernels: Kernels) -> UpdatePart:
     tokens = [sequence.tokens for sequence in batch.sequences]
     masks = [sequence.loss_mask for sequence in batch.sequences]
     has_gradient = [batch.credit.has_gradient[of] for of in batch.trajectory.tolist()]
     packing = Packing(tokens, masks, (each for each in chosen if has_gradient[each]))
     index = torch.tensor(chosen, dtype=torch.long)
-    room = microbatch_room(config, platform)
+    room = microbatch_room(config, kernels)
     return UpdatePart(
         packing,
         packing.bins(room),
@@ -214,10 +214,10 @@ def update_batch(part: UpdatePart, agreed: Agreed) -> UpdateBatch:
     return UpdateBatch([*map(part.packing.microbatch, bins), *empty], agreed.normaliser)
 
 
-def microbatch_room(config: RunConfig, platform: Platform) -> BinLimit:
+def microbatch_room(config: RunConfig, kernels: Kernels) -> BinLimit:
     """Capacity of a micro-batch over its context-parallel ranks. Counts gathered prefixes if attention gathers them."""
     cp = config.placement.training.cp
-    gathers = platform.gathers_branches(DTYPES[config.model.dtype], in_parts=cp > 1)
+    gathers = kernels.gathers_branches(DTYPES[config.model.dtype], in_parts=cp > 1)
     return BinLimit(
         cp * config.training.tokens_per_microbatch, rows_per_token(config.model) if gathers else ROWS_ARE_FREE
     )

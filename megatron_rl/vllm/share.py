@@ -63,7 +63,7 @@ class WeightShare(Receiving):
         beside: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """
-        host_memory: see Platform.host_memory. The share is staged there.
+        host_memory: see Device.host_memory. The share is staged there.
         beside: see Receiving.
         """
         receiver = Receiver(ModelShare(workers.rank, workers.size), host_memory)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import OUTPUT, pieces, weights
-from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters
-from megatron_rl.model.lora_merge import add, deltas, matrices
+from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, matrices
 from megatron_rl.model.sharded_names import leading_axes, weight_name
 from megatron_rl.refit.plan import Box
 

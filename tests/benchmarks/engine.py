@@ -48,8 +48,8 @@ from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import read_hf_config, shape
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.platform.device import Device
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 
 ROWS = 64
@@ -257,7 +257,7 @@ def weights(size: str, scratch: Path) -> Path:
     return found
 
 
-def load_ours(folder: Path, dtype: str, platform: Platform) -> tuple[Policy, ModelConfig]:
+def load_ours(folder: Path, dtype: str, platform: Device) -> tuple[Policy, ModelConfig]:
     read = shape(read_hf_config(folder))
     model = ModelConfig(**read, init="huggingface", huggingface=str(folder), dtype=dtype)
     policy = build_policy(model, model.vocab_size or 0, platform)

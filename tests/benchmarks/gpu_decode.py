@@ -53,7 +53,7 @@ def main() -> None:
             "size": asked.size,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(policy.device),
-            "attention": platform.attention_kernels,
+            "attention": platform.kernels.attention_kernels,
             "bytes_per_s": rate,
             "rows": rows,
         }

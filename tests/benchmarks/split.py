@@ -51,7 +51,7 @@ from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
 from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.inference.transcript import RowAnswer
-from megatron_rl.platform.cpu import CpuPlatform
+from megatron_rl.platform.cpu import CpuDevice
 from megatron_rl.rank.activity import Activity
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.probe import Probe
@@ -283,7 +283,7 @@ class Run:
         self._refits: list[OverlappedRefit] = []
         for pool in self._pools:
             transfer: Any = PacedTransfer(pool, refit_s, self.measured.published_s)
-            self._refits.append(OverlappedRefit(transfer, pool, CpuPlatform(threads=1), quiet_safe_points()))
+            self._refits.append(OverlappedRefit(transfer, pool, CpuDevice(threads=1), quiet_safe_points()))
         self._groups: dict[int, asyncio.Task[list[int]]] = {}
         self._began = 0.0
 

@@ -16,12 +16,12 @@ def platform() -> Any:
     from megatron_rl.rank.config import JobConfig
 
     chosen = select(JobConfig(device=DEVICE, gpus_per_node=1, threads_per_rank=4))
-    find = chosen.linears
+    find = chosen.kernels.linears
 
     def linears(config: Any) -> Any:
         """Refuse on a CPU too what a GPU cannot compute."""
         assert too_small_head(config.kv_channels) is None
         return find(config)
 
-    chosen.linears = linears
+    chosen.kernels.linears = linears
     return chosen

@@ -124,7 +124,7 @@ def _code(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """Card, versions and packages, found in a process of its own, because the GPU belongs to the tests."""
+    """Card, versions and packages, found in a separate process, because the GPU belongs to the tests."""
     program = """
 import json, sys, torch
 from megatron_rl.platform.gpu_calls import check_packages

@@ -23,9 +23,9 @@ from megatron_rl.inference.api import Completion
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.api import Platform
 from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.cpu import CpuPlatform
+from megatron_rl.platform.cpu import CpuKernels
+from megatron_rl.platform.device import Device
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.here import Here
@@ -80,7 +80,7 @@ def tiny_run(**sections: dict[str, Any]) -> RunConfig:
 
 
 def tiny_policy(
-    platform: Platform, model: ModelConfig | None = None, scale: float = 0.3, recompute: Recompute = "none"
+    platform: Device, model: ModelConfig | None = None, scale: float = 0.3, recompute: Recompute = "none"
 ) -> Policy:
     """Build a policy with random weights, biases and norms; `scale` makes its distributions far from uniform."""
     platform.seed(5)
@@ -91,7 +91,7 @@ def tiny_policy(
 
 def grouped_products() -> AbstractContextManager[Any]:
     """Make a CPU multiply all experts of a layer at once within a `with` block, as GPUs do."""
-    return mock.patch.object(CpuPlatform, "against_grouped_products", lambda *_: None)
+    return mock.patch.object(CpuKernels, "against_grouped_products", lambda *_: None)
 
 
 def quiet_safe_points() -> SafePoints:
@@ -112,7 +112,7 @@ def _folders() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="mrl-runs-")
 
 
-def build_run(config: RunConfig, platform: Platform, groups: Any, scale: float = 0.3) -> Run:
+def build_run(config: RunConfig, platform: Device, groups: Any, scale: float = 0.3) -> Run:
     """Set up a run whose policy and reference, if any, have distributions far from uniform."""
     run_dir = RunDir(tempfile.mkdtemp(dir=_folders().name))
     run = set_up(config, Here(run_dir, run_dir.attempt(1), platform, groups, quiet_safe_points()))

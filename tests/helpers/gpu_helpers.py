@@ -36,8 +36,8 @@ import sys
 from contextlib import nullcontext
 import megatron_rl.platform.megatron_core
 from megatron.core.distributed import param_and_grad_buffer
-from megatron_rl.platform.cuda import CudaPlatform
-CudaPlatform.backend = "gloo"
+from megatron_rl.platform.cuda import CudaDevice
+CudaDevice.backend = "gloo"
 param_and_grad_buffer._coalescing_manager = lambda group, async_ops: nullcontext()
 """
 RANK = """

@@ -22,7 +22,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.flash_kernels import PagedKernel
 from megatron_rl.platform.layer_kernels import Norms, Slots, TorchKernels
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rehearse.phantom_world import alone_in
 
@@ -132,11 +132,13 @@ def decode_step(
     launches = Launches()
     layout = TrainingLayout(tp=tp)
     with alone_in(tp, 0, layout), PhantomDevice() as device, torch.no_grad():
-        platform = PhantomPlatform(device)
-        platform.layer_kernels = OneKernelEach(launches) if fused else None
-        platform.attention = replace(platform.attention, pages=[_counted(launches, rows * mean_length, splits)])
+        platform = PhantomCuda(device)
+        platform.kernels.layer_kernels = OneKernelEach(launches) if fused else None
+        platform.kernels.attention = replace(
+            platform.kernels.attention, pages=[_counted(launches, rows * mean_length, splits)]
+        )
         policy = build_policy(model, model.vocab_size, platform).requires_grad_(False).eval()
-        pages = 2, platform.page_tokens
+        pages = 2, platform.kernels.page_tokens
         runner = ModelRunner(policy, model, InferenceConfig(max_batch=rows, cuda_graphs=False), pages, {0}, longest)
         cache, of_rows = runner._make_cache(), slice(0, rows)
         work = runner._rows.work(of_rows)

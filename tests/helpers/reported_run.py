@@ -10,11 +10,11 @@ from launcher.recipe.load import dump_resolved, load_recipe
 from megatron_rl.contract.attempt_records import (
     AttemptEnd,
     AttemptStart,
-    Kernels,
     MetricsLine,
     Outcome,
     SlowestRank,
     TimelineLine,
+    UsedKernels,
 )
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import RunDir
@@ -102,7 +102,7 @@ def _attempts(run: RunDir, steps: int, cause: str) -> None:
     for attempt, since, first, last in ((1, begin, 0, half), (2, again, half, steps)):
         files = run.attempt(attempt)
         files.folder.mkdir(parents=True)
-        write(files.kernels, Kernels("local", "the test has no GPU", "torch", decoding="operation by operation"))
+        write(files.kernels, UsedKernels("local", "the test has no GPU", "torch", decoding="operation by operation"))
         write(files.outcome, Outcome("drained" if attempt == 1 else "finished", last))
         lines = [TimelineLine(since + 120, first, {"start-up": 960.0}, began=since, ranks=8, resumed=first)]
         for step in range(first + 1, last + 1):

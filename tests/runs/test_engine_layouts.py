@@ -140,7 +140,7 @@ def answers(engine: Engine, ranks: EngineRanks) -> dict[int, list[Completion]]:
 def see(layout: Layout, world: int) -> Seen:
     config = recipe(layout, world)
     platform: Any = select(config.job)
-    platform.layer_kernels = TorchKernels("a test") if layout.fused else None
+    platform.kernels.layer_kernels = TorchKernels("a test") if layout.fused else None
     groups = Groups.from_megatron(LIMIT)
     ranks = EngineRanks.form(groups, layout.engine, LIMIT)
     platform.seed(3)

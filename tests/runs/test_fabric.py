@@ -17,7 +17,7 @@ from megatron_rl.contract.records import if_readable, read
 from megatron_rl.fabric import check
 from megatron_rl.fabric.check import FabricTimeouts
 from megatron_rl.fabric.findings import findings, summary, whole_nodes
-from megatron_rl.platform.api import UnsupportedPlatform
+from megatron_rl.platform.device import UnsupportedPlatform
 from megatron_rl.rank.config import JobConfig
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)

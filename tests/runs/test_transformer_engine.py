@@ -70,11 +70,11 @@ from megatron_rl.model.megatron_gpt import megatron_gpt
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
 
-plain = platform.transformer_overrides
+plain = platform.kernels.transformer_overrides
 
 def fuses(fp8):
-    platform.linears = lambda config: te_linears()
-    platform.transformer_overrides = plain | Implementation(TRANSFORMER_ENGINE, "", fp8).transformer_overrides
+    platform.kernels.linears = lambda config: te_linears()
+    platform.kernels.transformer_overrides = plain | Implementation(TRANSFORMER_ENGINE, "", fp8).transformer_overrides
 
 def described(policy):
     state = policy.sharded_state_dict()
@@ -100,8 +100,8 @@ def trained(policy):
 
 for name in ("none", "selective", "full"):
     model = tiny_model(qk_norm=name == "full", qkv_bias=name != "full", tied_embeddings=name == "none")
-    platform.__dict__.pop("linears", None)
-    platform.transformer_overrides = plain
+    platform.kernels.__dict__.pop("linears", None)
+    platform.kernels.transformer_overrides = plain
     local = build_policy(model, VOCAB, platform, name)
     fuses(None)
     fused = build_policy(model, VOCAB, platform, name)
@@ -138,10 +138,10 @@ eight.load_state_dict(half.state_dict())
 assert te_stand_in.products_in_fp8 == 0
 (exact, keys, _), (rounded, same, _) = trained(half), trained(eight)
 assert keys == same
-products, platform.computes_on_host = te_stand_in.products_in_fp8, False
+products, platform.kernels.computes_on_host = te_stand_in.products_in_fp8, False
 answers = []
 for kernels in (None, TorchKernels("a test")):
-    platform.layer_kernels = kernels
+    platform.kernels.layer_kernels = kernels
     engine = Engine(eight, model, InferenceConfig(), {END})
     request = GenerationRequest([1, 2, 3], 2, Sampling(max_new_tokens=5, min_new_tokens=5, temperature=0.0), 0)
     engine.submit(request)
@@ -190,7 +190,7 @@ dist.init_process_group("gloo", init_method=os.environ["STORE"], rank=rank, worl
 cut(TrainingLayout(tp=2, sequence_parallel=True), limit)
 platform.seed(1)
 model = tiny_model(qk_norm=True, qkv_bias=True, tied_embeddings=False)
-plain = platform.transformer_overrides
+plain = platform.kernels.transformer_overrides
 
 def described(policy):
     return {(box.key, box.global_offset, box.local_shape, box.replica_id) for box in _boxes(policy)}
@@ -215,11 +215,11 @@ def trained(policy, options):
 
 compared = 0
 for recompute, options in (("selective", {}), ("selective", {"overlap_grad_reduce": True})):
-    platform.__dict__.pop("linears", None)
-    platform.transformer_overrides = plain
+    platform.kernels.__dict__.pop("linears", None)
+    platform.kernels.transformer_overrides = plain
     local = build_policy(model, VOCAB, platform, recompute, sequence_parallel=True)
-    platform.linears = lambda config: te_linears()
-    platform.transformer_overrides = plain | Implementation(TRANSFORMER_ENGINE, "").transformer_overrides
+    platform.kernels.linears = lambda config: te_linears()
+    platform.kernels.transformer_overrides = plain | Implementation(TRANSFORMER_ENGINE, "").transformer_overrides
     fused = build_policy(model, VOCAB, platform, recompute, sequence_parallel=True)
     assert {NormedColumnLinear, RowLinear} <= {type(module) for module in fused.modules()}
     assert described(local) == described(fused)

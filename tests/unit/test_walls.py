@@ -18,7 +18,7 @@ OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python
 ORDER = {
     "megatron_rl": """
         contract processes errors recipe inference.capabilities inference.vllm_options CONFIG
-        model.hf_config inference.engine_limits sections contradictions config
+        model.hf_config sections inference.engine_limits contradictions config
         model.hub model.flops distill.teacher_files
         platform metrics rank model inference chat agent server endpoint environments algorithms rollout supervised
         distill checkpoint training refit standalone server.weights server.__main__ server.agent replica vllm evaluate

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.contract.files import check_regular, names_in, read_bytes
 from megatron_rl.model.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
-from megatron_rl.model.hf_mapping import HF_OUTPUT, Source
+from megatron_rl.model.hf_mapping import HF_OUTPUT, HfTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,7 +68,7 @@ class WeightsFolder:
                 )
             self.tensors[name] = Stored(file, tuple(found.get_shape()), DTYPES[found.get_dtype()])
 
-    def check(self, wanted: Iterable[Source], *, tied: bool) -> None:
+    def check(self, wanted: Iterable[HfTensor], *, tied: bool) -> None:
         """Check that the files hold exactly these tensors, in the shapes that config.json implies.
 
         tied: whether an output layer, which then repeats the embedding, is allowed.

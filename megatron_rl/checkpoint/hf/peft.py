@@ -22,10 +22,9 @@ from megatron_rl.model.config import LoraConfig, ModelConfig, is_hub_name
 from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hf_mapping import OUTPUT, Weight, weights
 from megatron_rl.model.hub import local_folder
-from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, is_target, module_of
-from megatron_rl.model.lora_merge import add, deltas
+from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, is_target, module_of
 from megatron_rl.model.policy import DTYPES
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 
 ADAPTER = "adapter"  # folder of the adapters in PEFT's format, in that of the merged weights
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -71,7 +70,7 @@ class AdapterReader:
     stored: TorchDistReader
 
     @classmethod
-    def of(cls, folder: Path, model: ModelConfig, platform: Platform) -> AdapterReader:
+    def of(cls, folder: Path, model: ModelConfig, platform: Device) -> AdapterReader:
         """Raises ConfigurationError or CheckpointError if the checkpoint has other adapters than the model."""
         manifest = read_manifest(folder)
         if not manifest.meta.get(KEY):
@@ -121,7 +120,7 @@ class AdapterReader:
 class MergedReader:
     """CheckpointReader of the weights of a base with the adapters of a checkpoint, in the model's dtype."""
 
-    def __init__(self, found: AdapterReader, platform: Platform) -> None:
+    def __init__(self, found: AdapterReader, platform: Device) -> None:
         """Raises ConfigurationError or CheckpointError if the base cannot be read."""
         self._found = found
         self._base = _base_reader(found.folder, found.model.model_copy(update={"lora": None}), platform)
@@ -161,7 +160,7 @@ def published_name(base: str) -> str:
     return found if isinstance(found, str) and found and is_hub_name(found) else base
 
 
-def _base_reader(folder: Path, model: ModelConfig, platform: Platform) -> CheckpointReader:
+def _base_reader(folder: Path, model: ModelConfig, platform: Device) -> CheckpointReader:
     if model.init == "huggingface" and model.huggingface:
         try:
             return PublishedReader(local_folder(model.huggingface, "model.huggingface", CONFIG_FILE), model)

@@ -24,7 +24,7 @@ from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, to_hf_config
 from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, weights
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 
 GENERATION = "generation_config.json"
 
@@ -32,7 +32,7 @@ GENERATION = "generation_config.json"
 def to_hugging_face(
     checkpoint: Path,
     target: Path,
-    platform: Platform,
+    platform: Device,
     *,
     shard_bytes: int,
     replace: bool = False,
@@ -92,7 +92,7 @@ def _reader(
     checkpoint: Path,
     model: ModelConfig,
     wanted: dict[str, Weight],
-    platform: Platform,
+    platform: Device,
     verify: bool,
     *,
     adapters_only: bool,

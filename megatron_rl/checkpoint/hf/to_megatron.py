@@ -26,7 +26,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, shape
 from megatron_rl.model.hf_mapping import Weight, sources, weights
 from megatron_rl.model.tokenizer import load_pretrained_tokenizer
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 
 NOTES = "conversion.json"  # file among the carried ones with facts that only the weights show
 VOCAB_MULTIPLE = 128  # divides the padded embedding's rows, as in the shipped recipes and in Megatron-LM (per rank)
@@ -43,7 +43,7 @@ class Converted:
 def to_megatron(
     source: Path,
     target: Path,
-    platform: Platform,
+    platform: Device,
     *,
     tp: int = 1,
     kind: Format = "torch_dist",
@@ -85,7 +85,7 @@ def _write_torch_dist(
     model: ModelConfig,
     wanted: dict[str, Weight],
     files: WeightsFolder,
-    platform: Platform,
+    platform: Device,
     shard_bytes: int,
     started: float,
 ) -> None:

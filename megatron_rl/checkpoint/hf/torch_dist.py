@@ -23,10 +23,10 @@ from megatron_rl.checkpoint.shards import Snapshot, WrittenPart, write_metadata,
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import Weight, pieces
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.api import Platform
+from megatron_rl.platform.device import Device
 
 
-def skeleton(model: ModelConfig, platform: Platform) -> Policy:
+def skeleton(model: ModelConfig, platform: Device) -> Policy:
     """Build the whole policy on the meta device. Needs megatron-core's groups for one rank."""
     without_memory = copy.copy(platform)
     without_memory.device = torch.device("meta")

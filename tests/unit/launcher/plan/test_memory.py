@@ -30,7 +30,7 @@ from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.platform.attention import PackedSequences
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.platform.varlen_attention import varlen_layout
 
 MODELS = {
@@ -279,9 +279,9 @@ def test_activations_are_what_autograd_keeps(recompute, dtype, fields, groups):
     for layers in (2, 4):
         model = tiny_model(num_layers=layers, head_dim=16, max_position_embeddings=tokens, dtype=dtype, **fields)
         with PhantomDevice() as device:
-            platform = PhantomPlatform(device)
+            platform = PhantomCuda(device)
             policy = build_policy(model, VOCAB, platform, recompute)
-            layout = varlen_layout(packed, device.device, platform.attention.varlen.attend)
+            layout = varlen_layout(packed, device.device, platform.kernels.attention.varlen.attend)
             given = torch.zeros(tokens, dtype=torch.long, device=device.device)
             with device.memory.watched() as before:
                 pass

@@ -95,7 +95,7 @@ def with_extra_tensor(folder: Path) -> None:
 
 HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
     "another architecture": (
         in_config(architectures=["GPT2LMHeadModel"]),
         "GPT2LMHeadModel is not supported: Qwen2ForCausalLM, .*Qwen3MoeForCausalLM are",
@@ -110,7 +110,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a rotation without a base": (
         in_config(rope_parameters={"rope_type": "default", "rope_theta": None}),
-        "config.json: rope_theta null is no number",
+        "config.json: rope_theta null is not a number",
     ),
     "a config of another size": (
         in_config(intermediate_size=64),

@@ -25,7 +25,7 @@ from megatron_rl.inference.decode_graphs import MOST_RECORDED, DecodeGraphs, pad
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.cpu import CpuPlatform
+from megatron_rl.platform.cpu import CpuDevice, CpuKernels
 from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, gathered_attention
 
@@ -35,15 +35,14 @@ LONG = {"max_new_tokens": 21, "min_new_tokens": 21}
 """Answers that end with a token that the host sees immediately."""
 
 
-class RecordingPlatform(CpuPlatform):
-    """A CPU that records decode steps, and attends like a GPU kernel: alike for all lengths."""
+class RecordingKernels(CpuKernels):
+    """Record decode steps on a CPU, and attend like a GPU's kernel: alike for all lengths."""
 
     tokens_between_syncs = 3
     computes_on_host = False
     layer_kernels = TorchKernels("a test")
 
     def __init__(self) -> None:
-        super().__init__(threads=1)
         self.recorder = OperationRecorder()
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
@@ -56,9 +55,15 @@ class RecordingPlatform(CpuPlatform):
         return self.recorder
 
 
+def recording_device() -> CpuDevice:
+    device = CpuDevice(threads=1)
+    device.kernels = RecordingKernels()
+    return device
+
+
 @pytest.fixture(scope="module")
 def shared_policy(platform: Any, groups: Any) -> Policy:
-    return tiny_policy(RecordingPlatform(), scale=0.15)
+    return tiny_policy(recording_device(), scale=0.15)
 
 
 @pytest.fixture
@@ -76,8 +81,8 @@ def reset(policy: Policy, weights: list[torch.Tensor]) -> None:
 
 
 def recorder_of(policy: Policy) -> OperationRecorder:
-    assert isinstance(policy.platform, RecordingPlatform)
-    return policy.platform.recorder
+    assert isinstance(policy.kernels, RecordingKernels)
+    return policy.kernels.recorder
 
 
 def move(policy: Policy) -> None:
@@ -230,7 +235,7 @@ def test_recordings_survive_weights_that_change_in_place(policy: Policy) -> None
 def test_steps_with_experts_are_recorded_whatever_the_router_chooses(platform: Any, groups: Any) -> None:
     """Other tokens go to other experts in every step, and the recording of one step serves for all."""
     model = tiny_model(**EXPERTS)
-    policy = tiny_policy(RecordingPlatform(), model, scale=0.15).requires_grad_(False).eval()
+    policy = tiny_policy(recording_device(), model, scale=0.15).requires_grad_(False).eval()
     found = []
     for recorded in (True, False):
         engine = engine_of(policy, recorded=recorded, model=model)
@@ -290,7 +295,7 @@ def test_padded_sizes_are_few_and_at_most_a_quarter_too_large() -> None:
 )
 def test_unrecorded_steps_have_a_reason(model: Any, inference: Any, why: str | None) -> None:
     config = InferenceConfig(**inference)
-    found = why_not_recorded(RecordingPlatform(), tiny_model(**model), config, 256, tp=1)
+    found = why_not_recorded(recording_device().kernels, tiny_model(**model), config, 256, tp=1)
     assert found is None if why is None else re.search(why, found or "")
 
 
@@ -301,8 +306,8 @@ def test_generation_beside_training_in_fp8_is_in_bf16_and_recorded(
     """A step in FP8 would round each weight again. Training after it is in FP8."""
     in_fp8 = mock.Mock(return_value=nullcontext())
     monkeypatch.setattr(transformer_block, "get_fp8_context", in_fp8)
-    platform = RecordingPlatform()
-    platform.layer_kernels = TorchKernels("a test") if fused else None
+    platform = recording_device()
+    platform.kernels.layer_kernels = TorchKernels("a test") if fused else None
     policy = tiny_policy(platform)
     policy.config.fp8, policy.config.fp8_recipe = "hybrid", "tensorwise"
     engine = engine_of(policy)
@@ -316,5 +321,5 @@ def test_generation_beside_training_in_fp8_is_in_bf16_and_recorded(
 
 
 def test_cpu_records_nothing(platform: Any) -> None:
-    found = why_not_recorded(platform, MODEL, InferenceConfig(), 16, tp=1)
+    found = why_not_recorded(platform.kernels, MODEL, InferenceConfig(), 16, tp=1)
     assert found and found.startswith("this device has no kernel for pages of 16 tokens in fp32; a GPU has one with")

@@ -172,7 +172,7 @@ def test_answers_do_not_depend_on_how_often_the_host_checks_for_ended_rows(
         for key, prompt in enumerate(PROMPTS)
     ]
     expected = [tokens_of(completions) for completions in answer(engine_of(policy, max_batch=5), *requests)]
-    monkeypatch.setattr(type(policy), "tokens_between_syncs", tokens)
+    monkeypatch.setattr(policy.kernels, "tokens_between_syncs", tokens)
     found = answer(engine_of(policy, max_batch=5), *requests)
     assert [tokens_of(completions) for completions in found] == expected
     whole = {

@@ -21,9 +21,9 @@ from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.cpu import CpuPlatform
-from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.cpu import CPU, CpuDevice, CpuKernels
 from megatron_rl.platform.cuda_attention import CudaAttention
+from megatron_rl.platform.cuda_kernels import CudaKernels
 from megatron_rl.platform.flash_kernels import find_paged_kernels, find_varlen_kernel
 from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
@@ -112,25 +112,24 @@ def test_pages_pressure_pieces_and_shared_prefixes_change_no_answer(
     assert engine.load.free_pages == engine.load.pages
 
 
-class ReadsPages(CpuPlatform):
-    """A CPU that generates like a GPU, with Triton's kernels for pages and flash-attn's for packed sequences."""
+class ReadsPages(CpuKernels):
+    """Generate on a CPU like on a GPU, with Triton's kernels for pages and flash-attn's for packed sequences."""
 
     computes_on_host = False
     layer_kernels = TorchKernels("a test")
 
     def __init__(self) -> None:
-        super().__init__(threads=1)
         self.attention = CudaAttention(find_varlen_kernel(), pages=find_paged_kernels())
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         assert part is None, "a part of the tokens would compile FlexAttention"
-        return self.attention.layout(packed, self.device, torch.bfloat16)
+        return self.attention.layout(packed, CPU, torch.bfloat16)
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return self.attention.paged(rows, dtype)
 
     def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
-        return self.attention.chunks(chunks, self.device, dtype)
+        return self.attention.chunks(chunks, CPU, dtype)
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         return False
@@ -140,7 +139,9 @@ def test_on_a_gpu_found_and_cut_prefixes_are_read_in_place(policy: Policy, monke
     pytest.importorskip("triton")
     for name, module in (FLASH_ATTN | {"transformer_engine": None}).items():
         monkeypatch.setitem(sys.modules, name, module)
-    of_gpu = tiny_policy(ReadsPages(), scale=0.15)
+    device = CpuDevice(threads=1)
+    device.kernels = ReadsPages()
+    of_gpu = tiny_policy(device, scale=0.15)
     of_gpu.load_state_dict(policy.state_dict())
     engine = engine_of(of_gpu, prefill_tokens=8)
     short = PLAIN.model_copy(update={"max_new_tokens": 3})  # kernels are interpreted
@@ -215,7 +216,7 @@ def test_cache_has_the_configured_size() -> None:
     assert pages_of(InferenceConfig(max_batch=3), 16, 40) == (9, 16)
     assert pages_of(InferenceConfig(max_batch=3), 256, 40) == (3, 40)
     assert pages_of(InferenceConfig(max_batch=3, cache_tokens=100), 16, 40) == (6, 16)
-    assert {"cpu": CpuPlatform.page_tokens, "cuda": CudaPlatform.page_tokens} == PAGE_TOKENS
+    assert {"cpu": CpuKernels.page_tokens, "cuda": CudaKernels.page_tokens} == PAGE_TOKENS
 
 
 @pytest.mark.parametrize(("cache_tokens", "fits"), [(48, True), (63, True), (47, False), (7, False)])

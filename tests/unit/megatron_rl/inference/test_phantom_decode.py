@@ -20,11 +20,11 @@ from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.tokenizer import CharacterTokenizer
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 
 GPU = torch.device("cuda", 0)
 TOKENS_PER_WAIT = 8
-"""The limit that platform/cuda.py promises."""
+"""The limit that platform/cuda_kernels.py promises."""
 
 LONGEST = 400
 TOKENIZER = CharacterTokenizer(ALPHABET)
@@ -65,9 +65,9 @@ def test_host_waits_at_most_once_in_eight_tokens(
     monkeypatch.setattr(row_state, "_read", reads)
     model = tiny_model(dtype="bf16", head_dim=16, num_layers=1, max_position_embeddings=LONGEST)
     with PhantomDevice(GPU) as gpu:
-        simulated = PhantomPlatform(gpu)
+        simulated = PhantomCuda(gpu)
         if page_tokens == 32:
-            simulated.attention = replace(simulated.attention, pages=())
+            simulated.kernels.attention = replace(simulated.kernels.attention, pages=())
         policy = build_policy(model, VOCAB, simulated)
         config = InferenceConfig(max_batch=3)
         pages = Pages(3 * -(-LONGEST // page_tokens), page_tokens)
@@ -98,7 +98,7 @@ def test_host_waits_at_most_once_in_eight_tokens(
 def test_pieces_and_cached_prefixes_are_computed_on_the_device(platform: Any, groups: Any, of_page: int) -> None:
     model = tiny_model(dtype="bf16", head_dim=16, num_layers=1, max_position_embeddings=7 * of_page)
     with PhantomDevice(GPU) as gpu:
-        policy = build_policy(model, VOCAB, PhantomPlatform(gpu))
+        policy = build_policy(model, VOCAB, PhantomCuda(gpu))
         config = InferenceConfig(max_batch=4, prefill_tokens=2 * of_page)
         scheduler = Scheduler(config, Pages(20, of_page), {END})
         runner = ModelRunner(policy, model, config, (20, of_page), {END}, 7 * of_page)

@@ -41,7 +41,7 @@ def policy(platform: Any, groups: Any) -> Policy:
 @pytest.fixture(params=LOOKS, ids="looks every {}".format)
 def engine(policy: Policy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Two engines: the host checks for ended rows as often as on a CPU, and as seldom as on a GPU."""
-    monkeypatch.setattr(type(policy), "tokens_between_syncs", request.param)
+    monkeypatch.setattr(policy.kernels, "tokens_between_syncs", request.param)
     return engine_of(policy)
 
 

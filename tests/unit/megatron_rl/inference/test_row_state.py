@@ -18,7 +18,7 @@ WARM = Sampling(temperature=0.7, top_k=5, min_p=0.1, min_new_tokens=3, max_new_t
 POLICY: Any = SimpleNamespace(
     device=torch.device("cpu"),
     pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
-    tokens_between_syncs=4,
+    kernels=SimpleNamespace(tokens_between_syncs=4),
     vocabulary=VOCAB,
 )
 

@@ -19,7 +19,7 @@ from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.grouped_product import as_one, grouped_linear, put_in_one_storage
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
 
@@ -145,7 +145,7 @@ def test_host_reads_no_value_at_the_shapes_of_the_shipped_recipe(platform: Any, 
     """So a decode step can be recorded: its 64 rows are 512 rows of experts, whatever the router chooses."""
     model = load_recipe("qwen3-30b-a3b-dapo").config.model.model_copy(update={"num_layers": 1})
     with PhantomDevice(torch.device("cuda", 0)) as gpu, torch.no_grad():
-        policy = build_policy(model, 1000, PhantomPlatform(gpu))
+        policy = build_policy(model, 1000, PhantomCuda(gpu))
         dispatcher = policy.decoder.layers[0].mlp.token_dispatcher
         assert isinstance(dispatcher, GroupedDispatcher)
         tokens = torch.zeros(64, dtype=torch.long, device=gpu.device)

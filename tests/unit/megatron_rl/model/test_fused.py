@@ -14,20 +14,18 @@ from megatron_rl.model.config import LoraConfig
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.cpu import CpuPlatform
+from megatron_rl.platform.cpu import CpuDevice, CpuKernels
 from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
 
 LENGTHS = [5, 1, 9]
 
 
-class FusesLayers(CpuPlatform):
-    """A CPU that generates like a GPU."""
-
-    computes_on_host = False
-
-    def __init__(self, kernels: LayerKernels) -> None:
-        super().__init__(threads=1)
-        self.layer_kernels = kernels
+def fusing(kernels: LayerKernels) -> CpuDevice:
+    """Return a CPU that generates like a GPU."""
+    device, of_device = CpuDevice(threads=1), CpuKernels()
+    of_device.computes_on_host, of_device.layer_kernels = False, kernels
+    device.kernels = of_device
+    return device
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -56,7 +54,7 @@ def logits(policy: Policy, forward: Any, select: list[int] | None = None) -> tor
 def test_logits_are_those_of_the_training_forward(
     platform: Any, groups: Any, kernels: LayerKernels, changes: dict[str, Any]
 ) -> None:
-    policy = tiny_policy(FusesLayers(kernels), tiny_model(**changes))
+    policy = tiny_policy(fusing(kernels), tiny_model(**changes))
     fused = policy.frozen()
     assert isinstance(fused, FusedPolicy)
     for select in (None, [3, 14]):
@@ -69,7 +67,7 @@ def test_logits_are_those_of_the_training_forward(
 def test_in_bf16_logits_are_as_exact_as_the_training_forwards(platform: Any, groups: Any) -> None:
     """Uses torch's operators: Triton's interpreter cuts off instead of rounding to bf16."""
     kernels = TorchKernels("a test")
-    exact, policy = (tiny_policy(FusesLayers(kernels), tiny_model(dtype=dtype)) for dtype in ("fp32", "bf16"))
+    exact, policy = (tiny_policy(fusing(kernels), tiny_model(dtype=dtype)) for dtype in ("fp32", "bf16"))
     exact.load_state_dict(policy.state_dict())
     fused = policy.frozen()
     assert isinstance(fused, FusedPolicy)
@@ -81,7 +79,7 @@ def test_in_bf16_logits_are_as_exact_as_the_training_forwards(platform: Any, gro
 @torch.inference_mode()
 def test_new_weights_are_used(platform: Any, groups: Any) -> None:
     """Weights change in place; recordings keep their addresses."""
-    policy = tiny_policy(FusesLayers(TorchKernels("a test")))
+    policy = tiny_policy(fusing(TorchKernels("a test")))
     fused = policy.frozen()
     assert isinstance(fused, FusedPolicy)
     before = logits(policy, fused.logits)
@@ -102,7 +100,7 @@ def test_new_weights_are_used(platform: Any, groups: Any) -> None:
 def test_other_layers_generate_as_they_train(
     platform: Any, groups: Any, changes: dict[str, Any], why: str | None
 ) -> None:
-    policy = tiny_policy(FusesLayers(TorchKernels("a test")), tiny_model(**changes))
+    policy = tiny_policy(fusing(TorchKernels("a test")), tiny_model(**changes))
     assert why_not_fused(policy) == why
     assert (policy.frozen() is None) == (why is not None)
 

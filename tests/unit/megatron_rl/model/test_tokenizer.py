@@ -124,7 +124,7 @@ def test_control_tokens_in_a_message_are_text(chat_folder: Path, said: str) -> N
     assert tokens.count(header) == 3 and tokens.count(end) == 2
     said = said.replace("\ufdd0", "")
     assert tokenizer.decode(tokens) == f'mood {said}[{{"name": "{said}"}}]user: {said}'
-    assert tokens.count(think) == 3 * said.count("<think>"), "what is no control token is encoded as everywhere"
+    assert tokens.count(think) == 3 * said.count("<think>"), "what is not a control token is encoded as everywhere"
 
 
 def test_a_token_of_bytes_shows_them_even_for_half_a_character(chat_folder: Path) -> None:
@@ -167,7 +167,7 @@ def test_template_variables_may_not_be_parameters_of_the_library(chat_folder: Pa
     assert calm is not None and calm.startswith("<|header|>mood calm<|end|>")
     assert tokenizer.conversation(asked, variables={"unheard_of": 1}) == tokenizer.conversation(asked)
     for taken in ("chat_template", "tokenize", "tools", "add_generation_prompt"):
-        with pytest.raises(ValueError, match=f"{taken} is no variable of a chat template"):
+        with pytest.raises(ValueError, match=f"{taken} is not a variable of a chat template"):
             tokenizer.conversation(asked, variables={taken: "{{ 1 }}"})
 
 

@@ -18,7 +18,7 @@ from megatron_rl.model.policy import Policy
 from megatron_rl.platform import dense_attention
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.dense_attention import LONGEST_MASKED_TREE, branches, bucket_length, dense_layout
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import ACCELERATOR, PhantomKernels
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
@@ -115,7 +115,7 @@ def test_a_gpu_sums_the_gradients_of_a_repeated_token_in_fp32() -> None:
     rows = torch.tensor([0] + [2] * 64)
     of_rows = torch.randn(len(rows), 1, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     tokens = torch.ones(4, 1, 256, dtype=torch.bfloat16, requires_grad=True)
-    gathered = PhantomPlatform(PhantomDevice()).gather(tokens, rows)
+    gathered = PhantomKernels(ACCELERATOR).gather(tokens, rows)
     assert torch.equal(gathered, tokens[rows])
     assert gathered.grad_fn is not None
     assert "IndexSelect" not in gathered.grad_fn.name()
@@ -126,16 +126,14 @@ def test_a_gpu_sums_the_gradients_of_a_repeated_token_in_fp32() -> None:
     assert (one_by_one - exact[2]).norm() > 2 * 2**-8 * exact[2].norm()
 
 
-def test_the_policy_gathers_selected_tokens_through_the_platform(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_gathers_selected_tokens_by_the_kernels(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = []
 
     def gather(tokens: Tensor, rows: Tensor) -> Tensor:
         gathered.append(rows.tolist())
         return tokens[rows]
 
-    monkeypatch.setattr(policy._platform, "gather", gather, raising=False)
+    monkeypatch.setattr(policy.kernels, "gather", gather, raising=False)
     tokens = torch.tensor([1, 2, 3])
     policy(tokens, torch.arange(3), policy.layout(whole_sequences([3])), torch.tensor([0, 0, 2]))
     assert gathered == [[0, 0, 2]]
@@ -143,7 +141,7 @@ def test_the_policy_gathers_selected_tokens_through_the_platform(
 
 def test_a_micro_batch_without_predictions_has_a_gradient_of_zero() -> None:
     tokens = torch.ones(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    PhantomPlatform(PhantomDevice()).gather(tokens, torch.zeros(0, dtype=torch.long)).sum().backward()
+    PhantomKernels(ACCELERATOR).gather(tokens, torch.zeros(0, dtype=torch.long)).sum().backward()
     assert tokens.grad is not None
     assert not tokens.grad.any()
 

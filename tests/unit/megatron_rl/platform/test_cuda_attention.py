@@ -361,7 +361,7 @@ def test_flex_gradients_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(torch.autograd.grad(attended, qkv, of_result), theirs)
 
 
-# Choice of the kernel
+# Which kernel is chosen
 
 
 def tree_of(prompt: int, answer: int, branches: int) -> np.ndarray:

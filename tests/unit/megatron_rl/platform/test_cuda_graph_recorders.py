@@ -1,4 +1,4 @@
-"""Each engine's recorder frees its own graphs alone; the platform frees all. CUDA is a stand-in that counts."""
+"""Each engine's recorder frees its own graphs alone; a device frees all. CUDA is a stand-in that counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.cuda_kernels import CudaKernels
 
 
 class Graph:
@@ -27,11 +27,10 @@ class Graph:
 
 
 @pytest.fixture
-def platform(monkeypatch: pytest.MonkeyPatch) -> CudaPlatform:
-    """The CUDA platform without a device, whose attention can be recorded. `recorded` has the pool of each recording,
+def kernels(monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
+    """Kernels of a GPU that does not exist, whose attention can be recorded. `recorded` has the pool of each recording,
     `streams` the streams that were made."""
-    made: Any = object.__new__(CudaPlatform)
-    made.device = torch.device("cuda", 0)
+    made: Any = CudaKernels(torch.device("cuda", 0))
     made.attention = SimpleNamespace(page_kernel=lambda dtype, page_tokens: object())
     made.recorded, made.streams = [], []
 
@@ -54,52 +53,52 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> CudaPlatform:
     return made
 
 
-def recorder_of(platform: CudaPlatform) -> Any:
-    return platform.graph_recorder(torch.bfloat16, 256)
+def recorder_of(kernels: CudaKernels) -> Any:
+    return kernels.graph_recorder(torch.bfloat16, 256)
 
 
-def test_a_recorder_frees_its_own_graphs_alone(platform: Any) -> None:
-    first, second = recorder_of(platform), recorder_of(platform)
+def test_a_recorder_frees_its_own_graphs_alone(kernels: Any) -> None:
+    first, second = recorder_of(kernels), recorder_of(kernels)
     of_first, of_second = first.record(lambda: None), second.record(lambda: None)
     first.release()
     of_second()
     with pytest.raises(AssertionError, match="was reset"):
         of_first()
     first.record(lambda: None)()
-    own, other, again = platform.recorded
+    own, other, again = kernels.recorded
     assert len({id(own), id(other), id(again)}) == 3, "a pool without graphs is not used again, nor that of another"
-    assert len(platform.streams) == 1, "cuBLAS keeps a workspace for each stream"
+    assert len(kernels.streams) == 1, "cuBLAS keeps a workspace for each stream"
 
 
-def test_a_recording_that_fails_leaves_its_pool_to_no_other(platform: Any) -> None:
+def test_a_recording_that_fails_leaves_its_pool_to_no_other(kernels: Any) -> None:
     """torch refuses: "beginAllocateToPool: already recording to mempool_id"."""
 
     def fail() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    recorder = recorder_of(platform)
+    recorder = recorder_of(kernels)
     replay = recorder.record(lambda: None)
     with pytest.raises(RuntimeError, match="not permitted"):
         recorder.record(fail)
     recorder.record(lambda: None)
-    good, failed, after = platform.recorded
+    good, failed, after = kernels.recorded
     assert good is failed and failed is not after
     replay()
 
 
-def test_the_platform_frees_the_graphs_of_all_engines_that_live(platform: Any) -> None:
-    recorders = [recorder_of(platform) for _ in range(3)]
+def test_a_device_frees_the_graphs_of_all_engines_that_live(kernels: Any) -> None:
+    recorders = [recorder_of(kernels) for _ in range(3)]
     replays = [recorder.record(lambda: None) for recorder in recorders]
     del recorders[0], replays[0]
     del recorders[0]  # its replay keeps it
     gc.collect()
-    platform.release_graphs()
+    kernels.release_graphs()
     for replay in replays:
         with pytest.raises(AssertionError, match="was reset"):
             replay()
-    assert len(platform._recorders) == 2
+    assert len(kernels._recorders) == 2
 
 
-def test_a_platform_without_engines_has_nothing_to_free(platform: Any) -> None:
-    platform.release_graphs()
-    assert platform.streams == []
+def test_a_device_without_engines_has_nothing_to_free(kernels: Any) -> None:
+    kernels.release_graphs()
+    assert kernels.streams == []

@@ -12,7 +12,7 @@ from core_helpers import tiny_run
 from pydantic import ValidationError
 
 from megatron_rl.config import RunConfig
-from megatron_rl.contract.attempt_records import Kernels
+from megatron_rl.contract.attempt_records import UsedKernels
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
 from megatron_rl.errors import ConfigurationError
@@ -94,18 +94,21 @@ def test_fp8_is_refused_without_transformer_engine() -> None:
 
 def test_the_choice_is_logged_and_recorded_with_the_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attempt = RunDir(tmp_path).attempt(1)
-    platform: Any = SimpleNamespace(attention_kernels="flash-attn 2.8.3", graph_recorder=lambda *_: None)
+    kernels = SimpleNamespace(attention_kernels="flash-attn 2.8.3", graph_recorder=lambda *_: None)
+    platform: Any = SimpleNamespace(kernels=kernels)
     chosen = Implementation(LOCAL, "the recipe requests it")
     with caplog.at_level(logging.INFO):
         note_kernels(attempt, run_on_gpus("local"), chosen, platform)  # the folder does not exist
         attempt.folder.mkdir(parents=True)
         note_kernels(attempt, run_on_gpus("local"), chosen, platform)
-    recorded = read(Kernels, attempt.kernels)
+    recorded = read(UsedKernels, attempt.kernels)
     decoding = recorded.decoding
     assert decoding.startswith(
         "operation by operation: this device has no kernel for pages of 48 tokens in bf16; a GPU has one"
     )
-    assert recorded == Kernels(LOCAL, "the recipe requests it", "flash-attn 2.8.3", decoding=decoding, experts="none")
+    assert recorded == UsedKernels(
+        LOCAL, "the recipe requests it", "flash-attn 2.8.3", decoding=decoding, experts="none"
+    )
     first, failed, second = (record.getMessage() for record in caplog.records)
     assert (
         first

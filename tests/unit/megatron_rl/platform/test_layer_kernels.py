@@ -11,7 +11,7 @@ import pytest
 import torch
 from layer_kernel_checks import check_norm, check_rotation, check_sum_and_its_norm, check_swiglu
 
-from megatron_rl.platform.cuda import find_layer_kernels
+from megatron_rl.platform.cuda_kernels import find_layer_kernels
 from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
 
 MODULE = "megatron_rl.platform.triton_kernels"

@@ -10,7 +10,7 @@ from torch.nn import Linear, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.phantom import ACCELERATOR, PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import ACCELERATOR, PhantomCuda, PhantomDevice, PhantomKernels
 
 KIB = 1024
 
@@ -82,7 +82,7 @@ def test_gradients_and_their_memory_are_those_of_the_cpu(device: PhantomDevice) 
 def test_attention_holds_no_scores(device: PhantomDevice, dtype: torch.dtype, *, again: bool) -> None:
     """A [length, length] matrix would be 8 MiB for each of them."""
 
-    layout = PhantomPlatform(device).attention_layout(whole_sequences([2048]), dtype)
+    layout = PhantomKernels(device.device).attention_layout(whole_sequences([2048]), dtype)
 
     def attend(query: torch.Tensor) -> torch.Tensor:
         return layout.attend(1, query, query, query)
@@ -105,7 +105,7 @@ def test_the_host_reads_ones_if_configured() -> None:
 
 
 def test_a_module_is_built_with_weights_of_the_device_and_type(device: PhantomDevice) -> None:
-    built = PhantomPlatform(device).build(lambda: Linear(8, 4), torch.bfloat16)
+    built = PhantomCuda(device).build(lambda: Linear(8, 4), torch.bfloat16)
     assert (built.weight.device, built.weight.dtype, built.weight.requires_grad) == (ACCELERATOR, torch.bfloat16, True)
     with device.memory.watched() as peak:
         pass
@@ -117,7 +117,7 @@ def test_patches_are_undone_on_exit() -> None:
 
     before = clip_grads.torch, clip_grads.l2_norm_impl
     with PhantomDevice() as device:
-        PhantomPlatform(device).build(lambda: Linear(2, 2), torch.float32)
+        PhantomCuda(device).build(lambda: Linear(2, 2), torch.float32)
         assert clip_grads.l2_norm_impl is not before[1]
     assert (clip_grads.torch, clip_grads.l2_norm_impl) == before
     if not torch.cuda.is_available():

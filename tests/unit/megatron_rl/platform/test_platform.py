@@ -14,8 +14,8 @@ from megatron.core.optimizer import clip_grads
 
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform import cpu, cuda
-from megatron_rl.platform.api import DeviceUse, UnsupportedPlatform
-from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.cuda import CudaDevice
+from megatron_rl.platform.device import DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.select import check_megatron_version, select
 from megatron_rl.rank.config import JobConfig
@@ -60,16 +60,16 @@ def test_the_generator_state_comes_back(platform: Any, groups: Any) -> None:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> CudaPlatform:
-    """Platform of a machine whose CUDA is a stand-in."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """Device of a machine whose CUDA is a stand-in."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     torch.set_float32_matmul_precision("high")
-    return CudaPlatform(local_rank=0, threads=1)
+    return CudaDevice(local_rank=0, threads=1)
 
 
-def test_a_gpu_computes_fp32_without_tf32_and_loads_a_checkpoint_of_a_cpu(gpu: CudaPlatform) -> None:
+def test_a_gpu_computes_fp32_without_tf32_and_loads_a_checkpoint_of_a_cpu(gpu: CudaDevice) -> None:
     """NVIDIA's image allows TF32. A checkpoint has the generator states of the device that wrote it."""
     assert torch.get_float32_matmul_precision() == "highest"
     gpu.set_rng_state({"cpu": torch.get_rng_state()})
@@ -77,35 +77,35 @@ def test_a_gpu_computes_fp32_without_tf32_and_loads_a_checkpoint_of_a_cpu(gpu: C
 
 @pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
 def test_fp8_is_refused_on_a_gpu_without_it(
-    gpu: CudaPlatform, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fits: bool
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fits: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     asked = Implementation(TRANSFORMER_ENGINE, "", "hybrid")
     if fits:
-        assert CudaPlatform(local_rank=0, threads=1, made_of=asked).made_of is asked
+        assert CudaDevice(local_rank=0, threads=1, made_of=asked).kernels.made_of is asked
     else:
         with pytest.raises(
             UnsupportedPlatform, match=r"training\.fp8 is hybrid, but NVIDIA X has compute capability 8\.0"
         ):
-            CudaPlatform(local_rank=0, threads=1, made_of=asked)
-    assert CudaPlatform(local_rank=0, threads=1)
+            CudaDevice(local_rank=0, threads=1, made_of=asked)
+    assert CudaDevice(local_rank=0, threads=1)
 
 
-def test_heads_that_flex_attention_does_not_support_are_refused(gpu: CudaPlatform) -> None:
+def test_heads_that_flex_attention_does_not_support_are_refused(gpu: CudaDevice) -> None:
     """The demo's have 16, those of most tests 8."""
-    assert gpu.linears(cast(Any, SimpleNamespace(kv_channels=16, tensor_model_parallel_size=2))) is None
+    assert gpu.kernels.linears(cast(Any, SimpleNamespace(kv_channels=16, tensor_model_parallel_size=2))) is None
     with pytest.raises(UnsupportedPlatform, match=r"model\.head_dim is 8 .*, and attention on a GPU needs 16 or more"):
-        gpu.linears(cast(Any, SimpleNamespace(kv_channels=8)))
+        gpu.kernels.linears(cast(Any, SimpleNamespace(kv_channels=8)))
 
 
 class NvmlError(Exception):
-    """Stand-in for NVML's error, which is no RuntimeError."""
+    """Stand-in for NVML's error, which is not a RuntimeError."""
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Calls of the stand-ins for torch.cuda and NVML, in order."""
+    """Calls of the stand-ins for torch.cuda and NVML, the first one first."""
     calls: list[str] = []
 
     def answer(name: str, value: Any) -> None:
@@ -120,13 +120,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     cuda._nvml.cache_clear()
 
 
-def test_a_gpu_reports_its_peak_memory_since_the_last_query_and_its_power(gpu: CudaPlatform, asked: list[str]) -> None:
+def test_a_gpu_reports_its_peak_memory_since_the_last_query_and_its_power(gpu: CudaDevice, asked: list[str]) -> None:
     assert gpu.device_use() == DeviceUse(peak_memory=3 * 2**30, power=412.5)
     assert asked == ["max_memory_allocated", "reset_peak_memory_stats", "power_draw"]
 
 
 def test_without_nvml_the_power_is_unknown_and_not_asked_for(
-    gpu: CudaPlatform, asked: list[str], monkeypatch: pytest.MonkeyPatch
+    gpu: CudaDevice, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
     assert gpu.device_use() == DeviceUse(peak_memory=3 * 2**30, power=None)
@@ -135,7 +135,7 @@ def test_without_nvml_the_power_is_unknown_and_not_asked_for(
 
 @pytest.mark.parametrize("error", [NvmlError("Not Supported"), RuntimeError("cuda driver can't be loaded")])
 def test_a_driver_without_power_readings_leaves_the_power_unknown(
-    gpu: CudaPlatform, asked: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+    gpu: CudaDevice, asked: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fails(device: torch.device) -> int:
         raise error
@@ -157,7 +157,7 @@ def test_a_driver_without_power_readings_leaves_the_power_unknown(
     ],
 )
 def test_the_peak_of_a_gpu_follows_from_its_name_and_is_known_only_for_bf16(
-    gpu: CudaPlatform, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, peak: float | None
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, peak: float | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert gpu.peak_flops(dtype) == peak

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from parsed import parsed
 
 from megatron_rl.errors import ConfigurationError
-from megatron_rl.platform.cuda import CudaPlatform
+from megatron_rl.platform.cuda_kernels import CudaKernels
 from megatron_rl.rank import standalone_world
 from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.groups import FLIGHT_RECORDER_VARIABLES, Groups, check_divides, disconnect, watch_collectives
@@ -107,16 +107,15 @@ class GraphsAndGroups:
 
 
 def cuda_platform() -> Any:
-    """The CUDA platform without a device, whose attention can be recorded."""
-    platform: Any = CudaPlatform.__new__(CudaPlatform)
-    platform.device = torch.device("cuda", 0)
-    platform.attention = SimpleNamespace(page_kernel=lambda *_: object())
-    return platform
+    """A GPU that does not exist, whose attention can be recorded."""
+    kernels: Any = CudaKernels(torch.device("cuda", 0))
+    kernels.attention = SimpleNamespace(page_kernel=lambda *_: object())
+    return SimpleNamespace(backend="nccl", kernels=kernels)
 
 
 def record(platform: Any, times: int) -> list[Any]:
     """Return what replays the graphs of one recorder."""
-    recorder = platform.graph_recorder(torch.bfloat16, platform.page_tokens)
+    recorder = platform.kernels.graph_recorder(torch.bfloat16, platform.kernels.page_tokens)
     return [recorder.record(lambda: None) for _ in range(times)]
 
 
@@ -132,7 +131,7 @@ def test_recorded_graphs_end_before_the_communicators_that_they_contain(monkeypa
 
 def test_a_device_without_recordings_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     order = GraphsAndGroups(monkeypatch)
-    disconnect(CudaPlatform.__new__(CudaPlatform))
+    disconnect(cuda_platform())
     assert order.calls == ["destroy the groups"]
 
 

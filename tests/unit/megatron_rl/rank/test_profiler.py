@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.platform.cpu import CpuPlatform
+from megatron_rl.platform.cpu import CpuDevice
 from megatron_rl.rank.config import LONGEST_PROFILE, PLANS, ProfileConfig
 from megatron_rl.rank.profiler import GenerationProfiler, StepProfiler, generation_profiler
 
@@ -31,7 +31,7 @@ def events(trace: Path) -> list[dict[str, Any]]:
 def profiled(folder: Path, rank: int, config: ProfileConfig | None) -> list[str]:
     """Names of the files after four steps."""
     attempt = RunDir(folder).attempt(1)
-    profiler = StepProfiler(attempt, rank, config, CpuPlatform(threads=1))
+    profiler = StepProfiler(attempt, rank, config, CpuDevice(threads=1))
     for step in range(1, 5):
         with profiler.training(step):
             torch.ones(8, 8) @ torch.ones(8, 8)
@@ -61,7 +61,7 @@ def products(trace: Path) -> int:
 
 
 def test_a_trace_of_generation_is_of_the_first_plans_of_a_step(tmp_path: Path) -> None:
-    profiler = GenerationProfiler(tmp_path, "infer-0.1", [2, 3], 2, CpuPlatform(threads=1))
+    profiler = GenerationProfiler(tmp_path, "infer-0.1", [2, 3], 2, CpuDevice(threads=1))
     generated(profiler, (0, 2), (1, 1), (2, 2 * PLANS), (3, 3), (4, 3))
     assert written(tmp_path) == ["infer-0.1.step-000002.json.gz"], "the trace of step 3 has not ended"
     profiler.end()
@@ -90,7 +90,7 @@ def test_generation_is_profiled_if_it_is_asked_for(tmp_path: Path, profile: Any,
     attempt = RunDir(tmp_path).attempt(1)
     for replica in (None, 0, 1):
         for rank in (0, 1):
-            profiler = generation_profiler(attempt, config, CpuPlatform(threads=1), rank, replica)
+            profiler = generation_profiler(attempt, config, CpuDevice(threads=1), rank, replica)
             generated(profiler, (0, 1), (1, 1), (2, 1), (3, 1))
             profiler.end()
     assert written(attempt.profile) == [f"{name}.step-{step:06d}.json.gz" for name in traced for step in (2, 3)]
@@ -100,15 +100,15 @@ def test_a_profile_that_cannot_be_written_is_left_out(tmp_path: Path, caplog: py
     (tmp_path / "attempts").write_text("")
     attempt = RunDir(tmp_path).attempt(1)
     with caplog.at_level(logging.WARNING):
-        with StepProfiler(attempt, 0, ProfileConfig(steps=[1, 1]), CpuPlatform(threads=1)).training(1):
+        with StepProfiler(attempt, 0, ProfileConfig(steps=[1, 1]), CpuDevice(threads=1)).training(1):
             torch.ones(2)
-        profiler = GenerationProfiler(attempt.profile, "generate.0", [1], 1, CpuPlatform(threads=1))
+        profiler = GenerationProfiler(attempt.profile, "generate.0", [1], 1, CpuDevice(threads=1))
         generated(profiler, (0, 1))
         profiler.end()
     assert caplog.text.count("is left out") == 2
 
 
-class BrokenPlatform(CpuPlatform):
+class BrokenPlatform(CpuDevice):
     """A device whose history of memory cannot be read, as where another tool profiles it."""
 
     def watch_memory(self, watch: bool) -> None:
@@ -123,14 +123,14 @@ def test_a_profiler_that_fails_does_not_fail_the_step(tmp_path: Path, caplog: py
         with (
             suppress(RuntimeError),  # torch 2.11 lets the inner profiler end the outer one
             torch.profiler.profile(),
-            StepProfiler(attempt, 0, ProfileConfig(steps=[1, 1]), CpuPlatform(threads=1)).training(1),
+            StepProfiler(attempt, 0, ProfileConfig(steps=[1, 1]), CpuDevice(threads=1)).training(1),
         ):
             done.append(2)
     assert done == [1, 2]
     assert "MULTIPLE_SUBSCRIBERS" in caplog.text
 
 
-class WatchedPlatform(CpuPlatform):
+class WatchedPlatform(CpuDevice):
     """A device with a note of whether it records a history of memory."""
 
     watched = False
@@ -156,7 +156,7 @@ def test_memory_is_watched_during_a_trace_alone_also_if_it_cannot_begin(
 
 
 def test_an_error_of_the_step_is_not_hidden(tmp_path: Path) -> None:
-    profiler = StepProfiler(RunDir(tmp_path).attempt(1), 0, ProfileConfig(steps=[1, 2]), CpuPlatform(threads=1))
+    profiler = StepProfiler(RunDir(tmp_path).attempt(1), 0, ProfileConfig(steps=[1, 2]), CpuDevice(threads=1))
     with pytest.raises(ZeroDivisionError), profiler.training(1):
         raise ZeroDivisionError
     with profiler.training(2):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transfer_helpers import ROUND_BYTES
 
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.transfer import Receiver, Sender
 
@@ -44,7 +44,7 @@ class GroupOfTwo:
 
 def test_the_host_does_not_wait_between_two_rounds(platform: Any, groups: Any) -> None:
     with PhantomDevice(GPU, reads_ones=True) as gpu:
-        phantom = PhantomPlatform(gpu)
+        phantom = PhantomCuda(gpu)
         policy = build_policy(tiny_model(dtype="bf16", head_dim=16), VOCAB, phantom)
         weights = weights_by_box(policy)
         for rank, end in enumerate((Sender(weights, ROUND_BYTES), Receiver(weights, phantom.host_memory, ROUND_BYTES))):
@@ -62,7 +62,7 @@ def test_the_host_does_not_wait_between_two_rounds(platform: Any, groups: Any) -
 
 def test_messages_of_a_gpu_go_through_host_memory_if_the_transport_is_tcp(platform: Any, groups: Any) -> None:
     with PhantomDevice(GPU, reads_ones=True) as gpu:
-        policy = build_policy(tiny_model(dtype="bf16", head_dim=16), VOCAB, PhantomPlatform(gpu))
+        policy = build_policy(tiny_model(dtype="bf16", head_dim=16), VOCAB, PhantomCuda(gpu))
         group: Any = GroupOfTwo(gpu, 0, torch.device("cpu"))
         sender = Sender(weights_by_box(policy), ROUND_BYTES)
         sender.connect(group)

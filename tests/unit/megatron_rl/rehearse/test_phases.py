@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.platform.phantom import Memory, PhantomDevice
+from megatron_rl.platform.phantom import HeldMemory, PhantomDevice
 from megatron_rl.rehearse import rank
 from megatron_rl.rehearse.rank import PhaseFailed, Phases
 from megatron_rl.training.pipeline import Pipeline
 
 
 def test_the_innermost_phase_is_reported() -> None:
-    phases = Phases(Memory())
+    phases = Phases(HeldMemory())
     with pytest.raises(PhaseFailed) as failed, phases.phase("train"), phases.phase("update"):
         Pipeline().not_there  # noqa: B018
     assert failed.value.failure["phase"] == "update"

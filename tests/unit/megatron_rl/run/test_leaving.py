@@ -140,7 +140,8 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
     for name, stand_in in {
         "read_config": lambda run_dir: tiny_run(),
         "select": lambda *args: SimpleNamespace(
-            backend="gloo", attention_kernels="a formula", graph_recorder=lambda *asked: None
+            backend="gloo",
+            kernels=SimpleNamespace(attention_kernels="a formula", graph_recorder=lambda *asked: None),
         ),
         "connect": lambda *args: SimpleNamespace(control=world()),
         "set_up": lambda *args: run,

@@ -12,7 +12,7 @@ from offload_helpers import UPDATES, adams_numbers, an_optimizer, one_update, st
 from torch import Tensor
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.rank.config import Offload
 from megatron_rl.training import offload as offload_module
 from megatron_rl.training.offload import HostState, Unused
@@ -111,7 +111,7 @@ def test_a_gpu_frees_memory_and_waits_once_for_all_copies(platform: Any, groups:
         tensors = [torch.zeros(1000, device=device.device) for _ in range(3)]
         with device.memory.watched() as before:
             pass
-        state = HostState(tensors, PhantomPlatform(device))
+        state = HostState(tensors, PhantomCuda(device))
         state.offload()
         assert {state.held(tensor).device.type for tensor in tensors} == {"cpu"}
         with device.memory.watched() as away:

@@ -14,7 +14,7 @@ from te_stand_in import _AddedInPlace
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.api import Linears
+from megatron_rl.platform.device import Linears
 from megatron_rl.training import overlap
 from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
@@ -92,7 +92,7 @@ def test_products_that_add_gradients_themselves_have_them_reduced_as_well(
     """Recomputation makes such a product return no gradient, and DDP's hooks expect one."""
     found = []
     for linears in (None, Linears(InPlaceColumn, InPlaceRow)):
-        monkeypatch.setattr(platform, "linears", lambda _, linears=linears: linears)
+        monkeypatch.setattr(platform.kernels, "linears", lambda _, linears=linears: linears)
         optimizer = optimizer_of(platform, monkeypatch, recompute, **OVERLAPPED)
         for number, microbatches in enumerate((3, 1, 2)):
             pass_over(optimizer, microbatches)

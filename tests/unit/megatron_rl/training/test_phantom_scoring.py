@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import VOCAB, batch_of, here_of, random_groups, tiny_model, tiny_run
+from megatron_rl.rehearse.routing import balanced_routing
 
 from launcher.plan.parameters import vocabulary
 from launcher.recipe.load import load_recipe
@@ -14,7 +15,7 @@ from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.phantom import PhantomDevice, PhantomPlatform
+from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.rehearse.phantom_world import balanced_routing
 from megatron_rl.training.objective import Grpo
 from megatron_rl.training.pipeline import Pipeline
@@ -33,7 +34,7 @@ def test_scoring_stays_on_the_gpu_and_reads_no_value(platform: Any, groups: Any,
     )
     rollouts = batch_of(random_groups(4, 4, longest=longest), 0, 4)
     with PhantomDevice(GPU) as gpu:
-        platform = PhantomPlatform(gpu)
+        platform = PhantomCuda(gpu)
         policy = build_policy(config.model, VOCAB, platform)
         optimizer: Any = None
         here = here_of(platform, groups)
@@ -73,7 +74,7 @@ def test_training_works_at_the_shapes_of_the_largest_recipe(platform: Any, group
         return -logprobs.sum()
 
     with PhantomDevice() as device:
-        policy = build_policy(model, rows, PhantomPlatform(device), config.training.recompute)
+        policy = build_policy(model, rows, PhantomCuda(device), config.training.recompute)
         inputs = [ModelInput.of(policy, micro) for micro in microbatches]
         forward_backward(policy, inputs, loss, Pipeline(), stop=lambda: False)
     assert seen == [
@@ -100,7 +101,7 @@ def test_only_gradients_and_routing_remain_after_a_pass_over_experts(
             with device.memory.watched() as now:
                 return now.bytes
 
-        policy = build_policy(model, VOCAB, PhantomPlatform(device), recompute)
+        policy = build_policy(model, VOCAB, PhantomCuda(device), recompute)
         inputs = [
             ModelInput.of(policy, micro)
             for micro in pack([[1] * length], [[False] + [True] * (length - 1)], [0], length)

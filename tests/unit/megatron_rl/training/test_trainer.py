@@ -27,7 +27,7 @@ from megatron_rl.metrics.stats import StepStats, Tally
 from megatron_rl.model.config import LoraConfig
 from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.api import DeviceUse
+from megatron_rl.platform.device import DeviceUse
 from megatron_rl.run.state import Run
 from megatron_rl.training import trainer as trainer_module
 from megatron_rl.training.trainer import GradientsNotFinite
@@ -617,11 +617,11 @@ def test_micro_batches_are_larger_if_attention_gathers_nothing(platform: Any) ->
     batch = training_batch_of([TrajectoryGroup(0, Problem("", {}), trajectories, {})], config)
 
     def microbatches(*, gathers: bool) -> int:
-        device: Any = SimpleNamespace(gathers_branches=lambda dtype, in_parts: gathers)
-        return len(update_part(batch, range(64), config, device).bins)
+        kernels: Any = SimpleNamespace(gathers_branches=lambda dtype, in_parts: gathers)
+        return len(update_part(batch, range(64), config, kernels).bins)
 
     assert microbatches(gathers=False) == 1 < microbatches(gathers=True)
-    assert microbatches(gathers=True) == len(update_part(batch, range(64), config, platform).bins)
+    assert microbatches(gathers=True) == len(update_part(batch, range(64), config, platform.kernels).bins)
 
 
 def test_a_rank_with_too_few_trajectories_runs_empty_micro_batches(platform: Any, groups: Any) -> None:

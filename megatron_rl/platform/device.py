@@ -29,8 +29,6 @@ class UnsupportedPlatform(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Use of a device."""
-
     peak_memory: int
     """Bytes: the largest sum of torch's tensors since the last query."""
     power: float | None
@@ -42,9 +40,7 @@ class Linears:
     """Replacements of megatron-core's layer classes, with the same names, weights and sharded state."""
 
     column: type
-    """Column-parallel linear."""
     row: type
-    """Row-parallel linear."""
     norm: type | None = None
     """Placeholder for a norm that the following column-parallel linear computes."""
 
@@ -65,13 +61,12 @@ class GraphRecorder(Protocol):
         """
 
     def release(self) -> None:
-        """Free the memory of this recorder's recordings, none of which may be replayed again."""
+        """Free the memory of this recorder's recordings, which may not be replayed again."""
 
 
-class Platform(Protocol):
-    device: torch.device
-    backend: str
-    """torch.distributed backend."""
+class Kernels(Protocol):
+    """Operations of the model on a device: attention, linears, sums over ranks, and recorded graphs of them."""
+
     transformer_overrides: dict[str, Any]
     """Fields of TransformerConfig required by this device."""
     tokens_between_syncs: int
@@ -80,8 +75,6 @@ class Platform(Protocol):
     rows_multiple: int
     """Number whose multiples the rows of generation's matrix products are padded to, so that a row's result does not
     depend on the number of other rows."""
-    transfers_beside_collectives: bool
-    """Whether weights may be transferred between worlds while the ranks of one run collectives on the device."""
     computes_on_host: bool
     """Whether operators run on the host's own cores: few long ones are then better than many short ones."""
     page_tokens: int
@@ -99,7 +92,7 @@ class Platform(Protocol):
 
     def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
         """Return the attention of several new tokens to a paged cache; None if no kernel of this device supports it,
-        and `attention_layout` of a part has to attend to keys and values that are read from the cache."""
+        and `attention_layout` of a part must attend to keys and values that are read from the cache."""
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of cached keys and values for a model of this dtype."""
@@ -124,7 +117,7 @@ class Platform(Protocol):
         grouped_product.py."""
 
     def release_graphs(self) -> None:
-        """Free all recordings of this process, none of which may be replayed again, and with them what they hold of the
+        """Free all recordings of this process, which may not be replayed again, and with them what they hold of the
         communicators whose collectives they contain."""
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
@@ -141,11 +134,21 @@ class Platform(Protocol):
         """[tokens, ...] -> [rows, ...], with repetitions. The gradient of a repeated token is summed in a fixed order,
         and not in bf16."""
 
-    def linears(self, config: TransformerConfig) -> Linears | None:
-        """Replacements of megatron-core's linears; None to use its own."""
+    def linears(self, config: TransformerConfig) -> Linears | None: ...
 
-    def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule:
-        """Return the module that `make` creates, on this device, with weights of this dtype."""
+
+class Device(Protocol):
+    """The device of a rank: its memory, time, streams and seeds."""
+
+    device: torch.device
+    backend: str
+    transfers_beside_collectives: bool
+    """Whether weights may be transferred between worlds while the ranks of one run collectives on the device."""
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule: ...
 
     def host_memory(self, size: int) -> torch.Tensor:
         """[size] bytes of host memory, pinned if the device can then copy while the host continues."""
@@ -160,7 +163,7 @@ class Platform(Protocol):
         """Record each allocation of the device's memory, or stop that; no-op for devices without such a history."""
 
     def memory_snapshot(self) -> bytes | None:
-        """Return the recorded allocations, pickled for torch's viewer of memory; None if there is no history."""
+        """Return the recorded allocations, pickled for torch's viewer of memory; None without a history."""
 
     def device_use(self) -> DeviceUse | None:
         """Peak memory and power of the device, without waiting for it; None if unknown."""
