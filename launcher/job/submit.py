@@ -89,7 +89,7 @@ def submit(
             # sbatch has three outcomes. It refuses: no job exists, and the directory is restored. It answers with an
             # id. Or it says nothing, or nothing clear, such as after a time limit: the controller may have queued the
             # job. Then the directory stays, because a job without its files would fail hours later, and the user is
-            # told to look (Unsure). So the default is "handed over", and only a refusal takes it back.
+            # asked to look (Unsure). So the default is "handed over", and only a refusal takes it back.
             found.handed_over = True
             try:
                 job_id = _hand_over(job, run, found.run_id, after)

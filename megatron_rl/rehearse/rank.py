@@ -228,7 +228,7 @@ def score(trainer: Trainer) -> None:
     config, policy = trainer.config, trainer.policy
     groups = rollouts(config, 1, trainer.groups.data.size()).groups
     batch = training_batch(groups, trainer.objective.credit(groups), config, 0, trainer.platform.device)
-    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
+    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform.kernels)
     (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser)).microbatches
     trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])
 

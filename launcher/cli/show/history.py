@@ -115,7 +115,7 @@ class _GrowingFile:
     def poll(self) -> str | None:
         # A run appends lines while this reads, so only whole lines count, and the rest is read again next time. On
         # resume the run replaces the file by a shorter one without the steps that it repeats: another inode, or less
-        # data than was read, means that all lines are read anew. A file that is replaced just after it was opened is
+        # data than was read, means that all lines are read again. A file that is replaced just after it was opened is
         # read as it was, and the next poll sees the new inode.
         try:
             with self._path.open("rb") as file:

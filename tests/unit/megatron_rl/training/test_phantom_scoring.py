@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import VOCAB, batch_of, here_of, random_groups, tiny_model, tiny_run
-from megatron_rl.rehearse.routing import balanced_routing
 
 from launcher.plan.parameters import vocabulary
 from launcher.recipe.load import load_recipe
