@@ -235,7 +235,7 @@ def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
     config = trainer.config
     groups = rollouts.groups
     batch = training_batch(groups, trainer.objective.credit(groups), config, 0, trainer.platform.device)
-    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
+    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform.kernels)
     (agreed,) = agree([part], trainer.groups)
     return batch, trainer._input(batch, update_batch(part, agreed))
 

@@ -124,7 +124,7 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     share = shares(0, len(recorded), groups.data.size())[groups.data.rank()]
     answers = batch_of(recorded, share.start, share.stop).groups
     batch = training_batch(answers, trainer.objective.credit(answers), config, 0, trainer.platform.device)
-    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform)
+    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform.kernels)
     (agreed,) = agree([part], trainer.groups)
     update = trainer._input(batch, update_batch(part, agreed))
     # Log-probs before the step and those of the sampler differ from the present ones by values of the token alone.

@@ -39,7 +39,7 @@ def test_scoring_stays_on_the_gpu_and_reads_no_value(platform: Any, groups: Any,
         here = here_of(platform, groups)
         trainer = Trainer(policy, optimizer, Grpo(config, policy, None), config, here)
         batch = training_batch(rollouts.groups, trainer.objective.credit(rollouts.groups), config, 0, GPU)
-        part = update_part(batch, range(len(batch.sequences)), config, platform)
+        part = update_part(batch, range(len(batch.sequences)), config, platform.kernels)
         inputs = [ModelInput.of(policy, part.packing.microbatch(names)) for names in part.bins]
         scores = trainer.score(policy, batch, inputs)
     assert (scores.device, scores.dtype) == (GPU, torch.float32)

@@ -579,7 +579,7 @@ def test_all_ranks_agree_on_the_normaliser_and_length_of_an_update(
     of_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 2), data=None)
     config = tiny_run(training={"tokens_per_microbatch": 1000})
     batch = training_batch_of(GROUPS, config)
-    part = update_part(batch, range(len(batch.sequences)), config, platform)
+    part = update_part(batch, range(len(batch.sequences)), config, platform.kernels)
     (agreed,) = agree([part], of_two)
     assert len(part.bins) == 1
     assert agreed.normaliser == 4 * part.normaliser > 0
@@ -605,7 +605,7 @@ def test_ranks_with_another_part_of_the_model_are_not_counted(
     two_by_two: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 4), data=None)
     config = tiny_run()
     batch = training_batch_of(GROUPS, config)
-    part = update_part(batch, range(len(batch.sequences)), config, platform)
+    part = update_part(batch, range(len(batch.sequences)), config, platform.kernels)
     (agreed,) = agree([part], two_by_two)
     assert agreed.normaliser == 3 * part.normaliser > 0
 
@@ -628,7 +628,7 @@ def test_a_rank_with_too_few_trajectories_runs_empty_micro_batches(platform: Any
     config = tiny_run()
     batch = training_batch_of(GROUPS[:1], config)
     part = update_part(
-        batch, [index for index, run in enumerate(batch.credit.has_gradient) if run][:2], config, platform
+        batch, [index for index, run in enumerate(batch.credit.has_gradient) if run][:2], config, platform.kernels
     )
     (agreed,) = agree([part], groups)
     update = update_batch(part, replace(agreed, microbatches=5))
