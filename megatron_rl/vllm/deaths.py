@@ -1,7 +1,7 @@
 """The first process of vLLM that ends, and its signal.
 
-When one of vLLM's processes is killed, the others end by themselves with errors and exit codes of their own, so the end
-of `vllm serve` says little.
+When one of vLLM's processes is killed, the others end by themselves with other errors and exit codes, so the end of
+`vllm serve` says little.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,6 @@ PIDFD_GET_INFO = 3 << 30 | INFO.size << 16 | 0xFF << 8 | 11
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """End of a process."""
-
     name: str
     signal: signal.Signals | None
     """None: it ended by itself, or nobody knows."""
@@ -51,20 +49,20 @@ class Death:
 
 
 class Deaths:
-    """Watches processes in a thread of its own. Without pidfd (Linux 5.3) it sees none.
+    """Watches all processes under a guard, in a thread. Without pidfd (Linux 5.3) it sees none.
 
     `first` is the first process that was killed, or the first of the engine that ended.
     """
 
-    def __init__(
-        self, processes: Callable[[], Iterable[psutil.Process]], scanned: Callable[[list[int]], None] = lambda _: None
-    ) -> None:
+    def __init__(self, guard: int, scanned: Callable[[list[int]], None]) -> None:
         """
-        processes: those to be watched at this moment.
-        scanned: called with their ids after each look.
+        guard: process id of the guard.
+        scanned: called with the ids of all processes after each look.
         """
         self.first: Death | None = None
-        self._processes, self._scanned = processes, scanned
+        self._guard, self._scanned = guard, scanned
+        self._server: int | None = None  # process id of `vllm serve`, the guard's first child
+        self._over = False  # whether it has ended
         self._watched: dict[int, tuple[int, str]] = {}  # pidfd -> process id, name
         self._poll = select.poll()
         self._wake, self._waker = os.pipe()
@@ -90,19 +88,31 @@ class Deaths:
                 ended = [descriptor for descriptor, _ in self._poll.poll(left * 1000)]
                 if self._wake in ended:
                     return
-                for descriptor in ended:
+                # Once `vllm serve` has ended, its guard kills the workers that it left. These deaths explain nothing,
+                # and under load one poll reports them together with the end that they follow:
+                #
+                #     vllm serve exits with code 1 -> guard: SIGKILL to VLLM::Worker_TP0 -> both are in `ended`
+                #
+                # So the server comes first, and nothing is a reason after it.
+                for descriptor in sorted(ended, key=lambda each: self._watched[each][0] != self._server):
                     self._conclude(descriptor)
 
     def _scan(self) -> None:
         known = {process: descriptor for descriptor, (process, _) in self._watched.items()}
-        living = [*self._processes()]
+        living: list[psutil.Process] = []
+        with suppress(psutil.Error):  # the guard has ended
+            guard = psutil.Process(self._guard)
+            living = guard.children(recursive=True)
+            if self._server is None and living:
+                self._server = min(guard.children(), key=psutil.Process.create_time).pid
         for process in living:
             with suppress(OSError, psutil.Error, AttributeError):  # it has ended, or there is no pidfd
+                name = _name(process)  # asked again in each look: vLLM renames its processes after a while
                 descriptor = known.get(process.pid)
                 if descriptor is None:
                     descriptor = os.pidfd_open(process.pid)
                     self._poll.register(descriptor, select.POLLIN)
-                self._watched[descriptor] = (process.pid, _name(process))  # vLLM renames its processes after a while
+                self._watched[descriptor] = (process.pid, name)
         self._scanned([process.pid for process in living])
 
     def _conclude(self, descriptor: int) -> None:
@@ -110,8 +120,9 @@ class Deaths:
         number = _signal_of(process, descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
-        if self.first is None and (number not in (None, *ASKED) or name.startswith(ENGINE)):
+        if self.first is None and not self._over and (number not in (None, *ASKED) or name.startswith(ENGINE)):
             self.first = Death(name, number, time.monotonic())
+        self._over = self._over or process == self._server
 
 
 def _name(process: psutil.Process) -> str:

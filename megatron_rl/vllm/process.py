@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from megatron_rl.contract.children import death_with_parent
-from megatron_rl.rank.marked_processes import MarkedProcesses
+import psutil
+
+from megatron_rl.processes.guard import END, code_of, guarded
 from megatron_rl.vllm.deaths import Deaths
 from megatron_rl.vllm.shared_memory import note_segments
 
@@ -33,7 +34,9 @@ READ_S = 2.0
 """Seconds to read the rest of the output of a process that has ended."""
 
 _FULL_DISK = "No space left on device"
-_REASON = re.compile(rf"(?:\b\w*(?:Error|Exception|Interrupt)\b|\berror): .*\S|[^][]*{_FULL_DISK}")
+_REASON = re.compile(
+    rf"(?:\b\w*(?:Error|Exception|Interrupt)\b|\berror): .*\S|[^][]*{_FULL_DISK}|\S+ cannot be started: .*"
+)
 _NOT_THE_CAUSE = re.compile(
     r"initialization failed|EngineDeadError|CancelledError|RuntimeError: (?:cancelled|Executor failed)"
     r"| (?:WARNING|INFO|DEBUG) "
@@ -63,45 +66,37 @@ class VllmRefused(RuntimeError):
 class VllmProcess:
     """`vllm serve`, whose output is passed on line by line.
 
-    It stays in the process group of this process, which the launcher kills as a whole. The kernel asks it to end when
-    this process ends in any other way.
+    It stays in the process group of this process, which the launcher kills as a whole. Its guard ends it, and all that
+    it has started, when this process ends in any other way.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: TextIO, folder: Path | None = None
     ) -> None:
-        """Start it.
-
-        Args:
-            log: file that its output is passed on to.
-            folder: private folder in which its shared memory is noted; None: it has none.
-
-        Raises VllmGone if it cannot be started.
         """
-        self._all = MarkedProcesses()
+        log: file that its output is passed on to.
+        folder: private folder in which its shared memory is noted; None: nothing is noted.
+        """
         self._log, self._folder = log, folder
         self._lines: deque[tuple[float, str]] = deque(maxlen=KEPT_LINES)  # with time.monotonic()
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env={**environment, **self._all.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                preexec_fn=death_with_parent(os.getpid(), signal.SIGTERM),
-                encoding="utf-8",
-                errors="backslashreplace",
-            )
-        except OSError as error:
-            raise VllmGone(f"vLLM cannot be started: {error}") from error
+        self._guard = subprocess.Popen(
+            guarded(command, END_S),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
         self._reader = threading.Thread(target=self._read, name="vllm-log", daemon=True)
         self._reader.start()
-        self._deaths = Deaths(self._all.living, self._note_segments)
+        self._deaths = Deaths(self._guard.pid, self._note_segments)
 
     @property
     def code(self) -> int | None:
         """Exit code; None: it has not ended."""
-        return self._process.poll()
+        code = self._guard.poll()
+        return None if code is None else code_of(code)
 
     def check(self) -> None:
         """Raise VllmClosed if it has ended."""
@@ -115,7 +110,7 @@ class VllmProcess:
         """The message of a failed call, or how vLLM has ended, which says more; with the error that its output reports,
         if any."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_S)
+            self._guard.wait(EXIT_S)
         try:
             self.check()
         except VllmGone as ended:
@@ -141,26 +136,27 @@ class VllmProcess:
     def end(self) -> None:
         """End it with all processes that it has started."""
         self._deaths.close()
-        self._note_segments([process.pid for process in self._all.living()])
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        self._all.kill()  # also workers that outlive it
-        self._process.wait()
+        with suppress(psutil.Error):
+            self._note_segments([each.pid for each in psutil.Process(self._guard.pid).children(recursive=True)])
+        if self._guard.poll() is None:
+            os.kill(self._guard.pid, END)
+        self._guard.wait()
         self._reader.join(READ_S)
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        assert self._guard.stdout is not None
+        for line in self._guard.stdout:
             if _REASON.search(line):  # a compiler alone may write thousands of lines before the end
                 self._lines.append((time.monotonic(), line.rstrip("\n")))
             print(PREFIX + line, end="", file=self._log, flush=True)
 
 
 def reason_in(lines: Sequence[str]) -> str | None:
-    """The error that most likely ended vLLM, from the last lines of its output; None if none is found. When a worker
-    fails, vLLM's other processes report failures of their own after it. So do the programs that it started, after a
-    full disk."""
+    """Return the error that most likely ended vLLM, from the last lines of its output.
+
+    When a worker fails, vLLM's other processes report their own failures after it. So do the programs that it started,
+    after a full disk.
+    """
     found = [match[0].strip() for line in lines if (match := _REASON.search(line)) and not _NOT_THE_CAUSE.search(line)]
     found = [reason for reason in found if _FULL_DISK in reason] or found
     return found[-1][:500] if found else None

@@ -105,6 +105,11 @@ class Front:
 
     def server(self) -> psutil.Process:
         """Process of vLLM that answers requests."""
+        guard = self.guard()
+        (found,) = [process for process in self.children() if process.ppid() == guard.pid]
+        return found
+
+    def guard(self) -> psutil.Process:
         (found,) = [process for process in self.children() if process.ppid() == self.process.pid]
         return found
 
@@ -115,7 +120,8 @@ class Front:
 
     def computing(self) -> list[psutil.Process]:
         """Processes of vLLM that compute: the engine's core and its workers."""
-        return [each for each in self.children() if each.is_running() and each not in (self.process, self.server())]
+        others = (self.process, self.guard(), self.server())
+        return [each for each in self.children() if each.is_running() and each not in others]
 
 
 class LocalRun:

@@ -104,6 +104,7 @@ def reason_after(run: LocalRun, replica: int, process: str) -> str:
 
 def kill(front: psutil.Process, what: str) -> None:
     """Kill one process of a replica."""
-    server = next(child for child in front.children())
+    (guard,) = front.children()
+    server = next(child for child in guard.children())
     engine = next(child for child in front.children(recursive=True) if "EngineCore" in " ".join(child.cmdline()))
     {"front": front, "server": server, "engine": engine}[what].kill()

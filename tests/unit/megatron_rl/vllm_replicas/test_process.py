@@ -38,6 +38,12 @@ os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
 print("RuntimeError: cancelled", flush=True)
 time.sleep(60)
 """
+LEAVES = f"""
+import os, signal, subprocess, time
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
+subprocess.Popen(["{WORKER}", "60"], executable="/bin/sleep")
+time.sleep(60)
+"""
 SHARES = """
 import sys, time
 from multiprocessing.shared_memory import SharedMemory
@@ -52,6 +58,11 @@ def until(holds: Callable[[], object]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def server_of(process: VllmProcess) -> psutil.Process:
+    (found,) = psutil.Process(process._guard.pid).children()
+    return found
 
 
 def watches_worker(process: VllmProcess) -> bool:
@@ -75,7 +86,8 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., VllmProcess
 
 def test_a_failed_call_is_explained_by_the_end_of_the_process(begin: Callable[..., VllmProcess]) -> None:
     process = begin(SLEEPS)
-    process._process.send_signal(signal.SIGKILL)
+    until(lambda: psutil.Process(process._guard.pid).children())
+    server_of(process).kill()
     assert process.explained(SILENT).startswith("vLLM has ended (signal SIGKILL)")
 
 
@@ -92,13 +104,13 @@ def test_the_first_process_that_was_killed_is_the_reason_whatever_the_others_say
     monkeypatch.setattr("megatron_rl.vllm.process.EXIT_S", 0.1)
     process = begin(SERVER)
     until(lambda: watches_worker(process))
-    (worker,) = [each for each in process._all.living() if each.cmdline()[:1] == [WORKER]]
+    (worker,) = [each for each in server_of(process).children() if each.cmdline()[:1] == [WORKER]]
     worker.kill()
     until(lambda: process._deaths.first is not None and process._lines)
     reason = f"its process {WORKER} was killed by SIGKILL, by somebody or because memory ran out"
     assert process.explained(SILENT) == f"{SILENT}: {reason}"
-    process._process.send_signal(signal.SIGKILL)
-    process._process.wait()
+    server_of(process).kill()
+    process._guard.wait()
     with pytest.raises(VllmGone) as gone:
         process.check()
     assert str(gone.value) == f"vLLM has ended (signal SIGKILL): {reason}"
@@ -113,6 +125,20 @@ def test_an_error_is_the_reason_if_vllm_killed_its_processes_after_it(
     (tmp_path / "ends").touch()
     until(lambda: process._deaths.first is not None and len(process._lines) == 2)
     assert process.explained(SILENT) == f"{SILENT}: ValueError: no weights"
+
+
+def test_a_worker_that_the_guard_kills_after_the_server_is_not_the_reason(begin: Callable[..., VllmProcess]) -> None:
+    process = begin(LEAVES)
+    until(lambda: watches_worker(process))
+    server_of(process).send_signal(signal.SIGUSR1)
+    assert process.explained(SILENT) == "vLLM has ended (exit code 3)"
+    assert process._deaths.first is None
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    process = VllmProcess([str(tmp_path / "none")], {**os.environ}, StringIO())
+    assert process.explained(SILENT).endswith("none cannot be started: No such file or directory")
+    process.end()
 
 
 def test_options_that_vllm_refuses_are_a_wrong_configuration_with_its_own_words(tmp_path: Path) -> None:
@@ -152,7 +178,7 @@ def test_shared_memory_of_killed_processes_ends_with_the_folder(begin: Callable[
         until(lambda: process._lines)
         segment = Path("/dev/shm") / process._lines[0][1].removeprefix("Error: ")
         until((folder / "shared-memory.json").exists)
-        psutil.Process(process._process.pid).kill()
+        server_of(process).kill()
         process.end()  # also kills Python's tracker of such memory
     assert not segment.exists()
 
