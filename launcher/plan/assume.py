@@ -10,7 +10,7 @@ from launcher.errors import BadInput
 from launcher.plan.costs import Work
 from launcher.plan.estimate import NOMINAL_CPU, Correction, estimate_work, usual_lengths
 from launcher.plan.lengths import Lognormal
-from launcher.plan.measured import Measured, read_measured
+from launcher.plan.measured import MeasuredRun, read_measured
 from launcher.plan.pace import pace
 from launcher.plan.parameters import vocabulary
 from launcher.plan.splits import Assumptions, lay_out, scenario_of
@@ -78,7 +78,7 @@ def _choose_card(name: str | None, profile: Profile | None) -> Card:
     return card or next(card for card in CARDS if card.name == USUAL_CARD)
 
 
-def _as_measured(config: RunConfig, profile: Profile | None, measured: Measured) -> Assumptions:
+def _as_measured(config: RunConfig, profile: Profile | None, measured: MeasuredRun) -> Assumptions:
     """Assume the estimates, corrected by the ratio of measured to estimated times of the run."""
     if _shape(measured.config) != _shape(config):
         raise BadInput(
@@ -106,13 +106,13 @@ def _shape(config: RunConfig) -> dict[str, Any]:
     return config.model.model_dump(exclude={"init", "huggingface", "checkpoint"})
 
 
-def _work_of(config: RunConfig, measured: Measured) -> Work:
+def _work_of(config: RunConfig, measured: MeasuredRun) -> Work:
     """Return the recipe's batch, with answers as long as those of the run."""
     lengths = replace(measured.lengths, maximum=config.sampling.max_new_tokens)
     return Work(config.grpo.prompts_per_step, config.grpo.group_size, measured.prompt_tokens, lengths)
 
 
-def _correction(own: Assumptions, measured: Measured) -> Correction:
+def _correction(own: Assumptions, measured: MeasuredRun) -> Correction:
     """Return measured over estimated times.
 
     Args:

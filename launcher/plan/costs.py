@@ -11,8 +11,6 @@ from launcher.plan.lengths import Lognormal
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The batch of a step."""
-
     prompts: int
     group_size: int
     prompt_tokens: int
@@ -90,13 +88,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Nodes that train and nodes that generate."""
-
     training_nodes: int
     inference_nodes: int
     """0: co-located, all nodes train and generate in turn."""
     replicas: int
-    """Inference replicas."""
 
     @property
     def colocated(self) -> bool:

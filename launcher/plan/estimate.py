@@ -49,8 +49,6 @@ NOMINAL_CPU = Card("CPU", 5e10, 1e10)
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Measured over estimated seconds of a run's parts."""
-
     generate: float = 1.0
     train: float = 1.0
     refit: float = 1.0
@@ -62,7 +60,6 @@ AS_ESTIMATED = Correction()
 
 
 def usual_lengths(config: RunConfig) -> Lognormal:
-    """Return the distribution of lengths that is assumed if nothing is known."""
     limit = config.sampling.max_new_tokens
     return Lognormal.with_mean(max(1.0, MEAN_LENGTH * limit), limit)
 
@@ -107,7 +104,7 @@ def estimate_costs(
 
 
 def decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card, work: Work) -> DecodeSpeed:
-    """Estimate decode steps, each of which reads the dense weights, the experts that any row needs, and the caches.
+    """Estimate decode steps: each reads the dense weights, the experts that any row needs, and the caches.
 
     Args:
         engine: parameters of one rank.

@@ -19,7 +19,7 @@ NEVER = math.inf
 SAVES_IN_GRACE = 1.5
 """Saves that must fit into the notice of a preemption, as at a real drain."""
 HOPELESS = 20.0
-"""Failures between two checkpoints of which one in exp(20) attempts, 500 million, would see none."""
+"""Failures between two checkpoints: one in exp(20) attempts, 500 million, would see none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,11 @@ class Faults:
     """Mean times between failures, which happen at random moments, and what each costs; all in seconds."""
 
     preempted_every_s: float = NEVER
-    """Running time between two preemptions."""
     grace_s: float = 120.0
     """Notice of a preemption. The run saves if a save fits, and otherwise loses its steps since the checkpoint."""
     queued_s: float = 0.0
     """Time in the queue, without nodes, after each preemption."""
     node_fails_every_s: float = NEVER
-    """Time between two failures of one node."""
     restart_s: float = 300.0
     """Time from the start of an attempt until its ranks work."""
     replica_restart_s: float = 180.0
@@ -50,7 +48,6 @@ class ExpectedRun:
 
     steps: int
     save_every: int
-    """Steps between two saves."""
     step_s: float
     """Seconds of a step in which the run holds its nodes, restarts and repeated steps included."""
     seconds: float
@@ -122,7 +119,6 @@ def _repeated_s(seconds: float, rate: float) -> float:
 
 
 def _best_save_every(scenario: Scenario, step_s: float, faults: Faults) -> int:
-    """Steps between two saves."""
     failures_per_s = 1 / faults.preempted_every_s + scenario.split.nodes / faults.node_fails_every_s
     between_s = 1 / failures_per_s if failures_per_s else PRIOR_S
     cost = SaveCost(scenario.costs.save_blocked_s, scenario.costs.save_s)

@@ -25,15 +25,12 @@ VLLM_BYTES = 1000 * 10**6
 LASTING = ("weights", "gradients", "optimizer")
 """Terms that do not depend on the lengths of answers."""
 PHASES = ("build", "generate", "train", "update")
-"""Phases of a rank, in order. Scoring is left out: it holds less than training."""
+"""Phases of a rank, as they follow each other. Scoring is left out: it holds less than training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Memory of a rank in one phase."""
-
     name: str
-    """build, generate, train or update."""
     terms: tuple[Term, ...]
 
     @property
@@ -47,9 +44,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory of a rank of one role."""
-
+class RankMemory:
     role: str
     """colocated, training, inference or teacher."""
     stage: int | None
@@ -68,8 +63,7 @@ class Memory:
         return self.fullest.total
 
 
-def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
-    """Return the memory of the fullest rank of each role in the layout."""
+def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[RankMemory]:
     found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
     if sizes.partitioned:
         found.append(_inference(config, sizes, vocab))
@@ -78,7 +72,7 @@ def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[Memory]:
     return found
 
 
-def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, role: str, stage: int | None) -> Memory:
+def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, role: str, stage: int | None) -> RankMemory:
     """Return the memory of the ranks of a role. stage: pipeline stage of training ranks."""
     if stage is not None:
         return _training(config, sizes, vocab, stage)
@@ -142,7 +136,7 @@ def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
     return held + fronts * (PROCESS_BYTES + VLLM_BYTES)
 
 
-def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory:
+def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> RankMemory:
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
     parameters = f"{in_words(held.all)} parameters"
@@ -189,10 +183,10 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> Memory
     for name in phases.keys() - {"build"}:
         phases[name] = [(*models, *stays, *(term for term in terms if term not in stays)) for terms in phases[name]]
     role = "training" if sizes.partitioned else "colocated"
-    return Memory(role, stage, tuple(_fullest(name, config, phases[name]) for name in PHASES if name in phases))
+    return RankMemory(role, stage, tuple(_fullest(name, config, phases[name]) for name in PHASES if name in phases))
 
 
-def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> Memory:
+def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> RankMemory:
     held = weights(config.model, vocab, sizes.inference_tp)
     size = WEIGHT_BYTES[config.model.dtype]
     terms = (
@@ -203,24 +197,22 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> Memory:
     )
     vllm = config.inference.own_vllm
     share = vllm.gpu_share if vllm else 1.0
-    return Memory("inference", None, (_fullest("generate", config, [terms]),), share)
+    return RankMemory("inference", None, (_fullest("generate", config, [terms]),), share)
 
 
-def _teacher(config: RunConfig, sizes: Sizes, parameters: int) -> Memory:
+def _teacher(config: RunConfig, sizes: Sizes, parameters: int) -> RankMemory:
     held = _weights_of_teacher(config, "weights", parameters, sizes.teacher_tp)
     share = config.teacher_vllm.gpu_share if config.teacher_vllm else 1.0
-    return Memory("teacher", None, (_fullest("score", config, [(held,)]),), share)
+    return RankMemory("teacher", None, (_fullest("score", config, [(held,)]),), share)
 
 
 def _weights_of_teacher(config: RunConfig, name: str, parameters: int, parts: int) -> Term:
-    """Weights on one of the ranks that share them."""
     size = WEIGHT_BYTES[config.model.dtype]
     formula = f"{size} bytes x {in_words(parameters)} parameters / {parts} ranks: distill.teacher"
     return Term(name, size * parameters // parts, formula)
 
 
 def _fullest(name: str, config: RunConfig, moments: Sequence[tuple[Term, ...]]) -> Phase:
-    """Return the phase at its fullest moment."""
     return max(
         (Phase(name, (*terms, *memory_terms.context(config))) for terms in moments), key=lambda phase: phase.total
     )

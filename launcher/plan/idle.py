@@ -18,8 +18,6 @@ WORTH = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Means over some steps of a partitioned run."""
-
     steps: int
     step_s: float
     training: float

@@ -90,7 +90,6 @@ class Lognormal:
         return sum(between) + value(end) * shares[POINTS]
 
     def mean_longest(self, answers: int) -> float:
-        """Mean tokens of the longest of so many answers."""
         width = self.longest(answers) / POINTS
         return width * sum(1 - (1 - self.reach((point + 0.5) * width)) ** answers for point in range(POINTS))
 

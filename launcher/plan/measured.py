@@ -20,9 +20,7 @@ OTHER = ("time/reward_s", "time/log_probs_s", "time/offload_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Means over the newest steps of a run."""
-
+class MeasuredRun:
     run: str
     config: RunConfig
     steps: int
@@ -35,12 +33,11 @@ class Measured:
     refit_s: float
     """Seconds to send new weights to the inference replicas."""
     other_s: float
-    """Seconds of the parts in OTHER."""
     max_lag: int
     """Largest staleness of an answer, in versions."""
 
 
-def read_measured(run: RunDir) -> Measured:
+def read_measured(run: RunDir) -> MeasuredRun:
     """Average the newest steps of a run.
 
     Raises:
@@ -67,7 +64,7 @@ def read_measured(run: RunDir) -> Measured:
         answers=config.grpo.prompts_per_step * config.grpo.group_size,
         maximum=config.sampling.max_new_tokens,
     )
-    return Measured(
+    return MeasuredRun(
         run=name,
         config=config,
         steps=len(lines),

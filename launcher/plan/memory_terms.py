@@ -30,15 +30,12 @@ CONTEXT_BYTES = 3 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One part of a rank's memory."""
-
     name: str
     bytes: int
     formula: str
 
 
 def adam_states(config: RunConfig, sizes: Sizes, held: Weights) -> Term:
-    """Optimizer state of the weights that a rank updates."""
     return of_shard(config, sizes, held, "optimizer", ADAM_BYTES[config.model.dtype])
 
 
@@ -95,7 +92,7 @@ def layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
 
 
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
-    """Tokens of the largest micro-batch on one rank. A sequence longer than a micro-batch gets one of its own."""
+    """Tokens of the largest micro-batch on one rank. A sequence longer than a micro-batch gets its own."""
     longest = config.sequence_length
     most = min(sizes.cp * config.training.tokens_per_microbatch, config.answers_of_replica(sizes.dp) * longest)
     return -(-max(most, longest) // sizes.cp)
@@ -166,7 +163,6 @@ def engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -
 
 
 def kv_cache(config: RunConfig, sizes: Sizes) -> Term:
-    """KV cache of all sequences that a rank generates at once."""
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
     layers, heads = model.num_layers, -(-model.num_query_groups // sizes.inference_tp)
     pages, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)

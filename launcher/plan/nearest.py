@@ -12,7 +12,6 @@ from launcher.plan.sizes import Sizes, check
 from megatron_rl.model.config import ModelConfig
 
 NAMED = 3
-"""Largest number of layouts to name."""
 
 _KEYS = {
     "nodes": "job.nodes",

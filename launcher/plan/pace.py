@@ -43,7 +43,6 @@ class Pace:
     alone_s: float
     """Seconds of a step that nothing overlaps: one at lag 0."""
     tokens: float
-    """Tokens of the answers of a batch."""
     split: Split
 
     @property
@@ -226,6 +225,12 @@ class _Share:
         started: list[float] = []
         rows: list[float] = []
         cached: list[float] = []
+        # Answers that start in one bin end like all others, only later. So the rows in use now are the starts of all
+        # bins so far, each times the share of answers that reach its age:
+        #
+        #     in use in bin 2 = started[1] x reach(1 bin) + started[0] x reach(2 bins)
+        #
+        # What the limit leaves of that is free for answers that wait.
         while not rows or waiting > 1e-9 or rows[-1] > 1e-6:
             now = len(started)
             in_use = sum(map(mul, reversed(started), self._later))

@@ -18,8 +18,6 @@ FUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Numbers of parameters on one rank."""
-
     dense: int
     """Parameters outside experts, which all data-parallel ranks hold."""
     experts: int

@@ -6,7 +6,7 @@ is `placement.inference.tp` adjacent ranks.
 
     colocated     all ranks train, and generate in between. One step.
     partitioned   the first nodes train, the last `placement.inference.nodes` generate. Each inference replica is a
-                  world and a Slurm step of its own, so that losing one does not affect the others. A replica is
+                  world and a separate Slurm step, so that losing one does not affect the others. A replica is
                   whole nodes, or one of several that share a node (`Step.gpu_offset`).
 
 In both modes, the last `distill.replicas.nodes` hold replicas of the teacher, likewise a step each.
@@ -34,8 +34,6 @@ Role = Literal["colocated", "training", "inference", "teacher"]
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Coordinates in the training world."""
-
     rank: int
     tp: int
     pp: int
@@ -50,15 +48,13 @@ class Infer:
 
     replica: int
     rank: int
-    """Rank within the replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process, on a GPU of its own or on CPUs."""
+    """One process, on its own GPU or on CPUs."""
 
     rank: int
-    """Rank in the whole job."""
     node: int
     gpu: int
     role: Role
@@ -82,7 +78,7 @@ class Step:
     gpu_offset: int
     """First GPU of the step on its node; 0 unless replicas share a node."""
     replica: int | None
-    """Number of the replica among those of its role; None for training."""
+    """None for training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +91,23 @@ class Plan:
     gpus_per_node: int
     spare_nodes: int
     sizes: Sizes
-    """Parallel sizes, with defaults filled in."""
     smaller: tuple[Plan, ...] = ()
     """Plans for the lower counts of a range `job.nodes`, largest first, as far as they have a valid layout."""
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        return _training_step(self.sizes), *_inference_steps(self.sizes), *_teacher_steps(self.sizes)
+        sizes, ranks = self.sizes, self.sizes.gpus_per_node
+        role: Role = "training" if sizes.inference_nodes else "colocated"
+        found = [Step(TRAIN, role, tuple(range(sizes.training_nodes)), ranks, ranks, 0, None)]
+        if sizes.inference_nodes:
+            tp, processes = sizes.inference_tp, sizes.replica_processes
+            found += _replica_steps(sizes, INFER, "inference", sizes.training_nodes, sizes.replicas, tp, processes)
+        first, replicas = sizes.nodes - sizes.teacher_nodes, sizes.teacher_replicas
+        found += _replica_steps(sizes, TEACHER, "teacher", first, replicas, sizes.teacher_tp, sizes.teacher_processes)
+        return tuple(found)
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        """All ranks, node by node."""
         return tuple(_ranks(self.sizes, range(self.nodes)))
 
     def ranks_of(self, node: int) -> tuple[Rank, ...]:
@@ -139,7 +141,7 @@ def place(
     for end in (sizes[0], sizes[-1]):
         if said := problems[end.nodes]:
             raise LayoutError((*said[:-1], f"{said[-1]}; {_advice(job, end, possible, limit, model)}"))
-    most, *smaller = (_plan(job, placement, each) for each in possible)
+    most, *smaller = (Plan(placement.mode, each.nodes, job.gpus_per_node, job.spare_nodes, each) for each in possible)
     return replace(most, smaller=tuple(smaller))
 
 
@@ -154,41 +156,19 @@ def _advice(
     return "nearest that work: " + ", or ".join(nearest(wrong, node_gpus, model))
 
 
-def _plan(job: JobConfig, placement: PlacementConfig, sizes: Sizes) -> Plan:
-    return Plan(
-        mode=placement.mode,
-        nodes=sizes.nodes,
-        gpus_per_node=job.gpus_per_node,
-        spare_nodes=job.spare_nodes,
-        sizes=sizes,
-    )
-
-
-def _training_step(sizes: Sizes) -> Step:
-    role: Role = "training" if sizes.inference_nodes else "colocated"
-    ranks = sizes.gpus_per_node
-    return Step(TRAIN, role, tuple(range(sizes.training_nodes)), ranks, ranks, 0, None)
-
-
-def _inference_steps(sizes: Sizes) -> Iterator[Step]:
-    if sizes.inference_nodes:
-        replicas = range(sizes.replicas)
-        yield from _replica_steps(
-            sizes, INFER, "inference", sizes.training_nodes, replicas, sizes.inference_tp, sizes.replica_processes
-        )
-
-
-def _teacher_steps(sizes: Sizes) -> Iterator[Step]:
-    first, replicas = sizes.nodes - sizes.teacher_nodes, range(sizes.teacher_replicas)
-    yield from _replica_steps(sizes, TEACHER, "teacher", first, replicas, sizes.teacher_tp, sizes.teacher_processes)
-
-
 def _replica_steps(
-    sizes: Sizes, kind: str, role: Role, first_node: int, replicas: range, tp: int, processes: int
+    sizes: Sizes, kind: str, role: Role, first_node: int, replicas: int, tp: int, processes: int
 ) -> Iterator[Step]:
     """Yield the steps of replicas that follow each other from a node on."""
+    # GPUs are counted through from the first node, so one division gives the node and the GPU on it. With 8 GPUs a
+    # node and the first replica on node 2:
+    #
+    #     tp 4    replica 0: node 2, GPU 0    replica 1: node 2, GPU 4    replica 2: node 3, GPU 0
+    #     tp 16   replica 0: nodes 2 and 3    replica 1: nodes 4 and 5
+    #
+    # `check` has refused every tp that would leave a replica on parts of two nodes.
     gpus = min(tp, sizes.gpus_per_node)
-    for replica in replicas:
+    for replica in range(replicas):
         node, gpu = divmod(first_node * sizes.gpus_per_node + replica * tp, sizes.gpus_per_node)
         nodes = tuple(range(node, node + tp // gpus))
         yield Step(f"{kind}-{replica}", role, nodes, min(processes, gpus), gpus, gpu, replica)
@@ -228,7 +208,6 @@ def _infer(rank: int, sizes: Sizes) -> Infer:
 
 
 def rank_rows(plan: Plan) -> list[dict[str, Any]]:
-    """One JSON object per rank."""
     return [
         {**_fields(rank), "train": rank.train and _fields(rank.train), "infer": rank.infer and _fields(rank.infer)}
         for rank in plan.ranks

@@ -107,17 +107,14 @@ class Sizes:
 
     @property
     def generating(self) -> int:
-        """Ranks that generate."""
         return (self.inference_nodes or self.training_nodes) * self.gpus_per_node
 
     @property
     def model_size(self) -> int:
-        """Ranks of one data-parallel replica."""
         return self.tp * self.pp * self.cp
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas of the training world."""
         return data_parallel_size(self.training_world, self.tp, self.pp, self.cp)
 
     @property
@@ -225,7 +222,7 @@ def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
     training, inference = "placement.training", "placement.inference"
     yield from (f"{training}.{problem}" for problem in model.undivided(s.tp, s.pp, s.ep))
     if s.inference_tp != s.tp:  # otherwise the line above reports it
-        # An engine with workers of its own gets whole weights, and shares a key/value head in any layout.
+        # An engine that starts its workers gets whole weights, and shares a key/value head in any layout.
         training_tp = None if s.starts_workers else s.tp
         yield from (f"{inference}.{problem}" for problem in model.undivided(s.inference_tp, training_tp=training_tp))
     if model.num_experts and s.tp > 1 and not s.sequence_parallel:

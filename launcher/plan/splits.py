@@ -25,8 +25,6 @@ MOST_SPLITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Assumed work and speed of a recipe."""
-
     config: RunConfig
     work: Work
     card: Card
@@ -45,7 +43,7 @@ class Candidate:
     paces: Mapping[int, Pace]
     """Steady state by lag."""
     lacks_bytes: int
-    """Estimated bytes by which the fullest GPU is too small; 0: the split fits."""
+    """Estimated bytes that the fullest GPU lacks; 0: the split fits."""
     scenarios: Mapping[int, Scenario]
 
 
@@ -105,7 +103,6 @@ def lay_out(
 
 
 def scenario_of(assumed: Assumptions, config: RunConfig, plan: Plan, max_lag: int) -> Scenario:
-    """Return the scenario of a run on this layout."""
     sizes, bandwidth = plan.sizes, assumed.profile.fs_bandwidth if assumed.profile else None
     written = bandwidth * 1e9 if bandwidth else None
     costs = estimate_costs(config, sizes, assumed.vocab, assumed.card, assumed.work, written)

@@ -24,8 +24,6 @@ TIGHT = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sizes of the batch of one training step."""
-
     prompts: int
     group_size: int
     answers: int
@@ -167,7 +165,6 @@ def gpu_bytes(config: RunConfig, profile: Profile | None) -> int | None:
 
 
 def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) -> dict[str, Any]:
-    """Part of a plan that depends on the number of nodes."""
     sizes = plan.sizes
     return {
         "nodes": plan.nodes,

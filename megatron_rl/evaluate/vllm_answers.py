@@ -20,9 +20,9 @@ from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
 from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.standalone.source import PolicySource
-from megatron_rl.vllm.answers import Answer, begun, shared_streams
+from megatron_rl.vllm.answers import VllmAnswer, begun, shared_streams
 from megatron_rl.vllm.client import VllmClient
-from megatron_rl.vllm.command import Served, Sizes, serve_command, vllm_environment
+from megatron_rl.vllm.command import Served, ServeSizes, serve_command, vllm_environment
 from megatron_rl.vllm.plugin import write_version
 from megatron_rl.vllm.private_folder import private_folder
 from megatron_rl.vllm.process import VllmGone, VllmProcess
@@ -54,7 +54,7 @@ def open_vllm(
         weights, digest = _published(source, exported)
         served = Served(weights, folder)
         write_version(served.plugins, version)
-        sizes = Sizes(
+        sizes = ServeSizes(
             model=source.model,
             cpu=asked.device == "cpu",
             tp=asked.tp,
@@ -108,7 +108,7 @@ class VllmEngine:
             raise
         return [answer.transcript.completion() for answer in answers]
 
-    async def _stream(self, answers: Sequence[Answer]) -> None:
+    async def _stream(self, answers: Sequence[VllmAnswer]) -> None:
         first, began = answers[0], time.monotonic()
         sampling = first.transcript.request.sampling
         ends = ends_of(sampling, self._tokenizer.end_ids)

@@ -19,7 +19,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.inference.api import EngineLoad, GenerationRequest
 from megatron_rl.inference.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
 from megatron_rl.refit.probe import Probe
-from megatron_rl.replica.driver_inbox import Asked, DriverInbox
+from megatron_rl.replica.driver_inbox import DriverInbox, OpenRequest
 from megatron_rl.replica.serve import Running, first_of
 from megatron_rl.server.access import with_token
 from megatron_rl.server.engine_thread import EngineGone
@@ -51,7 +51,7 @@ class ReplicaLeader(Running, Protocol):
         """Seconds that the engine has computed so far."""
         ...
 
-    def submit(self, request: GenerationRequest, news: asyncio.Event) -> Asked:
+    def submit(self, request: GenerationRequest, news: asyncio.Event) -> OpenRequest:
         """Begin to answer a request. Raises one of REFUSED, or EngineGone.
 
         news: set whenever there are new results.
@@ -74,7 +74,7 @@ class ReplicaLeader(Running, Protocol):
         ...
 
 
-class Conflict(Exception):
+class OtherRun(Exception):
     """A request comes from ranks with another configuration or protocol."""
 
 
@@ -144,7 +144,6 @@ class ReplicaService:
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """Handler of each path."""
         return {
             "/hello": self._hello,
             "/ask": self._ask,
@@ -155,11 +154,11 @@ class ReplicaService:
         }
 
     def check(self, body: Body) -> None:
-        """Raise Garbled, or Conflict if the body comes from ranks with another configuration or protocol."""
+        """Raise Garbled, or OtherRun if the body comes from ranks with another configuration or protocol."""
         if body.get("protocol") != PROTOCOL:
-            raise Conflict(f"protocol {body.get('protocol')}: this replica uses {PROTOCOL}")
+            raise OtherRun(f"protocol {body.get('protocol')}: this replica uses {PROTOCOL}")
         if body.get("digest") != self.address.digest:
-            raise Conflict(
+            raise OtherRun(
                 f"configuration {str(body.get('digest'))[:12]}: this replica runs {self.address.digest[:12]}"
             )
         if type(body.get("driver")) is not int:
@@ -189,10 +188,12 @@ class ReplicaService:
         return self._state()
 
     async def _swap(self, body: Body) -> Body:
-        """Use the weights once they are complete."""
         version = body["version"]
         probe = None if body["probe"] is None else Probe.decode(body["probe"])
-        async with self._swaps:  # a request that is repeated finds the version there
+        # The rank repeats a request whose connection broke, while the first one may still be loading. The second then
+        # waits here, finds the version in use, and answers as the first would have. Without the lock, both would load
+        # it, and the second would find the received weights already used.
+        async with self._swaps:
             if self.engine.version != version:
                 if self._transfer is None:
                     raise NotThere("no weights were received")
@@ -236,7 +237,7 @@ def application(service: ReplicaService, token: str) -> ASGIApp:
                     if first:
                         service.heard_at = time.monotonic()
                 return JSONResponse(content)
-            except Conflict as error:
+            except OtherRun as error:
                 return PlainTextResponse(str(error), 409)
             except NotThere as error:
                 return PlainTextResponse(str(error), 424)

@@ -16,7 +16,7 @@ from megatron_rl.server.engine_thread import EngineGone
 logger = logging.getLogger(__name__)
 
 
-class Asked(Protocol):
+class OpenRequest(Protocol):
     """A request that an engine answers."""
 
     @property
@@ -35,7 +35,7 @@ class Asked(Protocol):
 
 @dataclass(slots=True)
 class _Driver:
-    asked: dict[str, Asked] = field(default_factory=dict)
+    asked: dict[str, OpenRequest] = field(default_factory=dict)
     """Requests that are not answered yet."""
     unseen: list[tuple[int, tuple[str, Delta] | Refusal]] = field(default_factory=list)
     """News with their numbers, which start at 1."""
@@ -51,7 +51,7 @@ class _Driver:
 class DriverInbox:
     """Passes requests of drivers to the engine, and keeps its news for them. All methods belong to the HTTP loop."""
 
-    def __init__(self, submit: Callable[[GenerationRequest, asyncio.Event], Asked]) -> None:
+    def __init__(self, submit: Callable[[GenerationRequest, asyncio.Event], OpenRequest]) -> None:
         """submit: of a `ReplicaLeader`."""
         self._submit = submit
         self._drivers: defaultdict[int, _Driver] = defaultdict(_Driver)
@@ -123,7 +123,7 @@ class DriverInbox:
                 for request_id, asked in list(its.asked.items()):
                     self._read(its, request_id, asked)
 
-    def _read(self, its: _Driver, request_id: str, asked: Asked) -> None:
+    def _read(self, its: _Driver, request_id: str, asked: OpenRequest) -> None:
         try:
             for delta in asked.unread():
                 its.add((request_id, delta))

@@ -1,27 +1,31 @@
-"""The first rank of a replica with this project's engine: it gets the requests, and directs the other ranks."""
+"""The ranks of a replica with this project's engine: the first one gets the requests and commands the others."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
 from megatron_rl.inference.broadcast import PlanBroadcast
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
-from megatron_rl.replica.commands import Command, carry_out
-from megatron_rl.replica.driver_inbox import Asked
+from megatron_rl.replica.driver_inbox import OpenRequest
 from megatron_rl.replica.serve import STOP_S, first_of
 from megatron_rl.replica.weights import ReceivedWeights
 from megatron_rl.server.engine_thread import EngineThread
+
+logger = logging.getLogger(__name__)
 
 NEXT_S = TRANSFER_TIMEOUT.total_seconds()
 """Seconds after weights have arrived in which their swap must be requested; then the transfer counts as given up."""
@@ -29,6 +33,49 @@ REPORT_EVERY_S = 1.0
 """Seconds between two reports of unfinished answers; each synchronises the device with the host."""
 WAIT_EVERY_S = 5.0
 """Seconds between two signs of life for the other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """generate: follow the engine until it releases its followers. wait: do nothing, a sign of life. end: leave the
+    replica. Others: the method of ReceivedWeights, with its arguments."""
+
+    name: Literal["generate", "wait", "end", "receive", "swap"]
+    arguments: tuple[Any, ...] = ()
+
+
+def commands_over(ranks: EngineRanks) -> PlanBroadcast[Command] | None:
+    """Return the channel from the first rank of a replica to the others; None if there are none."""
+    return None if ranks.alone else PlanBroadcast[Command](ranks.control)
+
+
+def follow(
+    commands: PlanBroadcast[Command], engine: Engine, weights: ReceivedWeights | None, activity: Activity
+) -> None:
+    """Execute the first rank's commands, up to and including `end`. Raises RuntimeError if that rank is gone.
+
+    weights: None for a model that does not change.
+    """
+    while True:
+        with activity.waits():
+            command = commands.receive()
+        assert isinstance(command, Command), "the first rank of a replica sends nothing else"
+        if command.name == "end":
+            return
+        if command.name == "generate":
+            engine.follow(activity.waits)
+        elif command.name != "wait":
+            try:
+                carry_out(command, weights)
+            except RuntimeError as error:  # the first rank gets the same error, and reports it
+                logger.warning("%s", error)
+
+
+def carry_out(command: Command, weights: ReceivedWeights | None) -> Future[None]:
+    """Execute this rank's part of a command about weights. Raises RuntimeError."""
+    assert weights is not None, "these weights do not change"
+    begun: Future[None] = getattr(weights, command.name)(*command.arguments)
+    return begun
 
 
 class Leader:
@@ -138,7 +185,6 @@ class Leader:
         return self._carry_out(Command("receive", (version, epoch)))
 
     def swap(self, version: int) -> None:
-        """Swap on all ranks. Raises RuntimeError."""
         self._carry_out(Command("swap", (version,)))
         self.version = version
 
@@ -149,7 +195,6 @@ class Leader:
             self._send(Command("wait"))
 
     def end(self) -> None:
-        """Make the other ranks leave."""
         self._have_follow(False)
         self._send(Command("end"))
 
@@ -221,7 +266,7 @@ class LedEngineThread:
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    def submit(self, request: GenerationRequest, news: asyncio.Event) -> Asked:
+    def submit(self, request: GenerationRequest, news: asyncio.Event) -> OpenRequest:
         return self._thread.submit(request, True, news)
 
     async def receive(self, version: int, epoch: dict[str, Any] | None) -> asyncio.Future[None]:

@@ -25,8 +25,7 @@ from megatron_rl.rank.profiler import generation_profiler
 from megatron_rl.refit.rank_engine import build_inference_policy
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService
-from megatron_rl.replica.commands import commands_over, follow
-from megatron_rl.replica.leader import Leader, LedEngineThread
+from megatron_rl.replica.leader import Leader, LedEngineThread, commands_over, follow
 from megatron_rl.replica.scoring import ScoringService
 from megatron_rl.replica.serve import RankWork, ReplicaRank
 from megatron_rl.replica.weights import ReceivedWeights

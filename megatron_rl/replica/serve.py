@@ -39,11 +39,11 @@ from megatron_rl.server.connections import HttpServer
 logger = logging.getLogger("megatron_rl")
 
 GRACE_S = 2
-"""Seconds that open requests have to end."""
+"""Seconds in which open requests must end."""
 LISTENS_S = 0.1
 """Seconds between two checks whether the server listens, which takes less."""
 STOP_S = 10.0
-"""Seconds that connections, and work of the other ranks, have to end."""
+"""Seconds in which connections, and work of the other ranks, must end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from megatron_rl.inference.api import Delta, GenerationRequest
 from megatron_rl.inference.config import ends_of
 from megatron_rl.inference.text_stream import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
-from megatron_rl.vllm.client import Piece
+from megatron_rl.vllm.client import NewTokens
 
 
 @dataclass(slots=True)
-class Answer:
+class VllmAnswer:
     """One sample of a request."""
 
     transcript: Transcript
@@ -37,7 +37,7 @@ class Answer:
     def ended(self) -> bool:
         return self.transcript.finish_reason is not None
 
-    def take(self, piece: Piece, version: int, *, checked: bool) -> None:
+    def take(self, piece: NewTokens, version: int, *, checked: bool) -> None:
         """Add a piece that was sampled by weights of this version, as far as vLLM does not say otherwise."""
         self.unchecked.append((RowAnswer(self.transcript.sample, piece.tokens, piece.logprobs), version))
         self._versions = piece.versions
@@ -45,7 +45,7 @@ class Answer:
             self.check()
 
     def check(self) -> None:
-        """All tokens so far may leave."""
+        """Let all tokens so far leave."""
         for answer, version in self.unchecked:
             if not self.ended:  # vLLM does not know of stop strings
                 self.transcript.extend(answer, version)
@@ -69,19 +69,26 @@ class Answer:
     def _relabel(self, versions: list[int]) -> None:
         """Set the version of each token since `known` to what vLLM reports for the whole answer. It differs where a
         piece was on its way while weights were swapped."""
+        # vLLM reports versions once, at the end, and for the tokens that it sampled itself. Say 3 of 8 tokens were
+        # known, and the sixth was on its way here while weights of version 7 were loaded:
+        #
+        #     labelled here   3 3 3 | 6 6 7 7 7
+        #     from vLLM               6 6 6 7 7       -> the sixth token is relabelled
+        #
+        # If it had left by then, the driver has it under version 7, which `relabelled` counts.
         versions = versions[: len(self.transcript.versions) - self.known]
         before = self.transcript.versions[self.known : self.transcript.reported]
         self.relabelled += sum(old != new for old, new in zip(before, versions, strict=False))
         self.transcript.versions[self.known : self.known + len(versions)] = versions
 
 
-def shared_streams(answers: Iterable[Answer], most: int) -> list[list[Answer]]:
+def shared_streams(answers: Iterable[VllmAnswer], most: int) -> list[list[VllmAnswer]]:
     """Group the answers that have not ended into requests to vLLM of at most `most` answers each: those to one prompt
     share a request, which saves 2 ms of its CPU for each.
 
-    Some have a request of their own: those that continue known tokens; those with stop strings, because vLLM must stop
-    sampling one when its string is found here; and greedy ones, of which vLLM refuses several."""
-    found: list[list[Answer]] = []
+    Some get their own request: those that continue known tokens; those with stop strings, because vLLM must stop
+    sampling one when its string is found here; and greedy ones, because vLLM refuses several."""
+    found: list[list[VllmAnswer]] = []
     for answer in answers:
         if answer.ended:
             continue
@@ -95,8 +102,8 @@ def shared_streams(answers: Iterable[Answer], most: int) -> list[list[Answer]]:
     return found
 
 
-def begun(request: GenerationRequest, end_ids: Collection[int], decode: Decode) -> list[Answer]:
-    """The answers to a request, of which some may have ended: all their tokens are known.
+def begun(request: GenerationRequest, end_ids: Collection[int], decode: Decode) -> list[VllmAnswer]:
+    """Return the answers to a request. One whose tokens are all known has ended already.
 
     Args:
         end_ids: end tokens of the tokenizer.
@@ -107,5 +114,5 @@ def begun(request: GenerationRequest, end_ids: Collection[int], decode: Decode) 
     for sample in range(request.num_samples):
         transcript = Transcript.begin(request, sample, ends, decode)
         transcript.reported = len(transcript.tokens)  # the driver has them
-        answers.append(Answer(transcript, len(transcript.tokens)))
+        answers.append(VllmAnswer(transcript, len(transcript.tokens)))
     return answers

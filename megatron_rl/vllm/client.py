@@ -27,9 +27,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """New tokens of an answer."""
-
+class NewTokens:
     sample: int
     """Number of the answer among those to one prompt."""
     tokens: list[int]
@@ -47,7 +45,6 @@ class VllmStats:
     cache_used: float = 0.0
     """Share of the cache of keys and values that is used, from 0 to 1."""
     pages: int = 0
-    """Pages of that cache."""
     preemptions: int = 0
     """Answers that lost their cache to others so far, and were computed again."""
 
@@ -88,7 +85,7 @@ class VllmClient:
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], samples: int = 1, known: int = 0
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[NewTokens, None]:
         """Yield the tokens of answers to a prompt. Closing the iterator cancels the request.
 
         Args:
@@ -222,7 +219,7 @@ def sampling_params(sampling: Sampling, ends: Sequence[int], samples: int, known
     }
 
 
-def piece_of(choice: dict[str, Any]) -> Piece:
+def piece_of(choice: dict[str, Any]) -> NewTokens:
     """Parse a choice of `/inference/v1/generate`. Raises VllmGone."""
     try:
         sample, tokens = int(choice["index"]), [int(token) for token in choice["token_ids"] or ()]
@@ -237,7 +234,7 @@ def piece_of(choice: dict[str, Any]) -> Piece:
         raise VllmGone(f"vLLM's answer has {len(tokens)} tokens and {len(logprobs)} log-probs")
     if reason not in (None, "stop", "length"):
         raise VllmGone(f"vLLM gave up an answer: finish_reason {reason!r}")
-    return Piece(sample, tokens, logprobs, versions)
+    return NewTokens(sample, tokens, logprobs, versions)
 
 
 def versions_in(spans: Sequence[dict[str, Any]]) -> list[int]:

@@ -21,7 +21,7 @@ from megatron_rl.vllm.config import VllmConfig
 from megatron_rl.vllm.plugin import BACKEND
 
 LARGEST_BLOCK = 128
-"""Tokens of a block of vLLM's cache on a CPU, in each of which is only one sequence; on GPUs it has fewer."""
+"""Tokens of a block of vLLM's cache on a CPU, which holds only one sequence; on GPUs it has fewer."""
 STEP_LIMIT_S = 1800
 """Seconds of one step of the model; vLLM's own 300 are too few for a long prefill on a busy CPU."""
 STREAM_INTERVAL = 16
@@ -40,8 +40,6 @@ Options = Mapping[str, str | bool]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Paths of one `vllm serve`."""
-
     model: Path
     """Folder with config.json. vLLM needs no tokenizer, since prompts and answers are tokens."""
     folder: Path
@@ -63,9 +61,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Model and sizes of one `vllm serve`."""
-
+class ServeSizes:
     model: ModelConfig
     cpu: bool
     tp: int
@@ -98,7 +94,7 @@ class Sizes:
 
 
 def serve_command(
-    python: str, served: Served, sizes: Sizes, given: VllmConfig | None, further: Options, seed: int
+    python: str, served: Served, sizes: ServeSizes, given: VllmConfig | None, further: Options, seed: int
 ) -> list[str]:
     """The command of `vllm serve`. What follows from the sizes comes last, so it wins.
 
@@ -169,7 +165,7 @@ def profiler_config(traces: Path) -> dict[str, Any]:
     }
 
 
-def teacher_command(config: RunConfig, served: Served, sizes: Sizes, python: str, seed: int) -> list[str]:
+def teacher_command(config: RunConfig, served: Served, sizes: ServeSizes, python: str, seed: int) -> list[str]:
     """The command of `vllm serve` for the teacher, whose prompts it scores. seed: see seed_of."""
     further: Options = {
         "scheduling-policy": "priority",  # see VllmClient.score
@@ -179,10 +175,9 @@ def teacher_command(config: RunConfig, served: Served, sizes: Sizes, python: str
     return serve_command(python, served, sizes, config.teacher_vllm, further, seed)
 
 
-def sizes_of(config: RunConfig) -> Sizes:
-    """Sizes of a replica's vLLM."""
+def sizes_of(config: RunConfig) -> ServeSizes:
     inference = config.inference
-    return Sizes(
+    return ServeSizes(
         model=config.model,
         cpu=config.job.device == "cpu",
         tp=config.placement.inference.tp or config.placement.training.tp,

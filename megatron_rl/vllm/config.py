@@ -75,7 +75,6 @@ class VllmConfig(Section):
 
     @property
     def drafts(self) -> bool:
-        """Whether tokens are drafted before the model computes them."""
         return bool(draft_of(self.args))
 
     @model_validator(mode="after")

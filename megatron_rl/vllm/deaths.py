@@ -21,7 +21,6 @@ from pathlib import Path
 import psutil
 
 SCAN_S = 2.0
-"""Seconds between two looks for new processes."""
 ENGINE = "VLLM::"
 """Beginning of the names that vLLM gives the processes of its engine, without which it cannot continue."""
 ASKED = (signal.SIGTERM, signal.SIGINT)
@@ -71,7 +70,6 @@ class Deaths:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
         if self._waker < 0:
             return
         os.close(self._waker)

@@ -41,7 +41,7 @@ class VllmLeader:
         profiled: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """
-        setting: what vLLM's workers have to know of the run, see weight_engine.setting_of.
+        setting: what vLLM's workers must know of the run, see weight_engine.setting_of.
         most_samples: answers that one request to vLLM may ask for.
         holds: whether vLLM pauses while weights are on their way over NCCL, see refit/overlapped.py.
         profiled: policy version -> name of its profile.
@@ -52,7 +52,7 @@ class VllmLeader:
         self._over_nccl = True  # whether the transfers of this epoch are
         self._streams = Streams(vllm, tokenizer, most_samples)
         self._weights = WeightSwap(self._client, self._streams)
-        self._swaps = False  # whether a swap is under way
+        self._swaps = False  # whether a swap is unfinished
         self._paused: asyncio.TimerHandle | None = None  # resumes if the swap is not requested
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -89,7 +89,7 @@ class VllmLeader:
         return self._begin(self._receive(version, epoch))
 
     async def swap(self, version: int, probe: Probe | None) -> None:
-        """Use a version once it has arrived. Raises RuntimeError: TransferFailed if it has not, in which case vLLM
+        """Use a version once it has arrived. Raises RuntimeError: TransferFailed if it has not, and then vLLM
         continues with its weights; any other error ends the replica."""
         self._forget_pause()
         self._swaps = True

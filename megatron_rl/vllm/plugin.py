@@ -22,7 +22,7 @@ def register() -> None:
 
 def write_plugin(folder: Path) -> None:
     """Write metadata of a distribution with the entry point, which vLLM finds if the folder is on its path, so that
-    nothing has to be installed in its environment. Raises OSError."""
+    nothing needs to be installed in its environment. Raises OSError."""
     _write_distribution(folder, "mrl-vllm-plugin", "1", ENTRY_POINTS)
 
 

@@ -21,7 +21,6 @@ from megatron_rl.vllm.deaths import Deaths
 from megatron_rl.vllm.shared_memory import note_segments
 
 PREFIX = "vllm | "
-"""Before each line of vLLM's output in the log."""
 KEPT_LINES = 100
 """Last lines with an error that are kept to find the reason of an end."""
 END_S = 10.0

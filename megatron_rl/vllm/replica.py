@@ -3,6 +3,7 @@ and is the only one that reaches it."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +16,19 @@ from megatron_rl.config import RunConfig
 from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.config import pages_of
 from megatron_rl.inference.request_limits import RequestLimits
+from megatron_rl.model.config import ModelConfig
+from megatron_rl.model.hf_config import CONFIG_FILE, to_hf_config
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.transport import offered
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService
 from megatron_rl.replica.serve import RankWork, ReplicaRank
 from megatron_rl.vllm.client import VllmClient
-from megatron_rl.vllm.command import Served, replica_command, seed_of, vllm_environment
+from megatron_rl.vllm.command import DTYPES, Served, replica_command, seed_of, vllm_environment
 from megatron_rl.vllm.leader import VllmLeader
 from megatron_rl.vllm.plugin import write_plugin, write_version
 from megatron_rl.vllm.private_folder import private_folder
 from megatron_rl.vllm.running import RunningVllm
-from megatron_rl.vllm.served_model import write_served_model
 from megatron_rl.vllm.start import started, version_in
 
 
@@ -81,7 +83,7 @@ def started_vllm(
         args_key: key of the options that the recipe adds.
         further: variables of its environment.
 
-    Raises ConfigurationError if there is no vLLM that was tried or it refuses its options, and VllmGone.
+    Raises ConfigurationError if no tried vLLM is here or it refuses its options, and VllmGone.
     """
     config, activity, world = here.config, here.activity, here.world
     if world.size != 1:
@@ -106,6 +108,26 @@ def started_vllm(
                 yield None
             else:
                 yield RunningVllm(process, VllmClient(served.socket), activity, config.job.silence_limit_s)
+
+
+def write_served_model(model: ModelConfig, vocabulary: int, folder: Path) -> Path:
+    """Write the configuration on which vLLM starts with `--load-format dummy --skip-tokenizer-init`: the run sends the
+    weights, and tokens are text outside vLLM.
+
+    It is made from the recipe's model and never copied from published files, whose generation_config.json vLLM would
+    apply.
+
+    Args:
+        vocabulary: tokens of the tokenizer. Training normalises log-probs over these, without rows that published
+            weights have beyond them.
+        folder: is created; a configuration in it is replaced.
+
+    Returns the folder. Raises ConfigurationError if transformers has no such model, and OSError.
+    """
+    described = to_hf_config(model.model_copy(update={"vocab_size": vocabulary}), DTYPES[model.dtype])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    return folder
 
 
 def _limits(config: RunConfig, tokenizer: Tokenizer) -> RequestLimits:

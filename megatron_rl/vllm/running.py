@@ -13,7 +13,6 @@ from megatron_rl.vllm.client import CONTROL_S, VllmClient, VllmStats
 from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmProcess, VllmRefused
 
 LOOK_S = 2.0
-"""Seconds between two looks at vLLM."""
 SILENT_S = 60.0
 """Seconds after which a vLLM that reports no figures counts as gone."""
 
@@ -39,7 +38,6 @@ class RunningVllm:
             await self.client.close()
 
     def fail(self, error: Exception) -> None:
-        """Note an error that ends the replica."""
         self._error = self._error or error
         self._failed.set()
 

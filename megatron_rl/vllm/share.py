@@ -42,8 +42,6 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Facts of the run that a worker needs."""
-
     replica: ReplicaStart
     timeout: timedelta
     """Limit of every wait for other members."""
@@ -53,8 +51,6 @@ class Setting:
 
 
 class WeightShare(Receiving):
-    """One worker's share of each version."""
-
     def __init__(
         self,
         setting: Setting,

@@ -1,4 +1,4 @@
-"""Start of `vllm serve`: the version that a Python has, and the wait until it answers."""
+"""Start `vllm serve`: ask a Python for its version, and wait until the server answers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from megatron_rl.vllm.process import VllmGone, VllmProcess
 logger = logging.getLogger("megatron_rl")
 
 START_LIMIT_S = 1800.0
-"""Seconds that vLLM has to start: compiling and recording its graphs for a large model takes minutes."""
+"""Seconds in which vLLM must start: compiling and recording its graphs for a large model takes minutes."""
 POLL_S = 0.5
-"""Seconds between two checks whether vLLM has started."""
 EXIT_OPTIONS = 2
 """Exit code of vLLM if it does not understand its command line, of argparse."""
 VERSION_LIMIT_S = 60.0
-"""Seconds that a Python has to say which vLLM it has."""
+"""Seconds in which a Python must say which vLLM it has."""
 
 _VERSION = """
 from importlib.metadata import PackageNotFoundError, version

@@ -13,8 +13,8 @@ from megatron_rl.inference.api import Delta, GenerationRequest
 from megatron_rl.inference.config import ends_of
 from megatron_rl.inference.request_limits import refuse_duplicate
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.vllm.answers import Answer, begun, shared_streams
-from megatron_rl.vllm.client import Piece
+from megatron_rl.vllm.answers import VllmAnswer, begun, shared_streams
+from megatron_rl.vllm.client import NewTokens
 from megatron_rl.vllm.running import RunningVllm
 
 logger = logging.getLogger("megatron_rl")
@@ -24,12 +24,11 @@ REPORT_EVERY_S = 1.0
 
 
 class AskedVllm:
-    """Implements `Asked`. Finished answers are reported at once, the others every REPORT_EVERY_S."""
+    """Implements `OpenRequest`. Finished answers are reported at once, the others every REPORT_EVERY_S."""
 
-    def __init__(self, answers: list[Answer], news: asyncio.Event, close: Callable[[], None]) -> None:
+    def __init__(self, answers: list[VllmAnswer], news: asyncio.Event, close: Callable[[], None]) -> None:
         self.answers, self.news, self.close = answers, news, close
         self.reports = False
-        """Whether unfinished answers are to be reported."""
 
     @property
     def answered(self) -> bool:
@@ -93,22 +92,24 @@ class Streams:
 
     async def restart(self) -> None:
         """Drop the tokens that were not checked, and let vLLM continue from the others."""
+        # Ending the streams gives up the loop, and a driver may use that moment: a request that it cancels must not
+        # begin again, and one that it adds has already begun with the new weights. So only requests that were there
+        # before, and still are, continue. The same id may be there twice in a row, as another object.
         before = [*self._asked.items()]
         await self.end()
         for request_id, asked in before:
-            if self._asked.get(request_id) is asked:  # requests may come and go meanwhile
+            if self._asked.get(request_id) is asked:
                 for answer in asked.answers:
                     answer.drop_unchecked()
                 self._begin(asked.answers)
 
     async def end(self) -> None:
-        """End all streams."""
         tasks = [*self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _answers(self) -> Iterator[Answer]:
+    def _answers(self) -> Iterator[VllmAnswer]:
         return (answer for asked in self._asked.values() for answer in asked.answers)
 
     def _drop(self, request_id: str) -> None:
@@ -118,20 +119,19 @@ class Streams:
                 if not answer.ended and (task := self._tasks.get(id(answer))) is not None:
                     task.cancel()
 
-    def _begin(self, answers: Sequence[Answer]) -> None:
-        """Have vLLM continue answers."""
+    def _begin(self, answers: Sequence[VllmAnswer]) -> None:
         for together in shared_streams(answers, self._most_samples):
             task = asyncio.ensure_future(self._stream(together))
             for answer in together:
                 self._tasks[id(answer)] = task
             task.add_done_callback(partial(self._forget, together))
 
-    def _forget(self, answers: Sequence[Answer], task: asyncio.Task[None]) -> None:
+    def _forget(self, answers: Sequence[VllmAnswer], task: asyncio.Task[None]) -> None:
         for answer in answers:
             if self._tasks.get(id(answer)) is task:
                 del self._tasks[id(answer)]
 
-    async def _stream(self, answers: Sequence[Answer]) -> None:
+    async def _stream(self, answers: Sequence[VllmAnswer]) -> None:
         """Take the tokens of answers that continue one prompt."""
         first = answers[0]
         sampling = first.transcript.request.sampling
@@ -146,7 +146,7 @@ class Streams:
         except Exception as error:  # noqa: BLE001 - raised where the replica is watched
             self._vllm.fail(error)
 
-    def _take(self, answer: Answer, piece: Piece) -> None:
+    def _take(self, answer: VllmAnswer, piece: NewTokens) -> None:
         answer.take(piece, self._label, checked=self._checked)
         now = time.monotonic()
         self.busy_s += now - self._came_at

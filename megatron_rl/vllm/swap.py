@@ -31,7 +31,7 @@ class WeightSwap:
         self._probes = EngineProbes()
 
     async def to(self, version: int, probe: Probe | None) -> None:
-        """Use a version. Raises TransferFailed if it has not arrived, in which case vLLM continues with its weights;
+        """Use a version. Raises TransferFailed if it has not arrived, and then vLLM continues with its weights;
         after any other error they may be half loaded."""
         await self._client.pause()
         try:
@@ -62,6 +62,12 @@ class WeightSwap:
 
     async def _score(self, probe: Probe) -> list[float]:
         """Resume with the probe in front of all answers, which lost their places when their cache was dropped."""
+        # vLLM admits nothing while it is paused, but it queues requests by priority. A probe that is in the queue when
+        # generation resumes is therefore computed in the first step; one that comes after finds the rows taken again by
+        # the answers, and waits until one of them ends, while all their tokens are held back:
+        #
+        #     queue, pause ends, score     one step
+        #     pause ends, queue, score     up to the length of an answer
         scored = asyncio.ensure_future(self._client.score(probe.tokens))
         try:
             await asyncio.sleep(QUEUED_S)

@@ -18,7 +18,7 @@ from megatron_rl.model.hub import local_folder
 from megatron_rl.replica.scoring import ScoringService
 from megatron_rl.replica.serve import RankWork, ReplicaRank
 from megatron_rl.server.engine_thread import EngineGone
-from megatron_rl.vllm.command import Served, Sizes, teacher_command
+from megatron_rl.vllm.command import Served, ServeSizes, teacher_command
 from megatron_rl.vllm.process import VllmGone, VllmRefused
 from megatron_rl.vllm.replica import started_vllm
 from megatron_rl.vllm.running import RunningVllm
@@ -45,11 +45,11 @@ def open_teacher(here: ReplicaRank) -> Iterator[RankWork]:
         if vllm is None:
             yield None
             return
-        scores = Scores(vllm, config.teacher_replicas.answer_limit_s, sizes.model.vocab_size or 0)
+        scores = VllmScorer(vllm, config.teacher_replicas.answer_limit_s, sizes.model.vocab_size or 0)
         yield ScoringService(scores, here.replica, here.address(sizes.tp), here.token)
 
 
-def _weights(config: RunConfig) -> tuple[Path, Sizes]:
+def _weights(config: RunConfig) -> tuple[Path, ServeSizes]:
     """Return the folder of the teacher's weights, and the sizes of the vLLM that holds them. Raises
     ConfigurationError."""
     assert config.distill is not None and config.teacher_replicas is not None
@@ -58,7 +58,7 @@ def _weights(config: RunConfig) -> tuple[Path, Sizes]:
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     model = ModelConfig(**shape(read_hf_config(folder)), init="from-scratch", dtype=config.model.dtype)
-    sizes = Sizes(
+    sizes = ServeSizes(
         model=model,
         cpu=config.job.device == "cpu",
         tp=config.teacher_replicas.tp,
@@ -70,7 +70,7 @@ def _weights(config: RunConfig) -> tuple[Path, Sizes]:
     return folder.absolute(), sizes
 
 
-class Scores:
+class VllmScorer:
     """Log-probs of prompts by one vLLM. Implements `Scorer`."""
 
     def __init__(self, vllm: RunningVllm, limit_s: float, vocabulary: int) -> None:

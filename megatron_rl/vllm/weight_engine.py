@@ -40,19 +40,17 @@ class Version(WeightTransferInitInfo):
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
-    """Use of a version."""
-
+class UseVersion(WeightTransferUpdateInfo):
     version: int
     load: bool
     """Whether to load it, instead of waiting for it."""
 
 
-class MrlWeightTransferEngine(WeightTransferEngine[Version, Update]):
+class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
     """One worker's end. vLLM calls all methods in the worker's main thread, between two steps of the model."""
 
     init_info_cls = Version
-    update_info_cls = Update
+    update_info_cls = UseVersion
     supports_draft_weight_update = False
     _share: WeightShare | None = None
 
@@ -66,7 +64,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, Update]):
     def start_weight_update(self) -> None:
         """Nothing: loading begins once the weights have arrived."""
 
-    def receive_weights(self, update_info: Update) -> None:
+    def receive_weights(self, update_info: UseVersion) -> None:
         share = self._share
         if share is None:
             raise RuntimeError("this worker was asked for weights before a version")

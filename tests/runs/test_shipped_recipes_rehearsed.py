@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from launcher.backends.rehearsal import COMMAND, RankRehearsal, answer, request
 from launcher.cli.rehearse import command
 from launcher.cluster.choice import load_clusters
-from launcher.plan.gpu_memory import Memory, as_rehearsed, rank_memory
+from launcher.plan.gpu_memory import RankMemory, as_rehearsed, rank_memory
 from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known, weights
 from launcher.plan.placement import rank_kinds
@@ -29,7 +29,7 @@ from megatron_rl.config import RunConfig
 from megatron_rl.distill.teacher_files import teacher_files
 from megatron_rl.inference.capabilities import capabilities_of
 
-Rehearse = Callable[..., list[tuple[RankRehearsal, Memory]]]
+Rehearse = Callable[..., list[tuple[RankRehearsal, RankMemory]]]
 
 LAYOUTS = {
     "32b: nothing computed again": ("qwen2.5-32b-dapo", "training.recompute=none"),
@@ -53,7 +53,7 @@ def rehearsed() -> Iterator[Rehearse]:
         assert process.stdout is not None
         ask, answers = process.stdin, process.stdout
 
-        def rehearse(recipe: str, *overrides: str) -> list[tuple[RankRehearsal, Memory]]:
+        def rehearse(recipe: str, *overrides: str) -> list[tuple[RankRehearsal, RankMemory]]:
             asked = load_recipe(recipe, overrides)
             config, sizes = asked.config, make_plan(asked, None).sizes
             tokens = tokens_known(config)
@@ -132,7 +132,7 @@ def test_other_layouts_need_the_planned_memory(rehearsed: Rehearse, asked: tuple
         as_planned(rank, planned)
 
 
-def as_planned(rank: RankRehearsal, planned: Memory) -> None:
+def as_planned(rank: RankRehearsal, planned: RankMemory) -> None:
     """Check every planned phase to 5 %, except a build that is not the peak: the moment of its own peak depends on the
     number of experts. A rehearsal decodes one token and records no decode graphs, so their memory is subtracted."""
     for phase in planned.phases:

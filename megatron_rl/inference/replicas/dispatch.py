@@ -1,4 +1,4 @@
-"""Choice of a replica for each request, and recovery of requests whose replica is lost."""
+"""Choose a replica for each request, and recover requests whose replica is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
-from megatron_rl.inference.replicas.link import LinkTimings, Pace, ReplicaGone, ReplicaLink
+from megatron_rl.inference.replicas.link import DecodePace, LinkTimings, ReplicaGone, ReplicaLink
 from megatron_rl.inference.replicas.links import ReplicaLinks, Roster, Start
 from megatron_rl.inference.replicas.unanswered import Unanswered
 from megatron_rl.inference.replicas.wire import OTHER_VERSION, News
@@ -33,8 +33,6 @@ class NoReplica(RuntimeError):
 
 
 class _Work:
-    """A request that is not answered yet."""
-
     def __init__(self, request: GenerationRequest) -> None:
         self.unanswered = Unanswered(request)
         self.answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
@@ -52,7 +50,6 @@ class _Work:
         return self.link is link and not self.answer.done()
 
     def count(self) -> None:
-        """Count its tokens in `link.outstanding`."""
         assert self.link is not None
         outstanding = self.unanswered.outstanding
         self.link.outstanding += outstanding - self.counted
@@ -112,7 +109,6 @@ class Dispatch:
         self._failure: BaseException | None = None
 
     def begin(self) -> None:
-        """Start to look for replicas."""
         self._spawn(self._supervise())
 
     async def close(self, *, end: bool) -> None:
@@ -176,17 +172,22 @@ class Dispatch:
         self._held_after = self._newest_ordinal
 
     def begin_version(self) -> None:
-        """Assign the requests that waited for `policy_version`."""
         self._held_after = None
         self._homes.clear()
         for link in self._links.reached.values():
-            link.pace, link.slow = Pace(), False
+            link.pace, link.slow = DecodePace(), False
         self._assign_waiting()
 
     # Assignment of requests to replicas
 
     def _assign(self, work: _Work) -> None:
         """Ask a replica. Without a suitable one the request waits."""
+        # While a version is on its way, prompts that nobody has begun wait for it; the others go on, or the training
+        # step that needs their answers would wait for weights that only this step can make. Say 0 to 7 were requested
+        # when the version was announced:
+        #
+        #     5    a further turn of a begun prompt: sent now, to the present weights
+        #     8    a new prompt: waits until `begin_version`
         request = work.unanswered.request
         if self._held_after is not None and (request.ordinal is None or request.ordinal > self._held_after):
             return
@@ -213,7 +214,6 @@ class Dispatch:
                 self._assign(work)
 
     def _ask_elsewhere(self, link: ReplicaLink) -> None:
-        """Move the open requests of a replica to others."""
         moved = [work for work in self._work.values() if work.awaits(link)]
         for work in moved:
             link.cancel(work.unanswered.request.id)
@@ -311,7 +311,7 @@ class Dispatch:
             logger.warning("waiting for an inference replica with weights of version %d", self.policy_version)
 
 
-def too_slow(paces: Mapping[Start, Pace]) -> list[Start]:
+def too_slow(paces: Mapping[Start, DecodePace]) -> list[Start]:
     """Return the replicas whose seconds per token exceed SLOWER times the median of the others; none if only one was
     measured."""
     measured = {key: pace.seconds / max(1, pace.tokens) for key, pace in paces.items() if pace.seconds >= MEASURED_S}

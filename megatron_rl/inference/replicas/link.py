@@ -44,14 +44,14 @@ class ReplicaRefuses(ReplicaGone):
     """A replica responds, but not as a replica of this run should."""
 
 
-class Pace(NamedTuple):
+class DecodePace(NamedTuple):
     """Decoding speed of a replica: tokens of all its samples, and the seconds that they took."""
 
     tokens: int = 0
     seconds: float = 0.0
 
-    def plus(self, tokens: int, seconds: float) -> Pace:
-        return Pace(self.tokens + tokens, self.seconds + seconds)
+    def plus(self, tokens: int, seconds: float) -> DecodePace:
+        return DecodePace(self.tokens + tokens, self.seconds + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,8 @@ class LinkTimings:
     silence_s: float = 15.0
     """Longest delay of a response, and longest time without a listener at its address."""
     retry_s: float = 0.2
-    """Pause between two attempts to reach a replica."""
     check_s: float = 1.0
-    """Interval of looking for new replicas."""
     log_s: float = 30.0
-    """Interval of log lines about a wait."""
 
 
 class ReplicaLink:
@@ -82,13 +79,13 @@ class ReplicaLink:
         timings: LinkTimings,
         on_news: Callable[[ReplicaLink, News], None],
     ) -> None:
-        """on_news: called with all news, in order and once."""
+        """on_news: called once with each piece of news, the oldest first."""
         self.address = address
         self.about: About | None = None
         """State of the replica in its last response; None before the first."""
         self.outstanding = 0
         """Tokens of this driver's requests that remain to be computed."""
-        self.pace = Pace()
+        self.pace = DecodePace()
         self.progressed = time.monotonic()
         """Time of its last tokens for this driver."""
         self.busy: tuple[float, float] | None = None
@@ -112,7 +109,6 @@ class ReplicaLink:
 
     @property
     def name(self) -> str:
-        """Name for log messages."""
         return f"replica {self.address.replica} (start {self.address.start}, {self.address.host}:{self.address.port})"
 
     @property
@@ -121,7 +117,6 @@ class ReplicaLink:
         return -1 if self.about is None or self.about.version is None else self.about.version
 
     def ask(self, request: GenerationRequest, version: int) -> None:
-        """Send it a request, for weights of this version."""
         if not self.outstanding:
             self.progressed = time.monotonic()
         self._requests.append(request)
@@ -129,7 +124,6 @@ class ReplicaLink:
         self._unsent.set()
 
     def cancel(self, request_id: str) -> None:
-        """Make it forget a request."""
         self._cancelled.append(request_id)
         self._unsent.set()
 

@@ -23,8 +23,6 @@ Start = tuple[int, int]
 
 
 class ReplicaLinks:
-    """Links by start of a replica. All methods belong to one asyncio loop."""
-
     def __init__(
         self,
         roster: Roster,
@@ -48,7 +46,6 @@ class ReplicaLinks:
 
     @property
     def reached(self) -> dict[Start, ReplicaLink]:
-        """Links of replicas that have responded."""
         return {start: link for start, link in self._links.items() if link.about is not None}
 
     def ready(self, version: int) -> dict[Start, ReplicaLink]:
@@ -74,6 +71,11 @@ class ReplicaLinks:
     def busy_share(self) -> float | None:
         """Return the share of time that a replica has computed since the last call, mean over replicas; None if it is
         unknown for all of them."""
+        # Replicas report how long they have computed since their start, so a share needs two reports. A start that is
+        # in only one of them, because it came or went since the last call, says nothing:
+        #
+        #     before   {(0, 0): (100 s, 60 s), (1, 0): (100 s, 80 s)}
+        #     now      {(0, 0): (110 s, 69 s), (1, 1): (110 s, 2 s)}        -> 9 s of 10 s, of replica 0 alone
         before = self._busy
         self._busy = {start: link.busy for start, link in self._links.items() if link.busy is not None}
         spans = [(then, self._busy[start]) for start, then in before.items() if start in self._busy]

@@ -25,7 +25,7 @@ from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.links import Start
 
 STOP_S = 10.0
-"""Seconds that the thread has to end."""
+"""Seconds in which the thread must end."""
 
 Result = TypeVar("Result")
 

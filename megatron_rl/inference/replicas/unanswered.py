@@ -26,11 +26,8 @@ class _Sample:
 
 
 class Unanswered:
-    """The samples of one request, as far as replicas have reported them."""
-
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        """The request as the present replica is asked."""
         self._id = request.id
         self._begin()
 

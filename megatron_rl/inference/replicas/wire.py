@@ -34,7 +34,6 @@ from megatron_rl.inference.config import Sampling
 
 PROTOCOL = 5
 FEWEST_CHARACTERS = 32
-"""Minimal length of a run's token."""
 
 Body = Mapping[str, Any]
 
@@ -93,7 +92,6 @@ class News(NamedTuple):
     last: int
     """Number of the newest item."""
     pieces: list[tuple[str, Delta]]
-    """New tokens, with the request ids."""
     refused: list[Refusal]
 
 
@@ -116,7 +114,7 @@ def read_token(file: Path) -> str:
 
 
 def kind_of(error: Exception) -> str:
-    """Return the kind by which a refusal reports an error, one of REFUSED."""
+    """Return the kind under which a refusal reports an error, one of REFUSED."""
     return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
 
 

@@ -13,7 +13,7 @@ from launcher.plan import memory_terms
 from launcher.plan.gpu_memory import (
     PROCESS_BYTES,
     VLLM_BYTES,
-    Memory,
+    RankMemory,
     checkpoint_bytes,
     incoming_bytes,
     least_host_bytes,
@@ -37,7 +37,7 @@ MODELS = {
     "tied": {},
     "untied": {"tied_embeddings": False},
     "no bias": {"qkv_bias": False},
-    "heads of their own size, normed": {"head_dim": 16, "qk_norm": True, "qkv_bias": False},
+    "heads of another size, normed": {"head_dim": 16, "qk_norm": True, "qkv_bias": False},
     "one key/value head": {"num_query_groups": 1, "num_layers": 3},
     "adapters": {"lora": {"rank": 4}, "num_query_groups": 1},
     "adapters of some modules": {"lora": {"rank": 4, "targets": ["k_proj", "down_proj", "up_proj"]}},
@@ -139,12 +139,12 @@ def demanded(**sections: Any) -> tuple[RunConfig, dict[str, int]]:
     return config, terms_of(first)
 
 
-def terms_of(memory: Memory) -> dict[str, int]:
+def terms_of(memory: RankMemory) -> dict[str, int]:
     """Bytes by term, over all phases."""
     return {term.name: term.bytes for phase in memory.phases for term in phase.terms}
 
 
-def memories(config: RunConfig, nodes: int = 8) -> list[Memory]:
+def memories(config: RunConfig, nodes: int = 8) -> list[RankMemory]:
     job = config.job.model_copy(update={"nodes": nodes, "gpus_per_node": 8, "device": "cuda"})
     rows = vocabulary(config)
     assert rows is not None

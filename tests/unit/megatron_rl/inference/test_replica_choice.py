@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_rl.inference.api import AnswerPrefix, Delta, GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.replicas.dispatch import MEASURED_S, SLOWER, too_slow
-from megatron_rl.inference.replicas.link import Pace
+from megatron_rl.inference.replicas.link import DecodePace
 from megatron_rl.inference.replicas.unanswered import Unanswered
 from megatron_rl.inference.replicas.wire import (
     About,
@@ -26,12 +26,12 @@ TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0, allow_
 
 
 def test_slow_replica_is_detected_beside_measured_ones() -> None:
-    usual = Pace(tokens=1000, seconds=MEASURED_S)
-    slow = Pace(tokens=1000, seconds=MEASURED_S * (SLOWER + 0.1))
+    usual = DecodePace(tokens=1000, seconds=MEASURED_S)
+    slow = DecodePace(tokens=1000, seconds=MEASURED_S * (SLOWER + 0.1))
     assert too_slow({(0, 0): usual, (1, 0): usual, (2, 0): slow}) == [(2, 0)]
     assert too_slow({(0, 0): usual, (1, 0): slow._replace(seconds=MEASURED_S * SLOWER)}) == []
     assert too_slow({(2, 0): slow}) == []
-    assert too_slow({(0, 0): Pace(10, MEASURED_S / 2), (2, 0): slow}) == []
+    assert too_slow({(0, 0): DecodePace(10, MEASURED_S / 2), (2, 0): slow}) == []
 
 
 @given(TOKENS, st.integers(0, 2**64 - 1), st.none() | st.integers(0))

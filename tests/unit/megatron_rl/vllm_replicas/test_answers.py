@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron_rl.inference.api import AnswerPrefix, Delta, GenerationRequest
 from megatron_rl.inference.config import Sampling
-from megatron_rl.vllm.answers import Answer, begun, shared_streams
-from megatron_rl.vllm.client import Piece
+from megatron_rl.vllm.answers import VllmAnswer, begun, shared_streams
+from megatron_rl.vllm.client import NewTokens
 
 END = 9
 
@@ -21,15 +21,15 @@ def spell(tokens: Sequence[int]) -> str:
     return "".join("abcdefghij"[token] for token in tokens)
 
 
-def answers_to(asked: GenerationRequest) -> list[Answer]:
+def answers_to(asked: GenerationRequest) -> list[VllmAnswer]:
     return begun(asked, [END], spell)
 
 
-def piece(tokens: list[int], versions: list[int] | None = None) -> Piece:
-    return Piece(0, tokens, [-0.5] * len(tokens), versions)
+def piece(tokens: list[int], versions: list[int] | None = None) -> NewTokens:
+    return NewTokens(0, tokens, [-0.5] * len(tokens), versions)
 
 
-def left(*answers: Answer) -> list[Delta]:
+def left(*answers: VllmAnswer) -> list[Delta]:
     return [delta for answer in answers if (delta := answer.delta()) is not None]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.inference.config import Sampling
-from megatron_rl.vllm.client import Piece, VllmClient, VllmStats, piece_of, sampling_params, stats_in, versions_in
+from megatron_rl.vllm.client import NewTokens, VllmClient, VllmStats, piece_of, sampling_params, stats_in, versions_in
 from megatron_rl.vllm.process import VllmGone, VllmRefused, reason_in
 
 
@@ -22,7 +22,7 @@ def test_a_choice_has_tokens_log_probs_and_at_the_end_versions() -> None:
         "finish_reason": "stop",
         "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
     }
-    assert piece_of(choice) == Piece(2, [5, 6], [-0.5, -math.inf], [3, 4])
+    assert piece_of(choice) == NewTokens(2, [5, 6], [-0.5, -math.inf], [3, 4])
 
 
 @pytest.mark.parametrize(

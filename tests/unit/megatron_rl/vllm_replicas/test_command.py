@@ -14,7 +14,7 @@ from megatron_rl.inference.vllm_options import owned
 from megatron_rl.rank.config import PLANS
 from megatron_rl.vllm.command import (
     Served,
-    Sizes,
+    ServeSizes,
     replica_command,
     seed_of,
     serve_command,
@@ -84,7 +84,7 @@ def test_log_probs_are_those_after_the_temperature(temperature: float, mode: str
 
 
 def test_an_evaluation_starts_vllm_on_published_weights_with_the_options_of_its_run() -> None:
-    sizes = Sizes(tiny_run().model, cpu=True, tp=1, longest=48, rows=4, prefill_tokens=16)
+    sizes = ServeSizes(tiny_run().model, cpu=True, tp=1, longest=48, rows=4, prefill_tokens=16)
     given = VllmConfig(args={"async-scheduling": False, "seed-of-nothing": 3})
     found = options_in(serve_command("python", SERVED, sizes, given, {}, 7))
     assert not found.keys() & {"load-format", "weight-transfer-config"}

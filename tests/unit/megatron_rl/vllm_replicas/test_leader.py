@@ -13,7 +13,7 @@ from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.config import Sampling
 from megatron_rl.refit.epoch import Epoch, Member
 from megatron_rl.vllm import streams
-from megatron_rl.vllm.client import Piece
+from megatron_rl.vllm.client import NewTokens
 from megatron_rl.vllm.leader import VllmLeader
 from megatron_rl.vllm.streams import Streams
 
@@ -60,10 +60,10 @@ class Streamed(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self.pieces: asyncio.Queue[NewTokens] = asyncio.Queue()
         self.cancelled = False
 
-    async def generate(self, *asked: Any) -> AsyncGenerator[Piece, None]:
+    async def generate(self, *asked: Any) -> AsyncGenerator[NewTokens, None]:
         try:
             while True:
                 yield await self.pieces.get()
@@ -79,7 +79,7 @@ def test_finished_answers_are_reported_at_once_and_the_others_together(monkeypat
         client, news, found = Streamed(), asyncio.Event(), list[list[int]]()
         vllm: Any = SimpleNamespace(client=client, activity=SimpleNamespace(beat=lambda: None))
         asked = Streams(vllm, tokenizer, 8).add(GenerationRequest([1], 2, Sampling(max_new_tokens=4), key=0), news)
-        for piece in (Piece(0, [3], [-1.0]), Piece(1, [9], [-1.0], [0]), Piece(0, [4], [-1.0])):
+        for piece in (NewTokens(0, [3], [-1.0]), NewTokens(1, [9], [-1.0], [0]), NewTokens(0, [4], [-1.0])):
             client.pieces.put_nowait(piece)
             await news.wait()
             news.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.vllm.teacher import Scores
+from megatron_rl.vllm.teacher import VllmScorer
 
 
 class Client:
@@ -25,7 +25,7 @@ class Client:
 def test_a_token_beyond_the_teachers_vocabulary_is_refused_and_not_passed_on() -> None:
     client = Client()
     vllm: Any = SimpleNamespace(client=client, activity=SimpleNamespace(beat=lambda: None))
-    scores = Scores(vllm, limit_s=1.0, vocabulary=16)
+    scores = VllmScorer(vllm, limit_s=1.0, vocabulary=16)
     assert asyncio.run(scores.score([3, 15])) == [0.0]
     with pytest.raises(ValueError, match="token 16 is none of the teacher's, which has 16"):
         asyncio.run(scores.score([3, 16]))
