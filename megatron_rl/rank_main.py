@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     attempt = run_dir.attempt(options.attempt)
 
     def load() -> Work:
-        from megatron_rl.config import read_config
         from megatron_rl.platform.implementation import choose_implementation
+        from megatron_rl.recipe.config import read_config
 
         config = read_config(run_dir)
         choose_implementation(config)  # before the imports below import megatron-core

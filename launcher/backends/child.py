@@ -18,8 +18,8 @@ from megatron_rl.contract.children import module_command
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, HASH_SEED, PARENT_VARIABLE
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.shapes import from_json
-from megatron_rl.evaluate.config import Evaluation
-from megatron_rl.standalone.config import Trial
+from megatron_rl.recipe.evaluation_job import Evaluation
+from megatron_rl.recipe.requests import Trial
 
 
 class TookTooLong(Exception):

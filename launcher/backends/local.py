@@ -15,10 +15,10 @@ from launcher.errors import Failed
 from launcher.host.attempt.local_ranks import LocalReplicas
 from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import INFER, TEACHER, Attempt, RunDir
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.extras import PACKAGE
 
 RANK_COMMAND = module_command("megatron_rl.rank_main")

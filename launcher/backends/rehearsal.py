@@ -12,9 +12,9 @@ from typing import Any
 
 from launcher.host.process.limited import run_limited
 from launcher.plan.placement import RankKind
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.children import module_command
-from megatron_rl.distill.teacher_files import TeacherFiles
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.teacher_files import TeacherFiles
 
 COMMAND = tuple(module_command("megatron_rl.rehearse"))
 LIMIT_S = 600.0  # seconds for one rank

@@ -99,7 +99,7 @@ def complete_override(context: click.Context, parameter: click.Parameter, begun:
 
 def _values_of(key: str) -> list[str]:
     from launcher.recipe.problems import known_keys
-    from megatron_rl.config import RunConfig
+    from megatron_rl.recipe.config import RunConfig
 
     field = known_keys(RunConfig.model_json_schema()).get(tuple(key.split(".")))
     return list(dict.fromkeys(_listed(field or {})))
@@ -127,7 +127,7 @@ def complete_key(context: click.Context, parameter: click.Parameter, begun: str)
 def _keys(sections: bool) -> dict[str, str]:
     from launcher.recipe.meaning import meanings
     from launcher.recipe.problems import known_keys
-    from megatron_rl.config import RunConfig
+    from megatron_rl.recipe.config import RunConfig
 
     found = known_keys(RunConfig.model_json_schema()).items()
     texts = meanings(RunConfig)

@@ -34,8 +34,8 @@ from launcher.plan.gpu_memory import checkpoint_bytes, version_bytes
 from launcher.plan.parameters import vocabulary
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.recipe.config import RunConfig
 
 STYLES: dict[Level, dict[str, Any]] = {
     "ok": {"fg": "green"},

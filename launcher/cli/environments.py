@@ -19,17 +19,17 @@ from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from launcher.runs.policy_path import prepare_policy
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import (
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.text import printable_lines
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.registry import (
     EnvironmentInfo,
     describe_environments,
     used_files,
     with_kept_files,
     with_samples,
 )
-from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.text import printable_lines
-from megatron_rl.standalone.config import Trial
+from megatron_rl.recipe.requests import Trial
 
 OF_THE_USER = ("python", "program", "judge", "math", "code", "gym", "remote", "verifiers", "multi-task")
 OURS = "mrl"

@@ -21,11 +21,11 @@ from launcher.doctor.vllm_python import vllm_findings
 from launcher.errors import BadInput
 from launcher.job.evaluation_request import CheckpointRun, job_recipe, origin_of, refuse_ranks, requested
 from launcher.runs.policy_path import prepare_policy
-from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.shapes import to_json
-from megatron_rl.evaluate.config import Evaluation
+from megatron_rl.recipe.evaluation_job import Evaluation
+from megatron_rl.recipe.registry import required_extras
 
 ASKED = ("k", "prompts", "greedy", "seed", "dtype", "threads", "tp", "replicas", "engine")
 JOB_ONLY = ("dry_run", "script", "follow", "run_dir")

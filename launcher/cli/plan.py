@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from launcher.plan.costs import Scenario
     from launcher.plan.failures import ExpectedRun, Faults
     from launcher.plan.splits import Assumptions, Candidate
-    from megatron_rl.config import RunConfig
+    from megatron_rl.recipe.config import RunConfig
 
 OF_PREEMPTIONS = ("grace", "queue")
 """Options that describe preemptions."""

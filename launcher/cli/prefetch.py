@@ -15,8 +15,8 @@ from launcher.errors import Failed
 from launcher.fetch.prefetch import Cache, Need, fetch, known_caches, needs, unreachable
 from launcher.recipe.load import load_recipe
 from launcher.recipe.published import ShapeUnknown
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.recipe.config import RunConfig
 
 
 @click.command("prefetch", short_help="Fetch the image, model and data of a recipe into the cluster's cache.")

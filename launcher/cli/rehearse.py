@@ -20,10 +20,10 @@ from launcher.plan.parameters import tokens_known
 from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe, teacher_of
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.contract.text import size
-from megatron_rl.inference.capabilities import capabilities_of
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -25,9 +25,9 @@ from launcher.errors import BadInput
 from launcher.job.evaluation_request import checked_environment, parse_args
 from launcher.recipe.load import load_recipe, read_resolved
 from launcher.runs.policy_path import prepare_policy
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.registry import required_extras
 
 SERVER, PORT = "megatron_rl.server", 8000
 AGENT_SERVER, AGENT_PORT = "megatron_rl.server.agent", 8100

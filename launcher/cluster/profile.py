@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from megatron_rl.rank.config import TimeLimit
+from megatron_rl.recipe.job import TimeLimit
 from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"words": "one line of text"})]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from launcher.cluster.profile import Profile
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import INFER
+from megatron_rl.recipe.config import RunConfig
 
 
 def rank_image(config: RunConfig, profile: Profile | None) -> str | None:

@@ -9,7 +9,7 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import count
 from launcher.host.slurm.formats import time_limit_s
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import DoctorFinding, error, ok, warning
 from launcher.doctor.preflight import LocalFacts
 from launcher.doctor.vllm_python import inexact_options, transfers, vllm_findings, vllm_later
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import INFER
+from megatron_rl.recipe.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

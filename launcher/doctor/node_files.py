@@ -19,8 +19,8 @@ from launcher.doctor.preflight import file_error, missing_packages, packages, vl
 from launcher.doctor.vllm_python import PYTHON_KEYS, vllm_findings
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, named_paths, read_paths, with_changed_paths
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.config import RunConfig
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 OF_THE_KERNEL = ("/dev", "/proc", "/sys")

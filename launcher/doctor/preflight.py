@@ -21,16 +21,16 @@ from launcher.plan.gpu_memory import least_host_bytes
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, read_paths
-from megatron_rl.agent.registry import required_extras
-from megatron_rl.checkpoint.adapters import check_whole
 from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, read_manifest
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.text import size
-from megatron_rl.model.config import package_of
-from megatron_rl.model.hf_config import CONFIG_FILE
+from megatron_rl.recipe.adapters import check_whole
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.data_files import is_text_file
 from megatron_rl.recipe.extras import install_command, is_installed, missing, names
-from megatron_rl.vllm.config import VllmConfig
+from megatron_rl.recipe.hf_config import CONFIG_FILE
+from megatron_rl.recipe.model import package_of
+from megatron_rl.recipe.registry import required_extras
+from megatron_rl.recipe.vllm import VllmConfig
 
 OF_RANKS = "train"
 """Extra of mrl that computing with a model needs."""

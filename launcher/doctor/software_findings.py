@@ -12,8 +12,8 @@ from launcher.doctor.cluster import Cluster
 from launcher.doctor.demand import Demand
 from launcher.doctor.finding import DoctorFinding, count, error, note, ok, span, warning
 from launcher.host.image.reference import ImageError, is_path, parse
-from megatron_rl.config import RunConfig
-from megatron_rl.platform.cards import without_fp8
+from megatron_rl.recipe.cards import without_fp8
+from megatron_rl.recipe.config import RunConfig
 
 OLDEST_SLURM = (20, 11)  # srun --overlap, --exact
 OLDEST_PYTHON = (3, 9)

@@ -11,10 +11,10 @@ from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import DoctorFinding, error, note, ok, warning
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import INFER, TEACHER
 from megatron_rl.contract.text import size
-from megatron_rl.inference.vllm_options import VLLM_VERSIONS, untried
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.vllm_options import VLLM_VERSIONS, untried
 
 OLDEST_PYTHON = (3, 11)
 """Oldest Python that reads the code of a replica."""

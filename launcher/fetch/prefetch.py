@@ -25,12 +25,12 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.errors import BadInput
 from launcher.host.image import cache
-from megatron_rl.agent.registry import required_datasets
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CachedRepository
-from megatron_rl.model.config import exported_folder, is_hub_name, is_prefetched, package_of
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.model import exported_folder, is_hub_name, is_prefetched, package_of
+from megatron_rl.recipe.registry import required_datasets
 
 Kind = Literal["image", "model", "tokenizer", "dataset"]
 

@@ -12,14 +12,14 @@ from launcher.host.code.git import GitError, work_tree
 from launcher.host.code.listing import SECRET, SnapshotError
 from launcher.host.code.sources import plan_sources
 from launcher.recipe.load import Recipe, refusal
-from megatron_rl.agent.registry import entry_points_of
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.extras import OURS as OUR_DISTRIBUTION
 from megatron_rl.recipe.extras import installed, metadata_of
 from megatron_rl.recipe.own_code import CodeReference
+from megatron_rl.recipe.registry import entry_points_of
 
 OURS = ("launcher", "megatron_rl")
 HEAVY_BYTES = 20 * 10**6  # a larger snapshot probably holds data that git does not ignore

@@ -23,11 +23,11 @@ from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import validation_problems
 from launcher.recipe.published import find_published
 from launcher.recipe.written import RecipeFile, with_base
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import environment_arguments, environment_class, registered, with_kept_files
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import CARRIED, RunDir
-from megatron_rl.evaluate.config import Evaluation
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.evaluation_job import Evaluation
+from megatron_rl.recipe.registry import environment_arguments, environment_class, registered, with_kept_files
 
 MAX_NEW_TOKENS = 512
 """Default limit of an answer's tokens for a checkpoint of no run."""

@@ -9,13 +9,13 @@ from pathlib import Path
 from launcher.errors import BadInput
 from launcher.recipe.changes import Change, differing
 from launcher.recipe.load import Recipe
-from megatron_rl.agent.registry import used_files
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, write
 from megatron_rl.contract.run_records import KeptFile, KeptFiles
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.own_code import CodeReference, modules_beside
+from megatron_rl.recipe.registry import used_files
 
 
 def keep_files(run: RunDir, recipe: Recipe, renew: bool, source: RunDir | None = None) -> list[Change]:

@@ -24,14 +24,14 @@ from launcher.job.kept_files import keep_files, own_files
 from launcher.recipe.load import Recipe
 from launcher.recipe.paths import named_paths
 from launcher.recipe.problems import where_named
-from megatron_rl.agent.registry import environment_class, required_datasets
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_FINISHED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import KeptFiles
-from megatron_rl.model.config import is_hub_name, is_prefetched, package_of
-from megatron_rl.standalone.config import RowsRequest
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.model import is_hub_name, is_prefetched, package_of
+from megatron_rl.recipe.registry import environment_class, required_datasets
+from megatron_rl.recipe.requests import RowsRequest
 
 LIMIT_S = 30.0
 """Seconds that the check may take; then the first rank has the last word."""

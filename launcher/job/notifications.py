@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.cluster.profile import Profile
 from launcher.host.attempt.notify import NotifySettings
-from megatron_rl.metrics.config import NotifyConfig
+from megatron_rl.recipe.logs import NotifyConfig
 
 
 def settings_json(config: NotifyConfig) -> str:

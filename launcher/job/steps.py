@@ -16,7 +16,6 @@ from typing import Any
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
 from launcher.plan.placement import Plan, Step
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import (
     CACHE_VARIABLE,
     CLUSTER_VARIABLE,
@@ -38,6 +37,7 @@ from megatron_rl.contract.run_records import (
     TASKS,
     container_name,
 )
+from megatron_rl.recipe.config import RunConfig
 
 OURS = (
     "MRL_RUN_DIR",

@@ -15,10 +15,10 @@ from launcher.plan.pace import pace
 from launcher.plan.parameters import vocabulary
 from launcher.plan.splits import Assumptions, lay_out, scenario_of
 from launcher.plan.summary import ASSUMED_VOCABULARY
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.platform.cards import CARDS, Card, find_card
+from megatron_rl.recipe.cards import CARDS, Card, find_card
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
 
 USUAL_CARD = "H100"
 CPU_UNKNOWN = "job.device is cpu: speeds of CPUs are not estimated; give a run of this recipe: --measured RUN"

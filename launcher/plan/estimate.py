@@ -12,11 +12,11 @@ from launcher.plan.lengths import Lognormal
 from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
-from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import pages_of
-from megatron_rl.model.flops import training_flops
-from megatron_rl.platform.cards import Card
-from megatron_rl.platform.kernel_speed import BLOCK_BYTES_PER_S, SPLIT_TOKENS, kernels_of_step, key_splits
+from megatron_rl.recipe.cards import Card
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.flops import training_flops
+from megatron_rl.recipe.inference import pages_of
+from megatron_rl.recipe.kernel_speed import BLOCK_BYTES_PER_S, SPLIT_TOKENS, kernels_of_step, key_splits
 
 PREFILL_MFU = 0.4
 """Share of the peak FLOP/s that prefill reaches: a rule of thumb."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from launcher.errors import BadInput
 from launcher.plan.costs import Scenario
 from launcher.plan.pace import Pace
-from megatron_rl.checkpoint.interval import PRIOR_S, SaveCost, best_interval_s
+from megatron_rl.contract.checkpoint_interval import PRIOR_S, SaveCost, best_interval_s
 
 NEVER = math.inf
 SAVES_IN_GRACE = 1.5

@@ -12,9 +12,9 @@ from launcher.plan import memory_terms
 from launcher.plan.memory_terms import CONTEXT, FP32_BYTES, WEIGHT_BYTES, Term, in_words
 from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.sizes import Sizes
-from megatron_rl.config import RunConfig
-from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.rank.config import Offload
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.job import Offload
 
 CHECKPOINT_ADAM_BYTES = 12
 """Bytes of optimizer state per parameter in a checkpoint, which always has fp32 weights."""

@@ -8,10 +8,10 @@ from statistics import fmean
 from launcher.errors import BadInput
 from launcher.plan.lengths import Lognormal
 from launcher.recipe.load import read_resolved
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
+from megatron_rl.recipe.config import RunConfig
 
 RECENT = 50
 """Number of newest steps that are averaged. The first step of a run is left out: it compiles kernels."""

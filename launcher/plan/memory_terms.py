@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from launcher.plan.parameters import FUSED, Weights, weights
 from launcher.plan.sizes import Sizes
-from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import PAGE_TOKENS, pages_of, without_graphs
-from megatron_rl.model.config import ModelConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.inference import PAGE_TOKENS, pages_of, without_graphs
+from megatron_rl.recipe.model import ModelConfig
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP32_BYTES = 4

@@ -9,7 +9,7 @@ from itertools import combinations, product
 from typing import Any
 
 from launcher.plan.sizes import Sizes, check
-from megatron_rl.model.config import ModelConfig
+from megatron_rl.recipe.model import ModelConfig
 
 NAMED = 3
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config import RunConfig
-from megatron_rl.model.config import EXPERT_LINEARS, ModelConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.model import EXPERT_LINEARS, ModelConfig
 
 FUSED = {
     ("q_proj", "k_proj", "v_proj"): False,

@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 from launcher.plan.sizes import LayoutError, Sizes, check
 from megatron_rl.contract.paths import INFER, TEACHER, TRAIN
-from megatron_rl.distill.config import TeacherReplicas
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.rank.config import JobConfig, PlacementConfig
+from megatron_rl.recipe.distill import TeacherReplicas
+from megatron_rl.recipe.job import JobConfig, PlacementConfig
+from megatron_rl.recipe.model import ModelConfig
 
 Role = Literal["colocated", "training", "inference", "teacher"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.distill.config import TeacherReplicas
-from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.rank.config import JobConfig, PlacementConfig, data_parallel_size
+from megatron_rl.recipe.distill import TeacherReplicas
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.job import JobConfig, PlacementConfig, data_parallel_size
+from megatron_rl.recipe.model import ModelConfig
 
 
 class LayoutError(Exception):

@@ -14,10 +14,10 @@ from launcher.plan.pace import Pace, pace
 from launcher.plan.placement import Plan, place
 from launcher.plan.sizes import LayoutError
 from launcher.plan.summary import gpu_bytes, with_offload
-from megatron_rl.config import RunConfig
-from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.platform.cards import Card
-from megatron_rl.rank.config import PlacementConfig
+from megatron_rl.recipe.cards import Card
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.job import PlacementConfig
 
 MOST_SPLITS = 8
 """Largest number of splits that are compared; of a larger allocation they are evenly spaced."""

@@ -11,10 +11,10 @@ from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
 from launcher.recipe.load import Recipe, refusal
-from megatron_rl.config import RunConfig
-from megatron_rl.model.config import too_small_head
-from megatron_rl.platform.cards import find_card, without_fp8
-from megatron_rl.rank.config import Offload
+from megatron_rl.recipe.cards import find_card, without_fp8
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.job import Offload
+from megatron_rl.recipe.model import too_small_head
 
 ASSUMED_VOCABULARY = 152064
 """Rows of the embedding if the recipe does not say: those of Qwen2.5."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.environment import EnvironmentConfig
 
 BINARY = frozenset({"arithmetic", "code", "countdown", "math"})
 """Environments in which a right answer earns 1, and any other at most the largest of WRONG."""

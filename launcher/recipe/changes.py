@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_rl.recipe.section import flat
 
 if TYPE_CHECKING:  # --help and completion name CHANGEABLE, and pydantic is slow to import
-    from megatron_rl.config import RunConfig
+    from megatron_rl.recipe.config import RunConfig
 
 CHANGEABLE = (
     "training.steps",
@@ -86,7 +86,7 @@ def _written_out(config: RunConfig) -> dict[str, Any]:
 
 def with_remarks(changed: Sequence[Change], old: RunConfig, new: RunConfig, reached: int) -> list[Change]:
     """Add to the changes what they cause unexpectedly. `reached`: steps that the run has made."""
-    from megatron_rl.training.config import learning_rate
+    from megatron_rl.recipe.training import learning_rate
 
     if reached <= old.optimizer.warmup_steps or any(one.key.startswith("optimizer.") for one in changed):
         return list(changed)

@@ -20,18 +20,18 @@ from launcher.recipe.problems import ITEM, KeyPath, Locate, generic, known_keys,
 from launcher.recipe.published import find_folder, find_published
 from launcher.recipe.suggest import did_you_mean
 from launcher.recipe.written import SECTIONS, Override, ValueOrigin, Written, implied, read_files
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import check_files, environment_arguments, environment_class, with_kept_files
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.distill.teacher_files import TeacherFiles, against_teacher, teacher_files
-from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.evaluate.config import Evaluation, read_evaluation
-from megatron_rl.model.config import ModelConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.evaluation_job import Evaluation, read_evaluation
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
+from megatron_rl.recipe.registry import check_files, environment_arguments, environment_class, with_kept_files
 from megatron_rl.recipe.removed import REMOVED
 from megatron_rl.recipe.section import Section, flat
+from megatron_rl.recipe.teacher_files import TeacherFiles, against_teacher, teacher_files
 
 _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"), ("inference", "vllm", "args"))
 """Keys below these sections belong to the environment or to vLLM, so RunConfig does not know them."""

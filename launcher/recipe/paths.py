@@ -14,12 +14,12 @@ from pydantic import BaseModel
 
 from launcher.host.image.reference import is_path
 from launcher.recipe.problems import KeyPath
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import environment_class
-from megatron_rl.config import RunConfig
-from megatron_rl.model.config import is_hub_name, package_of
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.data_files import names_a_file
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.model import is_hub_name, package_of
 from megatron_rl.recipe.own_code import CodeReference, beside, is_own
+from megatron_rl.recipe.registry import environment_class
 from megatron_rl.recipe.section import PathMark, Section
 
 T = TypeVar("T")

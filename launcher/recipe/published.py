@@ -13,8 +13,7 @@ from typing import Any
 from launcher.errors import BadInput
 from launcher.recipe.located_yaml import read
 from launcher.recipe.problems import Locate, where_named
-from megatron_rl.model.config import ModelConfig, exported_folder, is_hub_name, is_prefetched, package_of
-from megatron_rl.model.hf_config import (
+from megatron_rl.recipe.hf_config import (
     CONFIG_FILE,
     KEYS,
     HuggingFaceConfig,
@@ -23,6 +22,7 @@ from megatron_rl.model.hf_config import (
     read_hf_config,
     shape,
 )
+from megatron_rl.recipe.model import ModelConfig, exported_folder, is_hub_name, is_prefetched, package_of
 
 MODELS = Path(__file__).with_name("models.yaml")
 

@@ -21,8 +21,8 @@ from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, read_mapping, read_text
 from launcher.recipe.problems import KeyPath
 from launcher.recipe.shipped import BASES, SHIPPED, shipped_bases, shipped_recipes
-from megatron_rl.inference.capabilities import ENGINES, capabilities_of
-from megatron_rl.model.hf_config import KEYS
+from megatron_rl.recipe.engines import ENGINES, capabilities_of
+from megatron_rl.recipe.hf_config import KEYS
 
 SECTIONS = "sections such as model: and grpo:, see the recipe demo"
 EXTENDS = "extends"

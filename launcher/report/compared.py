@@ -13,9 +13,9 @@ from launcher.recipe.meaning import with_defaults
 from launcher.report.compare import ComparedRun
 from launcher.runs.find import at_once, find, is_run, newest_first
 from launcher.runs.state import read_statuses
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.config import RunConfig
 
 
 def runs_of(names: Sequence[str]) -> list[RunDir]:

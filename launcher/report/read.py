@@ -25,7 +25,6 @@ from launcher.report.shown_lesson import lesson_of
 from launcher.report.usage import attempt_rows, timeline
 from launcher.runs.slow_ranks import read_phase_ranks
 from launcher.runs.state import RunStatus, read_statuses
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import FabricReport, LedgerLine, NodeHealth, UsedKernels
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
 from megatron_rl.contract.evaluation_records import EvaluationResult
@@ -35,6 +34,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.contract.run_records import Fork, RecipeChange
+from megatron_rl.recipe.config import RunConfig
 
 GREEDY = "greedy_accuracy"
 RECENT = 20

@@ -9,8 +9,8 @@ from launcher.fetch.prefetch import Cache, Need, export
 from launcher.runs.find import find, is_run, names_run
 from launcher.runs.owner import refuse_others
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.model.config import is_hub_name, package_of
-from megatron_rl.model.hf_config import CONFIG_FILE
+from megatron_rl.recipe.hf_config import CONFIG_FILE
+from megatron_rl.recipe.model import is_hub_name, package_of
 
 HOLDS = ("manifest.json", CONFIG_FILE, "release")
 """A directory of weights holds one of these files: a checkpoint, Hugging Face weights, Megatron-LM's shards."""

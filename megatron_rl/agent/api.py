@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import ContrastivePair, Problem, Trajectory, TrajectoryGroup, contrastive_pair
 from megatron_rl.inference.api import InferenceInterface
-from megatron_rl.inference.config import Sampling
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.section import Section
 
 

@@ -14,9 +14,9 @@ from pydantic import model_validator
 
 from megatron_rl.agent.arrow_rows import BATCH, arrow_rows, file_batches, file_columns
 from megatron_rl.agent.text_rows import as_text, text_rows, value_at
-from megatron_rl.model.config import is_hub_name
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
 from megatron_rl.recipe.extras import needed
+from megatron_rl.recipe.model import is_hub_name
 from megatron_rl.recipe.section import HubPath, Section
 
 

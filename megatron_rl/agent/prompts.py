@@ -10,9 +10,9 @@ from pydantic import model_validator
 
 from megatron_rl.agent.text_rows import parse_json
 from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.config import ChatConfig
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer
+from megatron_rl.recipe.chat import ChatConfig
 
 
 class PromptConfig(ChatConfig):

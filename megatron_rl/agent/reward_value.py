@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 LARGEST_REWARD = 1e18
 """Largest absolute reward: a baseline of the user's may compute squares of rewards in fp32."""

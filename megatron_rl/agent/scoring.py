@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import TypeVar
 
-from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.reward_value import Reward, checked_reward, total_reward
+from megatron_rl.recipe.environment import EnvironmentConfig
 
 Waited = TypeVar("Waited")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.answers import ScoredAnswers
-from megatron_rl.algorithms.config import AdvantageStd
 from megatron_rl.algorithms.rewards import has_signal
+from megatron_rl.recipe.grpo import AdvantageStd
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation that divides advantages."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.rewards import has_signal, length_rewards, overlong_penalty
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,10 @@ from megatron_rl.algorithms.advantages import (
     per_reward_advantages,
 )
 from megatron_rl.algorithms.answers import ScoredAnswers, scored_answers
-from megatron_rl.algorithms.config import AdvantageStd, GrpoConfig
 from megatron_rl.algorithms.own_functions import as_advantages, own_baseline
 from megatron_rl.algorithms.rewards import has_signal, trained_mask
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.grpo import AdvantageStd, GrpoConfig
 from megatron_rl.recipe.own_code import is_own
 
 

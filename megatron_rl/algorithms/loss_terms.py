@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.config import ImportanceConfig, KlEstimator, RatioBounds, RejectionConfig
 from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
+from megatron_rl.recipe.grpo import ImportanceConfig, KlEstimator, RatioBounds, RejectionConfig
 
 
 @torch.no_grad()

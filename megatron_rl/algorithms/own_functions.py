@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.answers import ScoredAnswers
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
-from megatron_rl.errors import ConfigurationError, task_location
+from megatron_rl.recipe.errors import ConfigurationError, task_location
+from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.own_code import is_own, load
 
 Function = Callable[..., Any]

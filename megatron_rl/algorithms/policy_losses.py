@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
+from megatron_rl.recipe.grpo import GrpoConfig
 
 TAU_POSITIVE = 1.0
 """Temperature for tokens of positive advantage in the paper's experiments."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.config import BranchWeighting, LossReduction
+from megatron_rl.recipe.grpo import BranchWeighting, LossReduction
 
 
 def sequence_weights(lengths: Tensor, trajectory: Tensor, trained: Tensor, branches: BranchWeighting) -> Tensor:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.chat.messages import Conversation, ParsedAnswer
 from megatron_rl.chat.proof import Proof, Rendering
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.extras import needed
 
 if TYPE_CHECKING:  # imports of the library take time, which conversations of one turn do not need

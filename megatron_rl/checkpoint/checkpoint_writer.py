@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import Damaged, Manifest, discard, publish, read_manifest
 from megatron_rl.checkpoint.shards import Abandoned, Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 GRACE_S = 10.0
 """Seconds after a save's deadline, when rank 0 ends it, that the other ranks wait for the verdict. The training loop

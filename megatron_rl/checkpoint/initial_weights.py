@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.checkpoint.adapters import check_whole
 from megatron_rl.checkpoint.hf.origin import contradictions
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hf_mapping import OUTPUT
 from megatron_rl.model.hf_parts import held_weights
-from megatron_rl.model.hub import local_folder
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.adapters import check_whole
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import ModelConfig
 
 
 def read_initial_weights(policy: Policy, model: ModelConfig, groups: Groups, key: str | None = None) -> str | None:

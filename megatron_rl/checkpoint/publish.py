@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.files import read_bytes, write_atomic
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 logger = logging.getLogger(__name__)
 

@@ -27,12 +27,12 @@ from megatron_rl.checkpoint.checkpoint_writer import (
     SaveInProgress,
     SaveOutcome,
 )
-from megatron_rl.checkpoint.config import SaveConfig
-from megatron_rl.checkpoint.interval import SaveCost
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
 from megatron_rl.checkpoint.publish import CheckpointError, Manifest, clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
+from megatron_rl.contract.checkpoint_interval import SaveCost
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 
 class Checkpointer:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.interval import best_interval_s, failure_history
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.attempt_records import LEDGER
+from megatron_rl.contract.checkpoint_interval import best_interval_s, failure_history
 from megatron_rl.contract.records import Unreadable, read_lines
 
 logger = logging.getLogger(__name__)

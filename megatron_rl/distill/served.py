@@ -18,14 +18,14 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Branch
 from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
-from megatron_rl.distill.config import TeacherServers
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.openai import Endpoint, EndpointAway, EndpointError, ScoringServers
 from megatron_rl.inference.replicas.links import Roster
 from megatron_rl.inference.replicas.wire import digest_of
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import POLL_S, SafePoints
+from megatron_rl.recipe.distill import TeacherServers
+from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 

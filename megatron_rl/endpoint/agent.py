@@ -16,11 +16,11 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, as_task_error, run_within_limit
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.endpoint.config import EndpointConfig
-from megatron_rl.errors import ConfigurationError, task_location, task_traceback
 from megatron_rl.inference.api import InferenceInterface
-from megatron_rl.inference.config import Sampling
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.errors import ConfigurationError, task_location, task_traceback
+from megatron_rl.recipe.inference import Sampling
 
 if TYPE_CHECKING:  # slow imports, as those within functions; the launcher imports this module to check a recipe
     import asyncio

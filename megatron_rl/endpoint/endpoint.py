@@ -13,12 +13,12 @@ from hashlib import sha256
 from starlette.types import Scope
 
 from megatron_rl.chat.chat import Chat
-from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.routes import Routes
 from megatron_rl.endpoint.session import RolloutSession, session_ended
 from megatron_rl.inference.api import InferenceInterface
-from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.addresses import own_address
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.server.access import Access
 from megatron_rl.server.api_errors import ApiError
 from megatron_rl.server.connections import HttpServer

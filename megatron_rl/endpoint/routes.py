@@ -16,10 +16,10 @@ from starlette.routing import Route
 
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import ConversationError
-from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.endpoint.responses_api import ResponsesBody, answer_of, as_chat, events_of, new_messages, response_of
 from megatron_rl.endpoint.session import MODEL, UNLIMITED, RolloutSession
+from megatron_rl.recipe.endpoint import EndpointConfig
 from megatron_rl.server.access import read_body
 from megatron_rl.server.api_errors import (
     ERROR_HANDLERS,

@@ -18,11 +18,11 @@ from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.messages import Message
 from megatron_rl.endpoint.branches import AnswerNode, AnswerTree
-from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.conversations import KnownConversation
 from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface, PromptTooLong, Unsupported
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.text_stream import TextStream
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.server.api_errors import ApiError, invalid
 from megatron_rl.server.request_parsing import ParsedRequest
 from megatron_rl.server.samples import AnswerPart

@@ -15,12 +15,12 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.tools import BEGIN, END, Tool, ToolAgent, ToolError, render_tool_prompt
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.config import ChatConfig
 from megatron_rl.environments.expression import BadExpression, evaluate
 from megatron_rl.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.environments.reasoning_gym import last_number
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.chat import ChatConfig
 from megatron_rl.recipe.section import PositiveInt
 
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")

@@ -34,9 +34,9 @@ from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.own_code import defined_names
 from megatron_rl.recipe.section import PathMark, PositiveInt
 

@@ -20,8 +20,8 @@ from typing import Any, NoReturn, TypeVar
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_rl.contract.shapes import to_json
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.world import die_with_parent
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.vllm.process import VllmGone
 
 T = TypeVar("T")
@@ -59,8 +59,8 @@ def _evaluate(text: str, world: str | None) -> None:
     """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.evaluate.blocks import AnsweringEngine, EvaluationProgress
-    from megatron_rl.evaluate.config import Evaluation
     from megatron_rl.evaluate.evaluator import evaluate
+    from megatron_rl.recipe.evaluation_job import Evaluation
     from megatron_rl.standalone.siblings import end_process, siblings, world_of
     from megatron_rl.standalone.source import find_source
 

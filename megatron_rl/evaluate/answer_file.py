@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.contract.evaluation_records import EvaluationSettings, ProblemAnswers
 from megatron_rl.contract.files import append_line
 from megatron_rl.contract.records import Unreadable, encode_line, read_lines
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 ProblemKey = tuple[str, str, int]
 """Set, mode and number of a problem."""

@@ -21,8 +21,8 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
 from megatron_rl.evaluate.answer_file import AnswerFile
-from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.inference.api import InferenceInterface
+from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.standalone.source import PolicySource
 
 T = TypeVar("T")

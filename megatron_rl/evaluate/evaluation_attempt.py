@@ -8,14 +8,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from megatron_rl.config import read_config
 from megatron_rl.contract.attempt_records import Outcome
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.files import once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.evaluate.blocks import AnsweringEngine, EvaluationProgress
-from megatron_rl.evaluate.config import read_evaluation
 from megatron_rl.evaluate.evaluator import evaluate
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
@@ -24,6 +22,8 @@ from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.rank.world import World
+from megatron_rl.recipe.config import read_config
+from megatron_rl.recipe.evaluation_job import read_evaluation
 
 T = TypeVar("T")
 

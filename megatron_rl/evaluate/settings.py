@@ -16,7 +16,7 @@ from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.evaluate.blocks import OpenedEvaluation
-from megatron_rl.evaluate.config import Evaluation
+from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.standalone.source import PolicySource
 
 

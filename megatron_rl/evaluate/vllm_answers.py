@@ -15,10 +15,10 @@ from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.evaluate.blocks import OpenedEvaluation
-from megatron_rl.evaluate.config import Evaluation
 from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
-from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
+from megatron_rl.recipe.evaluation_job import Evaluation
+from megatron_rl.recipe.inference import InferenceConfig, ends_of
 from megatron_rl.standalone.source import PolicySource
 from megatron_rl.vllm.answers import VllmAnswer, begun, shared_streams
 from megatron_rl.vllm.client import VllmClient

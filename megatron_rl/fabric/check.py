@@ -29,12 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import read_config
 from megatron_rl.contract.attempt_records import Address, AllReduce
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Absent, Unreadable, read, write
 from megatron_rl.contract.shapes import from_json, to_json
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.fabric.findings import (
     Edge,
     findings,
@@ -46,8 +44,10 @@ from megatron_rl.fabric.findings import (
     whole_nodes,
     worst,
 )
-from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.rendezvous import meet
+from megatron_rl.recipe.config import read_config
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.job import JobConfig
 
 logger = logging.getLogger("megatron_rl.fabric.check")
 

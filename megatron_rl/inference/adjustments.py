@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.inference.admission import Prefill
-from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling
+from megatron_rl.recipe.inference import MOST_BIASED, AdjustedSampling
 
 
 @dataclass(frozen=True, slots=True)

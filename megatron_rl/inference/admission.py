@@ -13,9 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron_rl.inference.api import GenerationRequest, PromptScores
-from megatron_rl.inference.config import AdjustedSampling, InferenceConfig, Sampling
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.transcript import Transcript
+from megatron_rl.recipe.inference import AdjustedSampling, InferenceConfig, Sampling
 
 SCORED_AT_ONCE = 512
 """Prompt tokens that are scored together. Each needs one number per token of the vocabulary."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 from uuid import uuid4
 
-from megatron_rl.inference.config import AdjustedSampling, Sampling
+from megatron_rl.recipe.inference import AdjustedSampling, Sampling
 
 if TYPE_CHECKING:
     from megatron_rl.model.policy import Policy

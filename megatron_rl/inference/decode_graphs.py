@@ -18,11 +18,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 
-from megatron_rl.inference.config import InferenceConfig, without_graphs
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.experts import experts_one_by_one
 from megatron_rl.model.policy import DTYPES, Policy
 from megatron_rl.platform.device import GraphRecorder, Kernels
+from megatron_rl.recipe.inference import InferenceConfig, without_graphs
+from megatron_rl.recipe.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 

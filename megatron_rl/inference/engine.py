@@ -23,7 +23,6 @@ from megatron_rl.inference.api import (
     Unsupported,
 )
 from megatron_rl.inference.broadcast import PlanBroadcast
-from megatron_rl.inference.config import InferenceConfig, pages_of
 from megatron_rl.inference.loop_driver import LoopCallers
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
@@ -31,10 +30,11 @@ from megatron_rl.inference.request_limits import RequestLimits
 from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.inference.text_stream import Decode
 from megatron_rl.inference.transcript import RowAnswer
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.profiler import GenerationProfiler
+from megatron_rl.recipe.inference import InferenceConfig, pages_of
+from megatron_rl.recipe.model import ModelConfig
 
 
 class Engine:

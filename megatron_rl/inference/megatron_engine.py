@@ -19,7 +19,6 @@ import torch
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.inference.broadcast import PlanBroadcast
-from megatron_rl.inference.config import InferenceConfig, Sampling, beyond_megatron, pages_of
 from megatron_rl.inference.loop_driver import LoopDriver
 from megatron_rl.inference.megatron_parts import (
     EngineSizes,
@@ -31,11 +30,12 @@ from megatron_rl.inference.megatron_parts import (
 from megatron_rl.inference.request_limits import RequestLimits, refuse_duplicate
 from megatron_rl.inference.text_stream import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.megatron_gpt import megatron_gpt
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.profiler import GenerationProfiler
+from megatron_rl.recipe.inference import InferenceConfig, Sampling, beyond_megatron, pages_of
+from megatron_rl.recipe.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

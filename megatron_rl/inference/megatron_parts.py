@@ -16,9 +16,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import attention
 from torch import Tensor
 
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import Sampling
 from megatron_rl.platform.megatron_core import not_found
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
 
 with not_found("wandb"):  # megatron-core would log its own metrics
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine

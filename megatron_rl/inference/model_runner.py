@@ -21,18 +21,18 @@ from torch import Tensor
 from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import PromptScores
 from megatron_rl.inference.cache import CacheShape, ContinuedLayout, DecodeLayout, KeyValueCache, PrefillLayout
-from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.decode_graphs import decode_graphs
 from megatron_rl.inference.row_state import DrawWork, RowState, to_device
 from megatron_rl.inference.scheduler import StepPlan
 from megatron_rl.inference.top_logprobs import prompt_scores
 from megatron_rl.inference.transcript import RowAnswer
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.frozen import FrozenPolicy
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import Layout, whole_sequences
 from megatron_rl.platform.paged_attention import PagedChunks, PagedRows
+from megatron_rl.recipe.inference import InferenceConfig
+from megatron_rl.recipe.model import ModelConfig
 
 logger = logging.getLogger(__name__)
 

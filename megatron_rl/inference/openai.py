@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import httpx
 
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 

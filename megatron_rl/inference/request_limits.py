@@ -6,7 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong, Unsupported
-from megatron_rl.inference.config import AdjustedSampling
+from megatron_rl.recipe.inference import AdjustedSampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megatron_rl.inference.adjustments import AdjustedRows
 from megatron_rl.inference.admission import Prefill
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.sampling import SamplingRows, SamplingWork, sample, uniforms
 from megatron_rl.inference.top_logprobs import TopLogprobsRows
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.inference import Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from megatron_rl.inference.config import MOST_STOPS, Sampling, ends_of
+from megatron_rl.recipe.inference import MOST_STOPS, Sampling, ends_of
 
 BLOCKS_FROM, BLOCK = 4096, 64
 """Size of the vocabulary from which on tokens are drawn in two steps, first a block and then in it; size of a block."""

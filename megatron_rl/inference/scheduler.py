@@ -26,12 +26,12 @@ from megatron_rl.inference.api import (
     PartialAnswer,
     PromptScores,
 )
-from megatron_rl.inference.config import InferenceConfig, ends_of
 from megatron_rl.inference.decoded_rows import DecodedRows
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.request_limits import refuse_duplicate
 from megatron_rl.inference.text_stream import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
+from megatron_rl.recipe.inference import InferenceConfig, ends_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ MACHINES: dict[str, Metric] = {
     ),
     "throughput/mfu": Metric(
         "share of the GPUs' bf16 peak used by the training passes: operations that forward and backward of the tokens "
-        "need (model/flops.py: no recomputation), per second of time/train_s; absent in fp32 and for GPUs of unknown "
+        "need (recipe/flops.py: no recomputation), per second of time/train_s; absent in fp32 and for GPUs of unknown "
         "peak",
         _mfu,
         unit="share",

@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.contract.attempt_records import TimelineLine
-from megatron_rl.errors import ConfigurationError, TaskFailed
 from megatron_rl.metrics.metric import StepReport
 from megatron_rl.metrics.names import PROMPT_TOO_LONG, TIMED, metrics_of
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.recipe.errors import ConfigurationError, TaskFailed
 
 MOST_REASONS = 20
 """Reasons for lost answers in the line of a step. An error that quotes its answer is a separate reason for each."""

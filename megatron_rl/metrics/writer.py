@@ -19,10 +19,10 @@ from megatron_rl.contract.files import once_there_is_room, write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
 from megatron_rl.contract.window_rules import Watch
-from megatron_rl.metrics.config import LoggingConfig, is_due
 from megatron_rl.metrics.names import check_name
 from megatron_rl.metrics.prometheus import PrometheusFile
 from megatron_rl.metrics.wandb.mirror import Mirror
+from megatron_rl.recipe.logs import LoggingConfig, is_due
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@
     word_embeddings, output_layer [padded, hidden]  the vocabulary, then rows without a token
     all others                                      unchanged
 
-The supported architectures (model/hf_config.py) all use the same names.
+The supported architectures (recipe/hf_config.py) all use the same names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.model.config import ModelConfig
+from megatron_rl.recipe.model import ModelConfig
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"

@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import linear, pad
 
-from megatron_rl.model.config import LoraConfig, ModelConfig
 from megatron_rl.model.hf_mapping import Weight, pieces
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, is_target, layer_adapters, module_of
+from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 
 class Adapters:

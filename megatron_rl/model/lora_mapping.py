@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from megatron_rl.model.config import LoraConfig, ModelConfig
 from megatron_rl.model.hf_mapping import HfTensor, Weight, layer_weights, pieces
+from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.layers import plain_block_spec
 from megatron_rl.model.policy import Policy, transformer_config
+from megatron_rl.recipe.model import ModelConfig
 
 
 def megatron_gpt(policy: Policy, model: ModelConfig) -> GPTModel:

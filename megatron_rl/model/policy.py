@@ -17,8 +17,6 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import ModelConfig, Recompute, RopeScaling
 from megatron_rl.model.experts import GroupedExperts
 from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
@@ -26,6 +24,8 @@ from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.device import Device, Kernels
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.model import ModelConfig, Recompute, RopeScaling
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

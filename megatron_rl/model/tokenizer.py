@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.contract.files import check_regular, read_bytes
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.control_tokens import MARK, ControlTokens
-from megatron_rl.model.hub import local_folder
 from megatron_rl.model.token_bytes import TokenBytes
 from megatron_rl.recipe.extras import needed
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import TokenizerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_rl.model.config import LoraConfig, ModelConfig
 from megatron_rl.model.hf_mapping import HfTensor
 from megatron_rl.model.hf_parts import global_names, held_adapters
 from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import LORA_A, is_adapter
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 Item = TypeVar("Item")
 

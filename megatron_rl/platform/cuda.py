@@ -11,11 +11,11 @@ from types import ModuleType
 
 import torch
 
-from megatron_rl.platform.cards import find_card, without_fp8
 from megatron_rl.platform.cuda_kernels import CudaKernels
 from megatron_rl.platform.device import AnyModule, DeviceUse, Kernels, UnsupportedPlatform
 from megatron_rl.platform.implementation import UNASKED, Implementation
 from megatron_rl.platform.transport import on_stream
+from megatron_rl.recipe.cards import find_card, without_fp8
 
 MEMORY_EVENTS = 200_000
 """Newest allocations and frees in a snapshot of memory: some 100 MB with their stacks."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.flash_kernels import PagedKernel, VarlenKernel
-from megatron_rl.platform.kernel_speed import key_splits
 from megatron_rl.platform.paged_attention import (
     ChunkAttention,
     KernelAttention,
@@ -24,6 +23,7 @@ from megatron_rl.platform.paged_attention import (
 from megatron_rl.platform.tree_attention import BLOCK, Blocks, compiled_attention, tree_layout
 from megatron_rl.platform.tree_attention import Attend as TreeAttend
 from megatron_rl.platform.varlen_attention import varlen_layout
+from megatron_rl.recipe.kernel_speed import key_splits
 
 TREE_SPEED = 0.7
 """Blocks that FlexAttention computes in the time of one block of a flash kernel."""

@@ -10,7 +10,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from megatron_rl.model.config import too_small_head
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.dense_attention import FanOut
@@ -21,6 +20,7 @@ from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Imp
 from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.platform.tensor_sum import TensorSum, tensor_sum
+from megatron_rl.recipe.model import too_small_head
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform.attention import Layout, PackedSequences
 from megatron_rl.platform.layer_kernels import LayerKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.platform.tensor_sum import TensorSum
+from megatron_rl.recipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig  # slow to import, and not needed to select a device

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron_rl.config import RunConfig
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform import gpu_calls
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 
 TRANSFORMER_ENGINE = "transformer_engine"
 LOCAL = "local"

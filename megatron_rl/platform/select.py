@@ -11,7 +11,7 @@ import re
 
 from megatron_rl.platform.device import Device, UnsupportedPlatform
 from megatron_rl.platform.implementation import UNASKED, Implementation
-from megatron_rl.rank.config import JobConfig
+from megatron_rl.recipe.job import JobConfig
 
 SUPPORTED_MEGATRON = ((0, 16, 1), (0, 20, 0))  # first supported, first unsupported
 

@@ -10,7 +10,7 @@ from itertools import islice
 
 import psutil
 
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ANY_PORT = 9  # port of a datagram socket that looks up a route; nothing is sent

@@ -37,8 +37,8 @@ from megatron_rl.contract.codes import (
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import write
 from megatron_rl.contract.text import printable_lines
-from megatron_rl.errors import task_location, task_traceback
 from megatron_rl.rank.activity import Activity
+from megatron_rl.recipe.errors import task_location, task_traceback
 
 logger = logging.getLogger(__name__)
 

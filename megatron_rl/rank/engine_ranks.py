@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)

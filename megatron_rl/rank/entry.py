@@ -26,12 +26,12 @@ from megatron_rl.contract.codes import (
     KILLED_TOO_S,
 )
 from megatron_rl.contract.paths import RankFiles
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox, LogFormatter
 from megatron_rl.rank.drain import DrainListener, leave_early
 from megatron_rl.rank.world import World
+from megatron_rl.recipe.errors import ConfigurationError
 
 GC_STEPS = 50  # training steps between garbage collections
 FULL_GC_STEPS = 500  # training steps between collections that also examine the oldest generation

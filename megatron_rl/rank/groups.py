@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform.device import Device
-from megatron_rl.rank.config import JobConfig, TrainingLayout
 from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.world import World
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.job import JobConfig, TrainingLayout
 
 FLIGHT_RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Number of collectives that the flight recorder keeps. The second name precedes torch 2.9, which warns about it."""

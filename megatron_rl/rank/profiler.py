@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.platform.device import Device
-from megatron_rl.rank.config import PLANS, ProfileConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.job import PLANS, ProfileConfig
 
 logger = logging.getLogger(__name__)
 

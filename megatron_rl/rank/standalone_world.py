@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron_rl.platform.device import Device
 from megatron_rl.platform.select import select
-from megatron_rl.rank.config import JobConfig, TrainingLayout
 from megatron_rl.rank.groups import Groups, check_divides, cut, disconnect
+from megatron_rl.recipe.job import JobConfig, TrainingLayout
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
-from megatron_rl.errors import note_task_code, task_location
+from megatron_rl.recipe.errors import note_task_code, task_location
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FUNCTION = re.compile(r"[A-Za-z_]\w*")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_rl.config import RunConfig
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import RankEngine
-from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.text_stream import Decode
 from megatron_rl.model.parallel import send_no_tokens
@@ -15,6 +12,9 @@ from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.device import Device
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.refit.rank_refit import Refit, ReshardedWeights, SharedWeights
 
 

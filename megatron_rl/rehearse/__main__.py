@@ -6,7 +6,7 @@ import json
 import sys
 
 import megatron_rl.platform.megatron_core  # noqa: F401 - before megatron-core itself
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rehearse.run import rehearse
 
 

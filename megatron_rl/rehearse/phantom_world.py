@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.groups import Groups, cut, disconnect
+from megatron_rl.recipe.job import TrainingLayout
 from megatron_rl.refit import rank_refit
 
 # Operations of c10d without a kernel for tensors without values (torch 2.13).

@@ -16,13 +16,10 @@ from types import TracebackType
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.model.config import ModelConfig, Recompute
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.platform.phantom import HeldMemory, PhantomCuda, PhantomDevice
@@ -32,6 +29,9 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.inference import Sampling
+from megatron_rl.recipe.model import ModelConfig, Recompute
 from megatron_rl.refit.rank_engine import build_engine, build_inference_policy
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.training.objective import FirstPass, objective_of

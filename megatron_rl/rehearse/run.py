@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron_rl.config import RunConfig
-from megatron_rl.distill.config import ROWS
-from megatron_rl.inference.config import InferenceConfig
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.platform.phantom import PhantomDevice
-from megatron_rl.rank.config import TrainingLayout
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import ROWS
+from megatron_rl.recipe.inference import InferenceConfig
+from megatron_rl.recipe.job import TrainingLayout
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.rehearse.phantom_world import alone_in
 from megatron_rl.rehearse.rank import PhaseFailed, RankRehearsal, Taught, rehearse_rank
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from megatron_rl.inference.api import Delta, EngineLoad, GenerationRequest
 from megatron_rl.inference.broadcast import PlanBroadcast
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.refit.probe import Probe
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.driver_inbox import OpenRequest

@@ -9,19 +9,19 @@ from functools import partial
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.distill.config import ROWS
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.platform.device import Device
 from megatron_rl.platform.implementation import choose_implementation
 from megatron_rl.platform.select import select
 from megatron_rl.platform.transport import offered
-from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups, connect, disconnect
 from megatron_rl.rank.profiler import generation_profiler
+from megatron_rl.recipe.distill import ROWS
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import InferenceConfig
+from megatron_rl.recipe.job import TrainingLayout
 from megatron_rl.refit.rank_engine import build_inference_policy
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.attempt_records import Outcome, ReplicaAddress
 from megatron_rl.contract.codes import DRAINED, FINISHED
 from megatron_rl.contract.files import once_there_is_room
@@ -34,6 +33,7 @@ from megatron_rl.rank.addresses import own_address
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.rendezvous import BACKLOG
 from megatron_rl.rank.world import World
+from megatron_rl.recipe.config import RunConfig, read_config
 from megatron_rl.server.connections import HttpServer
 
 logger = logging.getLogger("megatron_rl")

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.config import RunConfig
-from megatron_rl.rollout.config import CurriculumConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.rollout import CurriculumConfig
 from megatron_rl.rollout.stream import Mixture
 from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn
 

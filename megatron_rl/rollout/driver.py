@@ -24,11 +24,11 @@ import torch
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.answers import accuracies
 from megatron_rl.algorithms.credit import reads_batch
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.learning import NO_SIGNAL
 from megatron_rl.metrics.names import OVERDUE_ANSWERS, PROMPT_TOO_LONG
 from megatron_rl.rank.groups import gathered
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.curriculum import Curriculum

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, ScoringAgent
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import ResumableInference
-from megatron_rl.inference.config import Sampling
 from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.stream import shares
 

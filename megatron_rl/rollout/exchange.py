@@ -24,9 +24,9 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.algorithms.balance import balance
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import Packing
-from megatron_rl.config import RunConfig
-from megatron_rl.model.flops import training_flops
 from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.flops import training_flops
 from megatron_rl.rollout.encoding import decode_group, encode_group, joined, parted
 from megatron_rl.rollout.step_advantages import Gather, of_positions
 

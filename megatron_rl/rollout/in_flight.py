@@ -12,8 +12,8 @@ from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.algorithms.answers import usable, with_components
-from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong, ResumableInference
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.window import State
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.rollout_records import (
@@ -28,9 +27,10 @@ from megatron_rl.contract.rollout_records import (
     member,
     rollouts_file,
 )
-from megatron_rl.metrics.config import is_due
 from megatron_rl.model.token_bytes import texts_of
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.logs import is_due
 from megatron_rl.rollout.batch import RolloutBatch
 
 FLUSH_S = 10.0

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.answers import ScoredAnswers, fp64, scored_answers
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.credit import estimate
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.grpo import GrpoConfig
 
 Gather = Callable[[Tensor], list[Tensor]]
 """A tensor of this rank -> [ranks] the tensor of each rank, all of one shape."""

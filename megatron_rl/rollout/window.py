@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, repeat
 
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 MOST_FOR_ONE = 4
 """Largest number of prompts drawn at once for each prompt that is missing."""

@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.attempt_records import Outcome, UsedKernels
 from megatron_rl.contract.codes import DRAINED, FINISHED, MARGIN_S
 from megatron_rl.contract.files import names_in, once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
-from megatron_rl.inference.config import pages_of
 from megatron_rl.inference.decode_graphs import why_not_recorded
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.metrics.timeline import Timeline
@@ -36,6 +34,8 @@ from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World
+from megatron_rl.recipe.config import RunConfig, read_config
+from megatron_rl.recipe.inference import pages_of
 from megatron_rl.run.setup import set_up
 from megatron_rl.run.state import Run
 from megatron_rl.train_rl import begin_save, save_metrics, train

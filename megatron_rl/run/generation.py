@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron_rl.config import RunConfig
-from megatron_rl.inference.capabilities import capabilities_of
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import generation_profiler
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.refit.prober import Prober, probe_text
 from megatron_rl.refit.rank_engine import build_engine
 from megatron_rl.rollout.agent_loop import EngineInTurn

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.scripted_trial import reward_of, scored_answer
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.records import ABSENT, read, write
 from megatron_rl.contract.run_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.evaluation import scoring_progress
 from megatron_rl.standalone.first_rows import Lesson

@@ -6,13 +6,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_rl.config import RunConfig
 from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import digest_of, read_token
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.transport import offered
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.prober import Prober

@@ -20,13 +20,13 @@ from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.problem_digest import ProblemDigest, differences
 from megatron_rl.agent.prompts import check_characters
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
 from megatron_rl.contract.run_records import Fork
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.own_code import kept
 from megatron_rl.standalone.first_rows import Fault, Lesson, faults, open_lesson, unknown_end_of
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.config import RunConfig
 from megatron_rl.metrics.writer import MetricsWriter, Writer
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import StepProfiler
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.run.generation import build_driver, build_generation, curriculum_of, open_pool
 from megatron_rl.run.lesson import record_lesson, right_answer

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
-from megatron_rl.checkpoint.adapters import adapter_record, check_base
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.config import RunConfig
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import ResumableInference
 from megatron_rl.metrics.writer import Writer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.recipe.adapters import adapter_record, check_base
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.refit.rank_refit import Refit
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.batch import RolloutBatch

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.inference.api import MOST_TOP_LOGPROBS
-from megatron_rl.inference.config import MOST_BIASED, AdjustedSampling, Sampling
+from megatron_rl.recipe.inference import MOST_BIASED, AdjustedSampling, Sampling
 from megatron_rl.server.api_errors import ApiError, invalid, invalid_conversation, unsupported
 from megatron_rl.server.parameters import REFUSED, WITHOUT_EFFECT
 

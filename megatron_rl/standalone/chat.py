@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.world import die_with_parent
+from megatron_rl.recipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from megatron_rl.inference.config import Sampling
+    from megatron_rl.recipe.inference import Sampling
     from megatron_rl.standalone.opened_policy import OpenedPolicy
 
 MAX_NEW_TOKENS = 512
@@ -51,7 +51,7 @@ def _leave(*_: object) -> NoReturn:
 def _converse(asked: dict[str, Any]) -> None:
     """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-    from megatron_rl.inference.config import InferenceConfig, Sampling
+    from megatron_rl.recipe.inference import InferenceConfig, Sampling
     from megatron_rl.standalone.followers import open_with_followers
     from megatron_rl.standalone.siblings import end_process
     from megatron_rl.standalone.source import find_source

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.dropped_rows import CHECKED
-from megatron_rl.agent.registry import build_environment, used_files, with_kept_files
 from megatron_rl.agent.scripted_trial import try_answers
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.turn_end import unknown_end
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.registry import build_environment, used_files, with_kept_files
 from megatron_rl.supervised.example_rows import RowEncoder, demonstrations, read_data, rows_of, token_example
 
 

@@ -14,10 +14,10 @@ from typing import Any, Literal, NoReturn
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.rank.world import die_with_parent
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import InferenceConfig
 from megatron_rl.recipe.section import PositiveInt, Section
 from megatron_rl.standalone.opened_policy import OpenedPolicy, open_policy
 from megatron_rl.standalone.siblings import siblings, world_of

@@ -15,15 +15,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.adapters import check_adapters, check_base
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import read_weights, verify
-from megatron_rl.config import RunConfig
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig
 from megatron_rl.inference.engine import Engine
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.policy import Policy, build_policy
@@ -33,6 +28,11 @@ from megatron_rl.platform.device import Device
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
+from megatron_rl.recipe.adapters import check_adapters, check_base
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import PAGE_TOKENS, InferenceConfig
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.standalone.source import PolicySource
 
 MOST_POSITIONS = 4096

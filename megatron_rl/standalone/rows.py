@@ -22,14 +22,14 @@ from megatron_rl.agent.dropped_rows import CHECKED
 from megatron_rl.agent.scripted_trial import try_answers
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.messages import Example
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.errors import ConfigurationError, task_location
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.world import die_with_parent
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError, task_location
 from megatron_rl.recipe.own_code import kept
-from megatron_rl.standalone.config import RowsRequest
+from megatron_rl.recipe.requests import RowsRequest
 from megatron_rl.standalone.first_rows import Lesson, faults, open_lesson, unknown_end_of
 from megatron_rl.supervised.example_rows import RowEncoder, UnusableRow, place_of
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from megatron_rl.contract.children import how_ended, module_command
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE, PARENT_VARIABLE, STEP_VARIABLE
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.standalone_world import StandaloneWorld
+from megatron_rl.recipe.errors import ConfigurationError
 
 MET_S = 5.0
 """Seconds for this process to notice the loss of a rank itself; collectives do so immediately."""

@@ -13,13 +13,13 @@ import yaml
 from megatron_rl.checkpoint.hf.origin import origin_of
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, check_tokenizer
 from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, newest_step, read_manifest
-from megatron_rl.config import RunConfig, read_config
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
-from megatron_rl.model.hub import local_folder
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.recipe.config import RunConfig, read_config
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
 
 Precision = Literal["fp32", "bf16"]
 

@@ -17,9 +17,9 @@ from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.trajectories import UNSAMPLED, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.balance import balance
 from megatron_rl.chat.messages import Example
-from megatron_rl.config import RunConfig
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout.agent_loop import AgentLoop
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import Mixture

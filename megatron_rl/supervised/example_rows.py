@@ -21,9 +21,9 @@ from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import Conversation, conversation_of
 from megatron_rl.chat.examples import ExampleWriter
 from megatron_rl.chat.messages import Example
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.supervised.config import DataConfig
+from megatron_rl.recipe.data import DataConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.supervised.row_forms import Form, columns_of, conversation_in, form_of, row_of
 
 logger = logging.getLogger(__name__)

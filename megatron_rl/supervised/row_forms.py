@@ -19,7 +19,7 @@ from megatron_rl.agent.prompts import messages_in
 from megatron_rl.agent.text_rows import as_text, parse_json, value_at
 from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.chat.tool_forms import kind_of
-from megatron_rl.supervised.config import DataConfig
+from megatron_rl.recipe.data import DataConfig
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Columns of whole conversations; the first that a set has holds its rows, as in TRL."""

@@ -19,9 +19,9 @@ from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.algorithms.own_functions import own_baseline, own_policy_loss
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
-from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import LossStats
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.training.schedule import ModelInput
 from megatron_rl.training.training_batch import TrainingBatch
 

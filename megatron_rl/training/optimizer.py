@@ -18,12 +18,12 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import DTYPES, Policy
-from megatron_rl.rank.config import Offload
+from megatron_rl.recipe.job import Offload
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.training import OptimizerConfig, learning_rate
 from megatron_rl.training import overlap
 from megatron_rl.training.adam_state import adam_tensors, begin, get_step, set_step, sharded_adam_state
-from megatron_rl.training.config import OptimizerConfig, learning_rate
 from megatron_rl.training.offload import HostState, Unused
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_rl.algorithms.balance import update_plan
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.reduction import token_weights
-from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import (
     BatchStats,
     DeviceStats,
@@ -24,9 +23,10 @@ from megatron_rl.metrics.stats import (
     combined,
     uncounted,
 )
-from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.flops import training_flops
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.training.objective import FirstPass, Objective, Scores, trained_tokens

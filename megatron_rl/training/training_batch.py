@@ -19,12 +19,12 @@ from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
-from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import BatchStats, EnvironmentStats
-from megatron_rl.model.flops import rows_per_token
 from megatron_rl.model.policy import DTYPES
 from megatron_rl.platform.device import Kernels
 from megatron_rl.rank.groups import Groups, gathered
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.flops import rows_per_token
 from megatron_rl.rollout.batch import RolloutBatch
 
 

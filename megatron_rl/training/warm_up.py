@@ -29,14 +29,14 @@ from megatron_rl.algorithms.loss import supervised_loss
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.chat.messages import Example
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.contract.files import check_regular
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import SupervisedConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.model import SupervisedConfig
 from megatron_rl.supervised.example_rows import demonstrations, token_example
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from megatron_rl.inference.api import Delta, GenerationRequest
-from megatron_rl.inference.config import ends_of
 from megatron_rl.inference.text_stream import Decode
 from megatron_rl.inference.transcript import RowAnswer, Transcript
+from megatron_rl.recipe.inference import ends_of
 from megatron_rl.vllm.client import NewTokens
 
 

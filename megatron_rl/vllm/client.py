@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from megatron_rl.inference.api import PromptTooLong
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.vllm.process import VllmClosed, VllmGone, VllmRefused
 
 MODEL_NAME = "policy"

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import processes_logprobs
-from megatron_rl.inference.vllm_options import given_options, option_word
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.rank.config import PLANS
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.inference import processes_logprobs
+from megatron_rl.recipe.job import PLANS
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_options import given_options, option_word
 from megatron_rl.vllm.client import MODEL_NAME
-from megatron_rl.vllm.config import VllmConfig
 from megatron_rl.vllm.plugin import BACKEND
 
 LARGEST_BLOCK = 128

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.vllm.shared_memory import remove_segments
 
 SOCKET_BYTES = 107

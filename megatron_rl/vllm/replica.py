@@ -12,14 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_rl.config import RunConfig
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import pages_of
 from megatron_rl.inference.request_limits import RequestLimits
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import CONFIG_FILE, to_hf_config
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.platform.transport import offered
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE, to_hf_config
+from megatron_rl.recipe.inference import pages_of
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.replica.app import ReplicaService
 from megatron_rl.replica.serve import RankWork, ReplicaRank

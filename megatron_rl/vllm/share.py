@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import OUTPUT, sources, weights
 from megatron_rl.model.sharded_names import weight_name
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.refit.epoch import ReplicaStart, TransferFailed
 from megatron_rl.refit.plan import ModelShare
 from megatron_rl.refit.receiving import Receiving

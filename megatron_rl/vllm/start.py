@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.vllm_options import untried
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.vllm_options import untried
 from megatron_rl.vllm.client import VllmClient
 from megatron_rl.vllm.command import Served
 from megatron_rl.vllm.process import VllmGone, VllmProcess

@@ -10,9 +10,9 @@ from contextlib import aclosing
 from functools import partial
 
 from megatron_rl.inference.api import Delta, GenerationRequest
-from megatron_rl.inference.config import ends_of
 from megatron_rl.inference.request_limits import refuse_duplicate
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.inference import ends_of
 from megatron_rl.vllm.answers import VllmAnswer, begun, shared_streams
 from megatron_rl.vllm.client import NewTokens
 from megatron_rl.vllm.running import RunningVllm

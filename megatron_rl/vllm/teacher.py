@@ -9,12 +9,12 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_rl.config import RunConfig
-from megatron_rl.distill.config import ROWS
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
-from megatron_rl.model.hub import local_folder
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import ROWS
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.replica.scoring import ScoringService
 from megatron_rl.replica.serve import RankWork, ReplicaRank
 from megatron_rl.server.engine_thread import EngineGone

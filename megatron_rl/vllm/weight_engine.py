@@ -23,8 +23,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.platform.transport import beside
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.vllm.share import Setting, WeightShare
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import OUTPUT, pieces, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, matrices
 from megatron_rl.model.sharded_names import leading_axes, weight_name
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.refit.plan import Box
 
 

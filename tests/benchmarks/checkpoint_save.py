@@ -26,9 +26,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 Seconds = tuple[float, float]  # blocked, total
 TENSORS = 96

@@ -15,8 +15,8 @@ from launches import QWEN_32B, Step, decode_step
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from launcher.plan.estimate import KERNEL_S, MEMORY_SHARE, SUM_S
-from megatron_rl.platform.cards import Card, find_card
-from megatron_rl.platform.kernel_speed import BLOCK_BYTES_PER_S, key_splits
+from megatron_rl.recipe.cards import Card, find_card
+from megatron_rl.recipe.kernel_speed import BLOCK_BYTES_PER_S, key_splits
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TP = 8

@@ -110,10 +110,10 @@ async def ways_of_calls(options: argparse.Namespace, client: Client) -> dict[str
     from server_helpers import byte_tokenizer, encode
 
     from megatron_rl.chat.chat import Chat
-    from megatron_rl.endpoint.config import EndpointConfig
     from megatron_rl.endpoint.endpoint import PolicyEndpoint
     from megatron_rl.inference.api import Completion, GenerationRequest
-    from megatron_rl.inference.config import Sampling
+    from megatron_rl.recipe.endpoint import EndpointConfig
+    from megatron_rl.recipe.inference import Sampling
 
     class AtOnce:
         async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -158,10 +158,10 @@ async def conversations(options: argparse.Namespace, client: Client, folder: Pat
     from megatron_rl.agent.scoring import RolloutLimits
     from megatron_rl.agent.trajectories import Problem
     from megatron_rl.endpoint.agent import EndpointAgent, RunResult
-    from megatron_rl.endpoint.config import EndpointConfig
     from megatron_rl.endpoint.session import RolloutSession
     from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface
-    from megatron_rl.inference.config import Sampling
+    from megatron_rl.recipe.endpoint import EndpointConfig
+    from megatron_rl.recipe.inference import Sampling
     from megatron_rl.standalone.opened_policy import open_policy
     from megatron_rl.standalone.source import find_source
 

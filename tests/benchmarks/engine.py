@@ -45,12 +45,12 @@ import megatron_rl.platform.megatron_core  # noqa: F401  before the modules belo
 from launcher.fetch.prefetch import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import read_hf_config, shape
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.device import Device
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
+from megatron_rl.recipe.hf_config import read_hf_config, shape
+from megatron_rl.recipe.model import ModelConfig
 
 ROWS = 64
 GROUPS, SHARED = 8, 400

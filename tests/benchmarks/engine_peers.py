@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
+from megatron_rl.recipe.model import ModelConfig
 
 ANSWER_TIMEOUT_S = 600.0
 END_IDS = frozenset([0])

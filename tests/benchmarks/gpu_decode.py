@@ -22,11 +22,11 @@ from gpu_step import RESULTS, SHAPES, machine, write_result
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
+from megatron_rl.recipe.model import ModelConfig
 
 PROMPT, WARM_UP, TOKENS, REPEATS = 512, 8, 48, 3
 ROWS = {"tiny": (1, 3), "0.5b": (1, 8, 32, 128), "7b": (1, 8, 32, 128)}

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.recipe.load import load_recipe
-from megatron_rl.config import RunConfig
-from megatron_rl.model.config import ModelConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.model import ModelConfig
 
 # So small that the weights, and with them the lengths of answers, do not change on either side,
 # whatever number of steps one of them takes. The arithmetic of an update does not depend on it.

@@ -28,10 +28,10 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from megatron_rl.config import RunConfig
 from megatron_rl.environments.reasoning_gym import last_number
-from megatron_rl.model.hub import local_folder
 from megatron_rl.rank.world import die_with_parent
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.hub import local_folder
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 END, PADDING = "$", "_"

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.model import ModelConfig
 
 
 def lengthen(policy: Policy, end_token: int, end_bias: float) -> None:

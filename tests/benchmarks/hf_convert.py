@@ -43,9 +43,9 @@ def publish(folder: Path, gigabytes: float, shard_bytes: int) -> int:
 
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.hf.to_megatron import batches
-    from megatron_rl.model.config import ModelConfig
-    from megatron_rl.model.hf_config import read_hf_config, shape
     from megatron_rl.model.hf_mapping import sources, weights
+    from megatron_rl.recipe.hf_config import read_hf_config, shape
+    from megatron_rl.recipe.model import ModelConfig
 
     folder.mkdir(parents=True)
     layers = max(1, round((gigabytes * 1e9 - 2 * 32000 * 2048) / BYTES_OF_LAYER))

@@ -22,7 +22,7 @@ from megatron_rl.algorithms.balance import balance
 from megatron_rl.algorithms.bins import BinLimit, Tree
 from megatron_rl.algorithms.packing import Packing
 from megatron_rl.inference.api import Completion
-from megatron_rl.model.flops import rows_per_token, training_flops
+from megatron_rl.recipe.flops import rows_per_token, training_flops
 from megatron_rl.rollout.encoding import decode_group, encode_group, joined, parted
 from megatron_rl.rollout.exchange import group_costs
 from megatron_rl.rollout.stream import shares

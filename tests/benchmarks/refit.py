@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before megatron-core itself
-from megatron_rl.config import RunConfig
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.recipe.config import RunConfig
 
 RANKS, VOCABULARY = 4, 8192
 LIMIT = timedelta(seconds=120)

@@ -40,8 +40,8 @@ from hf_helpers import PUBLISHED, publish
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.standalone.opened_policy import open_policy
 from megatron_rl.standalone.source import find_source
 

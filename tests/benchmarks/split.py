@@ -43,7 +43,6 @@ from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest, PartialAnswer
-from megatron_rl.inference.config import InferenceConfig, Sampling, pages_of
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.link import ReplicaGone
@@ -53,6 +52,7 @@ from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.platform.cpu import CpuDevice
 from megatron_rl.rank.activity import Activity
+from megatron_rl.recipe.inference import InferenceConfig, Sampling, pages_of
 from megatron_rl.refit.overlapped import OverlappedRefit
 from megatron_rl.refit.probe import Probe
 from megatron_rl.replica.app import ReplicaService

@@ -18,7 +18,6 @@ import megatron_rl.platform.megatron_core  # noqa: F401  before the modules belo
 from launcher.fetch.prefetch import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.inference.replicas.dispatch import Dispatch
 from megatron_rl.inference.replicas.pool import ReplicaPool
@@ -27,6 +26,7 @@ from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.refit.epoch import Epoch
 from megatron_rl.refit.model_tensors import weights_by_box
 from megatron_rl.refit.probe import Probe

@@ -11,9 +11,9 @@ from gpu_helpers import DEVICE
 
 @pytest.fixture(scope="session")
 def platform() -> Any:
-    from megatron_rl.model.config import too_small_head
     from megatron_rl.platform.select import select
-    from megatron_rl.rank.config import JobConfig
+    from megatron_rl.recipe.job import JobConfig
+    from megatron_rl.recipe.model import too_small_head
 
     chosen = select(JobConfig(device=DEVICE, gpus_per_node=1, threads_per_rank=4))
     find = chosen.kernels.linears

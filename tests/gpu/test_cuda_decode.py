@@ -13,7 +13,7 @@ from gpu_helpers import DEVICE, NEEDS_GPU, replayed
 from torch import Tensor
 
 from megatron_rl.platform.flash_kernels import PagedKernel, find_paged_kernels
-from megatron_rl.platform.kernel_speed import key_splits
+from megatron_rl.recipe.kernel_speed import key_splits
 
 pytestmark = NEEDS_GPU
 

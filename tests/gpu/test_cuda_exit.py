@@ -19,7 +19,7 @@ import torch.distributed as dist
 from core_helpers import END, tiny_policy
 from gpu_helpers import DEVICE, gpu_model
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected

@@ -10,10 +10,10 @@ from core_helpers import END, VOCAB, tiny_model, tiny_policy
 from gpu_helpers import DEVICE, NEEDS_GPU
 
 from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 pytestmark = NEEDS_GPU
 

@@ -102,7 +102,7 @@ from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.implementation import Implementation
 from megatron_rl.platform.select import select
-from megatron_rl.rank.config import JobConfig
+from megatron_rl.recipe.job import JobConfig
 
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()

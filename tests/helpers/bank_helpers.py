@@ -12,15 +12,15 @@ import pytest
 
 from megatron_rl.agent.api import GroupedRolloutGenerator
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.config import RunConfig
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.rollout import ResumeConfig
 from megatron_rl.rollout import agent_loop
 from megatron_rl.rollout.agent_loop import AgentLoop, EngineInTurn
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import Entry
 from megatron_rl.rollout.bank.records import Lineage
-from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.rollout.curriculum import prompts_of
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.in_flight import InFlightGroups

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.publish import Manifest
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 

@@ -15,7 +15,7 @@ from launcher.cluster.profile import Profile
 from launcher.doctor.examine import ClusterFacts, examine
 from launcher.doctor.finding import DoctorFinding
 from launcher.recipe.load import load_recipe
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 RECORDED = Path(__file__).parent / "slurm_output"
 

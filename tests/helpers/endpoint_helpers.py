@@ -12,12 +12,12 @@ import httpx
 from server_helpers import byte_tokenizer
 
 from megatron_rl.chat.chat import Chat
-from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.endpoint import PolicyEndpoint
 from megatron_rl.endpoint.session import RolloutSession
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import Answers, ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.inference import Sampling
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

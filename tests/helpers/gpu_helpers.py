@@ -20,7 +20,7 @@ import yaml
 from core_helpers import tiny_model
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.model.config import ModelConfig
+from megatron_rl.recipe.model import ModelConfig
 
 DEVICE = os.environ.get("MRL_GPU_TESTS_ON", "cuda")
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")

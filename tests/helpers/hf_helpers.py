@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import read_hf_config, shape
+from megatron_rl.recipe.hf_config import read_hf_config, shape
+from megatron_rl.recipe.model import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

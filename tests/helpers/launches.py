@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.model_runner import ModelRunner
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.flash_kernels import PagedKernel
 from megatron_rl.platform.layer_kernels import Norms, Slots, TorchKernels
 from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
-from megatron_rl.rank.config import TrainingLayout
+from megatron_rl.recipe.inference import InferenceConfig
+from megatron_rl.recipe.job import TrainingLayout
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.rehearse.phantom_world import alone_in
 
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")

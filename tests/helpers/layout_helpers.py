@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_rl.model.lora_mapping import is_adapter
 from megatron_rl.model.policy import Policy
-from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.groups import Groups, cut
+from megatron_rl.recipe.job import TrainingLayout
 
 
 class Layout(NamedTuple):

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers_witness import witness
 
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_parts import held_adapters
 from megatron_rl.model.lora_mapping import module_of
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.model import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,8 +8,8 @@ import torch
 from core_helpers import tiny_model, tiny_policy
 from torch import Tensor
 
-from megatron_rl.rank.config import Offload
-from megatron_rl.training.config import OptimizerConfig
+from megatron_rl.recipe.job import Offload
+from megatron_rl.recipe.training import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
 
 UPDATES = 4

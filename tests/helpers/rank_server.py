@@ -10,7 +10,7 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 IMPORTED = (
     "hypothesis",

@@ -37,7 +37,6 @@ from megatron_rl.agent.api import (
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.checkpoint import save as save_module
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import Drain as DrainRequest
 from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.paths import RunDir
@@ -52,6 +51,7 @@ from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.world import World
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.refit.rank_refit import SharedWeights
 from megatron_rl.rollout import agent_loop as agent_loop_module
 from megatron_rl.rollout.bank import file

@@ -9,7 +9,7 @@ from typing import Any
 
 from core_helpers import ALPHABET, tiny_model
 
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 
 def supervised_recipe(**sections: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch
 from core_helpers import PADDED_VOCAB
 from torch import Tensor
 
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.model import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

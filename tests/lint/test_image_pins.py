@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from megatron_rl.inference.vllm_options import VLLM_VERSIONS
+from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
 
 SCRIPTS = sorted([*CONTAINERS.glob("*.sh"), *CONTAINERS.glob("*.sbatch")])
 OF_THE_IMAGE = {"torch", "numpy", "psutil", "tensorboard", "prometheus-client"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.show.help_pages import Keys
-from megatron_rl.algorithms.config import BASELINES, POLICY_LOSSES
+from megatron_rl.recipe.grpo import BASELINES, POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

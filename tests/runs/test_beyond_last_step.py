@@ -10,9 +10,9 @@ import pytest
 import yaml
 from simulated_run import STEPS, Simulation, recipe
 
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import Outcome
 from megatron_rl.contract.records import read
+from megatron_rl.recipe.config import RunConfig
 
 
 def given_fewer_steps(run: Simulation, config: RunConfig, steps: int) -> None:

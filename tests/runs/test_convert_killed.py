@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.checkpoint.hf import staging
 from megatron_rl.checkpoint.hf.staging import clean_up, staged
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 
 @pytest.fixture

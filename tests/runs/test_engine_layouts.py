@@ -20,11 +20,9 @@ from core_helpers import END, VOCAB, tiny_model, tiny_run
 from layout_helpers import fill, wrong_weights
 from megatron.core import parallel_state
 
-from megatron_rl.config import RunConfig
 from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.inference.broadcast import INLINE, PlanBroadcast
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.scheduler import StepPlan
 from megatron_rl.model.fused import FusedPolicy
@@ -33,6 +31,8 @@ from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.refit.rank_engine import build_engine
 from megatron_rl.refit.rank_refit import ReshardedWeights
 

@@ -18,7 +18,7 @@ from megatron_rl.fabric import check
 from megatron_rl.fabric.check import FabricTimeouts
 from megatron_rl.fabric.findings import findings, summary, whole_nodes
 from megatron_rl.platform.device import UnsupportedPlatform
-from megatron_rl.rank.config import JobConfig
+from megatron_rl.recipe.job import JobConfig
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
 LIMITS = FabricTimeouts(meet=20.0, stage=15.0, slack=10.0)

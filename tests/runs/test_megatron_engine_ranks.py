@@ -15,12 +15,12 @@ from megatron.core import parallel_state
 from megatron_engine_on_cpu import megatron_engine_on_cpu
 
 from megatron_rl.inference.api import Completion, GenerationRequest, RankEngine
-from megatron_rl.inference.config import Sampling
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.refit.rank_engine import build_engine
 
 LIMIT = timedelta(seconds=60)

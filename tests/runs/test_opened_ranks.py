@@ -12,7 +12,7 @@ from layout_helpers import Layout
 
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.platform.select import select
-from megatron_rl.rank.config import JobConfig
+from megatron_rl.recipe.job import JobConfig
 from megatron_rl.standalone.opened_policy import load_policy
 from megatron_rl.standalone.source import find_source
 

@@ -21,10 +21,10 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.scripted_trial import CodePoints
 from megatron_rl.environments.program.arguments import ProgramConfig
 from megatron_rl.environments.program.environment import ProgramEnvironment
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
 
 pytestmark = [needs("datasets"), needs("openai")]
 

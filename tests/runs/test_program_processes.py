@@ -21,7 +21,7 @@ import pytest
 from megatron_rl.endpoint.agent import RolloutLost
 from megatron_rl.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
 from megatron_rl.environments.program.runner import ProgramRunner
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 Result = TypeVar("Result")
 

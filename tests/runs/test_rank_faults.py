@@ -15,7 +15,7 @@ from fault_injection import OLDER, ONCE, Clock, Fault, FaultyFiles, Operation, T
 from simulated_run import Record, Simulation, recipe
 
 from megatron_rl.checkpoint.load import verify
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 MakeRun = Callable[..., Simulation]
 HALF_WAY = 14

@@ -19,11 +19,11 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.environments.remote import RemoteAgent, RemoteConfig
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
+from megatron_rl.recipe.model import TokenizerConfig
 
 ARGUMENTS = {"min_terms": 2, "max_terms": 2}
 STEPS = 6

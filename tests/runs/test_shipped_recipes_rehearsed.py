@@ -25,9 +25,9 @@ from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
-from megatron_rl.config import RunConfig
-from megatron_rl.distill.teacher_files import teacher_files
-from megatron_rl.inference.capabilities import capabilities_of
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.teacher_files import teacher_files
 
 Rehearse = Callable[..., list[tuple[RankRehearsal, RankMemory]]]
 

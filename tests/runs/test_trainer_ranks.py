@@ -20,9 +20,9 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.platform.select import select
-from megatron_rl.rank.config import JobConfig
 from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.job import JobConfig
 from megatron_rl.rollout import exchange as exchange_module
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares

@@ -25,8 +25,8 @@ from core_helpers import VOCAB, tiny_model
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.select import select
-from megatron_rl.rank.config import JobConfig
-from megatron_rl.training.config import OptimizerConfig
+from megatron_rl.recipe.job import JobConfig
+from megatron_rl.recipe.training import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
 
 platform = select(JobConfig(device="cpu"))
@@ -62,7 +62,7 @@ USED = (
     + """
 from core_helpers import END
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.parallel import _boxes
 from megatron_rl.platform.layer_kernels import TorchKernels
@@ -174,10 +174,10 @@ from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.select import select
 from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
-from megatron_rl.rank.config import JobConfig, TrainingLayout
+from megatron_rl.recipe.job import JobConfig, TrainingLayout
 from megatron_rl.rank.groups import cut
 from megatron_rl.training import overlap
-from megatron_rl.training.config import OptimizerConfig
+from megatron_rl.recipe.training import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward

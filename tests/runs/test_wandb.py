@@ -31,12 +31,12 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, if_readable, read, write
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, group_json, member, rollouts_file
 from megatron_rl.contract.run_records import WandbRun
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.metrics.config import LoggingConfig, WandbConfig
 from megatron_rl.metrics.wandb import mirror, upload
 from megatron_rl.metrics.wandb.mirror import check_installed
 from megatron_rl.metrics.wandb.upload import TABLE, RecordReader, RecordRow, RolloutTables
 from megatron_rl.metrics.writer import MetricsWriter
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.logs import LoggingConfig, WandbConfig
 
 KEY = "5ec2e7" * 7
 OF_ANOTHER_RUN = {

@@ -36,7 +36,7 @@ PROMISES: dict[str, list[list[str]]] = {
         [
             "from megatron_rl.chat.chat import Chat\n"
             "from megatron_rl.chat.conversation import conversation_of\n"
-            "from megatron_rl.model.config import TokenizerConfig\n"
+            "from megatron_rl.recipe.model import TokenizerConfig\n"
             "from megatron_rl.model.tokenizer import build_tokenizer\n"
             "chat = Chat(build_tokenizer(TokenizerConfig(path='./tokenizer')))\n"
             "assert chat.prompt(conversation_of([{'role': 'user', 'content': 'Hi'}]))"

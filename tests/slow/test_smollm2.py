@@ -19,13 +19,13 @@ from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
-from megatron_rl.config import RunConfig
 from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.inference import Sampling
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,9 @@ from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.environments.vf.config import VerifiersConfig
 from megatron_rl.environments.vf.environment import VerifiersEnvironment
 from megatron_rl.environments.vf.worker_process import WORKER
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, load_pretrained_tokenizer
+from megatron_rl.recipe.inference import Sampling
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=200)
 LIMITS = RolloutLimits(60.0)

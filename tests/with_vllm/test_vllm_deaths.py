@@ -20,7 +20,7 @@ from vllm_training import CLOSE, PROMPT, SERVED, Trainer, prepare_run, probe_of
 
 from launcher.host.record.heartbeats import HangWatch
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.vllm.shared_memory import NOTE
 
 LONG = 1500

@@ -23,7 +23,7 @@ from vllm_training import PROMPT, SERVED, TOKEN, Trainer, prepare_run, probe_of
 
 from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 
 LIMIT_S = 120.0
 MANY = 1500

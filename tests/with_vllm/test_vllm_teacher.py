@@ -24,11 +24,11 @@ from loop_helpers import lines_of, prepare
 from vllm_front import PYTHON_VARIABLE, START_S, Front, LocalRun, is_there, until
 
 from launcher.host.record.evidence import read_replicas
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import TEACHER
 from megatron_rl.distill.served import ServedTeacher, replicas_of
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import CharacterTokenizer
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 
 CLOSE = 1e-3
 """Largest difference of log-probs in fp32."""

@@ -17,8 +17,8 @@ from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.backends.probe.rank import ask_in_container, find_image
 from launcher.cluster.profile import Profile
 from launcher.host.image.reference import ImageError
-from megatron_rl.inference.vllm_options import given_options, option_name, option_word
 from megatron_rl.platform import nccl
+from megatron_rl.recipe.vllm_options import given_options, option_name, option_word
 
 LIMIT_S = 20.0  # seconds for the answer of a Python of this machine
 

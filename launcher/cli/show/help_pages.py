@@ -14,11 +14,11 @@ from launcher.recipe.problems import ITEM, expected, generic, known_keys
 from launcher.recipe.shipped import shipped_bases, shipped_recipes
 from launcher.recipe.suggest import KeyPath
 from launcher.recipe.written import EXTENDS, shipped_values
-from megatron_rl.config import RunConfig
 from megatron_rl.contract import window_rules
 from megatron_rl.contract.learning import WINDOW
 from megatron_rl.metrics.metric import Metric
 from megatron_rl.metrics.names import COMPONENTS, ENVIRONMENT_METRICS, EVALUATION_METRICS, STEP_METRICS, SUBJECTS
+from megatron_rl.recipe.config import RunConfig
 
 WIDTH = 100  # columns of the terminal
 PAGE_WIDTH = 120  # columns of the generated pages

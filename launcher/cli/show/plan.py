@@ -13,8 +13,8 @@ from rich.text import Text
 from launcher.cli.show.plan_drawing import FOLD, MARGIN, drawing, legend
 from launcher.plan.placement import Plan
 from launcher.plan.summary import TIGHT
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.text import size
+from megatron_rl.recipe.config import RunConfig
 
 
 def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -> None:

@@ -27,7 +27,6 @@ from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import Recipe, dump_resolved, origins, refusal
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.codes import (
     CRASHED,
     EXIT_CRASHED,
@@ -38,6 +37,7 @@ from megatron_rl.contract.codes import (
     MISCONFIGURED,
 )
 from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.recipe.config import RunConfig
 
 if TYPE_CHECKING:  # slow to import, and not needed for a dry run
     from launcher.cli.submit.follow import Follower

@@ -27,8 +27,8 @@ from typing import IO, Any
 
 from megatron_rl.agent.reward_value import WrongReward, checked_reward
 from megatron_rl.contract.children import OUTSIDE_SIGNALS
-from megatron_rl.errors import task_location, task_traceback
 from megatron_rl.processes.guard import guard
+from megatron_rl.recipe.errors import task_location, task_traceback
 from megatron_rl.recipe.own_code import import_function, where_defined
 
 TRACE_CHARACTERS = 4000

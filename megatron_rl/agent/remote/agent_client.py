@@ -27,9 +27,9 @@ from megatron_rl.agent.remote.agent_wire import (
     encode_completions,
     encode_refusal,
 )
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest
 from megatron_rl.inference.replicas.wire import REFUSED, Garbled, decode_request, encode_request
+from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 

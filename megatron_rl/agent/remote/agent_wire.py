@@ -30,8 +30,8 @@ from megatron_rl.agent.api import EvaluationResponse
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
 from megatron_rl.inference.api import Completion
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.replicas.wire import Garbled, Refusal, kind_of
+from megatron_rl.recipe.inference import Sampling
 
 PROTOCOL = 5
 TRAINING = "training"

@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 from megatron_rl.checkpoint.publish import CheckpointError, newest_step
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.hf_config import CONFIG_FILE
-from megatron_rl.model.hub import local_folder
 from megatron_rl.rank.world import die_with_parent
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE
+from megatron_rl.recipe.hub import local_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import waiting_for_export
 from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import how_ended, module_command
 from megatron_rl.contract.codes import PARENT_VARIABLE
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 logger = logging.getLogger(__name__)
 

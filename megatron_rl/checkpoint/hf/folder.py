@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.contract.files import check_regular, names_in, read_bytes
-from megatron_rl.model.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
 from megatron_rl.model.hf_mapping import HF_OUTPUT, HfTensor
+from megatron_rl.recipe.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

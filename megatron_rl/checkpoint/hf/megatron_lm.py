@@ -19,8 +19,8 @@ from megatron_rl.checkpoint.hf.pretrained import fill
 from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.shards import RecordedFile
 from megatron_rl.contract.files import check_regular
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.hf_mapping import EMBEDDING, OUTPUT, Weight, pieces
+from megatron_rl.recipe.model import ModelConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"  # says `release`: the weights belong to no iteration
 VERSION = 3.0  # version of the order of queries, keys and values

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from megatron_rl.chat.turn_end import turn_end
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, NOTES
-from megatron_rl.config import read_config
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model import hf_config
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import CONFIG_FILE, KEYS, read_hf_config, shape
-from megatron_rl.model.hub import local_folder
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe import hf_config
+from megatron_rl.recipe.config import read_config
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE, KEYS, read_hf_config, shape
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.checkpoint.adapters import KEY, check_adapters, check_base, check_whole
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.checkpoint.initial_weights import checksum, checksum_text
 from megatron_rl.checkpoint.publish import Manifest, read_manifest
 from megatron_rl.contract.files import make_readable, read_bytes
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import LoraConfig, ModelConfig, is_hub_name
-from megatron_rl.model.hf_config import CONFIG_FILE
 from megatron_rl.model.hf_mapping import OUTPUT, Weight, weights
-from megatron_rl.model.hub import local_folder
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, is_target, module_of
 from megatron_rl.model.policy import DTYPES
 from megatron_rl.platform.device import Device
+from megatron_rl.recipe.adapters import KEY, check_adapters, check_base, check_whole
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import LoraConfig, ModelConfig, is_hub_name
 
 ADAPTER = "adapter"  # folder of the adapters in PEFT's format, in that of the merged weights
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"

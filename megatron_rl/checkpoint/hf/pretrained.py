@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, contradictions
 from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, pieces, sources, weights
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.hf_config import CONFIG_FILE, UnusableWeights, contradictions
+from megatron_rl.recipe.model import ModelConfig
 
 
 def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:

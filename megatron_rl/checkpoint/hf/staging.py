@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.hf.folder import INDEX
 from megatron_rl.checkpoint.publish import sync_names
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 CARRIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*")
 """Configuration, tokenizer, generation config and chat templates; neither weights nor code."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rl.checkpoint.adapters import KEY
 from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE
 from megatron_rl.checkpoint.hf.megatron_lm import MegatronLMReader
 from megatron_rl.checkpoint.hf.origin import CheckpointOrigin, origin_of
@@ -20,11 +19,12 @@ from megatron_rl.checkpoint.hf.staging import carry, staged
 from megatron_rl.checkpoint.hf.to_megatron import NOTES, Converted, batches
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.checkpoint.publish import MANIFEST, find_corruption, find_defect, read_manifest
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import CONFIG_FILE, to_hf_config
 from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, weights
 from megatron_rl.platform.device import Device
+from megatron_rl.recipe.adapters import KEY
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE, to_hf_config
+from megatron_rl.recipe.model import ModelConfig
 
 GENERATION = "generation_config.json"
 

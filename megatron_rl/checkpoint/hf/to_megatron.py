@@ -21,12 +21,12 @@ from megatron_rl.checkpoint.hf.staging import carry, staged, sync
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
 from megatron_rl.checkpoint.publish import Manifest, hash_file, write_manifest
 from megatron_rl.contract.paths import CARRIED
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import CONFIG_FILE, UnusableWeights, shape
 from megatron_rl.model.hf_mapping import Weight, sources, weights
 from megatron_rl.model.tokenizer import load_pretrained_tokenizer
 from megatron_rl.platform.device import Device
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE, UnusableWeights, shape
+from megatron_rl.recipe.model import ModelConfig
 
 NOTES = "conversion.json"  # file among the carried ones with facts that only the weights show
 VOCAB_MULTIPLE = 128  # divides the padded embedding's rows, as in the shipped recipes and in Megatron-LM (per rank)

@@ -36,8 +36,8 @@ from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult, pr
 from megatron_rl.environments.program.arguments import ProgramConfig, ProgramRows
 from megatron_rl.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
 from megatron_rl.environments.program.reward_line import NoReward, reward_in, reward_of
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
 
 if TYPE_CHECKING:  # slow imports; the launcher imports this module to check a recipe
     from megatron_rl.endpoint.session import RolloutSession

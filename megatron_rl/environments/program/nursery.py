@@ -28,7 +28,7 @@ import psutil
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
 from megatron_rl.environments.program.nursery_wire import MESSAGE_BYTES, READY, PreparedProgram, Program, Rollout, place
 from megatron_rl.environments.program.supervisor import END_S, supervise
-from megatron_rl.errors import note_task_code
+from megatron_rl.recipe.errors import note_task_code
 
 LOOK_S = 1.0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from megatron_rl.errors import task_location
+from megatron_rl.recipe.errors import task_location
 
 OUTPUT_CHARACTERS = 4000
 """Characters that are kept of a program's output, from its end."""

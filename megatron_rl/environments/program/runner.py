@@ -16,7 +16,7 @@ from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import how_ended, module_command
 from megatron_rl.endpoint.agent import RolloutLost
 from megatron_rl.environments.program.nursery_wire import MESSAGE_BYTES, READY, Program, ProgramEnd, ProgramJob
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.contract.files import read_bytes
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import (
     AnswerPrefix,
     Delta,
@@ -30,7 +29,8 @@ from megatron_rl.inference.api import (
     PromptTooLong,
     Unsupported,
 )
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
 
 PROTOCOL = 5
 FEWEST_CHARACTERS = 32

@@ -15,9 +15,9 @@ import time
 from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import module_command
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.metrics.config import LoggingConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.extras import needed
+from megatron_rl.recipe.logs import LoggingConfig
 
 logger = logging.getLogger(__name__)
 

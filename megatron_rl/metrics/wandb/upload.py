@@ -34,14 +34,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
 from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, FINISHED
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import RecordTail, Unreadable, if_readable, read, read_lines, write
 from megatron_rl.contract.rollout_records import GroupLine, read_rollouts
 from megatron_rl.contract.run_records import Fork, WandbRun
-from megatron_rl.metrics.config import is_due
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.logs import is_due
 
 POLL_S = 5.0
 PATIENCE_S = 30.0  # seconds for a file that cannot be read, and for the groups of a sampled step

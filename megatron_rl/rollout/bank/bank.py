@@ -29,11 +29,11 @@ from pathlib import Path
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.inference.api import ResumableInference
+from megatron_rl.recipe.rollout import ResumeConfig
 from megatron_rl.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
 from megatron_rl.rollout.bank.records import Lineage, attempt_record, group_record
 from megatron_rl.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share
-from megatron_rl.rollout.config import ResumeConfig
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import AnswerPrefix, GenerationRequest
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout.bank.file import Record
 from megatron_rl.rollout.encoding import LOG_PROB, TOKEN, VERSION, BodyReader, Head, encode_group
 

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.recipe.environment import EnvironmentConfig
 from megatron_rl.recipe.extras import install_command
+from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.server.serving import allow_connections, refused, run_server, serve
 
 STALL_S = 60.0
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build_and_serve(options: argparse.Namespace, tokens: list[str], listener: socket.socket) -> int:
-    from megatron_rl.agent.registry import build_environment
     from megatron_rl.model.tokenizer import build_tokenizer
+    from megatron_rl.recipe.registry import build_environment
 
     try:
         from megatron_rl.server.agent.agent_service import AgentService, application

@@ -35,8 +35,8 @@ from launcher.cluster.choice import SHIPPED as CLUSTERS
 from launcher.host.record.identity import identify
 from launcher.recipe.problems import known_keys
 from launcher.recipe.shipped import SHIPPED
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.config import RunConfig
 
 LIMIT_S = 20.0  # of processor time of one command, before it counts as hanging
 DEMO = (SHIPPED / "demo.yaml").read_text(encoding="utf-8")

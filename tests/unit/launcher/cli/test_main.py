@@ -17,7 +17,7 @@ from launcher.errors import show
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from launcher.recipe.written import shipped_values
-from megatron_rl.agent.registry import EnvironmentInfo
+from megatron_rl.recipe.registry import EnvironmentInfo
 from megatron_rl.recipe.section import flat
 
 

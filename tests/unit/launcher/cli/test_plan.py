@@ -19,7 +19,7 @@ from launcher.plan.placement import Plan, place
 from launcher.plan.summary import batch, make_plan, plan_json
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.text import size
-from megatron_rl.rank.config import JobConfig, PlacementConfig
+from megatron_rl.recipe.job import JobConfig, PlacementConfig
 
 RECIPE = "qwen2.5-32b-dapo"
 IMPOSSIBLE = ("placement.training.tp=5",)

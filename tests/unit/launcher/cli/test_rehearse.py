@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from launcher.backends.rehearsal import RankRehearsal, RehearsalFailure
 from launcher.cli import rehearse
 from launcher.plan.placement import RankKind
-from megatron_rl.config import RunConfig
-from megatron_rl.distill.teacher_files import TeacherFiles
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.teacher_files import TeacherFiles
 
 GIB = 2**30
 RECIPE = "qwen2.5-32b-dapo"

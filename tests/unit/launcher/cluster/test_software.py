@@ -11,8 +11,8 @@ from launcher.cluster.software import rank_image, rank_python, replica_image, re
 from launcher.errors import BadInput
 from launcher.fetch.prefetch import needs
 from launcher.recipe.load import load_recipe
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import TEACHER
+from megatron_rl.recipe.config import RunConfig
 
 POD = Profile.model_validate({"gpus_per_node": 8, "run_root": "/r", "python": "/p", "container": {"image": "a:b"}})
 BARE = POD.model_copy(update={"container": None})

@@ -14,7 +14,7 @@ from launcher.doctor.finding import DoctorFinding
 from launcher.doctor.vllm_python import inexact_options, vllm_findings
 from launcher.plan.gpu_memory import version_bytes
 from launcher.recipe.load import load_recipe
-from megatron_rl.inference.vllm_options import VLLM_VERSIONS
+from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
 
 LOWEST, BELOW = VLLM_VERSIONS
 VLLM = VllmFacts("python3", "in vllm:1", release=(3, 12), version=LOWEST, nccl="2.29.7")

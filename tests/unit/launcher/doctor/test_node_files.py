@@ -12,7 +12,7 @@ from launcher.doctor import node_files
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import Packages, absent_files, collect_local, findings
 from launcher.recipe.load import Recipe, load_recipe
-from megatron_rl.inference.vllm_options import VLLM_VERSIONS
+from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
 
 WEIGHTS = (
     "{num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, "

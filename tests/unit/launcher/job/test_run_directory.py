@@ -13,11 +13,11 @@ from launcher.host.process.lock import RunLock
 from launcher.job.directories import run_directory
 from launcher.job.run_directory import OpenedRun, opened, prepare
 from launcher.recipe.load import load_recipe, read_resolved
-from megatron_rl.agent.registry import with_kept_files
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import encode_line, read, read_lines
 from megatron_rl.contract.run_records import KeptFiles, RecipeChange
+from megatron_rl.recipe.registry import with_kept_files
 
 
 def ask(root: Path, *overrides: str, change: bool = False) -> OpenedRun:

@@ -31,7 +31,7 @@ from megatron_rl.contract.attempt_records import AttemptStart
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
 from megatron_rl.contract.run_records import CodeSource
-from megatron_rl.evaluate.config import Evaluation
+from megatron_rl.recipe.evaluation_job import Evaluation
 
 GOLDEN = Path(__file__).parent / "scripts"
 HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}

@@ -16,8 +16,8 @@ from launcher.host.code.sources import plan_sources
 from launcher.job import code_sources as sources
 from launcher.job.code_sources import code_sources, heavy, left_out
 from launcher.recipe.load import load_recipe
-from megatron_rl.agent.registry import GROUP
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.registry import GROUP
 
 
 def repository(root: Path) -> Path:

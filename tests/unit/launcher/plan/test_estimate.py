@@ -7,7 +7,7 @@ import pytest
 from launcher.plan.estimate import estimate_costs, estimate_work, usual_lengths
 from launcher.plan.placement import place
 from launcher.recipe.load import load_recipe
-from megatron_rl.platform.cards import CARDS
+from megatron_rl.recipe.cards import CARDS
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from launcher.plan.placement import place
 from launcher.plan.sizes import LayoutError
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import load_recipe
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.rank.config import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
+from megatron_rl.recipe.job import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
+from megatron_rl.recipe.model import ModelConfig
 
 QWEN = ModelConfig(
     num_layers=64,

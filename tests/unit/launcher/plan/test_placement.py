@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from launcher.plan.placement import Plan, place, rank_kinds
 from launcher.plan.sizes import LayoutError, Sizes
-from megatron_rl.distill.config import TeacherReplicas
-from megatron_rl.rank.config import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
+from megatron_rl.recipe.distill import TeacherReplicas
+from megatron_rl.recipe.job import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
 
 
 def planned(

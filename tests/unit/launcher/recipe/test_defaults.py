@@ -5,7 +5,7 @@ from __future__ import annotations
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.recipe.located_yaml import read_mapping
 from launcher.recipe.meaning import with_defaults
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 
 def resolved(*overrides: str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.recipe.load import _known_keys
 from launcher.recipe.meaning import meanings
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 FOUND = meanings(RunConfig)
 

@@ -12,7 +12,7 @@ import yaml
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from launcher.recipe.published import ShapeUnknown
-from megatron_rl.model.hf_config import KEYS
+from megatron_rl.recipe.hf_config import KEYS
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

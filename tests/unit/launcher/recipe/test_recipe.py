@@ -14,7 +14,7 @@ from launcher.errors import BadInput
 from launcher.recipe.load import asked_text, dump_resolved, load_recipe, read_resolved
 from launcher.recipe.located_yaml import read
 from launcher.recipe.shipped import SHIPPED, shipped_recipes
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 DEMO = (SHIPPED / "demo.yaml").read_text(encoding="utf-8")
 

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.recipe.changes import changes, with_remarks
 from launcher.recipe.load import load_recipe
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 BASE = ("training.steps=800", "training.seed=0", "grpo.group_size=16", "evaluation.every=0", "save.every=100")
 

@@ -11,8 +11,8 @@ from launcher.job.evaluation_request import origin_of, requested
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.recipe.paths import named_paths
 from launcher.recipe.shipped import SHIPPED, shipped_recipes
-from megatron_rl.agent.registry import required_extras
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.registry import required_extras
 
 RECIPE = """\
 name: mine

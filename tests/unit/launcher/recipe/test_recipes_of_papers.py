@@ -20,7 +20,7 @@ from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.algorithms.answers import usable
 from megatron_rl.algorithms.credit import assign_credit
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 DAPO = [name for name in shipped_recipes() if "dapo" in name or name == "qwen2.5-32b-lora"]
 PAGE = Path(__file__).parents[4] / "docs" / "papers.md"

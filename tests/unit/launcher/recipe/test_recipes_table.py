@@ -17,9 +17,9 @@ from launcher.cluster.choice import SHIPPED, load_clusters
 from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import Recipe, load_recipe
 from launcher.recipe.shipped import shipped_recipes
-from megatron_rl.agent.registry import environment_class, required_datasets
-from megatron_rl.config import RunConfig
-from megatron_rl.model.config import RopeScaling
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.model import RopeScaling
+from megatron_rl.recipe.registry import environment_class, required_datasets
 
 SMOLLM2 = [
     "smollm2-135m-chain-sum",

@@ -10,18 +10,18 @@ from bank_helpers import bank_in, drive
 from core_helpers import ALPHABET, build_run, tiny_run
 
 from megatron_rl.agent.api import EvaluationRequest
-from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
 from megatron_rl.agent.multi_task import WeightedMultiTask
-from megatron_rl.agent.registry import build_environment, entry_points_of, required_datasets
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.config import RunConfig
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.metrics.metric import StepReport
 from megatron_rl.metrics.names import TIMED, check_name, metrics_of
 from megatron_rl.metrics.stats import Tally
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.environment import MULTI_TASK, EnvironmentConfig
+from megatron_rl.recipe.inference import Sampling
+from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.registry import build_environment, entry_points_of, required_datasets
 
 SMALL = {"evaluation_problems": 3}
 PLUS = {"name": "arithmetic", "id": "plus", "args": {**SMALL, "seed": 1}, "weight": 3.0}

@@ -21,12 +21,12 @@ from megatron_rl.agent.remote.agent_wire import AgentRequest, ProblemId, decode_
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
+from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.section import Section
 from megatron_rl.server.agent.agent_service import AgentService, application
 

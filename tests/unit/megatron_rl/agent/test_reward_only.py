@@ -13,11 +13,11 @@ from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, PromptTooLong
-from megatron_rl.inference.config import Sampling
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
+from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.section import Section
 
 TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))

@@ -16,9 +16,9 @@ from megatron_rl.agent.tools import render_tool_prompt
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.chat.chat import Chat
 from megatron_rl.environments.calculator import CALCULATOR, Calculator, CalculatorConfig
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.inference import Sampling
 
 TEMPLATE = (
     "{% if tools %}[tools]{{ tools[0].function.name }} <tool_call>...</tool_call>" + END + "{% endif %}"

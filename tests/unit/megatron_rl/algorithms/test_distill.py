@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.loss import grpo_loss, teacher_advantages
 from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
+from megatron_rl.recipe.grpo import GrpoConfig
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.algorithms.answers import ScoredAnswers
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.credit import estimate, reads_batch
+from megatron_rl.recipe.grpo import GrpoConfig
 
 RECIPES: dict[str, dict[str, Any]] = {
     "group": {},

@@ -8,9 +8,9 @@ import pytest
 from core_helpers import tiny_run
 from pydantic import ValidationError
 
-from megatron_rl.algorithms.config import READ_BY, GrpoConfig
 from megatron_rl.algorithms.policy_losses import LOSSES
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.grpo import READ_BY, GrpoConfig
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown loss": ({"policy_loss": "gsop"}, r"unknown name 'gsop' \(did you mean 'gspo'\?\)"),

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.config import OverlongConfig
 from megatron_rl.algorithms.rewards import overlong_penalty, trained_mask
+from megatron_rl.recipe.grpo import OverlongConfig
 
 PENALTY = OverlongConfig(mode="penalty", buffer=4, penalty=0.5)
 

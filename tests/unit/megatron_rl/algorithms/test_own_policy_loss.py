@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.own_functions import check_policy_loss, own_policy_loss, sample_tokens
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.grpo import GrpoConfig
 
 GOOD: dict[str, Callable[[Any, Any], Any]] = {
     "of tokens": lambda tokens, config: -tokens.ratio * tokens.advantages * tokens.weights,

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.policy_losses import LOSSES
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
+from megatron_rl.recipe.grpo import GrpoConfig
 
 LENGTHS = [7, 1, 12, 0, 4, 9]
 

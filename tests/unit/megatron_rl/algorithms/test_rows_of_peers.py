@@ -21,14 +21,14 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.algorithms.answers import scored_answers, usable
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.credit import assign_credit, estimate
 from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.loss_terms import answer_log_ratios, kl_penalty
 from megatron_rl.algorithms.own_functions import sample_answers
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.grpo import GrpoConfig
 
 LENGTHS = torch.tensor([5, 1, 8, 3])
 OWNER = torch.arange(4).repeat_interleave(LENGTHS)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.answers import scored_answers, usable, with_components
 from megatron_rl.algorithms.rewards import has_signal, length_rewards
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 
 PENALTY = {"overlong": {"mode": "penalty", "buffer": 4, "penalty": 1.0}}
 COMPONENTS = {"right": 1.0, "style": 0.25, "chatter": 7.0}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.advantages import group_advantages
-from megatron_rl.algorithms.config import AdvantageStd
 from megatron_rl.algorithms.rewards import SIGNAL_SPREAD, has_signal
+from megatron_rl.recipe.grpo import AdvantageStd
 
 
 def signal(*rewards: list[float]) -> list[bool]:

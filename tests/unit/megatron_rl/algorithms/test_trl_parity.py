@@ -20,11 +20,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
+from megatron_rl.recipe.grpo import GrpoConfig
 
 LENGTHS = torch.tensor([7, 1, 12, 4, 9, 12])
 WIDTH = 12

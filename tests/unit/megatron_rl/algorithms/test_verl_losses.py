@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithms.config import GrpoConfig
 from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.reduction import local_normaliser, token_weights
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
+from megatron_rl.recipe.grpo import GrpoConfig
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "verl_losses.json").read_text())
 

@@ -15,8 +15,8 @@ from megatron_rl.chat.chat import Chat
 from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.chat.messages import ToolCall
 from megatron_rl.chat.probes import TOOL
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from megatron_rl.recipe.model import TokenizerConfig
 
 USER = {"role": "user", "content": "1+1"}
 MORE = {"role": "user", "content": "And 2+2?"}

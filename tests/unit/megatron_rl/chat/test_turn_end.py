@@ -14,11 +14,11 @@ from supervised_helpers import supervised_run
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.turn_end import turn_end, unknown_end
-from megatron_rl.config import RunConfig
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.data import DataConfig
+from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.standalone.first_rows import Lesson, unknown_end_of
-from megatron_rl.supervised.config import DataConfig
 from megatron_rl.supervised.example_rows import RowEncoder
 from megatron_rl.supervised.row_forms import form_of, row_of
 

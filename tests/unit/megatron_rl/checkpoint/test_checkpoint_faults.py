@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from fault_injection import ONCE, Clock, Fault, FaultyFiles, Operation, Tally, faults
 
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import FileRecord, Manifest, clean_up, find_defect, find_latest, publish
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 CONFIG = SaveConfig(keep=1, keep_every=20)
 LONG_S = 60.0

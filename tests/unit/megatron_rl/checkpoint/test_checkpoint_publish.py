@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.publish import (
     CheckpointError,
     FileRecord,
@@ -23,6 +22,7 @@ from megatron_rl.checkpoint.publish import (
     read_manifest,
 )
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 
 @pytest.fixture

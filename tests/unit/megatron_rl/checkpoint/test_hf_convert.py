@@ -26,8 +26,8 @@ from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.publish import CheckpointError
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.policy import build_policy
+from megatron_rl.recipe.errors import ConfigurationError
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.checkpoint.hf import export
 from megatron_rl.checkpoint.hf.export import Exported, Exporter, ExportFailed, ExportOutcome
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.save import SaveConfig
 
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[3]).mkdir(parents=True); print('{\"seconds\": 1.5}')"
 HANGS = "import time; time.sleep(600)"

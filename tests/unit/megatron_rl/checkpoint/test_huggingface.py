@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.hf.folder import INDEX, WeightsFolder
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.hf_config import read_hf_config, shape
 from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import read_hf_config, shape
 
 
 def loaded(folder: Path, platform: Any, **fields: Any) -> Policy:

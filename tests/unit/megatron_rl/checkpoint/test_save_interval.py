@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.checkpoint.interval import FailureHistory, SaveCost, best_interval_s, failure_history
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
+from megatron_rl.contract.checkpoint_interval import FailureHistory, SaveCost, best_interval_s, failure_history
 
 DAY = 86400.0
 

@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 from checkpoint_helpers import world
 
-from megatron_rl.checkpoint.config import SaveConfig
-from megatron_rl.checkpoint.interval import SaveCost
 from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
+from megatron_rl.contract.checkpoint_interval import SaveCost
 from megatron_rl.contract.codes import LOST
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
+from megatron_rl.recipe.save import SaveConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

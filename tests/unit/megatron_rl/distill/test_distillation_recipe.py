@@ -15,7 +15,7 @@ from launcher.errors import BadInput
 from launcher.plan.parameters import weights
 from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import load_recipe
-from megatron_rl.distill.teacher_files import read_vocabulary, teacher_files, vocabulary_difference
+from megatron_rl.recipe.teacher_files import read_vocabulary, teacher_files, vocabulary_difference
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -15,11 +15,11 @@ from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING
 from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.distill.config import TeacherServers
 from megatron_rl.distill.served import NoTeacher, ServedTeacher, endpoints_of, replicas_of
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.replicas.wire import PROTOCOL, digest_of
 from megatron_rl.model.tokenizer import CharacterTokenizer
+from megatron_rl.recipe.distill import TeacherServers
+from megatron_rl.recipe.errors import ConfigurationError
 
 SERVERS = TeacherServers(urls=("http://a/v1", "http://b/v1"), model="teacher")
 

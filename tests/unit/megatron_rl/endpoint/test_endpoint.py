@@ -9,9 +9,9 @@ import pytest
 from endpoint_helpers import SAMPLING, USER, Opened, with_session
 from server_helpers import EOS, byte_tokenizer, encode
 
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import LOGPROB
 from megatron_rl.model.tokenizer import CharacterTokenizer
+from megatron_rl.recipe.inference import Sampling
 
 TOOLS: Any = [
     {

@@ -14,12 +14,12 @@ from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
-from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.session import RolloutSession
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
 
 PROBLEM = Problem("1+1", {"answer": "2"})
 Run = Callable[[Problem, RolloutSession, httpx.AsyncClient], Awaitable[Any]]

@@ -14,9 +14,9 @@ from core_helpers import build_run, tiny_run
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.endpoint.agent import EndpointAgent, RunResult
-from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.session import RolloutSession
-from megatron_rl.rollout.config import ResumeConfig
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.rollout import ResumeConfig
 from megatron_rl.run.state import Run
 
 

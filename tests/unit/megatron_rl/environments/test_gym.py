@@ -13,8 +13,8 @@ from words import Words
 from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.environments.gym import GymConfig, GymEnvironment
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.recipe.inference import Sampling
 
 pytestmark = needs("gymnasium")
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.environments.judge import Judge, JudgeConfig, JudgedEnvironment
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 
 CONFIG = JudgeConfig(url="http://judge/v1", model="wise", token_variable="JUDGE_TOKEN")
 

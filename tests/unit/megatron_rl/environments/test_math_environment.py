@@ -22,7 +22,7 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
 from megatron_rl.environments.math.verifier import MathVerdict
 from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 
 pytestmark = needs("datasets", "math_verify")
 

@@ -17,11 +17,11 @@ from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.environments.python import PythonConfig, PythonEnvironment
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import ScriptedInference
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
+from megatron_rl.recipe.model import TokenizerConfig
 
 pytestmark = needs("datasets")
 

@@ -204,7 +204,7 @@ def test_bad_arguments_are_rejected_before_anything_is_drawn(arguments: dict[str
 def test_arguments_are_checked_without_reasoning_gym() -> None:
     program = """
 import sys
-from megatron_rl.agent.registry import environment_class
+from megatron_rl.recipe.registry import environment_class
 environment_class("reasoning-gym").Config.model_validate({"dataset": "chain_sum"})
 print(*sorted({name.split(".")[0] for name in sys.modules} & {"reasoning_gym", "torch"}))
 """

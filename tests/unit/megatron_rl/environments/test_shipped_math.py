@@ -9,7 +9,7 @@ import pytest
 from optional import needs
 from words import Words
 
-from megatron_rl.agent.registry import environment_class
+from megatron_rl.recipe.registry import environment_class
 
 pytestmark = needs("datasets", "math_verify")
 

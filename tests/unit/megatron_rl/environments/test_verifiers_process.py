@@ -14,11 +14,11 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import environment_arguments
 from megatron_rl.environments.vf import worker_process
 from megatron_rl.environments.vf.config import VerifiersConfig, merged
 from megatron_rl.environments.vf.worker_process import VerifiersWorker, WorkerGone, list_tasks
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.registry import environment_arguments
 
 SCRIPT = f"""#!{sys.executable}
 import json, os, subprocess, sys, threading, time

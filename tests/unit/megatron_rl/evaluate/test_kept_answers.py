@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contract.evaluation_records import SAMPLED, ProblemAnswers, ScoredAnswer
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.evaluate.answer_file import kept_answers
+from megatron_rl.recipe.errors import ConfigurationError
 
 SETTINGS = {"k": 2, "sampling": {"temperature": 0.6, "top_p": 1.0}, "seed": 0}
 

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from megatron_rl.inference.adjustments import AdjustedRows
 from megatron_rl.inference.admission import Prefill
 from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.config import AdjustedSampling, InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.inference import AdjustedSampling, InferenceConfig, Sampling
 
 VOCAB = 12
 CPU = torch.device("cpu")

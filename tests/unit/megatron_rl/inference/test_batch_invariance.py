@@ -16,10 +16,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform import frozen_linear
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 pytestmark = pytest.mark.bits
 

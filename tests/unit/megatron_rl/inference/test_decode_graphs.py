@@ -20,14 +20,14 @@ from megatron.core.transformer import transformer_block
 from operation_recorder import OperationRecorder
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import AdjustedSampling, InferenceConfig, Sampling
 from megatron_rl.inference.decode_graphs import MOST_RECORDED, DecodeGraphs, padded_rows, why_not_recorded
 from megatron_rl.inference.engine import Engine
-from megatron_rl.model.config import ModelConfig
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.cpu import CpuDevice, CpuKernels
 from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedRows, gathered_attention
+from megatron_rl.recipe.inference import AdjustedSampling, InferenceConfig, Sampling
+from megatron_rl.recipe.model import ModelConfig
 
 MODEL = tiny_model()
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}

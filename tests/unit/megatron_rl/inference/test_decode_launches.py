@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from launches import QWEN_32B, decode_step
 
-from megatron_rl.platform.kernel_speed import kernels_of_step, key_splits
+from megatron_rl.recipe.kernel_speed import kernels_of_step, key_splits
 
 LONGEST = 12288
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=12)

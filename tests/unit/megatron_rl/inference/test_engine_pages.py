@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
-from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.transcript import RowAnswer
 from megatron_rl.model.policy import Policy
@@ -27,6 +26,7 @@ from megatron_rl.platform.cuda_kernels import CudaKernels
 from megatron_rl.platform.flash_kernels import find_paged_kernels, find_varlen_kernel
 from megatron_rl.platform.layer_kernels import TorchKernels
 from megatron_rl.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
+from megatron_rl.recipe.inference import PAGE_TOKENS, InferenceConfig, Sampling, pages_of
 
 SYSTEM = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 PROMPTS = [

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3]]
 SAMPLINGS = {

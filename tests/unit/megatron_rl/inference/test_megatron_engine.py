@@ -13,7 +13,6 @@ import torch
 from core_helpers import END, VOCAB, answer_logprobs, build_run, full_forward, stir, tiny_model, tiny_policy, tiny_run
 from megatron_engine_on_cpu import megatron_engine_on_cpu
 
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import (
     AnswerPrefix,
     Completion,
@@ -22,10 +21,11 @@ from megatron_rl.inference.api import (
     RankEngine,
     Unsupported,
 )
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.megatron_engine import MegatronEngine
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [1, 10, 2, 12], [9, 9], [*range(10)]]

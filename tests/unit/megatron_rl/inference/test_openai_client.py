@@ -13,11 +13,11 @@ import pytest
 from core_helpers import ALPHABET, END, full_forward, tiny_model, tiny_policy
 from server_helpers import running
 
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.openai import Endpoint, EndpointAway, EndpointError, ScoringServers
 from megatron_rl.model.tokenizer import CharacterTokenizer
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import InferenceConfig
 
 A, B = (Endpoint(f"http://{name}/v1", "tiny") for name in "ab")
 TEXT = [1, 2]

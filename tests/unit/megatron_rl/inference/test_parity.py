@@ -10,8 +10,8 @@ from core_helpers import END, PADDED_VOCAB, VOCAB, tiny_model, tiny_policy
 from transformers_witness import witness
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 TIE = 1e-4
 """Logits closer than this may swap, since sums in another order round differently."""

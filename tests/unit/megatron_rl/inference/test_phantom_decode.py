@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from megatron_rl.inference import row_state
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 GPU = torch.device("cuda", 0)
 TOKENS_PER_WAIT = 8

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from scripted_runner import END, ScriptedRunner, scripted_answer, step
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.scheduler import Scheduler
 from megatron_rl.inference.transcript import RowAnswer
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 PAGE = 4
 

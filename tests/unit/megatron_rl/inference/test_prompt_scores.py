@@ -10,10 +10,10 @@ from core_helpers import END, tiny_model, tiny_policy
 
 from megatron_rl.inference import admission
 from megatron_rl.inference.api import Completion, Delta, GenerationRequest
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 MODEL = tiny_model(hidden_size=64, ffn_hidden_size=96, max_position_embeddings=64)
 PROMPT = [number * 7 % 13 for number in range(1, 42)]

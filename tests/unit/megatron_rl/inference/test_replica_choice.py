@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import AnswerPrefix, Delta, GenerationRequest
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.replicas.dispatch import MEASURED_S, SLOWER, too_slow
 from megatron_rl.inference.replicas.link import DecodePace
 from megatron_rl.inference.replicas.unanswered import Unanswered
@@ -21,6 +20,7 @@ from megatron_rl.inference.replicas.wire import (
     encode_news,
     encode_request,
 )
+from megatron_rl.recipe.inference import Sampling
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0, allow_nan=False), st.integers(0, 9)))
 

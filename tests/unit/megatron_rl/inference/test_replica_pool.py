@@ -18,11 +18,11 @@ from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.replicas.dispatch import Dispatch, NoReplica
 from megatron_rl.inference.replicas.link import LinkTimings, ReplicaGone, ReplicaLink
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.inference.replicas.wire import PROTOCOL
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.refit import replica_control
 from megatron_rl.refit.epoch import Epoch, Member
 from megatron_rl.refit.replica_control import PoolControl

@@ -21,11 +21,11 @@ from megatron_rl.inference.api import (
     PromptTooLong,
     Unsupported,
 )
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.top_logprobs import TopLogprobsRows
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import CharacterTokenizer
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 TOKENIZER = CharacterTokenizer(ALPHABET)
 PROMPT = [1, 10, 2, 12]

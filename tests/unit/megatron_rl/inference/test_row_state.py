@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from megatron_rl.inference.admission import Prefill
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.row_state import RowState
+from megatron_rl.recipe.inference import Sampling
 
 ROWS, VOCAB, END = 3, 16, 15
 GREEDY = Sampling(temperature=0.0, max_new_tokens=9)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.sampling import BELOW_1, BLOCK, BLOCKS_FROM, SamplingRows, invert, keep_likely, sample
+from megatron_rl.recipe.inference import Sampling
 
 CPU = torch.device("cpu")
 END = 7

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.inference.api import AnswerPrefix, GenerationRequest, PartialAnswer
-from megatron_rl.inference.config import InferenceConfig, Sampling
 from megatron_rl.inference.pages import Pages
 from megatron_rl.inference.scheduler import Scheduler, StepPlan
 from megatron_rl.inference.transcript import RowAnswer
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 END = 0
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, PromptTooLong, Unsupported
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.scripted import LOGPROB, ScriptedInference
 from megatron_rl.model.tokenizer import CharacterTokenizer
+from megatron_rl.recipe.inference import Sampling
 
 TOKENIZER = CharacterTokenizer("0123456789+-=")
 END = TOKENIZER.eos_id

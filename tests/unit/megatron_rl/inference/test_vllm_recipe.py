@@ -10,8 +10,8 @@ import pytest
 
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
-from megatron_rl.inference.vllm_options import OWNED_OPTIONS, draft_faults, option_name, owned, untried
-from megatron_rl.vllm.config import VllmConfig
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_options import OWNED_OPTIONS, draft_faults, option_name, owned, untried
 
 PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
 

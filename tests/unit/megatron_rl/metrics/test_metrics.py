@@ -20,9 +20,7 @@ from megatron_rl.contract import files
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.metrics import writer as writer_module
-from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.metric import StepReport
 from megatron_rl.metrics.names import STEP_METRICS, TIMED, check_name, metrics_of
 from megatron_rl.metrics.report import MOST_REASONS, AllAnswersLost, step_lines
@@ -38,6 +36,8 @@ from megatron_rl.metrics.stats import (
 )
 from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.metrics.writer import MetricsWriter, Writer, cut_back
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.logs import LoggingConfig
 
 
 def line(**metrics: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from optional import needs
 
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.metrics import prometheus
-from megatron_rl.metrics.config import LoggingConfig
 from megatron_rl.metrics.prometheus import PrometheusFile, text_of
 from megatron_rl.metrics.writer import MetricsWriter
+from megatron_rl.recipe.logs import LoggingConfig
 
 VALUES = {
     "mean_reward": 0.25,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from core_helpers import tiny_model, tiny_policy
 
-from megatron_rl.model.config import LoraConfig
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.platform.cpu import CpuDevice, CpuKernels
 from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
+from megatron_rl.recipe.model import LoraConfig
 
 LENGTHS = [5, 1, 9]
 

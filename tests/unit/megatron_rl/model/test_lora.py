@@ -12,12 +12,12 @@ from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
 
-from megatron_rl.checkpoint.adapters import check_adapters, check_whole
 from megatron_rl.checkpoint.initial_weights import weights_checksum
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import LoraConfig, ModelConfig
 from megatron_rl.model.trainable import Trainable, fill_adapters
 from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.recipe.adapters import check_adapters, check_whole
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
 LORA = {"rank": 4, "alpha": 6.0}

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.model.config import TokenizerConfig, exported_folder, is_hub_name, package_of
-from megatron_rl.model.hub import local_folder
 from megatron_rl.model.packaged import NotPackaged, gguf_of, main
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import TokenizerConfig, exported_folder, is_hub_name, package_of
 
 
 def install(folder: Path, package: str, *files: str) -> None:

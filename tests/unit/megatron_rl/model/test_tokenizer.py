@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.recipe.model import TokenizerConfig
 
 ALPHABET = "0123456789+-="
 PADDING = len(ALPHABET) + 1

@@ -11,13 +11,13 @@ import pytest
 from core_helpers import tiny_run
 from pydantic import ValidationError
 
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.attempt_records import UsedKernels
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform import implementation as module
 from megatron_rl.platform.implementation import LOCAL, TRANSFORMER_ENGINE, Implementation, choose_implementation
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.run.attempt import note_kernels
 
 ON_GPUS: dict[str, Any] = {"model": {"dtype": "bf16"}, "job": {"device": "cuda", "gpus_per_node": 1}}

@@ -19,7 +19,6 @@ from paged_cases import by_formula, pages_of
 
 from megatron_rl.platform.cuda_attention import CudaAttention
 from megatron_rl.platform.flash_kernels import PagedKernel, find_paged_kernels
-from megatron_rl.platform.kernel_speed import SPLIT_TOKENS, key_splits
 from megatron_rl.platform.paged_attention import (
     ChunkAttention,
     GatheredAttention,
@@ -29,6 +28,7 @@ from megatron_rl.platform.paged_attention import (
     gathered_attention,
 )
 from megatron_rl.platform.sparse_attention import sparse_attention
+from megatron_rl.recipe.kernel_speed import SPLIT_TOKENS, key_splits
 
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 

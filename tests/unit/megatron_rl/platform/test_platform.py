@@ -12,13 +12,13 @@ import pytest
 import torch
 from megatron.core.optimizer import clip_grads
 
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform import cpu, cuda
 from megatron_rl.platform.cuda import CudaDevice
 from megatron_rl.platform.device import DeviceUse, UnsupportedPlatform
 from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
 from megatron_rl.platform.select import check_megatron_version, select
-from megatron_rl.rank.config import JobConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.job import JobConfig
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.17.0", "0.19.2", "0.19.0rc1", "0.16.1+local"])

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank import addresses as addresses_module
 from megatron_rl.rank.addresses import address_towards, is_named, node_names, own_address, pin_gloo_interface
+from megatron_rl.recipe.errors import ConfigurationError
 
 INTERFACES = {"lo": "127.0.0.1", "eno1": "10.0.0.5", "eth0": "10.1.0.5", "eth1": "10.2.0.5", "docker0": "172.17.0.1"}
 DOWN = "eth1"

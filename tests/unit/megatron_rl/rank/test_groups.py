@@ -16,12 +16,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from parsed import parsed
 
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.platform.cuda_kernels import CudaKernels
 from megatron_rl.rank import standalone_world
-from megatron_rl.rank.config import TrainingLayout
 from megatron_rl.rank.groups import FLIGHT_RECORDER_VARIABLES, Groups, check_divides, disconnect, watch_collectives
 from megatron_rl.rank.standalone_world import StandaloneWorld
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.job import TrainingLayout
 
 ROOT = Path(__file__).parents[4]
 

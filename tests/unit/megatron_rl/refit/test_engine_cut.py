@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from core_helpers import VOCAB, tiny_run
 
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.refit.rank_engine import build_inference_policy
 
 

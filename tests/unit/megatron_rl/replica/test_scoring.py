@@ -12,10 +12,10 @@ from core_helpers import CPU, END, full_forward, tiny_model, tiny_policy
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import TEACHER, RunDir
-from megatron_rl.inference.config import InferenceConfig
 from megatron_rl.inference.engine import Engine
 from megatron_rl.inference.openai import scores, scoring_body
 from megatron_rl.rank.activity import Activity
+from megatron_rl.recipe.inference import InferenceConfig
 from megatron_rl.replica.leader import Leader, LedEngineThread
 from megatron_rl.replica.scoring import ScoringService
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.inference.api import AnswerPrefix, GenerationRequest, PartialAnswer
-from megatron_rl.inference.config import Sampling
 from megatron_rl.inference.model_runner import ModelRunner
 from megatron_rl.inference.scheduler import RowAnswer, StepPlan
+from megatron_rl.recipe.inference import Sampling
+from megatron_rl.recipe.rollout import ResumeConfig
 from megatron_rl.rollout.bank import bank as bank_module
 from megatron_rl.rollout.bank.bank import Bank
 from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
-from megatron_rl.rollout.config import ResumeConfig
 from megatron_rl.run.state import Run
 
 KEEP = ResumeConfig(partial="keep")

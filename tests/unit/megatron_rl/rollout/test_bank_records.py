@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.inference.api import AnswerPrefix, GenerationRequest
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.rollout.bank.file import Record
 from megatron_rl.rollout.bank.records import (
     Lineage,

@@ -26,12 +26,12 @@ from thread_ranks import ThreadRanks
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, TrainingSet
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.config import RunConfig
 from megatron_rl.rank import safe_points as safe_points_module
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.rollout import CurriculumConfig
 from megatron_rl.rollout import driver as driver_module
 from megatron_rl.rollout.agent_loop import AgentThread, EngineInTurn
 from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.config import CurriculumConfig
 from megatron_rl.rollout.curriculum import Curriculum, CurriculumState, visit_weight
 from megatron_rl.rollout.driver import RolloutDriver
 from megatron_rl.rollout.stream import Mixture

@@ -11,7 +11,7 @@ from core_helpers import quiet_safe_points, tiny_run, trajectory
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.evaluation import evaluate
 

@@ -18,10 +18,10 @@ from thread_ranks import ThreadRanks
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import GenerationRequest, PromptTooLong
 from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.safe_points import LeaveAgreed
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout import driver as driver_module
 from megatron_rl.rollout.agent_loop import AgentThread
 from megatron_rl.rollout.batch import RolloutBatch

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Branch, TrajectoryGroup
 from megatron_rl.algorithms.packing import pack
-from megatron_rl.model.flops import training_flops
+from megatron_rl.recipe.flops import training_flops
 from megatron_rl.rollout.exchange import group_costs
 
 VOCABULARY = 16

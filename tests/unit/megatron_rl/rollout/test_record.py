@@ -14,10 +14,10 @@ import torch
 from core_helpers import ALPHABET, tiny_run, trajectory
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import NOT_FINITE, PROMPT_LIMIT, GroupLine, read_rollouts
 from megatron_rl.model.tokenizer import CharacterTokenizer
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout import record as module
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.record import RolloutRecord

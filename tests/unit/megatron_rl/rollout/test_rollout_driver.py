@@ -23,10 +23,10 @@ from thread_ranks import ThreadRanks
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.algorithms.config import OverlongConfig
-from megatron_rl.config import RunConfig
 from megatron_rl.inference.api import PromptTooLong
 from megatron_rl.rank import safe_points as safe_points_module
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.grpo import OverlongConfig
 from megatron_rl.rollout import driver as driver_module
 from megatron_rl.rollout.agent_loop import EngineInTurn
 from megatron_rl.rollout.bank import file as file_module

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.answers import scored_answers
 from megatron_rl.algorithms.credit import estimate
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.rollout.step_advantages import Table, gathered_bytes, of_positions, of_tables, step_advantages
 
 STYLE = {"name": "arithmetic", "reward_weights": {"right": 1.0, "length": -0.1}}

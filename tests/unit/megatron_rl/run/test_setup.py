@@ -12,10 +12,10 @@ import torch
 import yaml
 from core_helpers import quiet_safe_points, stir, tiny_model, tiny_run
 
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.run import setup
 from megatron_rl.run.setup import set_up
 from megatron_rl.run.state import Counters, Run

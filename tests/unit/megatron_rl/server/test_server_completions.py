@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_rl.inference.api import Delta
-from megatron_rl.inference.config import AdjustedSampling, Sampling
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
+from megatron_rl.recipe.inference import AdjustedSampling, Sampling
 from megatron_rl.server.samples import TokenNames
 
 ROUTE = "/v1/completions"

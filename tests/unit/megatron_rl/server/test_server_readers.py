@@ -12,7 +12,7 @@ import pytest
 from server_helpers import PAGES, TOKEN, SayingEngine, client_of, encode, running
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.server import engine_thread
 from megatron_rl.server.access import ServerLimits
 from megatron_rl.server.application import Application

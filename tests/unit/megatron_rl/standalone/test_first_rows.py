@@ -13,10 +13,10 @@ from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.standalone.config import RowsRequest
+from megatron_rl.recipe.data import DataConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.requests import RowsRequest
 from megatron_rl.standalone.rows import answers
-from megatron_rl.supervised.config import DataConfig
 from megatron_rl.supervised.example_rows import RowEncoder, UnusableRow
 
 REWARD = "def reward(response, answer, **columns):\n    return float(response == answer)\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.standalone import siblings as module
 from megatron_rl.standalone.siblings import siblings
 

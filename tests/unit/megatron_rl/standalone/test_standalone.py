@@ -15,8 +15,8 @@ from run_helpers import make_run
 
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.rank.here import Here
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.run.setup import set_up
 from megatron_rl.standalone.opened_policy import load_policy
 from megatron_rl.standalone.source import find_source

@@ -14,18 +14,18 @@ import pytest
 
 from launcher.cli.show.row_lines import conversation_lines
 from megatron_rl.agent.api import Environment
-from megatron_rl.agent.config import EnvironmentConfig
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.endpoint.agent import EndpointAgent, RolloutLost, RunResult
-from megatron_rl.endpoint.config import EndpointConfig
 from megatron_rl.endpoint.session import RolloutSession
 from megatron_rl.inference.api import FinishReason
-from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.requests import Trial
 from megatron_rl.recipe.section import Section
 from megatron_rl.standalone import trial as trial_module
-from megatron_rl.standalone.config import Trial
 from megatron_rl.standalone.trial import main, tried
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

@@ -14,8 +14,8 @@ from supervised_helpers import sums, supervised_run
 
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.model.config import TokenizerConfig
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.supervised.example_driver import ExampleDriver
 
 CHARACTERS = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))

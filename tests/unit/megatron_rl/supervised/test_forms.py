@@ -16,9 +16,9 @@ from chat_templates import shown, tokenizer_of
 from optional import needs
 
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
-from megatron_rl.supervised.config import DataConfig
+from megatron_rl.recipe.data import DataConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.supervised.example_rows import RowEncoder, rows_of
 
 pytestmark = needs("datasets")

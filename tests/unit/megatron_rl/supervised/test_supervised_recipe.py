@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from supervised_helpers import supervised_recipe, supervised_run
 
-from megatron_rl.config import RunConfig
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.training.objective import objective_of
 
 ENVIRONMENT = {"name": "arithmetic", "args": {}}

@@ -12,9 +12,9 @@ import pytest
 from core_helpers import batch_of, build_run, random_groups, tiny_run
 
 from launcher.recipe.load import load_recipe
-from megatron_rl.algorithms.config import POLICY_LOSSES
 from megatron_rl.algorithms.own_functions import own_policy_loss
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
+from megatron_rl.recipe.grpo import POLICY_LOSSES
 
 PAGE = (Path(__file__).parents[4] / "docs" / "losses.md").read_text()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
-from megatron_rl.rank.config import Offload
+from megatron_rl.recipe.job import Offload
 from megatron_rl.training import offload as offload_module
 from megatron_rl.training.offload import HostState, Unused
 from megatron_rl.training.optimizer import PolicyOptimizer

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.training import OptimizerConfig, learning_rate
 from megatron_rl.training import optimizer as optimizer_module
-from megatron_rl.training.config import OptimizerConfig, learning_rate
 from megatron_rl.training.optimizer import PolicyOptimizer
 
 # The schedule

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from te_stand_in import _AddedInPlace
 
 from megatron_rl.algorithms.packing import pack
-from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.device import Linears
+from megatron_rl.recipe.model import Recompute
+from megatron_rl.recipe.training import OptimizerConfig
 from megatron_rl.training import overlap
-from megatron_rl.training.config import OptimizerConfig
 from megatron_rl.training.optimizer import PolicyOptimizer
 from megatron_rl.training.pipeline import Pipeline
 from megatron_rl.training.schedule import ModelInput, forward_backward

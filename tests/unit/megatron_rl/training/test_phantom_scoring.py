@@ -12,9 +12,9 @@ from launcher.plan.parameters import vocabulary
 from launcher.recipe.load import load_recipe
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, pack
-from megatron_rl.model.config import Recompute
 from megatron_rl.model.policy import build_policy
 from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
+from megatron_rl.recipe.model import Recompute
 from megatron_rl.rehearse.phantom_world import balanced_routing
 from megatron_rl.training.objective import Grpo
 from megatron_rl.training.pipeline import Pipeline

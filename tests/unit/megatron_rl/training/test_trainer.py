@@ -22,12 +22,12 @@ from transformers_witness import in_their_names, witness
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch
-from megatron_rl.config import RunConfig
 from megatron_rl.metrics.stats import StepStats, Tally
-from megatron_rl.model.config import LoraConfig
-from megatron_rl.model.flops import training_flops
 from megatron_rl.model.policy import Policy
 from megatron_rl.platform.device import DeviceUse
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.flops import training_flops
+from megatron_rl.recipe.model import LoraConfig
 from megatron_rl.run.state import Run
 from megatron_rl.training import trainer as trainer_module
 from megatron_rl.training.trainer import GradientsNotFinite

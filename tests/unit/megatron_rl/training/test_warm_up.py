@@ -15,12 +15,12 @@ from core_helpers import quiet_safe_points, tiny_model, tiny_run
 from torch import Tensor
 
 from megatron_rl.agent.api import Demonstrator
-from megatron_rl.config import RunConfig
-from megatron_rl.errors import ConfigurationError
 from megatron_rl.inference.api import GenerationRequest
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.supervised.example_rows import token_example
 from megatron_rl.training import warm_up
 from megatron_rl.training.warm_up import NoDemonstrations, cache_path

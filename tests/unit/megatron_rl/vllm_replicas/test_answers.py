@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_rl.inference.api import AnswerPrefix, Delta, GenerationRequest
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.vllm.answers import VllmAnswer, begun, shared_streams
 from megatron_rl.vllm.client import NewTokens
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.vllm.client import NewTokens, VllmClient, VllmStats, piece_of, sampling_params, stats_in, versions_in
 from megatron_rl.vllm.process import VllmGone, VllmRefused, reason_in
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from core_helpers import tiny_run
 
-from megatron_rl.config import RunConfig
-from megatron_rl.inference.vllm_options import owned
-from megatron_rl.rank.config import PLANS
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.job import PLANS
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_options import owned
 from megatron_rl.vllm.command import (
     Served,
     ServeSizes,
@@ -21,7 +22,6 @@ from megatron_rl.vllm.command import (
     sizes_of,
     vllm_environment,
 )
-from megatron_rl.vllm.config import VllmConfig
 
 SERVED = Served(Path("/t/model"), Path("/t"))
 PARTITIONED = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.config import Sampling
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.refit.epoch import Epoch, Member
 from megatron_rl.vllm import streams
 from megatron_rl.vllm.client import NewTokens

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.vllm.private_folder import SOCKET_NAME_BYTES, private_folder
 
 OWNER = """

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.vllm import deaths
 from megatron_rl.vllm.command import Served, vllm_environment
 from megatron_rl.vllm.private_folder import private_folder

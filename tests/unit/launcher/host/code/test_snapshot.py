@@ -417,7 +417,7 @@ def test_the_job_imports_the_snapshot_and_not_what_is_installed(tmp_path):
     installed = [Path(find_spec(name).origin).parent for name in ("launcher", "megatron_rl")]
     mine = repository(tmp_path / "mine", {"src/riddles/__init__.py": ""})
     record, code = shot(tmp_path, mine, installed=tuple(installed))
-    modules = "launcher.host.process.lock as a, megatron_rl.config as b, riddles as c"
+    modules = "launcher.host.process.lock as a, megatron_rl.recipe.config as b, riddles as c"
     program = f"import {modules}; print(*(m.__file__ for m in (a, b, c)))"
     path = os.pathsep.join(str(code / name) for name in record.pythonpath)
     ran = subprocess.run(
@@ -429,7 +429,7 @@ def test_the_job_imports_the_snapshot_and_not_what_is_installed(tmp_path):
         text=True,
         timeout=60,
     )
-    expected = ["launcher/host/process/lock.py", "megatron_rl/config.py", "1-mine/src/riddles/__init__.py"]
+    expected = ["launcher/host/process/lock.py", "megatron_rl/recipe/config.py", "1-mine/src/riddles/__init__.py"]
     assert ran.stdout.split() == [str(code / name) for name in expected]
 
 

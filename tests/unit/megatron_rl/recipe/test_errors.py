@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.agent.registry import environment_class
 from megatron_rl.agent.scoring import RolloutLimits, score_answer
 from megatron_rl.agent.trajectories import check_reward
-from megatron_rl.errors import PACKAGE, ConfigurationError, TaskFailed, task_location, task_traceback
 from megatron_rl.inference.request_limits import refuse_duplicate
+from megatron_rl.recipe.errors import PACKAGE, ConfigurationError, TaskFailed, task_location, task_traceback
+from megatron_rl.recipe.registry import environment_class
 
 REWARD = """
 import json
@@ -116,7 +116,7 @@ def test_error_inside_mrl_has_no_location_if_its_package_is_a_link(tmp_path: Pat
     (tmp_path / "megatron_rl").symlink_to(PACKAGE)
     program = """
 from megatron_rl.contract.files import write_atomic
-from megatron_rl.errors import task_location
+from megatron_rl.recipe.errors import task_location
 try:
     write_atomic("/there/is/no/folder", "")
 except OSError as error:

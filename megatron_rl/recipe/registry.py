@@ -17,12 +17,12 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import Environment
-from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
-from megatron_rl.errors import note_task_code, task_location
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.environment import MULTI_TASK, EnvironmentConfig
+from megatron_rl.recipe.errors import note_task_code, task_location
 from megatron_rl.recipe.section import Section
 
 GROUP = "mrl.environments"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.inference.config import beyond_megatron, beyond_vllm
-from megatron_rl.inference.vllm_options import CPU_HEAD_SIZES
-from megatron_rl.model.config import ModelConfig
-from megatron_rl.model.hf_config import architecture_of, features
-from megatron_rl.rank.config import JobConfig
-from megatron_rl.sections import Sections
-from megatron_rl.vllm.config import VllmConfig
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.hf_config import architecture_of, features
+from megatron_rl.recipe.inference import beyond_megatron, beyond_vllm
+from megatron_rl.recipe.job import JobConfig
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.sections import Sections
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES
 
 
 def against_engine(asked: Sections) -> str | None:

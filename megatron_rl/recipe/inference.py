@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.inference.capabilities import capabilities_of
+from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -15,7 +15,7 @@ from megatron_rl.recipe.section import (
     Probability,
     Section,
 )
-from megatron_rl.vllm.config import VllmConfig
+from megatron_rl.recipe.vllm import VllmConfig
 
 MOST_STOPS = 16  # stop strings, and stop tokens, at most
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.model.config import TokenizerConfig
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.section import PositiveInt, Section
 
 

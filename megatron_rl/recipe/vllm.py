@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, PlainValidator, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megatron_rl.inference.vllm_options import GPU_SHARE, INEXACT_OPTIONS, draft_faults, draft_of, option_name, owned
 from megatron_rl.recipe.section import PathMark, Section
+from megatron_rl.recipe.vllm_options import GPU_SHARE, INEXACT_OPTIONS, draft_faults, draft_of, option_name, owned
 
 
 def _plain_value(value: Any) -> bool | int | float | str:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from megatron_rl.chat.config import ChatConfig
+from megatron_rl.recipe.chat import ChatConfig
 from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")

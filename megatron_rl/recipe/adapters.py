@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import LoraConfig, ModelConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 KEY = "adapters"  # key of the record in a manifest's meta
 _MERGED = {

@@ -7,28 +7,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rl.agent.config import MULTI_TASK, EnvironmentConfig, Environments
-from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.checkpoint.config import SaveConfig
 from megatron_rl.contract.paths import INFER, TEACHER
-from megatron_rl.distill.config import DistillConfig, TeacherReplicas
-from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.inference.config import PAGE_TOKENS, InferenceConfig, Sampling
-from megatron_rl.metrics.config import LoggingConfig, NotifyConfig
-from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.rank.config import (
-    HarvestConfig,
-    JobConfig,
-    Offload,
-    PlacementConfig,
-    ProfileConfig,
-    data_parallel_size,
-)
+from megatron_rl.recipe.data import DataConfig
+from megatron_rl.recipe.distill import DistillConfig, TeacherReplicas
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.environment import MULTI_TASK, EnvironmentConfig, Environments
+from megatron_rl.recipe.grpo import GrpoConfig
+from megatron_rl.recipe.inference import PAGE_TOKENS, InferenceConfig, Sampling
+from megatron_rl.recipe.job import HarvestConfig, JobConfig, Offload, PlacementConfig, ProfileConfig, data_parallel_size
+from megatron_rl.recipe.logs import LoggingConfig, NotifyConfig
+from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
+from megatron_rl.recipe.rollout import AsyncConfig, CurriculumConfig, EvaluationConfig, ResumeConfig
+from megatron_rl.recipe.save import SaveConfig
 from megatron_rl.recipe.section import FilePath, PathMark, Section
-from megatron_rl.rollout.config import AsyncConfig, CurriculumConfig, EvaluationConfig, ResumeConfig
-from megatron_rl.supervised.config import DataConfig
-from megatron_rl.training.config import OptimizerConfig, TrainingConfig
-from megatron_rl.vllm.config import VllmConfig
+from megatron_rl.recipe.training import OptimizerConfig, TrainingConfig
+from megatron_rl.recipe.vllm import VllmConfig
 
 NAME_WORDS = "letters, digits, dots, dashes and underscores, the first a letter or digit"
 

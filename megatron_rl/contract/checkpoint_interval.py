@@ -16,7 +16,7 @@ from megatron_rl.contract.codes import FINISHED
 PRIOR_S = 24 * 3600.0  # prior: one failure per day, with the weight of one observed failure (a Gamma prior of shape 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SaveCost:
     """Seconds that one save takes."""
 
@@ -24,7 +24,7 @@ class SaveCost:
     total_s: float  # seconds from its start to the published checkpoint, including the write beside the loop
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FailureHistory:
     failures: int  # attempts that ended before the run was finished, for whatever reason
     running_s: float  # seconds of all attempts together

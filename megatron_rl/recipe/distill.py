@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_rl.recipe.section import HubPath, LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
-from megatron_rl.vllm.config import VllmConfig
+from megatron_rl.recipe.vllm import VllmConfig
 
 ROWS = 8
 """Sequences that a replica of the teacher holds in its cache together."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.model.config import exported_folder, is_hub_name, package_of
 from megatron_rl.recipe.extras import needed
+from megatron_rl.recipe.model import exported_folder, is_hub_name, package_of
 
 
 def local_folder(path: str, key: str, holds: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.model.config import EXPERT_LINEARS, LoraConfig, ModelConfig
+from megatron_rl.recipe.model import EXPERT_LINEARS, LoraConfig, ModelConfig
 
 
 def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: int, predictions: int) -> float:

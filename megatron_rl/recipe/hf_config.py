@@ -14,8 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_rl.contract.files import read_bytes
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.model.config import ModelConfig, RopeScaling
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.model import ModelConfig, RopeScaling
 from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 
 CONFIG_FILE = "config.json"

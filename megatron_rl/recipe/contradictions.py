@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.algorithms.config import GrpoConfig
-from megatron_rl.inference.capabilities import capabilities_of
-from megatron_rl.inference.config import pages_of
-from megatron_rl.inference.engine_limits import against_engine
-from megatron_rl.sections import Sections
+from megatron_rl.recipe.engine_limits import against_engine
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.grpo import GrpoConfig
+from megatron_rl.recipe.inference import pages_of
+from megatron_rl.recipe.sections import Sections
 
 
 def contradictions(config: Sections) -> Iterator[str]:

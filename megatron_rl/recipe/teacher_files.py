@@ -10,15 +10,15 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from megatron_rl.config import RunConfig
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import CARRIED, RunDir
-from megatron_rl.errors import ConfigurationError
-from megatron_rl.inference.vllm_options import CPU_HEAD_SIZES
-from megatron_rl.model.config import ModelConfig, TokenizerConfig
-from megatron_rl.model.flops import training_flops
-from megatron_rl.model.hf_config import CONFIG_FILE, read_hf_config, shape
-from megatron_rl.model.hub import local_folder
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.flops import training_flops
+from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
+from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES
 
 VOCABULARY_FILE = "tokenizer.json"
 

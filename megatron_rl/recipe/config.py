@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
-from megatron_rl.algorithms.config import USUAL_DUAL_CLIP, USUAL_UPPER, ImportanceConfig
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contradictions import contradictions
-from megatron_rl.errors import ConfigurationError
+from megatron_rl.recipe.contradictions import contradictions
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.grpo import USUAL_DUAL_CLIP, USUAL_UPPER, ImportanceConfig
 from megatron_rl.recipe.removed import without_removed
-from megatron_rl.sections import Sections
+from megatron_rl.recipe.sections import Sections
 
 
 class RunConfig(Sections):

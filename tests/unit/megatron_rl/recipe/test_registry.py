@@ -8,18 +8,18 @@ from textwrap import dedent
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.agent import registry
-from megatron_rl.agent.config import EnvironmentConfig
-from megatron_rl.agent.registry import (
+from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.recipe import registry
+from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.registry import (
     build_environment,
     describe_environments,
     environment_arguments,
     environment_class,
     environment_names,
 )
-from megatron_rl.environments.arithmetic import ArithmeticEnvironment
-from megatron_rl.model.config import TokenizerConfig
-from megatron_rl.model.tokenizer import build_tokenizer
 
 PLUGIN = """
     from megatron_rl.agent.trajectories import Problem
@@ -144,7 +144,7 @@ def test_looking_up_an_environment_loads_no_heavy_library() -> None:
     """The launcher validates recipes on a login node that has neither torch nor reasoning-gym."""
     program = """
         import sys
-        from megatron_rl.agent.registry import environment_class
+        from megatron_rl.recipe.registry import environment_class
         environment_class("arithmetic").Config(max_digits=2)
         print(*sorted({"torch", "megatron", "numpy", "reasoning_gym", "transformers"} & set(sys.modules)))
     """
