@@ -21,7 +21,7 @@ from launcher.plan.gpu_memory import least_host_bytes
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, read_paths
-from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, read_manifest
+from megatron_rl.contract.manifest import MANIFEST, CheckpointError, read_manifest
 from megatron_rl.contract.text import size
 from megatron_rl.recipe.adapters import check_whole
 from megatron_rl.recipe.config import RunConfig

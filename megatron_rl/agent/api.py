@@ -11,14 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import ContrastivePair, Problem, Trajectory, TrajectoryGroup, contrastive_pair
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.environment import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.recipe.section import Section
+from megatron_rl.recipe.registry import RegisteredEnvironment, environment_arguments, environment_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,41 +164,16 @@ class Demonstrator(ABC):
         """Return (prompt, right answer) pairs; none of them comes from a held-out set."""
 
 
-class Environment(GroupedRolloutGenerator, EvaluationAgent):
+class Environment(RegisteredEnvironment, GroupedRolloutGenerator, EvaluationAgent):
     """Problems, prompts and rewards of one task: the value of `environment` in a recipe. `mrl environments` shows the
     first sentence of the class's docstring.
 
     A package provides an environment by registering its class as an entry point of the group `mrl.environments`.
     """
 
-    Config: ClassVar[type[Section]]
-    """Validates `environment.args` of the recipe, also on the login node: importing the class must require neither
-    torch nor the task's own libraries.
-
-    If it has a method `datasets() -> list[str]`, that returns the names of the data sets on the Hugging Face hub that
-    the environment reads. `mrl prefetch` fetches them, since a job has no internet access.
-    """
-
-    variant_argument: ClassVar[str] = ""
-    """Argument set by NAME/VARIANT: reasoning-gym/chain_sum is reasoning-gym with `dataset: chain_sum`. Empty if the
-    environment has no variants."""
-
-    slow_to_build: ClassVar[bool] = False
-    """Whether building it starts other processes or takes many seconds: then only the ranks do it, not mrl-submit."""
-
     @abstractmethod
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         """Build the environment from `config`, an instance of the class's own `Config`."""
-
-    @classmethod
-    def variants(cls) -> Mapping[str, str]:
-        """Return a one-sentence description of each VARIANT of NAME/VARIANT; empty if the variants are unknown."""
-        return {}
-
-    @classmethod
-    def sample_arguments(cls) -> Mapping[str, Any]:
-        """Return arguments that provide a few problems offline on any machine, for `mrl environments try`."""
-        return {}
 
     async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
         return await self.evaluate(
@@ -228,3 +204,11 @@ class Environment(GroupedRolloutGenerator, EvaluationAgent):
     def wrong_response(self, problem: Problem) -> str:
         """Return a wrong response to the problem, as a model would write it."""
         return "I do not know."
+
+
+def build_environment(config: EnvironmentConfig, tokenizer: Tokenizer) -> Environment:
+    """Build the environment that a recipe names. Raises ValueError as `environment_arguments` does."""
+    built = environment_class(config.name)(environment_arguments(config), tokenizer)
+    if not isinstance(built, Environment):
+        raise ValueError(f"environment {config.name!r} is not a subclass of {__name__}.Environment")
+    return built

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.publish import Damaged, Manifest, discard, publish, read_manifest
+from megatron_rl.checkpoint.publish import discard, publish
 from megatron_rl.checkpoint.shards import Abandoned, Snapshot, WrittenPart, write_metadata, write_part
+from megatron_rl.contract.manifest import Damaged, Manifest, read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save import SaveConfig
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.checkpoint.hf.origin import contradictions
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.load import read_weights, verify
-from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.hf_mapping import OUTPUT
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.policy import Policy

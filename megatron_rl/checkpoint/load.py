@@ -14,9 +14,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.checkpoint.publish import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
 from megatron_rl.checkpoint.saving_ranks import LoadOnce, sharded_weights
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, MetricsLine
+from megatron_rl.contract.manifest import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.model.policy import Policy

@@ -28,9 +28,10 @@ from megatron_rl.checkpoint.checkpoint_writer import (
     SaveOutcome,
 )
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
-from megatron_rl.checkpoint.publish import CheckpointError, Manifest, clean_up, find_latest
+from megatron_rl.checkpoint.publish import clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.contract.checkpoint_interval import SaveCost
+from megatron_rl.contract.manifest import CheckpointError, Manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save import SaveConfig
 

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_rl.checkpoint.publish import FileRecord, hash_file
 from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.manifest import FileRecord, hash_file
 
 _DCP_METADATA = ".metadata"
 _CHUNK_BYTES = 16 << 20  # bytes written between two checks whether the save was given up

@@ -17,8 +17,8 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any, NoReturn, TypeVar
 
-from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.errors import ConfigurationError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from megatron_rl.agent.api import Environment
+from megatron_rl.agent.api import Environment, build_environment
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.records import write
@@ -18,7 +18,6 @@ from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
-from megatron_rl.recipe.registry import build_environment
 from megatron_rl.standalone.opened_policy import MOST_POSITIONS, ROWS, open_policy
 from megatron_rl.standalone.source import PolicySource, find_source
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_rl.checkpoint.hf.export import SHARD_BYTES
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
-from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.contract.manifest import read_manifest
 from megatron_rl.evaluate.blocks import OpenedEvaluation
 from megatron_rl.inference.api import Completion, GenerationRequest, Unsupported
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected

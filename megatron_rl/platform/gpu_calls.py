@@ -256,6 +256,25 @@ def _parsed(parameters: str) -> inspect.Signature:
     )
 
 
+def nccl_release() -> str:
+    """Return the release of NCCL that this process uses, as NCCL itself compares it, such as 2.27.3. torch reports the
+    one that it was compiled with, and LD_PRELOAD may have brought another. torch must be a build with NCCL.
+
+    It imports what it needs itself, so that `mrl doctor --deep` can send it alone into any image."""
+    import ctypes
+    import os
+
+    import torch
+
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
+    except OSError:  # it is part of torch's own library
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    major, rest = divmod(number.value, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
 def main(required: Sequence[str]) -> int:
     fits = check_packages()
     for fit in fits:

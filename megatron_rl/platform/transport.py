@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.platform.nccl import nccl_release
+from megatron_rl.platform.gpu_calls import nccl_release
 
 Message = tuple[int, Tensor]
 """Rank of the peer, and the contiguous tensor on `Transport.device` to send or to fill."""

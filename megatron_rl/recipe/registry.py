@@ -14,18 +14,50 @@ from contextlib import redirect_stdout
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from megatron_rl.agent.api import Environment
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
-from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment import MULTI_TASK, EnvironmentConfig
 from megatron_rl.recipe.errors import note_task_code, task_location
 from megatron_rl.recipe.section import Section
 
 GROUP = "mrl.environments"
+
+ENVIRONMENT = "megatron_rl.agent.api.Environment"
+
+
+class RegisteredEnvironment:
+    """Facts about an environment's class that a recipe's check needs; `agent.api.Environment` adds what runs."""
+
+    Config: ClassVar[type[Section]]
+    """Validates `environment.args` of the recipe, also on the login node: importing the class must require neither
+    torch nor the task's own libraries.
+
+    If it has a method `datasets() -> list[str]`, that returns the names of the data sets on the Hugging Face hub that
+    the environment reads. `mrl prefetch` fetches them, since a job has no internet access.
+    """
+
+    variant_argument: ClassVar[str] = ""
+    """Argument set by NAME/VARIANT: reasoning-gym/chain_sum is reasoning-gym with `dataset: chain_sum`. Empty if the
+    environment has no variants."""
+
+    slow_to_build: ClassVar[bool] = False
+    """Whether building it starts other processes or takes many seconds: then only the ranks do it, not mrl-submit."""
+
+    @classmethod
+    def variants(cls) -> Mapping[str, str]:
+        """Return a one-sentence description of each VARIANT of NAME/VARIANT; empty if the variants are unknown."""
+        return {}
+
+    @classmethod
+    def sample_arguments(cls) -> Mapping[str, Any]:
+        """Return arguments that provide a few problems offline on any machine, for `mrl environments try`."""
+        return {}
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        raise NotImplementedError
 
 
 def environment_names() -> list[str]:
@@ -56,14 +88,14 @@ def describe_environments() -> list[EnvironmentInfo]:
     return sorted(found)
 
 
-def _variants(cls: type[Environment]) -> Mapping[str, str]:
+def _variants(cls: type[RegisteredEnvironment]) -> Mapping[str, str]:
     try:
         return cls.variants()
     except Exception as error:  # the author's code may raise anything
         raise ValueError(f"its variants cannot be listed: {type(error).__name__}: {error}") from error
 
 
-def _first_sentence(cls: type[Environment]) -> str:
+def _first_sentence(cls: type[RegisteredEnvironment]) -> str:
     paragraph = (cls.__doc__ or "").strip().partition("\n\n")[0]
     return " ".join(paragraph.split()).partition(". ")[0].rstrip(".")
 
@@ -85,11 +117,11 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=GROUP))
 
 
-def environment_class(name: str) -> type[Environment]:
+def environment_class(name: str) -> type[RegisteredEnvironment]:
     """Return the class registered as `name`.
 
     Raises ValueError if there is none, if two packages register the name, if importing it fails, or if it is not an
-    `Environment`.
+    `RegisteredEnvironment`.
     """
     entries = registered(name)
     if not entries:
@@ -124,11 +156,6 @@ def with_samples(config: EnvironmentConfig) -> EnvironmentConfig:
     ValueError as `environment_class` does."""
     samples = environment_class(config.name).sample_arguments()
     return config.model_copy(update={"args": {**samples, **config.args}})
-
-
-def build_environment(config: EnvironmentConfig, tokenizer: Tokenizer) -> Environment:
-    """Build the environment that a recipe names. Raises ValueError as `environment_arguments` does."""
-    return environment_class(config.name)(environment_arguments(config), tokenizer)
 
 
 def required_datasets(config: EnvironmentConfig) -> list[str]:
@@ -189,7 +216,7 @@ def entry_points_of(config: EnvironmentConfig) -> list[EntryPoint]:
     return [entry for name in dict.fromkeys(names) for entry in registered(name)]
 
 
-def _load(entry: EntryPoint) -> type[Environment]:
+def _load(entry: EntryPoint) -> type[RegisteredEnvironment]:
     try:
         with redirect_stdout(sys.stderr):  # keep the output of a package's import out of a command's output
             cls = entry.load()
@@ -199,8 +226,8 @@ def _load(entry: EntryPoint) -> type[Environment]:
             f"environment {entry.name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}"
             + (f" ({place})" if place else "")
         ) from error
-    if not (isinstance(cls, type) and issubclass(cls, Environment)):
-        raise ValueError(f"environment {entry.name!r} of {_origin(entry)} is not a subclass of {_path(Environment)}")
+    if not (isinstance(cls, type) and issubclass(cls, RegisteredEnvironment)):
+        raise ValueError(f"environment {entry.name!r} of {_origin(entry)} is not a subclass of {ENVIRONMENT}")
     if not issubclass(getattr(cls, "Config", object), Section):
         raise ValueError(
             f"environment {entry.name!r} of {_origin(entry)} has no Config, a subclass of {_path(Section)}"

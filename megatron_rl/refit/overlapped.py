@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from megatron_rl.inference.replicas.pool import ReplicaPool
 from megatron_rl.platform.device import Device
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.refit.probe import Probe
-from megatron_rl.refit.prober import Prober
 from megatron_rl.refit.transfer_refit import TransferRefit
 
 STOP_S = 10.0
@@ -37,10 +37,10 @@ class OverlappedRefit:
         pool: ReplicaPool,
         platform: Device,
         safe_points: SafePoints,
-        prober: Prober | None = None,
+        measure: Callable[[], Probe | None] | None = None,
     ) -> None:
-        """prober: measures the probe of each version; None for replicas that are not probed."""
-        self._prober = prober
+        """measure: measures the probe of a version (`run.prober`); None for replicas that are not probed."""
+        self._measure, self._probe_s = measure, 0.0
         self._transfer, self._pool, self._platform, self._safe_points = transfer, pool, platform, safe_points
         self._publication: Future[None] | None = None  # until `finish`
         self._probe: Probe | None = None  # of the newest version
@@ -64,8 +64,10 @@ class OverlappedRefit:
         """Start a transfer. Requests from now on are answered with this version. Collective."""
         self.finish()
         self._pool.announce()
-        if self._prober is not None:
-            self._probe = self._prober.measure()
+        if self._measure is not None:
+            began = time.monotonic()
+            self._probe = self._measure()
+            self._probe_s = time.monotonic() - began
         self._begin(policy_version)
 
     def _begin(self, policy_version: int) -> None:
@@ -94,7 +96,7 @@ class OverlappedRefit:
 
     def metrics(self) -> dict[str, float]:
         found = {} if self._seconds is None else {"time/publish_s": self._seconds}
-        return found if self._prober is None else found | {"time/probe_s": self._prober.seconds}
+        return found if self._measure is None else found | {"time/probe_s": self._probe_s}
 
     def close(self) -> None:
         """Abort a running transfer and end the epoch. Call it on all ranks."""

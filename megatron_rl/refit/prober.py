@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -53,8 +52,6 @@ class Prober:
         policy: the trainer's.
         tokens: see `probe_text`; equal on all ranks.
         """
-        self.seconds = 0.0
-        """Duration of the newest measurement."""
         self._policy, self._tokens, self._groups = policy, tuple(tokens), groups
         self._pipeline = Pipeline(groups)
         (batch,) = pack([[*tokens]], [[False, *[True] * (len(tokens) - 1)]], [0], len(tokens))
@@ -63,9 +60,7 @@ class Prober:
     def measure(self) -> Probe | None:
         """Measure the probe of the current weights; None if their log-probs are not finite, which is no fault of an
         engine. Collective over all ranks, and equal on all."""
-        began = time.monotonic()
         logprobs = self._logprobs().tolist()
-        self.seconds = time.monotonic() - began
         try:
             return Probe(self._tokens, tuple(logprobs), TOLERANCES[self._policy.config.params_dtype])
         except ValueError as error:

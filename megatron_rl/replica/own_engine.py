@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.inference.engine import Engine
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.platform.device import Device

@@ -63,7 +63,7 @@ def generate_elsewhere(
         min(timeout, TRANSFER_TIMEOUT),
         no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
     )
-    refit = OverlappedRefit(transfer, pool, platform, safe_points, prober)
+    refit = OverlappedRefit(transfer, pool, platform, safe_points, prober.measure if prober else None)
     loop = AgentThread(TrainingDriver.of(here.groups), pool, safe_points, refit)
 
     def end() -> None:

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: socket.socket) -> int:
     """Import late: imports take seconds, and invalid arguments are reported before."""
     import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-    from megatron_rl.checkpoint.publish import CheckpointError
+    from megatron_rl.contract.manifest import CheckpointError
     from megatron_rl.recipe.errors import ConfigurationError
     from megatron_rl.standalone.followers import open_with_followers
     from megatron_rl.standalone.source import find_source

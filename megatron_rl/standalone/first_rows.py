@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_rl.agent.api import Environment, TrainingSet
+from megatron_rl.agent.api import Environment, TrainingSet, build_environment
 from megatron_rl.agent.dropped_rows import CHECKED
 from megatron_rl.agent.scripted_trial import try_answers
 from megatron_rl.agent.trajectories import Problem
@@ -15,7 +15,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.registry import build_environment, used_files, with_kept_files
+from megatron_rl.recipe.registry import used_files, with_kept_files
 from megatron_rl.supervised.example_rows import RowEncoder, demonstrations, read_data, rows_of, token_example
 
 

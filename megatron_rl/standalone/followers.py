@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NoReturn
 
 import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.errors import ConfigurationError

@@ -12,7 +12,8 @@ import yaml
 
 from megatron_rl.checkpoint.hf.origin import origin_of
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, check_tokenizer
-from megatron_rl.checkpoint.publish import MANIFEST, CheckpointError, newest_step, read_manifest
+from megatron_rl.checkpoint.publish import newest_step
+from megatron_rl.contract.manifest import MANIFEST, CheckpointError, read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig, read_config

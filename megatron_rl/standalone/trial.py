@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from megatron_rl.agent.api import Environment, GroupRolloutRequest
+from megatron_rl.agent.api import Environment, GroupRolloutRequest, build_environment
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.scripted_trial import CodePoints, first_problems, traces_of, try_answers, wrong_answer
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
-from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.endpoint.agent import EndpointAgent
 from megatron_rl.inference.api import InferenceInterface
 from megatron_rl.inference.scripted import ScriptedInference
@@ -36,7 +36,7 @@ from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.extras import install_command
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.recipe.registry import build_environment, environment_class, with_samples
+from megatron_rl.recipe.registry import environment_class, with_samples
 from megatron_rl.recipe.requests import Trial
 
 MAX_NEW_TOKENS = 512

@@ -25,9 +25,9 @@ from typing import Any
 import yaml
 
 from launcher.recipe.load import load_recipe
-from megatron_rl.checkpoint.publish import MANIFEST
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.codes import EXIT_DRAINED
+from megatron_rl.contract.manifest import MANIFEST
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_rl.checkpoint.load import read, verify
-from megatron_rl.checkpoint.publish import Manifest
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
+from megatron_rl.contract.manifest import Manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save import SaveConfig
 

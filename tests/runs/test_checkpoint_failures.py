@@ -19,9 +19,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import checkpoint_writer as writer_module
 from megatron_rl.checkpoint import shards
-from megatron_rl.checkpoint.publish import CheckpointError, Manifest, find_corruption, find_latest, read_manifest
+from megatron_rl.checkpoint.publish import find_latest
 from megatron_rl.checkpoint.save import SaveFailed
 from megatron_rl.checkpoint.shards import write_part
+from megatron_rl.contract.manifest import CheckpointError, Manifest, find_corruption, read_manifest
 from megatron_rl.contract.paths import RunDir
 
 MIB = 1 << 20

@@ -17,7 +17,8 @@ from checkpoint_helpers import Ranks, checkpointer, run_ranks, sharded_state
 
 from megatron_rl.checkpoint import checkpoint_writer as writer_module
 from megatron_rl.checkpoint import shards
-from megatron_rl.checkpoint.publish import clean_up, find_corruption, find_latest, read_manifest
+from megatron_rl.checkpoint.publish import clean_up, find_latest
+from megatron_rl.contract.manifest import find_corruption, read_manifest
 from megatron_rl.contract.paths import RunDir
 
 _TOUCHING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}

@@ -14,10 +14,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.checkpoint import load as load_module
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
-from megatron_rl.checkpoint.publish import CheckpointError, read_manifest
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
 from megatron_rl.contract.codes import CRASHED
+from megatron_rl.contract.manifest import CheckpointError, read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
 

@@ -18,8 +18,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_rl.checkpoint import checkpoint_writer as writer_module
-from megatron_rl.checkpoint.publish import CheckpointError, Manifest, find_latest, read_manifest
+from megatron_rl.checkpoint.publish import find_latest
 from megatron_rl.checkpoint.shards import HostCopies, write_metadata, write_part
+from megatron_rl.contract.manifest import CheckpointError, Manifest, read_manifest
 from megatron_rl.contract.paths import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_rank")

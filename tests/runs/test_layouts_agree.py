@@ -19,6 +19,7 @@ from core_helpers import batch_of, grouped_products, here_of, random_groups, tin
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
+from megatron_rl.agent.api import build_environment
 from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.model.lora_mapping import is_adapter
@@ -28,7 +29,6 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.model import ModelConfig
-from megatron_rl.recipe.registry import build_environment
 from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models

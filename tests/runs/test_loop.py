@@ -19,9 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launcher.job.forked_run import PlannedFork, fill
 from launcher.recipe.load import load_recipe
-from megatron_rl.checkpoint.publish import read_manifest
 from megatron_rl.contract.attempt_records import Outcome
 from megatron_rl.contract.codes import DRAINED, EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, FINISHED
+from megatron_rl.contract.manifest import read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.metrics.names import STEP_METRICS

@@ -9,7 +9,7 @@ import pytest
 from loop_helpers import Attempt, lines_of, loop_recipe, prepare, reproducible
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.checkpoint.publish import read_manifest
+from megatron_rl.contract.manifest import read_manifest
 from megatron_rl.contract.paths import RunDir
 
 STEPS = 6

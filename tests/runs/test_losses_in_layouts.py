@@ -15,13 +15,13 @@ from core_helpers import batch_of, here_of, random_groups, tiny_model, tiny_run
 from layout_helpers import Layout, boxes, sharpen, whole
 from torch import Tensor
 
+from megatron_rl.agent.api import build_environment
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.metrics.stats import Tally
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.registry import build_environment
 from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
 from megatron_rl.training.objective import Scores, objective_of

@@ -17,12 +17,12 @@ from launcher.cluster.software import rank_python
 from launcher.host.image.cache import find
 from launcher.host.image.reference import ImageError
 from launcher.host.record.logs import reason_of_container
-from megatron_rl.platform import gpu_calls, nccl
+from megatron_rl.platform import gpu_calls
 
 RUN_S = 900  # seconds for the step itself: a node unpacks the image and imports from it
 
 # Program for the container's Python, as text, since torch is not imported here. Arguments: a file to write, and with a
-# GPU the sources of gpu_calls.py and nccl.py, which the image may lack. Further output of the image does no harm.
+# GPU the source of gpu_calls.py, which the image may lack. Further output of the image does no harm.
 PROGRAM = """
 import json, os, sys, types
 print("mrl.cpus=" + ",".join(map(str, sorted(os.sched_getaffinity(0)))))
@@ -43,8 +43,7 @@ if sys.argv[2:]:
     exec(sys.argv[2], vars(calls))
     print("mrl.calls=" + json.dumps([[fit.fits, str(fit)] for fit in calls.check_packages()]))
     if dist.is_nccl_available():
-        exec(sys.argv[3])
-        print("mrl.nccl=" + nccl_release())
+        print("mrl.nccl=" + calls.nccl_release())
 print("mrl.done=yes")
 """
 
@@ -85,7 +84,7 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
     canary = directory / f".mrl-doctor-{secrets.token_hex(6)}"
     try:
         program = [rank_python(profile), "-c", PROGRAM]
-        of_gpus = [inspect.getsource(module) for module in (gpu_calls, nccl)] if gpus else []
+        of_gpus = [inspect.getsource(gpu_calls)] if gpus else []
         answer = ask_in_container(profile, file, gpus, [*program, str(canary), *of_gpus])
         if not answer.known:
             return RankFacts(failure=answer.failure)

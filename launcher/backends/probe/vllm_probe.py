@@ -17,12 +17,12 @@ from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.backends.probe.rank import ask_in_container, find_image
 from launcher.cluster.profile import Profile
 from launcher.host.image.reference import ImageError
-from megatron_rl.platform import nccl
+from megatron_rl.platform.gpu_calls import nccl_release
 from megatron_rl.recipe.vllm_options import given_options, option_name, option_word
 
 LIMIT_S = 20.0  # seconds for the answer of a Python of this machine
 
-# Argument: with a GPU the source of nccl.py.
+# Argument: with a GPU the source of nccl_release.
 PROGRAM = """
 import importlib.metadata as metadata, json, sys
 def version(name):
@@ -85,7 +85,7 @@ def probe_in_container(profile: Profile, reference: str, python: str, gpus: bool
         return VllmFacts(python, where, failure=str(error))
     if image is None:
         return VllmFacts(python, where, unasked=f"{reference} is not imported yet")
-    of_gpus = [inspect.getsource(nccl)] if gpus else []
+    of_gpus = [inspect.getsource(nccl_release)] if gpus else []
     return _read(python, where, ask_in_container(profile, image, gpus, [python, "-P", "-c", PROGRAM, *of_gpus]))
 
 

@@ -16,7 +16,6 @@ from launcher.recipe.suggest import KeyPath
 from launcher.recipe.written import EXTENDS, shipped_values
 from megatron_rl.contract import window_rules
 from megatron_rl.contract.learning import WINDOW
-from megatron_rl.metrics.metric import Metric
 from megatron_rl.metrics.names import COMPONENTS, ENVIRONMENT_METRICS, EVALUATION_METRICS, STEP_METRICS, SUBJECTS
 from megatron_rl.recipe.config import RunConfig
 
@@ -194,8 +193,8 @@ def metrics_page() -> str:
     lines = [METRICS_PAGE.rstrip("\n")]
     for title, metrics in {**SUBJECTS, "Evaluations (evaluations.jsonl)": EVALUATION_METRICS}.items():
         lines += ["", f"## {title}"]
-        for name, metric in metrics.items():
-            lines += ["", *_bullet(name, metric)]
+        for name in metrics:
+            lines += ["", *_bullet(name)]
     lines += OTHERS.rstrip("\n").split("\n")
     for name, of_environment in ENVIRONMENT_METRICS.items():
         lines += ["", f"- **`{name}`**: {of_environment.meaning}."]
@@ -225,7 +224,8 @@ def metric_lines(name: str) -> list[str]:
     return lines
 
 
-def _bullet(name: str, metric: Metric) -> list[str]:
+def _bullet(name: str) -> list[str]:
+    metric = {**STEP_METRICS, **EVALUATION_METRICS}[name]
     text = f"- **`{name}`**" + (f" ({metric.unit})" if metric.unit else "") + f": {metric.meaning}."
     text += f" *Good*: {metric.good}." if metric.good else ""
     text += f" *Else*: {metric.advice}" if metric.advice else ""

@@ -19,8 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_rl.checkpoint.publish import CheckpointError, newest_step
+from megatron_rl.checkpoint.publish import newest_step
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.errors import ConfigurationError

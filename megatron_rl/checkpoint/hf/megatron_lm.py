@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import MOST_MAPPED, WeightsFolder
 from megatron_rl.checkpoint.hf.pretrained import fill
-from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.shards import RecordedFile
 from megatron_rl.contract.files import check_regular
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.hf_mapping import EMBEDDING, OUTPUT, Weight, pieces
 from megatron_rl.recipe.model import ModelConfig
 

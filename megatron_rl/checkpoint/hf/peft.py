@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.checkpoint.initial_weights import checksum, checksum_text
-from megatron_rl.checkpoint.publish import Manifest, read_manifest
 from megatron_rl.contract.files import make_readable, read_bytes
+from megatron_rl.contract.manifest import Manifest, read_manifest
 from megatron_rl.model.hf_mapping import OUTPUT, Weight, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, is_target, module_of
 from megatron_rl.model.policy import DTYPES

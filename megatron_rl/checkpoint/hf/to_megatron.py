@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.pretrained import fill, has_equal_output
 from megatron_rl.checkpoint.hf.staging import carry, staged, sync
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
-from megatron_rl.checkpoint.publish import Manifest, hash_file, write_manifest
+from megatron_rl.contract.manifest import Manifest, hash_file, write_manifest
 from megatron_rl.contract.paths import CARRIED
 from megatron_rl.model.hf_mapping import Weight, sources, weights
 from megatron_rl.model.tokenizer import load_pretrained_tokenizer

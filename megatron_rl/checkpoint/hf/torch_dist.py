@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_rl.checkpoint.publish import CheckpointError, FileRecord
 from megatron_rl.checkpoint.shards import Snapshot, WrittenPart, write_metadata, write_part
+from megatron_rl.contract.manifest import CheckpointError, FileRecord
 from megatron_rl.model.hf_mapping import Weight, pieces
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.platform.device import Device

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build_and_serve(options: argparse.Namespace, tokens: list[str], listener: socket.socket) -> int:
+    from megatron_rl.agent.api import build_environment
     from megatron_rl.model.tokenizer import build_tokenizer
-    from megatron_rl.recipe.registry import build_environment
 
     try:
         from megatron_rl.server.agent.agent_service import AgentService, application

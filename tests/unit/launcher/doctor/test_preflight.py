@@ -20,7 +20,7 @@ from launcher.doctor.finding import DoctorFinding
 from launcher.doctor.preflight import arithmetic, collect_local, extras_of, findings, memory, processors
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
-from megatron_rl.checkpoint.publish import Manifest, write_manifest
+from megatron_rl.contract.manifest import Manifest, write_manifest
 from megatron_rl.contract.paths import CARRIED
 from megatron_rl.recipe import extras
 

@@ -9,7 +9,7 @@ import pytest
 from bank_helpers import bank_in, drive
 from core_helpers import ALPHABET, build_run, tiny_run
 
-from megatron_rl.agent.api import EvaluationRequest
+from megatron_rl.agent.api import EvaluationRequest, build_environment
 from megatron_rl.agent.multi_task import WeightedMultiTask
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.inference.scripted import ScriptedInference
@@ -21,7 +21,7 @@ from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.environment import MULTI_TASK, EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.model import TokenizerConfig
-from megatron_rl.recipe.registry import build_environment, entry_points_of, required_datasets
+from megatron_rl.recipe.registry import entry_points_of, required_datasets
 
 SMALL = {"evaluation_problems": 3}
 PLUS = {"name": "arithmetic", "id": "plus", "args": {**SMALL, "seed": 1}, "weight": 3.0}

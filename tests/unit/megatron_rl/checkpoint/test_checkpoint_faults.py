@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from fault_injection import ONCE, Clock, Fault, FaultyFiles, Operation, Tally, faults
 
-from megatron_rl.checkpoint.publish import FileRecord, Manifest, clean_up, find_defect, find_latest, publish
+from megatron_rl.checkpoint.publish import clean_up, find_latest, publish
+from megatron_rl.contract.manifest import FileRecord, Manifest, find_defect
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save import SaveConfig
 

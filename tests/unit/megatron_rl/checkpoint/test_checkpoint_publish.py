@@ -11,16 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.checkpoint.publish import (
-    CheckpointError,
-    FileRecord,
-    Manifest,
-    clean_up,
-    find_defect,
-    find_latest,
-    publish,
-    read_manifest,
-)
+from megatron_rl.checkpoint.publish import clean_up, find_latest, publish
+from megatron_rl.contract.manifest import CheckpointError, FileRecord, Manifest, find_defect, read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save import SaveConfig
 

@@ -25,7 +25,7 @@ from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.checkpoint.load import read, verify
-from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.policy import build_policy
 from megatron_rl.recipe.errors import ConfigurationError
 

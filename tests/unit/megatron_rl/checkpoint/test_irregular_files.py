@@ -13,7 +13,7 @@ from hf_helpers import SHARD
 
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
-from megatron_rl.checkpoint.publish import CheckpointError
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import TokenizerConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.checkpoint.hf.staging import WRITER, staged
-from megatron_rl.checkpoint.publish import hash_file
 from megatron_rl.checkpoint.shards import Abandoned, RecordedFile
+from megatron_rl.contract.manifest import hash_file
 
 Synced = list[tuple[int, int]]
 """Inode and size of each fsynced file, in the order of the calls."""

@@ -8,13 +8,13 @@ from textwrap import dedent
 import pytest
 from pydantic import ValidationError
 
+from megatron_rl.agent.api import build_environment
 from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe import registry
 from megatron_rl.recipe.environment import EnvironmentConfig
 from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.registry import (
-    build_environment,
     describe_environments,
     environment_arguments,
     environment_class,

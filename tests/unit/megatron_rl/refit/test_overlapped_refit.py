@@ -59,7 +59,7 @@ class Overlap:
             LIMIT,
         )
         prober = Prober(self.trained, [3, 1, 4, 1, 5], groups)
-        self.refit = OverlappedRefit(transfer, self.pool, platform, self.safe_points, prober)
+        self.refit = OverlappedRefit(transfer, self.pool, platform, self.safe_points, prober.measure)
 
     def _announce(self) -> None:
         self.pool.announced += 1

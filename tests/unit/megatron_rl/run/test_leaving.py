@@ -13,11 +13,11 @@ from checkpoint_helpers import checkpointer, sharded_state, world
 from core_helpers import quiet_safe_points, tiny_run
 
 from megatron_rl.checkpoint import checkpoint_writer as writer_module
-from megatron_rl.checkpoint.publish import CheckpointError
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.checkpoint.shards import write_part
 from megatron_rl.contract.attempt_records import Drain
 from megatron_rl.contract.codes import FINISHED, MARGIN_S
+from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.metrics.timeline import Timeline

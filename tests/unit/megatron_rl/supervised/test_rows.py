@@ -15,6 +15,7 @@ from core_helpers import ALPHABET, END
 from optional import needs
 from supervised_helpers import sums, write_rows
 
+from megatron_rl.agent.api import build_environment
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.chat.probes import TOOL
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
@@ -22,7 +23,6 @@ from megatron_rl.recipe.data import DataConfig
 from megatron_rl.recipe.environment import EnvironmentConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import TokenizerConfig
-from megatron_rl.recipe.registry import build_environment
 from megatron_rl.supervised.example_rows import RowEncoder, UnusableRow, rows_of
 from megatron_rl.supervised.row_forms import form_of, row_of
 

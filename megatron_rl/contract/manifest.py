@@ -1,0 +1,136 @@
+"""Manifest of a checkpoint: its last file, which names all others with their sizes and hashes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.contract.files import read_bytes, write_atomic
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or used. The message says which, why and what to do."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint has other content than was written, or cannot be read. Another one may be good."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and hash of one file of a checkpoint, as written."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    save_id: str
+    """Unique per save; distinguishes saves of the same step."""
+    world_size: int
+    """Number of ranks that wrote it. Any other number can load it."""
+    parent: int | None
+    """Step of the previous checkpoint in the same line of training; None if there was none."""
+    blocked_s: float
+    """Seconds that the save stopped the training loop on rank 0."""
+    total_s: float
+    """Seconds from the start of the save to this manifest."""
+    meta: dict[str, Any]
+    """Object passed to `save` by the caller."""
+    files: dict[str, FileRecord]
+    """Every file except the manifest, by name."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of the contents. Another save of the same state has the same digest unless a file differs."""
+        return _digest({name: record.sha256 for name, record in self.files.items()})
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest. Raises Damaged if `folder` is not a published checkpoint or its manifest was changed."""
+    path = folder / MANIFEST
+    try:
+        raw = json.loads(read_bytes(path))
+        if raw.pop("sha256") != _digest(raw):
+            raise ValueError("its SHA-256 differs")
+        files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
+        return Manifest(files=files, **raw)
+    except FileNotFoundError:
+        raise Damaged(f"{folder} is not a checkpoint of mrl: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise Damaged(_unreadable(path, error)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged ({error}); use another checkpoint") from error
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    raw = dataclasses.asdict(manifest)
+    text = json.dumps({**raw, "sha256": _digest(raw)}, indent=1, sort_keys=True)
+    write_atomic(folder / MANIFEST, text + "\n")
+
+
+def _digest(raw: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def find_defect(folder: Path) -> str | None:
+    """Return why the checkpoint in `folder` cannot be used, judged by names and sizes of its files; None if it can."""
+    try:
+        files = read_manifest(folder).files
+    except Damaged as error:
+        return str(error)
+    return _first(_find_wrong_size(folder / name, record) for name, record in files.items())
+
+
+def find_corruption(folder: Path, files: dict[str, FileRecord]) -> str | None:
+    """Return the first defect of `files`, judged by reading them and comparing SHA-256; None if all are good."""
+    sizes = (_find_wrong_size(folder / name, record) for name, record in files.items())
+    return _first(sizes) or _first(_find_wrong_content(folder / name, record) for name, record in files.items())
+
+
+def _first(problems: Iterable[str | None]) -> str | None:
+    return next(filter(None, problems), None)
+
+
+def _find_wrong_size(path: Path, record: FileRecord) -> str | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return _unreadable(path, error)
+    if not stat.S_ISREG(found.st_mode):
+        return f"{path} is not a regular file"
+    return None if found.st_size == record.bytes else f"{path} has {found.st_size} bytes, {record.bytes} were written"
+
+
+def _find_wrong_content(path: Path, record: FileRecord) -> str | None:
+    try:
+        same = hash_file(path) == record
+    except OSError as error:
+        return _unreadable(path, error)
+    return None if same else f"the content of {path} is not what was written (SHA-256 differs)"
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path} cannot be read: {error.strerror or error}"
+
+
+def hash_file(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(bytes=file.tell(), sha256=digest.hexdigest())
