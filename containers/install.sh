@@ -20,7 +20,7 @@ if ! python3 "$here/pins.py" | diff "$pins" - >&2; then
 fi
 # Imports of the ranks and of `mrl serve`, so that a missing library fails this build and not a job; then everything that
 # they call on a GPU, as far as it can be imported without one.
-python3 -c 'import megatron.core, megatron_rl.run.attempt, transformers, math_verify, megatron_rl.server.application'
-python3 -m megatron_rl.platform.gpu_calls flash-attn transformer-engine
+python3 -c 'import megatron.core, megatron_rl.run.attempt, transformers, math_verify, megatron_rl.agent.server.application'
+python3 -m megatron_rl.model.platform.gpu_calls flash-attn transformer-engine
 echo "added mrl and its libraries to $(grep '^torch==' "$pins")"
 [[ -z ${VLLM:-} ]] || bash "$here/install-vllm.sh"

@@ -30,13 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     attempt = run_dir.attempt(options.attempt)
 
     def load() -> Work:
-        from megatron_rl.platform.implementation import choose_implementation
+        from megatron_rl.model.platform.implementation import choose_implementation
         from megatron_rl.recipe.config import read_config
 
         config = read_config(run_dir)
         choose_implementation(config)  # before the imports below import megatron-core
         if run_dir.evaluation_request.exists():
-            from megatron_rl.evaluate.evaluation_attempt import run_evaluation
+            from megatron_rl.run.evaluate.evaluation_attempt import run_evaluation
 
             return partial(run_evaluation, run_dir, attempt, world)
         from megatron_rl.run.attempt import run_attempt

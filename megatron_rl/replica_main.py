@@ -39,21 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = int(os.environ.get(START_VARIABLE, "0"))
 
     def load() -> Work:
+        from megatron_rl.generate.replica.serve import run_start
         from megatron_rl.recipe.config import read_config
-        from megatron_rl.replica.serve import run_start
 
         config = read_config(run_dir)
         if kind == TEACHER and config.teacher_vllm is not None:
-            from megatron_rl.vllm.teacher import open_teacher as opened
+            from megatron_rl.generate.vllm.teacher import open_teacher as opened
         elif kind == TEACHER:
-            from megatron_rl.replica.own_engine import open_teacher as opened
+            from megatron_rl.generate.replica.own_engine import open_teacher as opened
         elif config.inference.own_vllm is not None:
-            from megatron_rl.vllm.replica import open_policy as opened
+            from megatron_rl.generate.vllm.replica import open_policy as opened
         else:
-            from megatron_rl.platform.implementation import choose_implementation
+            from megatron_rl.model.platform.implementation import choose_implementation
 
             choose_implementation(config)  # before megatron-core is imported
-            from megatron_rl.replica.own_engine import open_policy as opened
+            from megatron_rl.generate.replica.own_engine import open_policy as opened
         return partial(run_start, opened, run_dir, replica, start, world)
 
     run_rank(replica, world, load, notifies_host=False)

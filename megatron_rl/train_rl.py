@@ -15,9 +15,9 @@ from megatron_rl.checkpoint.hf.export import Exported
 from megatron_rl.checkpoint.save import SaveFailed
 from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
-from megatron_rl.metrics.metric import StepReport
-from megatron_rl.metrics.report import step_lines
 from megatron_rl.rank.entry import gc_between_steps
+from megatron_rl.rank.metrics.metric import StepReport
+from megatron_rl.rank.metrics.report import step_lines
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed
 from megatron_rl.run.state import Run
 

@@ -149,7 +149,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def platform() -> Any:
-    from megatron_rl.platform.select import select
+    from megatron_rl.model.platform.select import select
     from megatron_rl.recipe.job import JobConfig
 
     return select(JobConfig(device="cpu", gpus_per_node=1, threads_per_rank=1))

@@ -143,9 +143,9 @@ class ModuleProcess:
 
 
 def tried(trial: Trial) -> Iterator[dict[str, Any]]:
-    """Try the first problems of an environment. Yields the results of `megatron_rl.standalone.trial.tried`. Raises
+    """Try the first problems of an environment. Yields the results of `megatron_rl.run.standalone.trial.tried`. Raises
     BadInput where the environment cannot be built or the model not opened, Failed where the process fails."""
-    with ModuleProcess("megatron_rl.standalone.trial") as child:
+    with ModuleProcess("megatron_rl.run.standalone.trial") as child:
         child.send(trial.model_dump_json())
         child.end_input()
         yield from child.said()
@@ -190,7 +190,7 @@ def interruptible(module: str, *arguments: str, errors: int | None = PIPE) -> It
 def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]) -> tuple[EvaluationResult, str]:
     """Evaluate on this machine. Returns the result and the path of its file.
 
-    report: gets the progress, as megatron_rl.evaluate.blocks.Progress.
+    report: gets the progress, as megatron_rl.run.evaluate.blocks.Progress.
 
     Raises:
         ChildInterrupted: it was stopped; its answers so far are kept.
@@ -198,7 +198,7 @@ def evaluate(evaluation: Evaluation, report: Callable[[Mapping[str, Any]], None]
         Failed: something else went wrong.
     """
     done = None
-    with interruptible("megatron_rl.evaluate") as child:
+    with interruptible("megatron_rl.run.evaluate") as child:
         child.send(evaluation.model_dump_json())
         child.end_input()
         for said in child.said():

@@ -16,7 +16,7 @@ from megatron_rl.contract.children import module_command
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.teacher_files import TeacherFiles
 
-COMMAND = tuple(module_command("megatron_rl.rehearse"))
+COMMAND = tuple(module_command("megatron_rl.run.rehearse"))
 LIMIT_S = 600.0  # seconds for one rank
 
 

@@ -29,8 +29,8 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.environment import EnvironmentConfig
 from megatron_rl.recipe.registry import required_extras
 
-SERVER, PORT = "megatron_rl.server", 8000
-AGENT_SERVER, AGENT_PORT = "megatron_rl.server.agent", 8100
+SERVER, PORT = "megatron_rl.run.serve", 8000
+AGENT_SERVER, AGENT_PORT = "megatron_rl.agent.server.agent", 8100
 
 
 @click.command("serve", short_help="Serve a policy over HTTP with OpenAI's API, or an environment.")

@@ -4,7 +4,7 @@
 
 It checks the GPUs (number, errors, state, links), limits, shared memory, and a round trip to the shared file system. It
 writes Attempt.health(HOST) and exits with 0 whatever it found. launcher.host.judge.nodes derives the unfit nodes from
-the reports of all nodes and of the all-reduce between them (megatron_rl.fabric.check).
+the reports of all nodes and of the all-reduce between them (megatron_rl.rank.fabric.check).
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def _key(config: RunConfig, copies: RunDir | None, included: Sequence[Path]) -> 
 def rows_child(profile: Profile | None, included: Sequence[Path]) -> ModuleProcess:
     path = os.pathsep.join([*map(str, included), *filter(None, [os.environ.get("PYTHONPATH")])])
     home = {"HF_HOME": str(Cache.of(profile).huggingface)}
-    return ModuleProcess("megatron_rl.standalone.rows", environ={"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **home})
+    return ModuleProcess("megatron_rl.run.standalone.rows", environ={"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **home})
 
 
 def request_of(recipe: Recipe, profile: Profile | None, **more: Any) -> RowsRequest:

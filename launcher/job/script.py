@@ -253,7 +253,7 @@ def _fabric_step(job: PlannedJob) -> _SrunFunction:
             # Ranks of a bad node may die; the others must report which node it was.
             Shell(f'{bound} --kill-on-bad-exit=0 --output="$logs/fabric.%t.log"'.strip()),
         ],
-        command=Shell(f"{shlex.quote(rank_python(job.profile))} -P -m megatron_rl.fabric.check {RUN}{slow}"),
+        command=Shell(f"{shlex.quote(rank_python(job.profile))} -P -m megatron_rl.rank.fabric.check {RUN}{slow}"),
         comment=Shell("The nodes must also reach each other, and fast."),
         limit_s=900 if named else 900 + UNPACK_S,
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from launcher.report.curve import Curve, Value, downsample, smoothed
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
-from megatron_rl.metrics.names import STEP_METRICS
+from megatron_rl.rank.metrics.names import STEP_METRICS
 
 MOST_RAW = 3
 """Curves of a chart that are shown both as they are and smoothed; of more curves only the smoothed ones are shown."""

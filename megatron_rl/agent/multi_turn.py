@@ -14,10 +14,16 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder
-from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.conversation import conversation_of
-from megatron_rl.chat.messages import Message, ToolCall
-from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
+from megatron_rl.generate.engine.api import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    InferenceInterface,
+    PromptTooLong,
+)
+from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.conversation import conversation_of
+from megatron_rl.model.chat.messages import Message, ToolCall
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.chat import ChatConfig
 

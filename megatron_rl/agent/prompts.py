@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from megatron_rl.agent.text_rows import parse_json
-from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.conversation import Conversation, ConversationError, conversation_of
+from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer
 from megatron_rl.recipe.chat import ChatConfig
 

@@ -17,7 +17,13 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.inference.api import Completion, FinishReason, GenerationRequest, InferenceInterface, PromptTooLong
+from megatron_rl.generate.engine.api import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    InferenceInterface,
+    PromptTooLong,
+)
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.errors import ConfigurationError, task_location, task_traceback
 from megatron_rl.recipe.own_code import where_defined

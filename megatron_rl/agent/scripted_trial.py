@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling

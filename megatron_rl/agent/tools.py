@@ -14,9 +14,9 @@ from inspect import isawaitable
 from typing import Any
 
 from megatron_rl.agent.multi_turn import ConversationAgent, Reply, Turn
-from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.conversation import conversation_of
-from megatron_rl.chat.messages import ToolCall
+from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.conversation import conversation_of
+from megatron_rl.model.chat.messages import ToolCall
 
 BEGIN, END = "[", "]"
 LONGEST_RESULT = 2000

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.packing import MicroBatch, run_indices
-from megatron_rl.platform.attention import PackedSequences
+from megatron_rl.model.platform.attention import PackedSequences
 
 
 @dataclass(frozen=True, slots=True)

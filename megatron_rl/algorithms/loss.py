@@ -15,7 +15,7 @@ from megatron_rl.algorithms.loss_terms import importance_weights, kept, kl_penal
 from megatron_rl.algorithms.own_functions import as_losses, own_policy_loss
 from megatron_rl.algorithms.policy_losses import LOSSES, TokenLoss
 from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
-from megatron_rl.metrics.stats import LossStats
+from megatron_rl.rank.metrics.stats import LossStats
 from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.own_code import is_own
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit, Tree, spread
-from megatron_rl.platform.attention import PackedSequences
+from megatron_rl.model.platform.attention import PackedSequences
 
 HEAD = 64
 """Tokens after the prefix that are compared first, before whole sequences."""

@@ -223,8 +223,8 @@ class ReplicaState(NamedTuple):
 
 @record(version=None)
 class SlowestRank(NamedTuple):
-    """The rank that the others waited for most, by its seconds in one category of the timeline. metrics/timeline.py
-    says how it is found."""
+    """The rank that the others waited for most, by its seconds in one category of the timeline.
+    rank/metrics/timeline.py says how it is found."""
 
     rank: int
     seconds: float  # of that rank
@@ -303,4 +303,4 @@ class MetricsLine(NamedTuple):
     version, because people read it with their own tools."""
 
     step: int
-    values: dict[str, Any]  # name in metrics/names.py -> value; numbers are finite
+    values: dict[str, Any]  # name in rank/metrics/names.py -> value; numbers are finite

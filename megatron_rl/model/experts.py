@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from megatron_rl.model.lora import Adapter, mixed
-from megatron_rl.platform.device import Kernels
-from megatron_rl.platform.grouped_product import MULTIPLE, grouped_linear, put_in_one_storage
+from megatron_rl.model.platform.device import Kernels
+from megatron_rl.model.platform.grouped_product import MULTIPLE, grouped_linear, put_in_one_storage
 
 
 class Order:

@@ -17,10 +17,10 @@ from torch.nn.functional import pad, rms_norm
 
 from megatron_rl.model.layers import Norm, Rotation
 from megatron_rl.model.lora import effective_weight
-from megatron_rl.platform import frozen_linear
-from megatron_rl.platform.attention import Layout
-from megatron_rl.platform.device import Kernels
-from megatron_rl.platform.frozen_linear import FrozenLinear, freeze
+from megatron_rl.model.platform import frozen_linear
+from megatron_rl.model.platform.attention import Layout
+from megatron_rl.model.platform.device import Kernels
+from megatron_rl.model.platform.frozen_linear import FrozenLinear, freeze
 
 
 def freezes(policy: GPTModel, kernels: Kernels) -> bool:

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megatron_rl.model.layers import Norm
-from megatron_rl.platform.attention import Layout
-from megatron_rl.platform.layer_kernels import LayerKernels, Norms
-from megatron_rl.platform.paged_attention import InPlaceLayout
-from megatron_rl.platform.tensor_sum import TensorSum
+from megatron_rl.model.platform.attention import Layout
+from megatron_rl.model.platform.layer_kernels import LayerKernels, Norms
+from megatron_rl.model.platform.paged_attention import InPlaceLayout
+from megatron_rl.model.platform.tensor_sum import TensorSum
 
 
 def why_not_fused(policy: GPTModel) -> str | None:

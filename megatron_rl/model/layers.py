@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.experts import GroupedExperts, experts_one_by_one, group_experts, sort_on_device
 from megatron_rl.model.lora import Adapters
-from megatron_rl.platform.attention import Layout
-from megatron_rl.platform.device import Kernels, Linears
-from megatron_rl.platform.megatron_patches import patch_router
+from megatron_rl.model.platform.attention import Layout
+from megatron_rl.model.platform.device import Kernels, Linears
+from megatron_rl.model.platform.megatron_patches import patch_router
 from megatron_rl.recipe.model import Recompute
 
 

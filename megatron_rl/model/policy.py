@@ -22,8 +22,8 @@ from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
 from megatron_rl.model.layers import Rotation, packed_block_spec
 from megatron_rl.model.lora import Adapters
-from megatron_rl.platform.attention import Layout, PackedSequences
-from megatron_rl.platform.device import Device, Kernels
+from megatron_rl.model.platform.attention import Layout, PackedSequences
+from megatron_rl.model.platform.device import Device, Kernels
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import ModelConfig, Recompute, RopeScaling
 

@@ -26,10 +26,10 @@ from megatron_rl.contract.codes import (
     KILLED_TOO_S,
 )
 from megatron_rl.contract.paths import RankFiles
-from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox, LogFormatter
 from megatron_rl.rank.drain import DrainListener, leave_early
+from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.world import World
 from megatron_rl.recipe.errors import ConfigurationError
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl.platform.device import Device
+from megatron_rl.model.platform.device import Device
 from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.world import World
 from megatron_rl.recipe.errors import ConfigurationError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.platform.device import Device
+from megatron_rl.model.platform.device import Device
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import SafePoints
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.platform.device import Device
+from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.job import PLANS, ProfileConfig
 

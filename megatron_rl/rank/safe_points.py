@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
-from megatron_rl.metrics.timeline import Timeline
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.metrics.timeline import Timeline
 
 POLL_S = 0.1
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megatron_rl.platform.device import Device
-from megatron_rl.platform.select import select
+from megatron_rl.model.platform.device import Device
+from megatron_rl.model.platform.select import select
 from megatron_rl.rank.groups import Groups, check_divides, cut, disconnect
 from megatron_rl.recipe.job import JobConfig, TrainingLayout
 

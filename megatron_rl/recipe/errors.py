@@ -14,7 +14,7 @@ from pathlib import Path
 from traceback import FrameSummary, StackSummary
 
 PACKAGE = Path(__file__).absolute().parents[1]  # not resolved: where the package is a link, its frames have this path
-SEAM = tuple(str(PACKAGE / room) + "/" for room in ("agent", "environments"))
+SEAM = str(PACKAGE / "agent") + "/"
 """Rooms that a task's code builds on: errors raised there are about the task."""
 LIBRARIES = ("/site-packages/", "/dist-packages/")
 STDLIB = sysconfig.get_paths()["stdlib"] + "/"

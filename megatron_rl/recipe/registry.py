@@ -1,7 +1,7 @@
 """Environments by name: installed packages register them as entry points of `mrl.environments`.
 
     [project.entry-points."mrl.environments"]
-    arithmetic = "megatron_rl.environments.arithmetic:ArithmeticEnvironment"
+    arithmetic = "megatron_rl.agent.environments.arithmetic:ArithmeticEnvironment"
 
 The launcher validates recipes through this module, so it imports neither torch nor megatron-core.
 """

@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.attempt_records import Outcome, UsedKernels
 from megatron_rl.contract.codes import DRAINED, FINISHED, MARGIN_S
@@ -19,19 +19,19 @@ from megatron_rl.contract.files import names_in, once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.run_records import PlanRecord
-from megatron_rl.inference.decode_graphs import why_not_recorded
-from megatron_rl.metrics.stats import Tally
-from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.metrics.wandb.mirror import check_installed
+from megatron_rl.generate.engine.decode_graphs import why_not_recorded
 from megatron_rl.model.experts import experts_one_by_one
+from megatron_rl.model.platform.device import Device
+from megatron_rl.model.platform.implementation import Implementation, choose_implementation
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import DTYPES
-from megatron_rl.platform.device import Device
-from megatron_rl.platform.implementation import Implementation, choose_implementation
-from megatron_rl.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits, leave_early
 from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.here import Here
+from megatron_rl.rank.metrics.stats import Tally
+from megatron_rl.rank.metrics.timeline import Timeline
+from megatron_rl.rank.metrics.wandb.mirror import check_installed
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.recipe.config import RunConfig, read_config

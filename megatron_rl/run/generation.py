@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron_rl.generate.refit.rank_engine import build_engine
+from megatron_rl.learn.rollout.agent_loop import EngineInTurn
+from megatron_rl.learn.rollout.bank.bank import Bank
+from megatron_rl.learn.rollout.bank.records import Lineage, fingerprint
+from megatron_rl.learn.rollout.curriculum import CurriculumState, prompts_of
+from megatron_rl.learn.rollout.driver import RolloutDriver
+from megatron_rl.learn.rollout.in_flight import InFlightGroups
+from megatron_rl.learn.rollout.window import Window
+from megatron_rl.learn.supervised.example_driver import ExampleDriver
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import generation_profiler
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.engines import capabilities_of
-from megatron_rl.refit.prober import Prober, probe_text
-from megatron_rl.refit.rank_engine import build_engine
-from megatron_rl.rollout.agent_loop import EngineInTurn
-from megatron_rl.rollout.bank.bank import Bank
-from megatron_rl.rollout.bank.records import Lineage, fingerprint
-from megatron_rl.rollout.curriculum import CurriculumState, prompts_of
-from megatron_rl.rollout.driver import RolloutDriver
-from megatron_rl.rollout.in_flight import InFlightGroups
-from megatron_rl.rollout.window import Window
+from megatron_rl.run.prober import Prober, probe_text
 from megatron_rl.run.problems import Material
+from megatron_rl.run.standalone.first_rows import Lesson
 from megatron_rl.run.state import Counters, Driver, Generation
-from megatron_rl.standalone.first_rows import Lesson
-from megatron_rl.supervised.example_driver import ExampleDriver
 
 if TYPE_CHECKING:
-    from megatron_rl.inference.replicas.pool import ReplicaPool
+    from megatron_rl.generate.replicas.pool import ReplicaPool
 
 
 def open_pool(config: RunConfig, here: Here) -> ReplicaPool | None:

@@ -20,12 +20,12 @@ from megatron_rl.agent.scripted_trial import reward_of, scored_answer
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.records import ABSENT, read, write
 from megatron_rl.contract.run_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
+from megatron_rl.learn.rollout.agent_loop import AgentLoop
+from megatron_rl.learn.rollout.evaluation import scoring_progress
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.rollout.agent_loop import AgentLoop
-from megatron_rl.rollout.evaluation import scoring_progress
-from megatron_rl.standalone.first_rows import Lesson
+from megatron_rl.run.standalone.first_rows import Lesson
 
 MOST_COUNTED = 20_000
 """Prompts that are counted, at most: these take a fraction of a second."""

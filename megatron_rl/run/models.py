@@ -16,13 +16,16 @@ from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
 from megatron_rl.checkpoint.saving_ranks import sharded_weights
-from megatron_rl.distill.served import ServedTeacher, endpoints_of, replicas_of
-from megatron_rl.inference.openai import Endpoint
+from megatron_rl.generate.engine.openai import Endpoint
+from megatron_rl.learn.distill.served import ServedTeacher, endpoints_of, replicas_of
+from megatron_rl.learn.training import warm_up
+from megatron_rl.learn.training.objective import FirstPass, Teacher
+from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.model.parallel import copy_part, groups_of_one
+from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.model.trainable import Trainable, fill_adapters, load_part
-from megatron_rl.platform.device import Device
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.adapters import check_adapters
@@ -33,9 +36,6 @@ from megatron_rl.recipe.hf_config import CONFIG_FILE
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig, Recompute
 from megatron_rl.recipe.teacher_files import VOCABULARY_FILE, TeacherFiles, against_teacher, teacher_files
-from megatron_rl.training import warm_up
-from megatron_rl.training.objective import FirstPass, Teacher
-from megatron_rl.training.optimizer import PolicyOptimizer
 
 
 @dataclass(frozen=True, slots=True)

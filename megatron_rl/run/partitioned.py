@@ -6,20 +6,20 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_rl.inference.replicas.dispatch import Dispatch
-from megatron_rl.inference.replicas.pool import ReplicaPool
-from megatron_rl.inference.replicas.wire import digest_of, read_token
+from megatron_rl.generate.refit.model_tensors import weights_by_box
+from megatron_rl.generate.refit.overlapped import OverlappedRefit
+from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
+from megatron_rl.generate.refit.transfer import Sender
+from megatron_rl.generate.refit.transfer_refit import TransferRefit
+from megatron_rl.generate.replicas.dispatch import Dispatch
+from megatron_rl.generate.replicas.pool import ReplicaPool
+from megatron_rl.generate.replicas.wire import digest_of, read_token
+from megatron_rl.learn.rollout.agent_loop import AgentThread, TrainingDriver
+from megatron_rl.model.platform.transport import offered
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.transport import offered
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.refit.model_tensors import weights_by_box
-from megatron_rl.refit.overlapped import OverlappedRefit
-from megatron_rl.refit.prober import Prober
-from megatron_rl.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
-from megatron_rl.refit.transfer import Sender
-from megatron_rl.refit.transfer_refit import TransferRefit
-from megatron_rl.rollout.agent_loop import AgentThread, TrainingDriver
+from megatron_rl.run.prober import Prober
 from megatron_rl.run.state import Generation
 
 

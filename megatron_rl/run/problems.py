@@ -28,7 +28,7 @@ from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.own_code import kept
-from megatron_rl.standalone.first_rows import Fault, Lesson, faults, open_lesson, unknown_end_of
+from megatron_rl.run.standalone.first_rows import Fault, Lesson, faults, open_lesson, unknown_end_of
 
 logger = logging.getLogger("megatron_rl")
 

@@ -8,18 +8,18 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.metrics.writer import MetricsWriter, Writer
+from megatron_rl.learn.rollout.record import RolloutRecord
+from megatron_rl.learn.training.objective import objective_of
+from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.rank.here import Here
+from megatron_rl.rank.metrics.writer import MetricsWriter, Writer
 from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.run.generation import build_driver, build_generation, curriculum_of, open_pool
 from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import build_models, build_teacher
 from megatron_rl.run.problems import build_material, check_unchanged
 from megatron_rl.run.state import Counters, Run, restore
-from megatron_rl.training.objective import objective_of
-from megatron_rl.training.trainer import Trainer
 
 
 def set_up(config: RunConfig, here: Here) -> Run:

@@ -11,25 +11,25 @@ from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.inference.api import ResumableInference
-from megatron_rl.metrics.writer import Writer
+from megatron_rl.generate.engine.api import ResumableInference
+from megatron_rl.generate.refit.rank_refit import Refit
+from megatron_rl.learn.rollout.agent_loop import AgentLoop
+from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.learn.rollout.curriculum import CurriculumState
+from megatron_rl.learn.rollout.evaluation import evaluate
+from megatron_rl.learn.rollout.record import RolloutRecord
+from megatron_rl.learn.rollout.window import Drawn
+from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
+from megatron_rl.rank.metrics.writer import Writer
 from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.adapters import adapter_record, check_base
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.refit.rank_refit import Refit
-from megatron_rl.rollout.agent_loop import AgentLoop
-from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.curriculum import CurriculumState
-from megatron_rl.rollout.evaluation import evaluate
-from megatron_rl.rollout.record import RolloutRecord
-from megatron_rl.rollout.window import Drawn
 from megatron_rl.run.models import Models
 from megatron_rl.run.problems import Material
-from megatron_rl.training.trainer import Trainer
 
 logger = logging.getLogger("megatron_rl")
 

@@ -109,9 +109,9 @@ def cpu_s(process: psutil.Process) -> float:
 async def ways_of_calls(options: argparse.Namespace, client: Client) -> dict[str, Way]:
     from server_helpers import byte_tokenizer, encode
 
-    from megatron_rl.chat.chat import Chat
-    from megatron_rl.endpoint.endpoint import PolicyEndpoint
-    from megatron_rl.inference.api import Completion, GenerationRequest
+    from megatron_rl.agent.endpoint.endpoint import PolicyEndpoint
+    from megatron_rl.generate.engine.api import Completion, GenerationRequest
+    from megatron_rl.model.chat.chat import Chat
     from megatron_rl.recipe.endpoint import EndpointConfig
     from megatron_rl.recipe.inference import Sampling
 
@@ -152,18 +152,18 @@ async def ways_of_calls(options: argparse.Namespace, client: Client) -> dict[str
 async def conversations(options: argparse.Namespace, client: Client, folder: Path) -> dict[str, Turn]:
     from hf_helpers import PUBLISHED, publish
 
-    import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+    import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.agent.api import GroupRolloutRequest
+    from megatron_rl.agent.endpoint.agent import EndpointAgent, RunResult
+    from megatron_rl.agent.endpoint.session import RolloutSession
     from megatron_rl.agent.multi_turn import MultiTurnAgent
     from megatron_rl.agent.scoring import RolloutLimits
     from megatron_rl.agent.trajectories import Problem
-    from megatron_rl.endpoint.agent import EndpointAgent, RunResult
-    from megatron_rl.endpoint.session import RolloutSession
-    from megatron_rl.inference.api import Completion, GenerationRequest, InferenceInterface
+    from megatron_rl.checkpoint.source import find_source
+    from megatron_rl.generate.engine.api import Completion, GenerationRequest, InferenceInterface
+    from megatron_rl.generate.engine.opened_policy import open_policy
     from megatron_rl.recipe.endpoint import EndpointConfig
     from megatron_rl.recipe.inference import Sampling
-    from megatron_rl.standalone.opened_policy import open_policy
-    from megatron_rl.standalone.source import find_source
 
     class Unlimited:
         """The engine, whose answers end as if the model had ended them: a class ends at an answer that is cut off."""

@@ -41,13 +41,13 @@ from engine_peers import Answerer, Asked, Continuous, Generate, Ours, load_their
 from grpo_step import matmul_rate
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from launcher.fetch.prefetch import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.device import Device
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.recipe.hf_config import read_hf_config, shape
 from megatron_rl.recipe.model import ModelConfig

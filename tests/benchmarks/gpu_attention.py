@@ -1,5 +1,5 @@
 """Milliseconds of forward and backward passes of flash kernels and FlexAttention on one GPU, and the two constants of
-the rule that chooses between them (platform/cuda_attention.py).
+the rule that chooses between them (model/platform/cuda_attention.py).
 
     python tests/benchmarks/gpu_attention.py
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_rl.platform.attention import Layout, PackedSequences, whole_sequences
-from megatron_rl.platform.cuda_attention import GATHERED_BLOCK, TREE_SPEED, tree_is_faster
-from megatron_rl.platform.flash_kernels import find_varlen_kernel
-from megatron_rl.platform.tree_attention import BLOCK, Blocks, tree_layout
-from megatron_rl.platform.varlen_attention import VarlenLayout, varlen_layout
+from megatron_rl.model.platform.attention import Layout, PackedSequences, whole_sequences
+from megatron_rl.model.platform.cuda_attention import GATHERED_BLOCK, TREE_SPEED, tree_is_faster
+from megatron_rl.model.platform.flash_kernels import find_varlen_kernel
+from megatron_rl.model.platform.tree_attention import BLOCK, Blocks, tree_layout
+from megatron_rl.model.platform.varlen_attention import VarlenLayout, varlen_layout
 
 HEADS, KV_HEADS, HEAD_SIZE = 5, 1, 128
 SHAPES = [(2048, 200, 16), (1024, 500, 16), (8192, 100, 16), (512, 2048, 4), (100, 4000, 4)]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 UNIT = Path(__file__).parents[1] / "unit" / "megatron_rl"
-TABLES = UNIT / "environments" / "tables"
+TABLES = UNIT / "agent" / "environments" / "tables"
 
 
 class Judged(NamedTuple):
@@ -68,9 +68,9 @@ def responses() -> Iterator[tuple[str, str, str, bool]]:
 
 
 async def mathematics(folder: Path) -> list[Judged]:
+    from megatron_rl.agent.environments.math.environment import MathConfig, MathEnvironment
     from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits
     from megatron_rl.agent.sandbox.process_pools import WorkerPool
-    from megatron_rl.environments.math.environment import MathConfig, MathEnvironment
 
     (folder / "one.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n')
     config = MathConfig.model_validate({"train": {"path": str(folder / "one.jsonl")}, "chat": "never", "verifiers": 1})
@@ -103,7 +103,7 @@ def places() -> Iterator[Judged]:
 
 
 def programs() -> Iterator[Judged]:
-    from megatron_rl.environments.code.test_cases import parse_tests, passes
+    from megatron_rl.agent.environments.code.test_cases import parse_tests, passes
 
     code = table(TABLES / "code_answers.yaml")
     for expected, answer, verdict, _ in code["printed"]:

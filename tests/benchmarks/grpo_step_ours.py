@@ -16,17 +16,17 @@ from grpo_step_turns import Turns
 from grpo_step_weights import as_qwen2, lengthen
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.metrics.writer import MetricsWriter, RolloutView
-from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.select import select
+from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.select import select
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.groups import connect
 from megatron_rl.rank.here import Here
+from megatron_rl.rank.metrics.timeline import Timeline
+from megatron_rl.rank.metrics.writer import MetricsWriter, RolloutView
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
-from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.run.setup import set_up
 from megatron_rl.run.state import Run
 from megatron_rl.train_rl import train

@@ -28,7 +28,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from megatron_rl.environments.reasoning_gym import last_number
+from megatron_rl.agent.environments.reasoning_gym import last_number
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.hub import local_folder

@@ -41,7 +41,7 @@ def publish(folder: Path, gigabytes: float, shard_bytes: int) -> int:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+    import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.hf.to_megatron import batches
     from megatron_rl.model.hf_mapping import sources, weights
     from megatron_rl.recipe.hf_config import read_hf_config, shape

@@ -21,11 +21,11 @@ from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.balance import balance
 from megatron_rl.algorithms.bins import BinLimit, Tree
 from megatron_rl.algorithms.packing import Packing
-from megatron_rl.inference.api import Completion
+from megatron_rl.generate.engine.api import Completion
+from megatron_rl.learn.rollout.encoding import decode_group, encode_group, joined, parted
+from megatron_rl.learn.rollout.exchange import group_costs
+from megatron_rl.learn.rollout.stream import shares
 from megatron_rl.recipe.flops import rows_per_token, training_flops
-from megatron_rl.rollout.encoding import decode_group, encode_group, joined, parted
-from megatron_rl.rollout.exchange import group_costs
-from megatron_rl.rollout.stream import shares
 
 PROMPTS, ANSWERS, REPLICAS, LONGEST, VOCABULARY = 64, 16, 8, 11_999, 152_064
 CONFIG = load_recipe("qwen2.5-32b-dapo").config

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import megatron_rl.platform.megatron_core  # noqa: F401  before megatron-core itself
-from megatron_rl.platform.select import select
+import megatron_rl.model.platform.megatron_core  # noqa: F401  before megatron-core itself
+from megatron_rl.model.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.recipe.config import RunConfig
 
@@ -90,9 +90,9 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 def measure(rank: int, store: str, layers: int, repeats: int) -> None:
     from megatron.core import parallel_state
 
+    from megatron_rl.generate.refit.rank_engine import build_engine
     from megatron_rl.model.policy import build_policy
     from megatron_rl.rank.groups import Groups
-    from megatron_rl.refit.rank_engine import build_engine
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=LIMIT)

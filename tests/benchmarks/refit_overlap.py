@@ -47,7 +47,7 @@ def recipe(layers: int, steps: int, max_lag: int) -> dict[str, Any]:
 
 
 def over_a_network(gbit: float, rank: int) -> None:
-    from megatron_rl.platform.transport import GlooTransport, Message
+    from megatron_rl.model.platform.transport import GlooTransport, Message
 
     exchange = GlooTransport.exchange
 
@@ -60,7 +60,7 @@ def over_a_network(gbit: float, rank: int) -> None:
 
 
 def and_wait_for_each_version(gbit: float, rank: int) -> None:
-    from megatron_rl.refit.overlapped import OverlappedRefit
+    from megatron_rl.generate.refit.overlapped import OverlappedRefit
 
     over_a_network(gbit, rank)
     publish = OverlappedRefit.publish

@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from refit import LIMIT, VOCABULARY, Case, recipe
 
-from megatron_rl.platform.select import select
+from megatron_rl.generate.refit.epoch import Epoch, Member
+from megatron_rl.generate.refit.liveness import Listener
+from megatron_rl.generate.refit.model_tensors import weights_by_box
+from megatron_rl.generate.refit.transfer import Receiver, Sender
+from megatron_rl.generate.refit.transfer_group import TransferGroup
+from megatron_rl.model.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
-from megatron_rl.refit.epoch import Epoch, Member
-from megatron_rl.refit.liveness import Listener
-from megatron_rl.refit.model_tensors import weights_by_box
-from megatron_rl.refit.transfer import Receiver, Sender
-from megatron_rl.refit.transfer_group import TransferGroup
 
 CASES = {"TP1 -> 1 replica": (1, 1), "TP1 -> 2 replicas": (1, 2), "TP2 -> 2 replicas": (2, 2)}
 """Number of training ranks and of replicas."""

@@ -42,10 +42,10 @@ def main() -> None:
 
 
 async def compare(answers: int, programs: int, workers: int) -> None:
-    from megatron_rl.environments.math.equality import equal
+    from megatron_rl.agent.environments.math.equality import equal
 
     trivial = WorkerPool("math:isqrt", workers, LIMITS)
-    verifier = WorkerPool("megatron_rl.environments.math.equality:equal", workers, LIMITS)
+    verifier = WorkerPool("megatron_rl.agent.environments.math.equality:equal", workers, LIMITS)
     running = ProgramPool(workers)
 
     async def in_process(work: Callable[[], Any]) -> None:

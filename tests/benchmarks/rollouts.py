@@ -21,17 +21,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.environments.arithmetic import ArithmeticEnvironment
-from megatron_rl.inference.api import Completion, GenerationRequest, PartialAnswer
+from megatron_rl.generate.engine.api import Completion, GenerationRequest, PartialAnswer
+from megatron_rl.learn.rollout.agent_loop import EngineInTurn
+from megatron_rl.learn.rollout.bank.bank import Bank
+from megatron_rl.learn.rollout.bank.records import Lineage
+from megatron_rl.learn.rollout.curriculum import prompts_of
+from megatron_rl.learn.rollout.driver import RolloutDriver
+from megatron_rl.learn.rollout.in_flight import InFlightGroups
+from megatron_rl.learn.rollout.window import Window
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.rollout.agent_loop import EngineInTurn
-from megatron_rl.rollout.bank.bank import Bank
-from megatron_rl.rollout.bank.records import Lineage
-from megatron_rl.rollout.curriculum import prompts_of
-from megatron_rl.rollout.driver import RolloutDriver
-from megatron_rl.rollout.in_flight import InFlightGroups
-from megatron_rl.rollout.window import Window
 from megatron_rl.run.problems import choose_problems
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))

@@ -1,4 +1,4 @@
-"""Cost of HTTP: the same requests to the engine of this process, and through `python -m megatron_rl.server`.
+"""Cost of HTTP: the same requests to the engine of this process, and through `python -m megatron_rl.run.serve`.
 
     python tests/benchmarks/server.py [--requests 500] [--repeats 3]
 
@@ -38,12 +38,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # ruff: noqa: E402
 from hf_helpers import PUBLISHED, publish
 
-import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.engine import Engine
+import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+from megatron_rl.checkpoint.source import find_source
+from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.opened_policy import open_policy
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.standalone.opened_policy import open_policy
-from megatron_rl.standalone.source import find_source
 
 TOKENS = 16
 PROMPT = list(range(1, TOKENS + 1))
@@ -171,7 +171,7 @@ def serving(weights: Path, folder: Path) -> Iterator[Server]:
     token_file = folder / "token"
     token_file.write_text(TOKEN)
     options = ["--token-file", str(token_file), "--threads", "1"]
-    command = [sys.executable, "-m", "megatron_rl.server", *options, str(weights)]
+    command = [sys.executable, "-m", "megatron_rl.run.serve", *options, str(weights)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -42,23 +42,23 @@ from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.inference.api import Completion, EngineLoad, GenerationRequest, PartialAnswer
-from megatron_rl.inference.pages import Pages
-from megatron_rl.inference.replicas.dispatch import Dispatch
-from megatron_rl.inference.replicas.link import ReplicaGone
-from megatron_rl.inference.replicas.pool import ReplicaPool
-from megatron_rl.inference.replicas.wire import PROTOCOL
-from megatron_rl.inference.scheduler import Scheduler, StepPlan
-from megatron_rl.inference.transcript import RowAnswer
-from megatron_rl.platform.cpu import CpuDevice
+from megatron_rl.generate.engine.api import Completion, EngineLoad, GenerationRequest, PartialAnswer
+from megatron_rl.generate.engine.pages import Pages
+from megatron_rl.generate.engine.scheduler import Scheduler, StepPlan
+from megatron_rl.generate.engine.transcript import RowAnswer
+from megatron_rl.generate.refit.overlapped import OverlappedRefit
+from megatron_rl.generate.refit.probe import Probe
+from megatron_rl.generate.replica.app import ReplicaService
+from megatron_rl.generate.replica.leader import Leader, LedEngineThread
+from megatron_rl.generate.replica.serve import first_of
+from megatron_rl.generate.replicas.dispatch import Dispatch
+from megatron_rl.generate.replicas.link import ReplicaGone
+from megatron_rl.generate.replicas.pool import ReplicaPool
+from megatron_rl.generate.replicas.wire import PROTOCOL
+from megatron_rl.learn.rollout.window import Window
+from megatron_rl.model.platform.cpu import CpuDevice
 from megatron_rl.rank.activity import Activity
 from megatron_rl.recipe.inference import InferenceConfig, Sampling, pages_of
-from megatron_rl.refit.overlapped import OverlappedRefit
-from megatron_rl.refit.probe import Probe
-from megatron_rl.replica.app import ReplicaService
-from megatron_rl.replica.leader import Leader, LedEngineThread
-from megatron_rl.replica.serve import first_of
-from megatron_rl.rollout.window import Window
 
 WORK = Work(prompts=12, group_size=4, prompt_tokens=20, lengths=Lognormal.with_mean(100, 300))
 ROWS = 12

@@ -14,26 +14,26 @@ sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 import yaml
 from vllm_front import START_S, Front
 
-import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from launcher.fetch.prefetch import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.inference.replicas.dispatch import Dispatch
-from megatron_rl.inference.replicas.pool import ReplicaPool
-from megatron_rl.inference.replicas.wire import digest_of
+from megatron_rl.generate.refit.epoch import Epoch
+from megatron_rl.generate.refit.model_tensors import weights_by_box
+from megatron_rl.generate.refit.probe import Probe
+from megatron_rl.generate.refit.replica_control import PoolControl
+from megatron_rl.generate.refit.transfer import Sender
+from megatron_rl.generate.refit.transfer_refit import TransferRefit
+from megatron_rl.generate.replicas.dispatch import Dispatch
+from megatron_rl.generate.replicas.pool import ReplicaPool
+from megatron_rl.generate.replicas.wire import digest_of
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.refit.epoch import Epoch
-from megatron_rl.refit.model_tensors import weights_by_box
-from megatron_rl.refit.probe import Probe
-from megatron_rl.refit.prober import Prober, probe_text
-from megatron_rl.refit.replica_control import PoolControl
-from megatron_rl.refit.transfer import Sender
-from megatron_rl.refit.transfer_refit import TransferRefit
+from megatron_rl.run.prober import Prober, probe_text
 
 ENGINES = {"native": "mrl", "vllm": "vLLM"}
 """Engine of recipes -> its name in tables."""

@@ -11,7 +11,7 @@ from gpu_helpers import DEVICE
 
 @pytest.fixture(scope="session")
 def platform() -> Any:
-    from megatron_rl.platform.select import select
+    from megatron_rl.model.platform.select import select
     from megatron_rl.recipe.job import JobConfig
     from megatron_rl.recipe.model import too_small_head
 

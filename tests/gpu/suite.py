@@ -127,7 +127,7 @@ def machine() -> dict[str, Any]:
     """Card, versions and packages, found in a separate process, because the GPU belongs to the tests."""
     program = """
 import json, sys, torch
-from megatron_rl.platform.gpu_calls import check_packages
+from megatron_rl.model.platform.gpu_calls import check_packages
 found = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda, "card": "none"}
 if torch.cuda.is_available():
     found |= {"card": torch.cuda.get_device_name(0), "cards": torch.cuda.device_count()}

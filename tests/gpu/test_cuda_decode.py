@@ -12,7 +12,7 @@ import torch
 from gpu_helpers import DEVICE, NEEDS_GPU, replayed
 from torch import Tensor
 
-from megatron_rl.platform.flash_kernels import PagedKernel, find_paged_kernels
+from megatron_rl.model.platform.flash_kernels import PagedKernel, find_paged_kernels
 from megatron_rl.recipe.kernel_speed import key_splits
 
 pytestmark = NEEDS_GPU

@@ -10,11 +10,11 @@ import torch
 from gpu_helpers import NEEDS_CUDA, with_helpers
 from torch import Tensor
 
-from megatron_rl.platform import flash_kernels
-from megatron_rl.platform.attention import Layout, PackedSequences, whole_sequences
-from megatron_rl.platform.gpu_calls import TRANSFORMER_ENGINE, check_package
-from megatron_rl.platform.tree_attention import tree_layout
-from megatron_rl.platform.varlen_attention import varlen_layout
+from megatron_rl.model.platform import flash_kernels
+from megatron_rl.model.platform.attention import Layout, PackedSequences, whole_sequences
+from megatron_rl.model.platform.gpu_calls import TRANSFORMER_ENGINE, check_package
+from megatron_rl.model.platform.tree_attention import tree_layout
+from megatron_rl.model.platform.varlen_attention import varlen_layout
 
 pytestmark = NEEDS_CUDA
 
@@ -99,9 +99,9 @@ import torch, torch.distributed as dist
 from megatron.core import parallel_state
 from core_helpers import VOCAB, tiny_model
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.implementation import Implementation
-from megatron_rl.platform.select import select
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.implementation import Implementation
+from megatron_rl.model.platform.select import select
 from megatron_rl.recipe.job import JobConfig
 
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

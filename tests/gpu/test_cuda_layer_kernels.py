@@ -12,8 +12,8 @@ import torch
 from gpu_helpers import DEVICE, NEEDS_CUDA, NEEDS_GPU, replayed
 from layer_kernel_checks import EPS, check_norm, check_rotation, check_sum_and_its_norm, check_swiglu, random
 
-from megatron_rl.platform.cuda_kernels import find_layer_kernels
-from megatron_rl.platform.layer_kernels import LayerKernels, Slots, TorchKernels
+from megatron_rl.model.platform.cuda_kernels import find_layer_kernels
+from megatron_rl.model.platform.layer_kernels import LayerKernels, Slots, TorchKernels
 
 pytestmark = NEEDS_GPU
 

@@ -88,12 +88,12 @@ def test_a_resumed_run_on_the_gpu_has_the_same_prompts_and_rewards(runs: dict[st
 def test_nothing_is_patched_on_cuda() -> None:
     code = (
         "import sys, torch; before = torch.Tensor.type, torch.Tensor.cuda;"
-        "from megatron_rl.recipe.job import JobConfig; from megatron_rl.platform.select import select;"
+        "from megatron_rl.recipe.job import JobConfig; from megatron_rl.model.platform.select import select;"
         "import megatron.core.optimizer.optimizer as optimizer;"
         "platform = select(JobConfig(gpus_per_node=1, device='cuda'));"
         "assert (torch.Tensor.type, torch.Tensor.cuda) == before;"
         "assert optimizer.torch is torch;"
-        "assert 'megatron_rl.platform.cpu' not in sys.modules;"
+        "assert 'megatron_rl.model.platform.cpu' not in sys.modules;"
         "print(platform.device)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

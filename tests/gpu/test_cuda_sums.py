@@ -14,7 +14,7 @@ pytestmark = NEEDS_GPU
 PROGRAM = """
 import logging, os, sys
 import torch, torch.distributed as dist
-from megatron_rl.platform.tensor_sum import SYMMETRIC_BYTES, SymmetricSum, tensor_sum
+from megatron_rl.model.platform.tensor_sum import SYMMETRIC_BYTES, SymmetricSum, tensor_sum
 
 kind, backend, file = sys.argv[1:]
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

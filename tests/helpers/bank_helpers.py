@@ -12,20 +12,20 @@ import pytest
 
 from megatron_rl.agent.api import GroupedRolloutGenerator
 from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.learn.rollout import agent_loop
+from megatron_rl.learn.rollout.agent_loop import AgentLoop, EngineInTurn
+from megatron_rl.learn.rollout.bank.bank import Bank
+from megatron_rl.learn.rollout.bank.file import Entry
+from megatron_rl.learn.rollout.bank.records import Lineage
+from megatron_rl.learn.rollout.curriculum import prompts_of
+from megatron_rl.learn.rollout.driver import RolloutDriver
+from megatron_rl.learn.rollout.in_flight import InFlightGroups
+from megatron_rl.learn.rollout.stream import Mixture
+from megatron_rl.learn.rollout.window import NOTHING_DRAWN, Drawn, Window
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.rollout import ResumeConfig
-from megatron_rl.rollout import agent_loop
-from megatron_rl.rollout.agent_loop import AgentLoop, EngineInTurn
-from megatron_rl.rollout.bank.bank import Bank
-from megatron_rl.rollout.bank.file import Entry
-from megatron_rl.rollout.bank.records import Lineage
-from megatron_rl.rollout.curriculum import prompts_of
-from megatron_rl.rollout.driver import RolloutDriver
-from megatron_rl.rollout.in_flight import InFlightGroups
-from megatron_rl.rollout.stream import Mixture
-from megatron_rl.rollout.window import NOTHING_DRAWN, Drawn, Window
 from megatron_rl.run.state import Run
 
 NOWHERE = Path("nowhere.bank")

@@ -14,23 +14,23 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import megatron_rl.platform.megatron_core  # noqa: F401  before megatron-core itself, as in a rank
+import megatron_rl.model.platform.megatron_core  # noqa: F401  before megatron-core itself, as in a rank
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.inference.api import Completion
-from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.generate.engine.api import Completion
+from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.cpu import CpuKernels
+from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.cpu import CpuKernels
-from megatron_rl.platform.device import Device
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.here import Here
+from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.model import ModelConfig, Recompute
-from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.run.setup import set_up
 from megatron_rl.run.state import Run
 

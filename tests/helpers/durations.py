@@ -135,7 +135,7 @@ def as_json(found: dict[str, Any]) -> str:
 
 
 def folder_of(file: str) -> str:
-    """Folders below `tests`, at most three: of `tests/unit/megatron_rl/rollout/test_bank.py`, all of them."""
+    """Folders below `tests`, at most three: of `tests/unit/megatron_rl/learn/rollout/test_bank.py`, all of them."""
     return "/".join(Path(file).parent.parts[:4])
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 from server_helpers import byte_tokenizer
 
-from megatron_rl.chat.chat import Chat
-from megatron_rl.endpoint.endpoint import PolicyEndpoint
-from megatron_rl.endpoint.session import RolloutSession
-from megatron_rl.inference.scripted import Answers, ScriptedInference
+from megatron_rl.agent.endpoint.endpoint import PolicyEndpoint
+from megatron_rl.agent.endpoint.session import RolloutSession
+from megatron_rl.generate.engine.scripted import Answers, ScriptedInference
+from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.endpoint import EndpointConfig
 from megatron_rl.recipe.inference import Sampling

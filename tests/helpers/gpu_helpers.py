@@ -34,9 +34,9 @@ STACKS_S = 10
 OVER_GLOO = """
 import sys
 from contextlib import nullcontext
-import megatron_rl.platform.megatron_core
+import megatron_rl.model.platform.megatron_core
 from megatron.core.distributed import param_and_grad_buffer
-from megatron_rl.platform.cuda import CudaDevice
+from megatron_rl.model.platform.cuda import CudaDevice
 CudaDevice.backend = "gloo"
 param_and_grad_buffer._coalescing_manager = lambda group, async_ops: nullcontext()
 """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.platform.gpu_calls import GPU_CALLS, GpuCall, release_of
+from megatron_rl.model.platform.gpu_calls import GPU_CALLS, GpuCall, release_of
 
 RECORDS = Path(__file__).with_suffix(".json")
 LINUX = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64")

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rl.inference.model_runner import ModelRunner
+from megatron_rl.generate.engine.model_runner import ModelRunner
+from megatron_rl.model.platform.flash_kernels import PagedKernel
+from megatron_rl.model.platform.layer_kernels import Norms, Slots, TorchKernels
+from megatron_rl.model.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.flash_kernels import PagedKernel
-from megatron_rl.platform.layer_kernels import Norms, Slots, TorchKernels
-from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.recipe.inference import InferenceConfig
 from megatron_rl.recipe.job import TrainingLayout
 from megatron_rl.recipe.model import ModelConfig
-from megatron_rl.rehearse.phantom_world import alone_in
+from megatron_rl.run.rehearse.phantom_world import alone_in
 
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.platform.layer_kernels import LayerKernels, Norms, Slots
+from megatron_rl.model.platform.layer_kernels import LayerKernels, Norms, Slots
 
 EPS = 1e-5
 

@@ -8,9 +8,9 @@ import torch
 from core_helpers import tiny_model, tiny_policy
 from torch import Tensor
 
+from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.recipe.job import Offload
 from megatron_rl.recipe.training import OptimizerConfig
-from megatron_rl.training.optimizer import PolicyOptimizer
 
 UPDATES = 4
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.platform.paged_attention import PagedRows
+from megatron_rl.model.platform.paged_attention import PagedRows
 
 
 class Heads(NamedTuple):

@@ -14,12 +14,12 @@ from megatron_rl.recipe.config import RunConfig
 
 IMPORTED = (
     "hypothesis",
-    "megatron_rl.environments.arithmetic",
+    "megatron_rl.agent.environments.arithmetic",
     "megatron_rl.run.attempt",
     "megatron_rl.run.partitioned",
-    "megatron_rl.platform.cpu",
+    "megatron_rl.model.platform.cpu",
     "megatron_rl.rank_main",
-    "megatron_rl.replica.own_engine",
+    "megatron_rl.generate.replica.own_engine",
     "megatron_rl.replica_main",
     "pytest",
     "reasoning_gym.arithmetic.chain_sum",

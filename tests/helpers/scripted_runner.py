@@ -6,9 +6,9 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.scheduler import Scheduler, StepPlan
-from megatron_rl.inference.transcript import RowAnswer
+from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.scheduler import Scheduler, StepPlan
+from megatron_rl.generate.engine.transcript import RowAnswer
 
 END = 0
 

@@ -17,10 +17,10 @@ from streams import joined
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_rl.inference.api import Completion, Delta, EngineLoad, GenerationRequest, PromptScores
+from megatron_rl.agent.server.application import Application
+from megatron_rl.generate.engine.api import Completion, Delta, EngineLoad, GenerationRequest, PromptScores
+from megatron_rl.generate.serving.access import ServerLimits
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
-from megatron_rl.server.access import ServerLimits
-from megatron_rl.server.application import Application
 
 TOKEN = "a-token-of-the-tests"
 END = "<end>"

@@ -41,28 +41,28 @@ from megatron_rl.contract.attempt_records import Drain as DrainRequest
 from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.inference.api import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
-from megatron_rl.metrics import tensorboard
-from megatron_rl.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
-from megatron_rl.metrics.timeline import Timeline
+from megatron_rl.generate.engine.api import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
+from megatron_rl.generate.refit.rank_refit import SharedWeights
+from megatron_rl.learn.rollout import agent_loop as agent_loop_module
+from megatron_rl.learn.rollout.bank import file
+from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.learn.rollout.record import RolloutRecord
+from megatron_rl.learn.training.objective import Objective
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.here import Here
+from megatron_rl.rank.metrics import tensorboard
+from megatron_rl.rank.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
+from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.world import World
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.refit.rank_refit import SharedWeights
-from megatron_rl.rollout import agent_loop as agent_loop_module
-from megatron_rl.rollout.bank import file
-from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.record import RolloutRecord
 from megatron_rl.run import attempt as attempt_module
 from megatron_rl.run import generation as generation_module
 from megatron_rl.run import setup as run_module
 from megatron_rl.run.models import Models
-from megatron_rl.standalone import first_rows as first_rows_module
-from megatron_rl.training.objective import Objective
+from megatron_rl.run.standalone import first_rows as first_rows_module
 
 STEPS, PROMPTS, UPDATES, ANSWER_TOKENS = 4, 3, 2, 3
 STEP_S = 1000.0

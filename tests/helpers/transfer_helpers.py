@@ -9,13 +9,13 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from megatron_rl.generate.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart
+from megatron_rl.generate.refit.liveness import Listener
+from megatron_rl.generate.refit.model_tensors import weights_by_box
+from megatron_rl.generate.refit.probe import Probe
+from megatron_rl.generate.refit.transfer import Receiver
+from megatron_rl.generate.refit.transfer_group import TransferGroup
 from megatron_rl.model.policy import Policy
-from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart
-from megatron_rl.refit.liveness import Listener
-from megatron_rl.refit.model_tensors import weights_by_box
-from megatron_rl.refit.probe import Probe
-from megatron_rl.refit.transfer import Receiver
-from megatron_rl.refit.transfer_group import TransferGroup
 
 LIMIT = timedelta(seconds=60)
 ROUND_BYTES = 5000

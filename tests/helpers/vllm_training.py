@@ -20,21 +20,21 @@ from vllm_front import START_S
 
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.replicas.dispatch import Dispatch
-from megatron_rl.inference.replicas.pool import ReplicaPool
-from megatron_rl.inference.replicas.wire import digest_of, read_token
+from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.generate.refit.model_tensors import weights_by_box
+from megatron_rl.generate.refit.probe import Probe
+from megatron_rl.generate.refit.replica_control import PoolControl
+from megatron_rl.generate.refit.transfer import Sender
+from megatron_rl.generate.refit.transfer_refit import TransferRefit
+from megatron_rl.generate.replicas.dispatch import Dispatch
+from megatron_rl.generate.replicas.pool import ReplicaPool
+from megatron_rl.generate.replicas.wire import digest_of, read_token
 from megatron_rl.model.parallel import groups_of_one
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.platform.select import select
 from megatron_rl.recipe.config import RunConfig, read_config
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.refit.model_tensors import weights_by_box
-from megatron_rl.refit.probe import Probe
-from megatron_rl.refit.replica_control import PoolControl
-from megatron_rl.refit.transfer import Sender
-from megatron_rl.refit.transfer_refit import TransferRefit
 from megatron_rl.run.models import share_weights
 
 LIMIT = timedelta(seconds=60)

@@ -14,7 +14,7 @@ from loop_helpers import Attempt, lines_of, loop_recipe, prepare
 
 from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.rollout.bank.file import bank_file, bank_files, scan
+from megatron_rl.learn.rollout.bank.file import bank_file, bank_files, scan
 
 RECIPE: dict[str, Any] = {
     "model": {"init": "from-scratch"},
@@ -60,7 +60,7 @@ def test_run_that_left_during_generation_resumes_unfinished_answers(undisturbed:
 
 
 def _generate_slowly(rank: int) -> None:
-    from megatron_rl.inference.engine import Engine
+    from megatron_rl.generate.engine.engine import Engine
 
     step = Engine.step
 

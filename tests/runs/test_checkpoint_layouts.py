@@ -26,16 +26,16 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.learn.training.adam_state import _shares
+from megatron_rl.learn.training.optimizer import PolicyOptimizer
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.trainable import Trainable, load_part
-from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import cut
 from megatron_rl.recipe.job import JobConfig, TrainingLayout
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.training import OptimizerConfig
 from megatron_rl.run.models import share_weights
-from megatron_rl.training.adam_state import _shares
-from megatron_rl.training.optimizer import PolicyOptimizer
 
 SAVED, LAST = 3, 6
 

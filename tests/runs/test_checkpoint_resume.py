@@ -12,12 +12,12 @@ from checkpoint_helpers import checkpointer, load, run_ranks, world
 from megatron.core import parallel_state
 
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.learn.training.optimizer import PolicyOptimizer
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.select import select
 from megatron_rl.recipe.job import JobConfig
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.training import OptimizerConfig
-from megatron_rl.training.optimizer import PolicyOptimizer
 
 SAVED, LAST = 3, 7
 

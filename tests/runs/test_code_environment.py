@@ -10,9 +10,9 @@ import pytest
 from optional import needs
 from words import Words
 
+from megatron_rl.agent.environments.code.environment import CodeEnvironment, CodeEnvironmentConfig
 from megatron_rl.agent.scoring import NotJudged
-from megatron_rl.environments.code.environment import CodeEnvironment, CodeEnvironmentConfig
-from megatron_rl.inference.api import FinishReason
+from megatron_rl.generate.engine.api import FinishReason
 
 pytestmark = needs("datasets")
 

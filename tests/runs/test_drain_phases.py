@@ -46,7 +46,7 @@ def slices(folder: Path) -> Iterator[float]:
 
 
 def slow_teaching(folder: Path, rank: int) -> None:
-    from megatron_rl.training import warm_up
+    from megatron_rl.learn.training import warm_up
 
     original = warm_up.pack
 
@@ -59,7 +59,7 @@ def slow_teaching(folder: Path, rank: int) -> None:
 
 
 def slow_generation(folder: Path, rank: int) -> None:
-    from megatron_rl.inference.engine import Engine
+    from megatron_rl.generate.engine.engine import Engine
 
     original = Engine.step
 
@@ -75,7 +75,7 @@ def slow_generation(folder: Path, rank: int) -> None:
 
 
 def slow_reward(folder: Path, rank: int) -> None:
-    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+    from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 
     original = ArithmeticEnvironment.get_reward
     calls = 0
@@ -93,8 +93,8 @@ def slow_reward(folder: Path, rank: int) -> None:
 
 def slow_forward(method: str, policy_version: int, folder: Path, rank: int) -> None:
     """Slow down `score`, the log-probs before the first update, or `_update`, the micro-batches of an update."""
-    from megatron_rl.training import trainer as module
-    from megatron_rl.training.trainer import Trainer
+    from megatron_rl.learn.training import trainer as module
+    from megatron_rl.learn.training.trainer import Trainer
 
     original, logprobs = getattr(Trainer, method), module.predicted_logprobs
 
@@ -115,7 +115,7 @@ def slow_forward(method: str, policy_version: int, folder: Path, rank: int) -> N
 
 
 def slow_evaluation(folder: Path, rank: int) -> None:
-    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+    from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 
     original = ArithmeticEnvironment.evaluate
 
@@ -280,7 +280,7 @@ def test_all_ranks_leave_if_one_leaves_before_the_rendezvous_ends(late: int, tmp
 def stuck_evaluation(folder: Path, rank: int) -> None:
     """Make an evaluation hang that ignores requests to leave: the others wait for rank 0."""
     if rank == 0:
-        from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+        from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 
         async def stuck(environment: Any, request: Any) -> Any:
             (folder / "here").touch()

@@ -20,21 +20,21 @@ from core_helpers import END, VOCAB, tiny_model, tiny_run
 from layout_helpers import fill, wrong_weights
 from megatron.core import parallel_state
 
-from megatron_rl.inference.admission import Prefill
-from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.broadcast import INLINE, PlanBroadcast
-from megatron_rl.inference.engine import Engine
-from megatron_rl.inference.scheduler import StepPlan
+from megatron_rl.generate.engine.admission import Prefill
+from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.generate.engine.broadcast import INLINE, PlanBroadcast
+from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.scheduler import StepPlan
+from megatron_rl.generate.refit.rank_engine import build_engine
+from megatron_rl.generate.refit.rank_refit import ReshardedWeights
 from megatron_rl.model.fused import FusedPolicy
+from megatron_rl.model.platform.layer_kernels import TorchKernels
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.layer_kernels import TorchKernels
-from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.refit.rank_engine import build_engine
-from megatron_rl.refit.rank_refit import ReshardedWeights
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=7)
 CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=7)

@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 class Evaluating:
-    """Run `python -m megatron_rl.evaluate`, forked from a process that has imported what it needs."""
+    """Run `python -m megatron_rl.run.evaluate`, forked from a process that has imported what it needs."""
 
     def __init__(self, request: dict[str, Any], folder: Path) -> None:
         self.said = folder / "said"
@@ -67,7 +67,7 @@ def _evaluate(asked: Path, said: Path) -> None:
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
-    from megatron_rl.evaluate.__main__ import main
+    from megatron_rl.run.evaluate.__main__ import main
 
     sys.exit(main())
 

@@ -18,9 +18,9 @@ from checkpoint_helpers import run_ranks
 from core_helpers import random_groups, tiny_run
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.learn.rollout import exchange as exchange_module
+from megatron_rl.learn.rollout.exchange import exchange, group_costs
 from megatron_rl.rank.groups import gathered
-from megatron_rl.rollout import exchange as exchange_module
-from megatron_rl.rollout.exchange import exchange, group_costs
 
 CONFIG = tiny_run(grpo={"prompts_per_step": 12, "group_size": 4})
 RANKS = 4

@@ -14,10 +14,10 @@ import pytest
 from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
-from megatron_rl.fabric import check
-from megatron_rl.fabric.check import FabricTimeouts
-from megatron_rl.fabric.findings import findings, summary, whole_nodes
-from megatron_rl.platform.device import UnsupportedPlatform
+from megatron_rl.model.platform.device import UnsupportedPlatform
+from megatron_rl.rank.fabric import check
+from megatron_rl.rank.fabric.check import FabricTimeouts
+from megatron_rl.rank.fabric.findings import findings, summary, whole_nodes
 from megatron_rl.recipe.job import JobConfig
 
 JOB = JobConfig(device="cpu", gpus_per_node=1)
@@ -134,7 +134,7 @@ def test_two_nodes_that_are_slow_together_are_reported_and_neither_is_blamed():
 
 def test_parents_import_no_megatron_core_and_touch_no_device():
     found = "'megatron.core' in sys.modules, torch.cuda.is_initialized()"
-    program = f"import sys, torch, megatron_rl.fabric.check; print({found})"
+    program = f"import sys, torch, megatron_rl.rank.fabric.check; print({found})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.split() == ["False", "False"]
 

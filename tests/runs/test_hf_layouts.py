@@ -12,8 +12,8 @@ from layout_helpers import Layout
 
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.model.parallel import copy_part, groups_of_one
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.select import select
 from megatron_rl.recipe.job import JobConfig
 from megatron_rl.run.models import share_weights
 

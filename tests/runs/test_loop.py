@@ -24,7 +24,7 @@ from megatron_rl.contract.codes import DRAINED, EXIT_CONFIG, EXIT_CRASHED, EXIT_
 from megatron_rl.contract.manifest import read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import read_rollouts
-from megatron_rl.metrics.names import STEP_METRICS
+from megatron_rl.rank.metrics.names import STEP_METRICS
 
 STEPS = 16
 
@@ -288,7 +288,7 @@ def test_unsupported_megatron_core_is_one_clear_error(tmp_path: Path, cache: Pat
 
 
 def _fail_in_step_3_of_rank_1(rank: int) -> None:
-    from megatron_rl.training.trainer import Trainer
+    from megatron_rl.learn.training.trainer import Trainer
 
     train = Trainer.train
 
@@ -301,7 +301,7 @@ def _fail_in_step_3_of_rank_1(rank: int) -> None:
 
 
 def _forget_a_problem_on_rank_1(rank: int) -> None:
-    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+    from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 
     problems = ArithmeticEnvironment.training_problems
     if rank == 1:
@@ -309,7 +309,7 @@ def _forget_a_problem_on_rank_1(rank: int) -> None:
 
 
 def _spoil_gradients_from_step_3(rank: int) -> None:
-    from megatron_rl.training.trainer import Trainer
+    from megatron_rl.learn.training.trainer import Trainer
 
     train = Trainer.train
 
@@ -322,8 +322,8 @@ def _spoil_gradients_from_step_3(rank: int) -> None:
 
 
 def _move_groups_for_any_gain(rank: int) -> None:
-    from megatron_rl.rollout import driver
-    from megatron_rl.rollout import exchange as exchange_module
+    from megatron_rl.learn.rollout import driver
+    from megatron_rl.learn.rollout import exchange as exchange_module
 
     exchange_module.NEGLIGIBLE_FLOPS = 0.0
     exchange = exchange_module.exchange
@@ -338,6 +338,6 @@ def _move_groups_for_any_gain(rank: int) -> None:
 
 
 def _expect_another_megatron_core(rank: int) -> None:
-    from megatron_rl.platform import select
+    from megatron_rl.model.platform import select
 
     select.SUPPORTED_MEGATRON = ((0, 1, 0), (0, 2, 0))

@@ -215,7 +215,7 @@ def test_driver_that_waits_long_for_a_reward_is_reported_as_behind(tmp_path: Pat
 
 
 def _lose_the_environment(rank: int) -> None:
-    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+    from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 
     answer, asked = ArithmeticEnvironment.group_rollout, 0
 
@@ -232,7 +232,7 @@ def _lose_the_environment(rank: int) -> None:
 def _wait_for_ever(rank: int) -> None:
     import asyncio
 
-    from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+    from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 
     os.environ[SILENCE_VARIABLE] = "3"
 

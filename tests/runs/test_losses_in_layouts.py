@@ -17,16 +17,16 @@ from torch import Tensor
 
 from megatron_rl.agent.api import build_environment
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
-from megatron_rl.metrics.stats import Tally
+from megatron_rl.learn.rollout.stream import shares
+from megatron_rl.learn.training.objective import Scores, objective_of
+from megatron_rl.learn.training.trainer import Trainer
+from megatron_rl.learn.training.training_batch import agree, training_batch, update_batch, update_part
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.platform.select import select
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.metrics.stats import Tally
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.rollout.stream import shares
 from megatron_rl.run.models import build_models
-from megatron_rl.training.objective import Scores, objective_of
-from megatron_rl.training.trainer import Trainer
-from megatron_rl.training.training_batch import agree, training_batch, update_batch, update_part
 
 OWN = """
 def loss(tokens, config):

@@ -14,14 +14,14 @@ from core_helpers import END, VOCAB, stir, tiny_model, tiny_run
 from megatron.core import parallel_state
 from megatron_engine_on_cpu import megatron_engine_on_cpu
 
-from megatron_rl.inference.api import Completion, GenerationRequest, RankEngine
+from megatron_rl.generate.engine.api import Completion, GenerationRequest, RankEngine
+from megatron_rl.generate.refit.rank_engine import build_engine
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.refit.rank_engine import build_engine
 
 LIMIT = timedelta(seconds=60)
 PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [9, 9]]

@@ -11,10 +11,10 @@ from hf_helpers import PUBLISHED, SENTENCE, publish
 from layout_helpers import Layout
 
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
-from megatron_rl.platform.select import select
+from megatron_rl.checkpoint.source import find_source
+from megatron_rl.generate.engine.opened_policy import load_policy
+from megatron_rl.model.platform.select import select
 from megatron_rl.recipe.job import JobConfig
-from megatron_rl.standalone.opened_policy import load_policy
-from megatron_rl.standalone.source import find_source
 
 CASES = {
     "Qwen2, tied": Layout(tp=2),

@@ -18,7 +18,7 @@ from scripted_replica import until
 
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.inference.api import EngineLoad
+from megatron_rl.generate.engine.api import EngineLoad
 
 STEPS = 4
 
@@ -175,7 +175,7 @@ def wait_for_both(run_dir: RunDir, rank: int) -> None:
 
 def die_at(version: int, rank: int) -> None:
     """Make a replica kill itself while it generates with weights of this version or a later one."""
-    from megatron_rl.replica.leader import Leader
+    from megatron_rl.generate.replica.leader import Leader
 
     step = Leader.step
 
@@ -189,7 +189,7 @@ def die_at(version: int, rank: int) -> None:
 
 def hold_at(version: int, reached: Path, rank: int) -> None:
     """Make a replica stop during a generation with weights of this version, and report it."""
-    from megatron_rl.replica.leader import Leader
+    from megatron_rl.generate.replica.leader import Leader
 
     step = Leader.step
 
@@ -206,7 +206,7 @@ def hold_at(version: int, reached: Path, rank: int) -> None:
 def stop_until_cancelled(version: int, told: Path, rank: int) -> None:
     """Make a replica stop during a generation, with weights of this version or a later one, until nobody waits for its
     answers, and record its load before and after."""
-    from megatron_rl.replica.leader import Leader
+    from megatron_rl.generate.replica.leader import Leader
 
     step, cancel = Leader.step, Leader.cancel
     stopped: list[EngineLoad] = []

@@ -17,11 +17,11 @@ from optional import needs
 from server_helpers import byte_tokenizer
 
 from megatron_rl.agent.api import EvaluationRequest, EvaluationResponse
+from megatron_rl.agent.environments.program.arguments import ProgramConfig
+from megatron_rl.agent.environments.program.environment import ProgramEnvironment
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.scripted_trial import CodePoints
-from megatron_rl.environments.program.arguments import ProgramConfig
-from megatron_rl.environments.program.environment import ProgramEnvironment
-from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling

@@ -18,9 +18,9 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from megatron_rl.endpoint.agent import RolloutLost
-from megatron_rl.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
-from megatron_rl.environments.program.runner import ProgramRunner
+from megatron_rl.agent.endpoint.agent import RolloutLost
+from megatron_rl.agent.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
+from megatron_rl.agent.environments.program.runner import ProgramRunner
 from megatron_rl.recipe.errors import ConfigurationError
 
 Result = TypeVar("Result")
@@ -198,8 +198,8 @@ def test_a_killed_nursery_is_started_again(tmp_path: Path) -> None:
 
 RANK = """
 import asyncio, json, sys
-from megatron_rl.environments.program.runner import ProgramRunner
-from megatron_rl.environments.program.nursery_wire import Program, ProgramJob
+from megatron_rl.agent.environments.program.runner import ProgramRunner
+from megatron_rl.agent.environments.program.nursery_wire import Program, ProgramJob
 
 async def main():
     program = Program(*json.loads(sys.argv[1]))

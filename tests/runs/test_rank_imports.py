@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-UNWANTED = ["torch._inductor", "torch._dynamo", "wandb", "transformers", "megatron_rl.platform.cpu"]
+UNWANTED = ["torch._inductor", "torch._dynamo", "wandb", "transformers", "megatron_rl.model.platform.cpu"]
 """The last one's patches are for recipes that ask for a CPU."""
 
 PROGRAM = f"""

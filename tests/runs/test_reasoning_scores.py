@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 from optional import needs
 
+from megatron_rl.agent.environments.reasoning_gym import ReasoningGymConfig, ReasoningGymEnvironment
 from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.agent.scripted_trial import CodePoints
-from megatron_rl.environments.reasoning_gym import ReasoningGymConfig, ReasoningGymEnvironment
 
 pytestmark = needs("reasoning_gym")
 

@@ -15,11 +15,11 @@ from commands import Command, run
 from loop_helpers import Attempt, loop_recipe, prepare, reproducible
 
 from megatron_rl.agent.api import Environment, EvaluationRequest, GroupRolloutRequest, RolloutRequest
+from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
+from megatron_rl.agent.environments.remote import RemoteAgent, RemoteConfig
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.environments.arithmetic import ArithmeticEnvironment
-from megatron_rl.environments.remote import RemoteAgent, RemoteConfig
-from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling

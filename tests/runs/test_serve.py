@@ -270,7 +270,7 @@ def test_run_is_served_from_its_newest_good_checkpoint_until_it_is_stopped(run_d
     served = Served(run_dir, tmp_path, "--name", "mine")
     assert served.said["max_length"] == 48, "the run trains on shorter sequences"
     assert (served.said["model"], served.said["step"], served.said["chat"]) == ("mine", 1, False)
-    pid = next(child for child in _children(served.command.pid) if "megatron_rl.server" in _words(child))
+    pid = next(child for child in _children(served.command.pid) if "megatron_rl.run.serve" in _words(child))
     (running,) = [served.client.completions.create(model="mine", prompt="1+1=", max_tokens=3, temperature=0)]
     assert running.choices[0].finish_reason in ("stop", "length")
     under_way = served.client.completions.create(
@@ -291,7 +291,7 @@ def test_interrupted_start_leaves_no_process(
     published: tuple[Path, Any], tmp_path: Path, number: signal.Signals
 ) -> None:
     command = start(published[0], tmp_path, "--port", "0")
-    until(lambda: any("megatron_rl.server" in _words(child) for child in _children(command.pid)))
+    until(lambda: any("megatron_rl.run.serve" in _words(child) for child in _children(command.pid)))
     (child,) = _children(command.pid)
     until(lambda: (tmp_path / ".config" / "mrl" / "serve-token").exists())
     command.send_signal(number)
@@ -308,7 +308,7 @@ def test_several_ranks_answer_like_one_and_end_when_one_is_lost(
     together = Served(published[0], tmp_path, "--tp", "2")
     assert greedy(together) == greedy(served)
     (server,) = _children(together.command.pid)
-    (follower,) = [pid for pid in _children(server) if "megatron_rl.standalone.followers" in _words(pid)]
+    (follower,) = [pid for pid in _children(server) if "megatron_rl.run.standalone.followers" in _words(pid)]
     os.kill(follower, signal.SIGKILL)
     _, errors = together.command.communicate(READY_S)
     assert together.command.returncode == EXIT_CRASHED

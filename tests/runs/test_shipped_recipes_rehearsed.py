@@ -156,9 +156,9 @@ def test_memory_of_all_layers_and_experts_is_predicted_from_a_few(
     tolerance is the work of a single expert, which has fewer tokens where there are more experts."""
     program = f"""
 from dataclasses import asdict
-import megatron_rl.platform.megatron_core
+import megatron_rl.model.platform.megatron_core
 from launcher.recipe.load import load_recipe
-from megatron_rl.rehearse.run import _of_size, rehearse
+from megatron_rl.run.rehearse.run import _of_size, rehearse
 experts = {experts}
 overrides = ["model.num_layers={layers}"] + ([f"model.num_experts={{experts}}"] if experts else [])
 config = load_recipe("{recipe}", overrides).config
@@ -182,10 +182,10 @@ def with_planted_faults(answers: Connection) -> None:
     """Send the failure that a rehearsal reports for each fault."""
     import torch
 
-    from megatron_rl.inference import row_state
+    from megatron_rl.generate.engine import row_state
+    from megatron_rl.learn.training import trainer
     from megatron_rl.model.layers import PackedLayer
-    from megatron_rl.rehearse.run import rehearse
-    from megatron_rl.training import trainer
+    from megatron_rl.run.rehearse.run import rehearse
 
     config = load_recipe("demo", ["model.num_layers=1"]).config
     too_small = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 14})})
@@ -221,10 +221,10 @@ def test_planted_faults_are_reported_with_phase_and_place() -> None:
     process.join()
     assert device["phase"] == "generate"
     assert "DeviceMismatch" in device["error"] or "devices" in device["error"]
-    assert "megatron_rl/inference/row_state.py" in device["where"]
+    assert "megatron_rl/generate/engine/row_state.py" in device["where"]
     assert shape["phase"] == "train"
     assert "size" in shape["error"]
-    assert "megatron_rl/training/trainer.py" in shape["where"]
+    assert "megatron_rl/learn/training/trainer.py" in shape["where"]
     # The layers that train run first where answers are scored: generation has its own.
     assert (error["phase"], error["error"]) == ("score", "ZeroDivisionError: division by zero")
     assert tokens["phase"] == "build"

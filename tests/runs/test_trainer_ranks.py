@@ -18,14 +18,14 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.metrics.stats import Tally
-from megatron_rl.platform.select import select
+from megatron_rl.learn.rollout import exchange as exchange_module
+from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.learn.rollout.stream import shares
+from megatron_rl.model.platform.select import select
 from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rank.here import Here
+from megatron_rl.rank.metrics.stats import Tally
 from megatron_rl.recipe.job import JobConfig
-from megatron_rl.rollout import exchange as exchange_module
-from megatron_rl.rollout.batch import RolloutBatch
-from megatron_rl.rollout.stream import shares
 from megatron_rl.run.setup import set_up
 from megatron_rl.run.state import Run
 

@@ -24,17 +24,17 @@ from core_helpers import VOCAB, tiny_model, tiny_run
 from layout_helpers import Layout, fill, of_whole_tensor, shards_of, version_of, wrong_weights
 from transfer_helpers import ROUND_BYTES, host_memory
 
+from megatron_rl.generate.refit import liveness
+from megatron_rl.generate.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart, TransferFailed
+from megatron_rl.generate.refit.model_tensors import weights_by_box
+from megatron_rl.generate.refit.plan import Box, ModelShare
+from megatron_rl.generate.refit.probe import Probe
+from megatron_rl.generate.refit.transfer import Receiver, Sender
+from megatron_rl.generate.refit.transfer_group import TransferGroup
+from megatron_rl.generate.refit.transfer_refit import TransferRefit
+from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.select import select
 from megatron_rl.rank.engine_ranks import EngineRanks
-from megatron_rl.refit import liveness
-from megatron_rl.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart, TransferFailed
-from megatron_rl.refit.model_tensors import weights_by_box
-from megatron_rl.refit.plan import Box, ModelShare
-from megatron_rl.refit.probe import Probe
-from megatron_rl.refit.transfer import Receiver, Sender
-from megatron_rl.refit.transfer_group import TransferGroup
-from megatron_rl.refit.transfer_refit import TransferRefit
 
 LIMIT = timedelta(seconds=300)
 """Timeout of a transfer: longer than a test may take, so that no transfer reaches it."""

@@ -23,11 +23,11 @@ import megatron_rl.run.attempt  # as a rank does
 from megatron.core import parallel_state
 from core_helpers import VOCAB, tiny_model
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.select import select
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.select import select
 from megatron_rl.recipe.job import JobConfig
 from megatron_rl.recipe.training import OptimizerConfig
-from megatron_rl.training.optimizer import PolicyOptimizer
+from megatron_rl.learn.training.optimizer import PolicyOptimizer
 
 platform = select(JobConfig(device="cpu"))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -61,14 +61,14 @@ USED = (
     + ALONE
     + """
 from core_helpers import END
-from megatron_rl.inference.api import GenerationRequest
+from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
-from megatron_rl.inference.engine import Engine
+from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.model.parallel import _boxes
-from megatron_rl.platform.layer_kernels import TorchKernels
+from megatron_rl.model.platform.layer_kernels import TorchKernels
 from megatron_rl.model.megatron_gpt import megatron_gpt
-from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
-from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
+from megatron_rl.model.platform.implementation import TRANSFORMER_ENGINE, Implementation
+from megatron_rl.model.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
 
 plain = platform.kernels.transformer_overrides
 
@@ -171,16 +171,16 @@ from core_helpers import VOCAB, tiny_model
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.model.parallel import _boxes
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform.implementation import TRANSFORMER_ENGINE, Implementation
-from megatron_rl.platform.select import select
-from megatron_rl.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
+from megatron_rl.model.platform.implementation import TRANSFORMER_ENGINE, Implementation
+from megatron_rl.model.platform.select import select
+from megatron_rl.model.platform.te_linears import NormedColumnLinear, RowLinear, te_linears
 from megatron_rl.recipe.job import JobConfig, TrainingLayout
 from megatron_rl.rank.groups import cut
-from megatron_rl.training import overlap
+from megatron_rl.learn.training import overlap
 from megatron_rl.recipe.training import OptimizerConfig
-from megatron_rl.training.optimizer import PolicyOptimizer
-from megatron_rl.training.pipeline import Pipeline
-from megatron_rl.training.schedule import ModelInput, forward_backward
+from megatron_rl.learn.training.optimizer import PolicyOptimizer
+from megatron_rl.learn.training.pipeline import Pipeline
+from megatron_rl.learn.training.schedule import ModelInput, forward_backward
 from datetime import timedelta
 
 overlap.BUCKET_WEIGHTS = 200

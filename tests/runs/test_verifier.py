@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from optional import needs
 
+from megatron_rl.agent.environments.math.verifier import MathVerdict, Verifier
 from megatron_rl.agent.scoring import NotJudged
-from megatron_rl.environments.math.verifier import MathVerdict, Verifier
 
 pytestmark = needs("math_verify")
 
@@ -154,7 +154,7 @@ def test_no_process_outlives_a_killed_rank() -> None:
     """One process is idle at that time, another one hangs."""
     program = f"""
 import asyncio, sys
-from megatron_rl.environments.math.verifier import Verifier
+from megatron_rl.agent.environments.math.verifier import Verifier
 verifier = Verifier(processes=2, timeout_s=1.0, memory_gib=4.0)
 async def main():
     await asyncio.gather(verifier.judge("3", "4"), verifier.judge("4", "5"))

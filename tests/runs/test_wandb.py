@@ -31,10 +31,10 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, if_readable, read, write
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, group_json, member, rollouts_file
 from megatron_rl.contract.run_records import WandbRun
-from megatron_rl.metrics.wandb import mirror, upload
-from megatron_rl.metrics.wandb.mirror import check_installed
-from megatron_rl.metrics.wandb.upload import TABLE, RecordReader, RecordRow, RolloutTables
-from megatron_rl.metrics.writer import MetricsWriter
+from megatron_rl.rank.metrics.wandb import mirror, upload
+from megatron_rl.rank.metrics.wandb.mirror import check_installed
+from megatron_rl.rank.metrics.wandb.upload import TABLE, RecordReader, RecordRow, RolloutTables
+from megatron_rl.rank.metrics.writer import MetricsWriter
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.logs import LoggingConfig, WandbConfig
 
@@ -310,7 +310,8 @@ def test_missing_wandb_key_of_a_job_is_noted_at_submission(
 
 def test_rank_never_imports_wandb() -> None:
     program = (
-        "import sys, megatron_rl.metrics.wandb.mirror, megatron_rl.metrics.wandb.upload; print('wandb' in sys.modules)"
+        "import sys, megatron_rl.rank.metrics.wandb.mirror, megatron_rl.rank.metrics.wandb.upload; "
+        "print('wandb' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == "False\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from learning_helpers import greedy_accuracy, install_shuffled, mean_rewards, train
 
+from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.environments.arithmetic import ArithmeticEnvironment
 
 pytestmark = pytest.mark.slow
 

@@ -34,8 +34,8 @@ PROMISES: dict[str, list[list[str]]] = {
     "gym": [[MRL, "environments", "try", "gym/FrozenLake-v1"]],
     "huggingface": [
         [
-            "from megatron_rl.chat.chat import Chat\n"
-            "from megatron_rl.chat.conversation import conversation_of\n"
+            "from megatron_rl.model.chat.chat import Chat\n"
+            "from megatron_rl.model.chat.conversation import conversation_of\n"
             "from megatron_rl.recipe.model import TokenizerConfig\n"
             "from megatron_rl.model.tokenizer import build_tokenizer\n"
             "chat = Chat(build_tokenizer(TokenizerConfig(path='./tokenizer')))\n"
@@ -53,7 +53,7 @@ PROMISES: dict[str, list[list[str]]] = {
         ]
     ],
     "prefetch": [[MRL, "prefetch", "demo"]],
-    "serve": [["import megatron_rl.server.application, megatron_rl.server.metrics, megatron_rl.server.serving"]],
+    "serve": [["import megatron_rl.agent.server.application, megatron_rl.generate.serving.metrics"]],
     "wandb": [[SUBMIT, "demo", *SHORT, "logging.wandb={project: p, mode: offline}", "--run-dir", "run"]],
 }
 """Least that each extra must do: programs of Python, with arguments."""

@@ -8,7 +8,7 @@ import pytest
 from learning_helpers import greedy_accuracy, install_shuffled, mean_rewards, train
 from optional import needs
 
-from megatron_rl.environments.gym import GymEnvironment
+from megatron_rl.agent.environments.gym import GymEnvironment
 
 pytestmark = [pytest.mark.slow, needs("gymnasium")]
 

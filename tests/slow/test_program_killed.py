@@ -73,5 +73,5 @@ def nurseries(run: RunDir) -> list[psutil.Process]:
         if "megatron_rl.rank_main" in words and str(run.root) in words:
             for child in process.children():
                 with suppress(psutil.Error):
-                    found += [child] * ("megatron_rl.environments.program.nursery" in child.cmdline())
+                    found += [child] * ("megatron_rl.agent.environments.program.nursery" in child.cmdline())
     return found

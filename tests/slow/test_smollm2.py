@@ -15,13 +15,13 @@ from smollm2 import RECIPE, exported_smollm2
 from torch import Tensor
 
 from launcher.recipe.load import load_recipe
+from megatron_rl.agent.environments.reasoning_gym import ReasoningGymEnvironment
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
-from megatron_rl.chat.chat import Chat
-from megatron_rl.chat.conversation import conversation_of
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
-from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
-from megatron_rl.inference.api import GenerationRequest
-from megatron_rl.inference.engine import Engine
+from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.conversation import conversation_of
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig

@@ -11,7 +11,7 @@ import pytest
 from learning_helpers import greedy_accuracy, install_shuffled, mean_rewards, train
 from smollm2 import RECIPE, exported_smollm2
 
-from megatron_rl.environments.reasoning_gym import ReasoningGymEnvironment
+from megatron_rl.agent.environments.reasoning_gym import ReasoningGymEnvironment
 
 LIMIT_S = 1500
 

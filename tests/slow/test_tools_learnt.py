@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from learning_helpers import install_shuffled, mean_rewards, train
 
+from megatron_rl.agent.environments.calculator import Calculator
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import read_rollouts
-from megatron_rl.environments.calculator import Calculator
 
 pytestmark = pytest.mark.slow
 

@@ -81,9 +81,9 @@ class Held:
 def hold(held: Held) -> None:
     """Patch the training loop so that it calls `held.arrive` at each place."""
     from megatron_rl.checkpoint import checkpoint_writer
-    from megatron_rl.inference.engine import Engine
+    from megatron_rl.generate.engine.engine import Engine
+    from megatron_rl.learn.training import trainer, warm_up
     from megatron_rl.rank.safe_points import PHASES, SafePoints
-    from megatron_rl.training import trainer, warm_up
 
     phases = {words: phase for phase, words in PHASES.items()}
 

@@ -124,7 +124,7 @@ def test_the_constraints_of_the_image_do_not_apply_and_its_own_builds_stay(insta
 def test_an_image_whose_packages_do_not_accept_the_calls_is_discarded(install):
     code, notes = install(UNFIT="yes")
     assert code == 1
-    assert "-m megatron_rl.platform.gpu_calls flash-attn transformer-engine" in notes
+    assert "-m megatron_rl.model.platform.gpu_calls flash-attn transformer-engine" in notes
 
 
 def test_vllm_gets_an_environment_of_its_own_without_the_pins_of_the_image(install, tmp_path):

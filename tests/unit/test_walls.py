@@ -17,9 +17,8 @@ OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python
 # From the bottom up: a room imports from itself and from earlier rooms. An entry is a room, a sub-room or a file.
 ORDER = {
     "megatron_rl": """
-        contract processes recipe platform metrics rank model inference chat agent server endpoint environments
-        algorithms rollout supervised distill checkpoint training refit standalone server.weights server.__main__
-        server.agent replica vllm evaluate fabric run rehearse train_rl run.attempt rank_main replica_main
+        contract recipe model rank checkpoint generate agent algorithms learn run
+        train_rl run.attempt rank_main replica_main
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host
@@ -29,7 +28,7 @@ ORDER = {
 SHARED = ("megatron_rl.contract", "megatron_rl.recipe")
 """Rooms of megatron_rl from which the launcher imports."""
 
-EXCEPTIONS = ("megatron_rl.metrics.names", "megatron_rl.platform.gpu_calls")
+EXCEPTIONS = ("megatron_rl.rank.metrics.names", "megatron_rl.model.platform.gpu_calls")
 """Files of other rooms that it may import too: what `mrl help METRIC` shows, what `mrl doctor` sends to nodes."""
 
 

@@ -14,12 +14,12 @@ import pytest
 from chat_templates import CHATML, qwen3, tokenizer_of
 
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
+from megatron_rl.agent.environments.vf.config import VerifiersConfig
+from megatron_rl.agent.environments.vf.environment import VerifiersEnvironment
+from megatron_rl.agent.environments.vf.worker_process import WORKER
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.environments.vf.config import VerifiersConfig
-from megatron_rl.environments.vf.environment import VerifiersEnvironment
-from megatron_rl.environments.vf.worker_process import WORKER
-from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, load_pretrained_tokenizer
 from megatron_rl.recipe.inference import Sampling
 

@@ -20,8 +20,8 @@ from vllm_training import CLOSE, PROMPT, SERVED, Trainer, prepare_run, probe_of
 
 from launcher.host.record.heartbeats import HangWatch
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.generate.vllm.shared_memory import NOTE
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.vllm.shared_memory import NOTE
 
 LONG = 1500
 """Tokens of an answer that takes seconds."""

@@ -25,7 +25,7 @@ from vllm_front import PYTHON_VARIABLE, START_S, Front, LocalRun, is_there, unti
 
 from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.paths import TEACHER
-from megatron_rl.distill.served import ServedTeacher, replicas_of
+from megatron_rl.learn.distill.served import ServedTeacher, replicas_of
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError

@@ -17,7 +17,7 @@ from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.backends.probe.rank import ask_in_container, find_image
 from launcher.cluster.profile import Profile
 from launcher.host.image.reference import ImageError
-from megatron_rl.platform.gpu_calls import nccl_release
+from megatron_rl.model.platform.gpu_calls import nccl_release
 from megatron_rl.recipe.vllm_options import given_options, option_name, option_word
 
 LIMIT_S = 20.0  # seconds for the answer of a Python of this machine

@@ -16,7 +16,7 @@ from launcher.recipe.suggest import KeyPath
 from launcher.recipe.written import EXTENDS, shipped_values
 from megatron_rl.contract import window_rules
 from megatron_rl.contract.learning import WINDOW
-from megatron_rl.metrics.names import COMPONENTS, ENVIRONMENT_METRICS, EVALUATION_METRICS, STEP_METRICS, SUBJECTS
+from megatron_rl.rank.metrics.names import COMPONENTS, ENVIRONMENT_METRICS, EVALUATION_METRICS, STEP_METRICS, SUBJECTS
 from megatron_rl.recipe.config import RunConfig
 
 WIDTH = 100  # columns of the terminal

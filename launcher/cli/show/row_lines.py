@@ -18,7 +18,7 @@ INDENT = "  "
 
 
 def row_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of one row or problem: see `megatron_rl.standalone.rows.shown`."""
+    """Yield the lines of one row or problem: see `megatron_rl.run.standalone.rows.shown`."""
     if "row" in found:
         yield from _row(found)
     elif "line" in found:
@@ -78,7 +78,7 @@ def _indented(text: str, *, styled: bool = False) -> Iterator[str]:
 
 
 def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the counts of one set, see `megatron_rl.standalone.rows.counts`, or a warning."""
+    """Yield the lines of the counts of one set, see `megatron_rl.run.standalone.rows.counts`, or a warning."""
     if "warning" in found:
         yield click.style(f"warning: {printable_lines(found['warning'])}", fg="yellow")
         return
@@ -96,7 +96,7 @@ def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def conversation_lines(found: Mapping[str, Any], *, boundaries: bool) -> Iterator[str]:
-    """found: as of `megatron_rl.standalone.trial.conversation`. boundaries: whether to mark where tokens end."""
+    """found: as of `megatron_rl.run.standalone.trial.conversation`. boundaries: whether to mark where tokens end."""
     sequences = found.get("sequences", ())
     if not any("".join(spans[0]["texts"]) == found["prompt"] for spans in sequences):
         yield printable_lines(found["prompt"])

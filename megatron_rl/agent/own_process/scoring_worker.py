@@ -4,8 +4,8 @@
     stdout   JSON      one line per answer, {"number": NUMBER, ...}; the first line describes the function
     stderr   text      what the function and its children print; after each answer a mark with its number
 
-A guard (processes/guard.py), which runs no code of the user's, ends it with all that it starts. Standard library only,
-so that a start takes as long as that of Python.
+A guard (rank/processes/guard.py), which runs no code of the user's, ends it with all that it starts. Standard library
+only, so that a start takes as long as that of Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import IO, Any
 
 from megatron_rl.agent.reward_value import WrongReward, checked_reward
 from megatron_rl.contract.children import OUTSIDE_SIGNALS
-from megatron_rl.processes.guard import guard
+from megatron_rl.rank.processes.guard import guard
 from megatron_rl.recipe.errors import task_location, task_traceback
 from megatron_rl.recipe.own_code import import_function, where_defined
 

@@ -27,8 +27,8 @@ from megatron_rl.agent.remote.agent_wire import (
     encode_completions,
     encode_refusal,
 )
-from megatron_rl.inference.api import Completion, GenerationRequest
-from megatron_rl.inference.replicas.wire import REFUSED, Garbled, decode_request, encode_request
+from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.generate.replicas.wire import REFUSED, Garbled, decode_request, encode_request
 from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

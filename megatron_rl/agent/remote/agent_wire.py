@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 from megatron_rl.agent.api import EvaluationResponse
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
-from megatron_rl.inference.api import Completion
-from megatron_rl.inference.replicas.wire import Garbled, Refusal, kind_of
+from megatron_rl.generate.engine.api import Completion
+from megatron_rl.generate.replicas.wire import Garbled, Refusal, kind_of
 from megatron_rl.recipe.inference import Sampling
 
 PROTOCOL = 5

@@ -67,7 +67,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _convert(options: argparse.Namespace) -> dict[str, Any]:
     """Convert, with imports that take seconds and so come after the signal handlers."""
-    import megatron_rl.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
+    import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
     from megatron_rl.checkpoint.hf.to_megatron import to_megatron
     from megatron_rl.rank.standalone_world import StandaloneWorld, connected

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.chat.turn_end import turn_end
 from megatron_rl.checkpoint.hf.to_megatron import CARRIED, NOTES
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.model.chat.turn_end import turn_end
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe import hf_config
 from megatron_rl.recipe.config import read_config

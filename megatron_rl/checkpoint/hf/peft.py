@@ -18,8 +18,8 @@ from megatron_rl.contract.files import make_readable, read_bytes
 from megatron_rl.contract.manifest import Manifest, read_manifest
 from megatron_rl.model.hf_mapping import OUTPUT, Weight, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, is_target, module_of
+from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import DTYPES
-from megatron_rl.platform.device import Device
 from megatron_rl.recipe.adapters import KEY, check_adapters, check_base, check_whole
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE

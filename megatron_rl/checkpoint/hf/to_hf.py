@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.hf.to_megatron import NOTES, Converted, batches
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.contract.manifest import MANIFEST, find_corruption, find_defect, read_manifest
 from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, weights
-from megatron_rl.platform.device import Device
+from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE, to_hf_config

@@ -22,8 +22,8 @@ from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
 from megatron_rl.contract.manifest import Manifest, hash_file, write_manifest
 from megatron_rl.contract.paths import CARRIED
 from megatron_rl.model.hf_mapping import Weight, sources, weights
+from megatron_rl.model.platform.device import Device
 from megatron_rl.model.tokenizer import load_pretrained_tokenizer
-from megatron_rl.platform.device import Device
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE, UnusableWeights, shape
 from megatron_rl.recipe.model import ModelConfig

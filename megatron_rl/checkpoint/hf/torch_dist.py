@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_rl.checkpoint.shards import Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.contract.manifest import CheckpointError, FileRecord
 from megatron_rl.model.hf_mapping import Weight, pieces
+from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.platform.device import Device
 from megatron_rl.recipe.model import ModelConfig
 
 

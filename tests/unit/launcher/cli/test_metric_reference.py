@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from launcher.cli.main import main
 from launcher.cli.show.help_pages import Keys, metric_lines, metrics_page
 from launcher.explain.explanation import RULES
-from megatron_rl.metrics.names import EVALUATION_METRICS, STEP_METRICS
+from megatron_rl.rank.metrics.names import EVALUATION_METRICS, STEP_METRICS
 
 METRICS = {**STEP_METRICS, **EVALUATION_METRICS}
 

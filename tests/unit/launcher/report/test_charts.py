@@ -6,7 +6,7 @@ from typing import Any
 
 from launcher.report.charts import GROUPS, MOST_CURVES, Band, Chart, chart_groups, evaluation_charts
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.metrics.names import STEP_METRICS
+from megatron_rl.rank.metrics.names import STEP_METRICS
 
 
 def record(steps: int = 30, **values: Any) -> list[MetricsLine]:

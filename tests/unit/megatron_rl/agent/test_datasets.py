@@ -13,7 +13,7 @@ import pytest
 from optional import needs
 
 from megatron_rl.agent.datasets import DataSet, Question, distinct, read_questions
-from megatron_rl.environments.python import PythonRows
+from megatron_rl.agent.environments.python import PythonRows
 
 pytestmark = needs("datasets")
 

@@ -12,11 +12,11 @@ from core_helpers import ALPHABET, build_run, tiny_run
 from megatron_rl.agent.api import EvaluationRequest, build_environment
 from megatron_rl.agent.multi_task import WeightedMultiTask
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.inference.scripted import ScriptedInference
-from megatron_rl.metrics.metric import StepReport
-from megatron_rl.metrics.names import TIMED, check_name, metrics_of
-from megatron_rl.metrics.stats import Tally
+from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.rank.metrics.metric import StepReport
+from megatron_rl.rank.metrics.names import TIMED, check_name, metrics_of
+from megatron_rl.rank.metrics.stats import Tally
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.environment import MULTI_TASK, EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling

@@ -20,15 +20,15 @@ from megatron_rl.agent.remote.agent_client import MAX_STARTS, AgentClient, Agent
 from megatron_rl.agent.remote.agent_wire import AgentRequest, ProblemId, decode_response, encode_response
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.server.agent.agent_service import AgentService, application
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
-from megatron_rl.inference.api import Completion, GenerationRequest, PromptTooLong
-from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.generate.engine.api import Completion, GenerationRequest, PromptTooLong
+from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.section import Section
-from megatron_rl.server.agent.agent_service import AgentService, application
 
 TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))
 TOKEN = "a-token-of-some-32-characters-or-more"

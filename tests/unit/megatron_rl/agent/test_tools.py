@@ -11,12 +11,12 @@ from server_helpers import END, byte_tokenizer
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
+from megatron_rl.agent.environments.calculator import CALCULATOR, Calculator, CalculatorConfig
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.tools import render_tool_prompt
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
-from megatron_rl.chat.chat import Chat
-from megatron_rl.environments.calculator import CALCULATOR, Calculator, CalculatorConfig
-from megatron_rl.inference.scripted import ScriptedInference
+from megatron_rl.generate.engine.scripted import ScriptedInference
+from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.inference import Sampling
 

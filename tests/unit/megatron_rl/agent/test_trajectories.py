@@ -15,7 +15,7 @@ from megatron_rl.agent.trajectories import (
     TrajectoryGroup,
     contrastive_pair,
 )
-from megatron_rl.inference.api import Completion
+from megatron_rl.generate.engine.api import Completion
 
 
 def test_single_answer_is_one_turn_after_its_prompt() -> None:

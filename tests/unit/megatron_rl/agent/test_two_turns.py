@@ -16,9 +16,9 @@ from core_helpers import build_run, full_forward, tiny_run
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder, TrajectoryGroup
-from megatron_rl.inference.api import Completion, GenerationRequest
+from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.rollout.batch import RolloutBatch
 from megatron_rl.run.state import Run
 
 PROBLEMS = [Problem("1+2=", {}), Problem("7-3=", {}), Problem("30+4=", {}), Problem("9=", {})]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms.context import ContextPart, context_part, cut
 from megatron_rl.algorithms.packing import MicroBatch, pack
-from megatron_rl.platform.attention import whole_sequences
+from megatron_rl.model.platform.attention import whole_sequences
 
 RANKS = st.integers(1, 5)
 PROMPT = st.lists(st.integers(3, 9), min_size=1, max_size=12)

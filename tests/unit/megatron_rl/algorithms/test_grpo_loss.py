@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.loss_terms import answer_log_ratios, importance_weights, kept
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
-from megatron_rl.metrics.stats import combined
+from megatron_rl.rank.metrics.stats import combined
 from megatron_rl.recipe.grpo import GrpoConfig, ImportanceConfig, RejectionConfig
 
 OPTIONS = [

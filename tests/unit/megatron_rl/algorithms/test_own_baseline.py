@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_rl.algorithms.answers import ScoredAnswers
 from megatron_rl.algorithms.credit import estimate, reads_batch
 from megatron_rl.algorithms.own_functions import check_baseline, own_baseline, sample_answers
+from megatron_rl.learn.rollout.step_advantages import step_advantages
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.grpo import GrpoConfig
-from megatron_rl.rollout.step_advantages import step_advantages
 
 OPO = """
 import torch

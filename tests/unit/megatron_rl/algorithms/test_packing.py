@@ -17,8 +17,8 @@ from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.algorithms.bins import BinLimit
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import HEAD, MicroBatch, Packing, pack
+from megatron_rl.model.platform.dense_attention import branches
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.dense_attention import branches
 
 TOKENS = st.integers(0, VOCAB - 1)
 PROMPT = st.lists(TOKENS, min_size=1, max_size=12)

@@ -19,14 +19,14 @@ from megatron_rl.checkpoint.hf.peft import published_name
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.initial_weights import weights_checksum
+from megatron_rl.checkpoint.source import find_source
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.generate.engine.opened_policy import load_policy
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.recipe.adapters import adapter_record
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import ModelConfig
-from megatron_rl.standalone.opened_policy import load_policy
-from megatron_rl.standalone.source import find_source
 
 LORA = {"rank": 4, "alpha": 6.0}
 SHAPES = {

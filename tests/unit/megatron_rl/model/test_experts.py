@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from launcher.recipe.load import load_recipe
+from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.model.experts import GroupedDispatcher, GroupedExperts, Order
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.grouped_product import as_one, grouped_linear, put_in_one_storage
+from megatron_rl.model.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.trainable import Trainable
-from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.grouped_product import as_one, grouped_linear, put_in_one_storage
-from megatron_rl.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.training import OptimizerConfig
-from megatron_rl.training.optimizer import PolicyOptimizer
 
 MODEL = tiny_model(tied_embeddings=False, num_experts=6, experts_per_token=2, expert_ffn_hidden_size=24)
 LORA = {"rank": 3, "targets": ["q_proj", "up_proj", "down_proj"], "dropout": 0.3}

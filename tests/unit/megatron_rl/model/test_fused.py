@@ -11,10 +11,10 @@ import torch
 from core_helpers import tiny_model, tiny_policy
 
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.cpu import CpuDevice, CpuKernels
+from megatron_rl.model.platform.layer_kernels import LayerKernels, TorchKernels
 from megatron_rl.model.policy import Policy
-from megatron_rl.platform.attention import whole_sequences
-from megatron_rl.platform.cpu import CpuDevice, CpuKernels
-from megatron_rl.platform.layer_kernels import LayerKernels, TorchKernels
 from megatron_rl.recipe.model import LoraConfig
 
 LENGTHS = [5, 1, 9]
@@ -34,7 +34,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[LayerKernels]:
         yield TorchKernels("a test")
         return
     pytest.importorskip("triton")
-    yield importlib.import_module("megatron_rl.platform.triton_kernels").TritonKernels()
+    yield importlib.import_module("megatron_rl.model.platform.triton_kernels").TritonKernels()
 
 
 def logits(policy: Policy, forward: Any, select: list[int] | None = None) -> torch.Tensor:

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
 
 from megatron_rl.checkpoint.initial_weights import weights_checksum
+from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.trainable import Trainable, fill_adapters
-from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.recipe.adapters import check_adapters, check_whole
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import LoraConfig, ModelConfig

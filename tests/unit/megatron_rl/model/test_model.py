@@ -22,9 +22,9 @@ from transformers_witness import in_their_names, witness
 
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.model.layers import Norm
+from megatron_rl.model.platform import frozen_linear
+from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.policy import build_policy
-from megatron_rl.platform import frozen_linear
-from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import Recompute
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from parsed import parsed
 
-from megatron_rl.platform.cuda_kernels import CudaKernels
+from megatron_rl.model.platform.cuda_kernels import CudaKernels
 from megatron_rl.rank import standalone_world
 from megatron_rl.rank.groups import FLIGHT_RECORDER_VARIABLES, Groups, check_divides, disconnect, watch_collectives
 from megatron_rl.rank.standalone_world import StandaloneWorld

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.platform.cpu import CpuDevice
+from megatron_rl.model.platform.cpu import CpuDevice
 from megatron_rl.rank.profiler import GenerationProfiler, StepProfiler, generation_profiler
 from megatron_rl.recipe.job import LONGEST_PROFILE, PLANS, ProfileConfig
 

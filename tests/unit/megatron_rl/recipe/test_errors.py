@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.agent.scoring import RolloutLimits, score_answer
 from megatron_rl.agent.trajectories import check_reward
-from megatron_rl.inference.request_limits import refuse_duplicate
+from megatron_rl.generate.engine.request_limits import refuse_duplicate
 from megatron_rl.recipe.errors import PACKAGE, ConfigurationError, TaskFailed, task_location, task_traceback
 from megatron_rl.recipe.registry import environment_class
 

@@ -13,8 +13,8 @@ from launcher.plan.memory_terms import WEIGHT_BYTES, kept_bytes
 from launcher.plan.sizes import Sizes
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.trainable import Trainable
-from megatron_rl.platform.attention import whole_sequences
 from megatron_rl.recipe.flops import rows_per_token, training_flops
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.agent.api import build_environment
-from megatron_rl.environments.arithmetic import ArithmeticEnvironment
+from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe import registry
 from megatron_rl.recipe.environment import EnvironmentConfig

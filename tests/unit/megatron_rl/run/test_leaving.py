@@ -20,10 +20,10 @@ from megatron_rl.contract.codes import FINISHED, MARGIN_S
 from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.metrics.timeline import Timeline
-from megatron_rl.metrics.writer import Writer
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.metrics.timeline import Timeline
+from megatron_rl.rank.metrics.writer import Writer
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.run import attempt as attempt_module

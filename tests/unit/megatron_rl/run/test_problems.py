@@ -20,8 +20,8 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import Fork
-from megatron_rl.metrics.names import STEP_METRICS
 from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.rank.metrics.names import STEP_METRICS
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.run import problems as problems_module
 from megatron_rl.run.problems import check_alike, check_unchanged, choose_problems, digests_of, without_long_prompts

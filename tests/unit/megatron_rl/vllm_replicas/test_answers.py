@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.inference.api import AnswerPrefix, Delta, GenerationRequest
+from megatron_rl.generate.engine.api import AnswerPrefix, Delta, GenerationRequest
+from megatron_rl.generate.vllm.answers import VllmAnswer, begun, shared_streams
+from megatron_rl.generate.vllm.client import NewTokens
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.vllm.answers import VllmAnswer, begun, shared_streams
-from megatron_rl.vllm.client import NewTokens
 
 END = 9
 

@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.generate.vllm.client import (
+    NewTokens,
+    VllmClient,
+    VllmStats,
+    piece_of,
+    sampling_params,
+    stats_in,
+    versions_in,
+)
+from megatron_rl.generate.vllm.process import VllmGone, VllmRefused, reason_in
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.vllm.client import NewTokens, VllmClient, VllmStats, piece_of, sampling_params, stats_in, versions_in
-from megatron_rl.vllm.process import VllmGone, VllmRefused, reason_in
 
 
 def test_a_choice_has_tokens_log_probs_and_at_the_end_versions() -> None:

@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 from core_helpers import tiny_run
 
-from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.job import PLANS
-from megatron_rl.recipe.vllm import VllmConfig
-from megatron_rl.recipe.vllm_options import owned
-from megatron_rl.vllm.command import (
+from megatron_rl.generate.vllm.command import (
     Served,
     ServeSizes,
     replica_command,
@@ -22,6 +18,10 @@ from megatron_rl.vllm.command import (
     sizes_of,
     vllm_environment,
 )
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.job import PLANS
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_options import owned
 
 SERVED = Served(Path("/t/model"), Path("/t"))
 PARTITIONED = {

@@ -8,11 +8,11 @@ import sys
 
 MODULES = (
     "megatron_rl.replica_main",
-    "megatron_rl.replica.serve",
-    "megatron_rl.refit.probe",
-    "megatron_rl.refit.transfer",
-    "megatron_rl.vllm.replica",
-    "megatron_rl.vllm.share",
+    "megatron_rl.generate.replica.serve",
+    "megatron_rl.generate.refit.probe",
+    "megatron_rl.generate.refit.transfer",
+    "megatron_rl.generate.vllm.replica",
+    "megatron_rl.generate.vllm.share",
 )
 PROGRAM = """
 import importlib, sys

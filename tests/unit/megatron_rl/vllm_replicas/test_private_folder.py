@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.generate.vllm.private_folder import SOCKET_NAME_BYTES, private_folder
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.vllm.private_folder import SOCKET_NAME_BYTES, private_folder
 
 OWNER = """
 import sys
-from megatron_rl.vllm.private_folder import private_folder
+from megatron_rl.generate.vllm.private_folder import private_folder
 with private_folder() as folder:
     (folder / "socket").touch()
     print(folder, flush=True)

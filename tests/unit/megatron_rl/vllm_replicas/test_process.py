@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.generate.vllm import deaths
+from megatron_rl.generate.vllm.command import Served, vllm_environment
+from megatron_rl.generate.vllm.private_folder import private_folder
+from megatron_rl.generate.vllm.process import VllmGone, VllmProcess
+from megatron_rl.generate.vllm.shared_memory import note_segments
+from megatron_rl.generate.vllm.start import started
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.vllm import deaths
-from megatron_rl.vllm.command import Served, vllm_environment
-from megatron_rl.vllm.private_folder import private_folder
-from megatron_rl.vllm.process import VllmGone, VllmProcess
-from megatron_rl.vllm.shared_memory import note_segments
-from megatron_rl.vllm.start import started
 
 SLEEPS = "__import__('time').sleep(60)"
 SILENT = "vLLM does not answer /pause"
@@ -94,14 +94,14 @@ def test_a_failed_call_is_explained_by_the_end_of_the_process(begin: Callable[..
 def test_a_failed_call_of_a_living_process_keeps_its_message(
     begin: Callable[..., VllmProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.vllm.process.EXIT_S", 0.1)
+    monkeypatch.setattr("megatron_rl.generate.vllm.process.EXIT_S", 0.1)
     assert begin(SLEEPS).explained(SILENT) == SILENT
 
 
 def test_the_first_process_that_was_killed_is_the_reason_whatever_the_others_say(
     begin: Callable[..., VllmProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.vllm.process.EXIT_S", 0.1)
+    monkeypatch.setattr("megatron_rl.generate.vllm.process.EXIT_S", 0.1)
     process = begin(SERVER)
     until(lambda: watches_worker(process))
     (worker,) = [each for each in server_of(process).children() if each.cmdline()[:1] == [WORKER]]
@@ -119,7 +119,7 @@ def test_the_first_process_that_was_killed_is_the_reason_whatever_the_others_say
 def test_an_error_is_the_reason_if_vllm_killed_its_processes_after_it(
     begin: Callable[..., VllmProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("megatron_rl.vllm.process.EXIT_S", 0.1)
+    monkeypatch.setattr("megatron_rl.generate.vllm.process.EXIT_S", 0.1)
     process = begin(SERVER, "ValueError: no weights", str(tmp_path / "ends"))
     until(lambda: watches_worker(process) and process._lines)
     (tmp_path / "ends").touch()

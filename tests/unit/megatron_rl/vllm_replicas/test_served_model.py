@@ -9,9 +9,9 @@ import pytest
 from hf_helpers import PUBLISHED, TOKENS
 
 from launcher.recipe.load import load_recipe
+from megatron_rl.generate.vllm.replica import write_served_model
 from megatron_rl.recipe.hf_config import KEYS, HuggingFaceConfig, differences, read_hf_config, shape
 from megatron_rl.recipe.model import ModelConfig
-from megatron_rl.vllm.replica import write_served_model
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.vllm.teacher import VllmScorer
+from megatron_rl.generate.vllm.teacher import VllmScorer
 
 
 class Client:

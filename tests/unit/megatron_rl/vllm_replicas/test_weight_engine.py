@@ -14,7 +14,7 @@ import pytest
 import torch
 from core_helpers import tiny_model
 
-from megatron_rl.vllm.share import WeightShare
+from megatron_rl.generate.vllm.share import WeightShare
 
 Init, Update = TypeVar("Init"), TypeVar("Update")
 
@@ -49,9 +49,9 @@ def engine_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "megatron_rl.vllm.weight_engine", raising=False)
-    yield importlib.import_module("megatron_rl.vllm.weight_engine")
-    monkeypatch.delitem(sys.modules, "megatron_rl.vllm.weight_engine")
+    monkeypatch.delitem(sys.modules, "megatron_rl.generate.vllm.weight_engine", raising=False)
+    yield importlib.import_module("megatron_rl.generate.vllm.weight_engine")
+    monkeypatch.delitem(sys.modules, "megatron_rl.generate.vllm.weight_engine")
 
 
 def test_a_worker_joins_and_receives_on_its_own_gpu(engine_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

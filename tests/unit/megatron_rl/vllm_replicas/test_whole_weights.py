@@ -10,13 +10,13 @@ import torch
 from core_helpers import VOCAB, tiny_model, tiny_policy
 from torch import Tensor
 
+from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
+from megatron_rl.generate.refit.plan import Box
+from megatron_rl.generate.vllm.whole_weights import hugging_face_tensors
 from megatron_rl.model.hf_mapping import OUTPUT, pieces
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.model import ModelConfig
-from megatron_rl.refit.model_tensors import model_tensors, parts_by_box
-from megatron_rl.refit.plan import Box
-from megatron_rl.vllm.whole_weights import hugging_face_tensors
 
 MODELS = {
     "tied": {"qkv_bias": True},

@@ -21,7 +21,7 @@ from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, write
 from megatron_rl.contract.run_records import Owner, PlanRecord
-from megatron_rl.metrics import timeline
+from megatron_rl.rank.metrics import timeline
 
 
 def start(attempt: int, at: float, **facts: Any) -> AttemptStart:

@@ -1,0 +1,240 @@
+"""Environments whose rollouts are programs that ask the policy endpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_rl.agent.api import Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.reward_value import Reward, WrongReward
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, as_task_error, run_within_limit
+from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.generate.engine.api import InferenceInterface
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.errors import ConfigurationError, task_location, task_traceback
+from megatron_rl.recipe.inference import Sampling
+
+if TYPE_CHECKING:  # slow imports, as those within functions; the launcher imports this module to check a recipe
+    import asyncio
+
+    from megatron_rl.agent.endpoint.endpoint import PolicyEndpoint
+    from megatron_rl.agent.endpoint.session import RolloutSession
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LONGEST_REASON = 200
+
+
+class RolloutLost(Exception):
+    """A program failed: its rollout has no reward, and is counted by its reason."""
+
+    def __init__(self, reason: str, output: str = "") -> None:
+        """
+        reason: short, and the same for all rollouts with the same fault.
+        output: what the program printed, for the log.
+        """
+        super().__init__(reason)
+        self.reason, self.output = reason, output
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    score: Reward
+    output: str = ""
+    """Output of the program, of any length; the trajectory keeps its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    inference: InferenceInterface
+    sampling: Sampling
+    limits: RolloutLimits
+    ordinal: int | None
+
+
+class EndpointAgent(Environment):
+    """An environment of problems and a `run`, which lets a program work on one problem."""
+
+    several_turns = True
+
+    def __init__(self, config: EndpointConfig, tokenizer: Tokenizer) -> None:
+        """Raises ValueError if the chat template refuses the variables of the recipe."""
+        from megatron_rl.model.chat.chat import Chat
+
+        self.config: Any = config
+        self.tokenizer = tokenizer
+        self.chat = Chat(tokenizer, config.chat_template)
+        self._opening: asyncio.Task[PolicyEndpoint] | None = None
+        self._traces: dict[str, str] = {}
+
+    @abstractmethod
+    async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
+        """Let the program work on the problem, with the model at `session.base_url`, and return its score.
+
+        Cancellation must end the program: it comes when the rollout exceeds a limit, and when the run drains.
+
+        Raises RolloutLost for a fault of the program, and ConfigurationError if no program can run here, which ends
+        the run. Any other exception loses the rollout as well.
+        """
+
+    async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
+        ask = _Ask(request.inference, request.sampling, request.limits, request.ordinal)
+        keys = [stable_key("rollout", request.key, sample) for sample in range(request.group_size)]
+        trajectories, failures = await self._rollouts(request.problem, keys, ask)
+        return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
+
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        ask = _Ask(request.inference, request.sampling, request.limits, None)
+        samples = range(request.samples_per_problem)
+        results = await _all(
+            self._rollouts(problem, [stable_key("evaluated rollout", request.key, index, i) for i in samples], ask)
+            for index, problem in enumerate(request.problems)
+        )
+        failures = sum((lost for _, lost in results), Counter[str]())
+        return EvaluationResponse([trajectories for trajectories, _ in results], failures)
+
+    def tracebacks(self) -> Mapping[str, str]:
+        return self._traces
+
+    async def close(self) -> None:
+        import asyncio
+
+        opening, self._opening = self._opening, None
+        if opening is not None and opening.get_loop() is asyncio.get_running_loop():
+            await (await opening).close()
+
+    async def _rollouts(
+        self, problem: Problem, keys: Sequence[int], ask: _Ask
+    ) -> tuple[list[Trajectory], Counter[str]]:
+        results = await _all(self._rollout(problem, key, ask) for key in keys)
+        trajectories = [result for result in results if isinstance(result, Trajectory)]
+        return trajectories, Counter(result for result in results if isinstance(result, str))
+
+    async def _rollout(self, problem: Problem, key: int, ask: _Ask) -> Trajectory | str:
+        """Return a rollout, or the reason why it is lost. Only a rollout that exceeds its time is begun again: after
+        another fault, further attempts would choose among the model's answers."""
+        endpoint = await self._opened()
+        async with endpoint.room:
+            try:
+                return await run_within_limit(partial(self._attempt, endpoint, problem, key, ask), ask.limits)
+            except RolloutTimeout as error:
+                return str(error)
+
+    async def _attempt(self, endpoint: PolicyEndpoint, problem: Problem, key: int, ask: _Ask) -> Trajectory | str:
+        async with endpoint.session(ask.inference, ask.sampling, key, ask.ordinal) as session:
+            try:
+                return _scored(session, await self._unless_stopped(problem, session, ask.limits))
+            except BaseException as error:  # noqa: BLE001 - a task's own code may raise anything; it ends no run
+                failure = as_task_error(error)
+            if isinstance(failure, RolloutLost):
+                failure = RolloutLost(_without_key(failure.reason, session), _without_key(failure.output, session))
+            if session.broken is not None:
+                raise session.broken
+            if isinstance(failure, ConfigurationError):
+                raise failure
+            return self._reason(session.failure, failure, problem)
+
+    async def _unless_stopped(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
+        """Return the result of `run`, which is cancelled once its session has no use for it. Raises ValueError then."""
+        import asyncio
+
+        running = asyncio.ensure_future(self.run(problem, session, limits))
+        stopped = asyncio.ensure_future(session.stopped.wait())
+        try:
+            await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            raise ValueError(session.failure or "the engine has failed")
+        finally:
+            running.cancel()
+            stopped.cancel()
+            await asyncio.gather(running, stopped, return_exceptions=True)
+
+    async def _opened(self) -> PolicyEndpoint:
+        import asyncio
+
+        from megatron_rl.agent.endpoint.endpoint import PolicyEndpoint
+
+        if self._opening is None or self._opening.get_loop() is not asyncio.get_running_loop():
+            self._opening = asyncio.ensure_future(PolicyEndpoint.open(self.chat, self.config))
+        return await asyncio.shield(self._opening)  # others wait for it as well
+
+    def _reason(self, limit: str | None, error: Exception, problem: Problem) -> str:
+        """Return the reason for the record. The first error of each kind is logged."""
+        trace = ""
+        if limit is not None:
+            kind = reason = f"rollout: {limit}"
+        elif isinstance(error, RolloutLost):
+            kind = reason = error.reason
+            trace = error.output
+        else:
+            place = task_location(error).partition(": ")[0]
+            kind = f"rollout at {place}: {type(error).__name__}" if place else f"rollout: {type(error).__name__}"
+            reason, trace = f"{kind}: {error}", task_traceback(error)
+        if kind not in self._traces:
+            self._traces[kind] = trace
+            logger.error("a rollout of %r is lost: %s\n%s", problem.prompt, reason, trace)
+        return reason.partition("\n")[0][:LONGEST_REASON]
+
+
+def _scored(session: RolloutSession, result: RunResult) -> Trajectory:
+    """Return the trajectory of a rollout that has ended. Raises RolloutLost."""
+    try:
+        score = CheckedReward.of(result.score)
+        output = _without_key(result.output, session)[-OUTPUT_LIMIT:]
+        return session.trajectory(score.reward, score.components, output)
+    except WrongReward as error:
+        raise RolloutLost(f"rollout: the reward is {error}", result.output) from error
+    except ValueError as error:
+        raise RolloutLost(f"rollout: {error}", result.output) from error
+
+
+def _without_key(text: str, session: RolloutSession) -> str:
+    return text.replace(session.api_key, "KEY")
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results. If one fails, or the caller is cancelled, the others are cancelled, and have ended."""
+    import asyncio
+
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+INHERITED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+    *("PYTHONPATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"),
+    *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT", "http_proxy", "https_proxy", "no_proxy"),
+)
+"""Environment variables that a program inherits. None of them is secret."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def program_environment(variables: Mapping[str, str | None]) -> dict[str, str]:
+    """Return all environment variables of a program on this machine.
+
+    variables: those of a recipe; None: the value in the environment of this process.
+
+    Raises ValueError if a variable is not set.
+    """
+    found = {name: os.environ[name] for name in INHERITED if name in os.environ} | ONE_THREAD
+    for name, value in variables.items():
+        if value is None and name not in os.environ:
+            raise ValueError(f"environment.args.variables: {name} is not set in the environment of the run")
+        found[name] = os.environ[name] if value is None else value
+    return found

@@ -1,0 +1,186 @@
+"""A program that was written for OpenAI's API, trained as it is.
+
+    environment:
+      name: program
+      args:
+        command: ["{python}", agent.py]       # or function: agent:rollout
+        code: [agent.py, tools.py]
+        problems: questions.jsonl
+
+A command gets a problem, a row of the data set, as one JSON line on its standard input, and finds OPENAI_BASE_URL,
+OPENAI_API_KEY and OPENAI_MODEL in its environment; the last line that it prints is the reward (reward_line.py). A
+function is a coroutine, `async def rollout(client, problem) -> float | dict`, whose client is an openai.AsyncOpenAI.
+
+Each run of the program is one rollout, in its own process and working directory (nursery.py, supervisor.py). It
+runs with the rights of the user.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.datasets import Question, distinct, read_questions
+from megatron_rl.agent.endpoint.agent import EndpointAgent, RolloutLost, RunResult, program_environment
+from megatron_rl.agent.environments.program.arguments import ProgramConfig, ProgramRows
+from megatron_rl.agent.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
+from megatron_rl.agent.environments.program.reward_line import NoReward, reward_in, reward_of
+from megatron_rl.agent.hf_dataset import divided
+from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.contract.children import how_ended
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.errors import ConfigurationError
+
+if TYPE_CHECKING:  # slow imports; the launcher imports this module to check a recipe
+    from megatron_rl.agent.endpoint.session import RolloutSession
+    from megatron_rl.agent.environments.program.runner import ProgramRunner
+
+PYTHON = "{python}"
+DRAIN_S = 5.0
+"""Seconds to wait before a rollout whose program was ended by a SIGTERM counts as lost. All processes of a preempted
+job may receive one: then the drain cancels the rollout meanwhile, and it is begun again."""
+SAMPLES = Path(__file__).parent / "samples"
+
+_ERROR = re.compile(r"[A-Za-z_][\w.]{0,80}(?=: )")
+"""Name of an error, or of a command that failed, at the beginning of a line: `KeyError: 'x'`, `curl: (7) Failed`."""
+UNUSABLE = (126, 127)
+"""Exit codes of shells and of `env` for a command that cannot be executed, or that is not there."""
+LONGEST_COMPLAINT = 200
+_COMPLAINT = re.compile(r"not found|no such file|permission denied|cannot execute|format error|is a directory", re.I)
+_POSITION = re.compile(r"^(?:.*?:\s*(?:line )?\d+:\s+|bash: )")
+"""Beginning of a shell's complaint: `sh: 1: `, `ask.sh: line 3: `. The folder of the script may differ in each run."""
+
+
+class ProgramEnvironment(EndpointAgent, Demonstrator):
+    """Any program that speaks OpenAI's API, started once per rollout: a command in any language, or a coroutine.
+
+    Its reward is the last line that it prints, or what the coroutine returns.
+    """
+
+    Config = ProgramConfig
+    config: ProgramConfig
+
+    def __init__(self, config: ProgramConfig, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for a command that does not exist, and for data that is missing or empty."""
+        super().__init__(config, tokenizer)
+        self._variables = program_environment(config.variables)
+        self._program = Program(_command(config, self._variables) or None, config.function, config.code)
+        self._runner: ProgramRunner | None = None
+        evaluated: Mapping[str, Sequence[Question]] = {name: _questions(rows) for name, rows in config.evaluate.items()}
+        questions = _questions(config.problems)
+        trained, evaluated = divided(questions, evaluated, config.held_out, config.split_seed)
+        if not trained:
+            raise ValueError("environment.args.problems: no problem is left to train on")
+        self._trained = _problems(trained)
+        self._evaluated = {name: _problems(questions) for name, questions in evaluated.items()}
+
+    @classmethod
+    def sample_arguments(cls) -> Mapping[str, Any]:
+        return {
+            "command": [PYTHON, "sums.py"],
+            "code": [str(SAMPLES / "sums.py")],
+            "problems": str(SAMPLES / "sums.jsonl"),
+        }
+
+    def training_problems(self) -> Sequence[Problem]:
+        return self._trained
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return self._evaluated
+
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        examples = self.config.demonstrations
+        if examples is None:
+            return []
+        return [(each.text, each.answer) for each in read_questions(examples)]
+
+    async def run(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
+        if self._runner is None:
+            from megatron_rl.agent.environments.program.runner import ProgramRunner
+
+            self._runner = ProgramRunner(self._program, self._variables)
+        job = ProgramJob(
+            json.dumps(problem.golden, default=str),
+            {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model},
+            self.config.timeout_s,
+        )
+        ended = await self._runner.run(job)
+        if ended.code == -signal.SIGTERM and not ended.over_limit:
+            import asyncio  # slow import; the launcher imports this module to check a recipe
+
+            await asyncio.sleep(DRAIN_S)
+        if reason := why_lost(ended, self.config.timeout_s):
+            raise RolloutLost(reason, ended.output)
+        try:
+            reward = reward_in(ended.ending) if self._program.command else reward_of(ended.returned)
+        except NoReward as error:
+            if not self._program.command:
+                at = f"environment.args.function: {self._program.function}"
+                raise ConfigurationError(f"{at}: {error}", ended.output) from error
+            raise RolloutLost(f"program: {error}", ended.output) from error
+        return RunResult(reward, ended.output)
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.close()
+        await super().close()
+
+
+def why_lost(ended: ProgramEnd, timeout_s: float) -> str:
+    """Return the reason why a run of the program has no reward; empty if it may have one.
+
+    The reason is the same for all runs with the same fault: the output of the program has the details.
+    """
+    if ended.unstarted:
+        return f"program: it could not be started: {ended.unstarted}"
+    if ended.over_limit:
+        return f"program: not done within {timeout_s:g} s (environment.args.timeout_s)"
+    if ended.raised:
+        return f"program: {ended.raised}"
+    if ended.code:
+        error = _unusable_command(ended.output) if ended.code in UNUSABLE else _error(ended.output)
+        return f"program: {how_ended(ended.code)}" + (f": {error}" if error else "")
+    return ""
+
+
+def _error(output: str) -> str:
+    """Return the name of the error in the last line of an output, or nothing."""
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+    error = _ERROR.match(last)
+    return error[0] if error else ""
+
+
+def _unusable_command(output: str) -> str:
+    """Return what a shell said of a command that it could not run: `curl: not found`."""
+    said = next((line for line in reversed(output.splitlines()) if _COMPLAINT.search(line)), "")
+    return _POSITION.sub("", said.strip())[:LONGEST_COMPLAINT]
+
+
+def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:
+    """Return the words of the command. Raises ValueError if this machine does not have the program."""
+    words = [sys.executable if word == PYTHON else word for word in config.command]
+    if words and not words[0].startswith("./") and shutil.which(words[0], path=variables.get("PATH")) is None:
+        where = "is not an executable file" if "/" in words[0] else "is not in PATH"
+        raise ValueError(f"environment.args.command: {words[0]} {where} on this machine")
+    return words
+
+
+def _questions(rows: ProgramRows) -> list[Question]:
+    questions = distinct(read_questions(rows))
+    if not questions:
+        raise ValueError(
+            f"data set {rows.path}, split {rows.split}: no row has a problem ({rows.question or 'prompt'})"
+        )
+    return questions
+
+
+def _problems(questions: Sequence[Question]) -> list[Problem]:
+    return [Problem(question.text, question.row, is_prompt=False) for question in questions]

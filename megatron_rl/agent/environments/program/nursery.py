@@ -1,0 +1,165 @@
+"""Process that starts the programs of one rank.
+
+    rank --(socket)--> nursery --(fork)--> supervisor --(fork)--> program, and all that it starts
+
+Starting Python and importing a client takes a second; a fork takes milliseconds. For each run the rank sends one end of
+a new connection, on which the supervisor receives the job and reports its end (supervisor.py). That connection closes
+when the rank ends in any way, and then the program ends too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.agent.environments.program.nursery_wire import (
+    MESSAGE_BYTES,
+    READY,
+    PreparedProgram,
+    Program,
+    Rollout,
+    place,
+)
+from megatron_rl.agent.environments.program.supervisor import END_S, supervise
+from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
+from megatron_rl.recipe.errors import note_task_code
+
+LOOK_S = 1.0
+
+
+def main() -> None:
+    parent, number, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    for each in OUTSIDE_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    death_with_parent(parent)()  # the user's module may hang while it is imported
+    adopt_orphans()
+    control = socket.socket(fileno=number)
+    try:
+        try:
+            program = prepare(Program(*json.loads(control.recv(MESSAGE_BYTES))), folder)
+        except UnusableProgram as error:
+            control.send(str(error).encode()[:MESSAGE_BYTES])
+            return
+        death_with_parent(parent, 0)()  # from here on it leaves cleanly when the control socket closes
+        control.send(READY)
+        _serve(control, program)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # the rank may be dead
+
+
+def _serve(control: socket.socket, program: PreparedProgram) -> None:
+    """Fork a supervisor for each connection, until the rank closes the control socket."""
+    supervisors: set[int] = set()
+    arriving = select.poll()
+    arriving.register(control, select.POLLIN)
+    while True:
+        _reap(supervisors)
+        if not arriving.poll(LOOK_S * 1000):
+            continue
+        message, files, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            break
+        connection = socket.socket(fileno=files[0])
+        pid = os.fork()
+        if pid == 0:
+            _be_supervisor(control, connection, program)
+        supervisors.add(pid)
+        connection.close()
+    deadline = time.monotonic() + 2 * END_S  # their connections are closed as well
+    while supervisors and time.monotonic() < deadline:
+        _reap(supervisors)
+        time.sleep(0.01)
+
+
+def _be_supervisor(control: socket.socket, connection: socket.socket, program: PreparedProgram) -> None:
+    """Supervise one run in a forked process, and exit: nothing may return into the loop of the nursery."""
+    try:
+        control.close()
+        supervise(connection, program)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _reap(supervisors: set[int]) -> None:
+    """Collect ended children. If a supervisor was killed, end all that it left behind."""
+    killed = False
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            killed = killed or (pid in supervisors and os.WIFSIGNALED(status))
+            supervisors.discard(pid)
+    if killed:
+        for orphan in psutil.Process().children():
+            if orphan.pid not in supervisors:
+                for process in (orphan, *orphan.children(recursive=True)):
+                    with suppress(psutil.Error):
+                        process.kill()
+
+
+class UnusableProgram(Exception):
+    """The program can never run; the message says why."""
+
+
+def prepare(program: Program, folder: str) -> PreparedProgram:
+    """Read the files and import the function. Raises UnusableProgram."""
+    try:
+        files = {Path(file).name: Path(file).read_bytes() for file in program.files}
+    except OSError as error:
+        raise UnusableProgram(f"environment.args.files: {error}") from error
+    if program.function is None:
+        return PreparedProgram(program.command, None, files, folder)
+    code = Path(folder, "code")
+    code.mkdir(exist_ok=True)  # an earlier nursery was killed
+    for name, content in files.items():
+        (code / name).write_bytes(content)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(code))
+    rollout = _function(program.function)
+    try:
+        import openai  # noqa: F401 - so that no run needs to import it
+    except ImportError as error:
+        raise UnusableProgram(f"environment.args.function needs a client, `pip install openai`: {error}") from error
+    return PreparedProgram(None, rollout, files, folder)
+
+
+def _function(named: str) -> Rollout:
+    module_name, _, name = named.partition(":")
+    where = f"environment.args.function {named}"
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # the user's module may raise anything
+        why = f"{type(error).__name__}: {error}{place(error)}"
+        raise UnusableProgram(f"{where}: the module cannot be imported: {why}") from error
+    note_task_code(module_name)
+    found: Rollout | None = getattr(module, name, None)
+    if found is None or not inspect.iscoroutinefunction(found):
+        lacks = "defines no" if found is None else "defines another kind of"
+        raise UnusableProgram(f"{where}: the module {lacks} {name}: async def {name}(client, problem) -> float | dict")
+    threads = psutil.Process().num_threads() - 1
+    if threads:
+        raise UnusableProgram(
+            f"{where}: the module starts {threads} threads when it is imported, which no run would have, because each "
+            f"run is a fork: start them in {name}"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The rank's side of its programs: a nursery that is started when it is needed, and again when it has died."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping
+
+from megatron_rl.agent.endpoint.agent import RolloutLost
+from megatron_rl.agent.environments.program.nursery_wire import MESSAGE_BYTES, READY, Program, ProgramEnd, ProgramJob
+from megatron_rl.contract.child import Child
+from megatron_rl.contract.children import how_ended, module_command
+from megatron_rl.recipe.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "mrl-programs-"
+NURSERY = "megatron_rl.agent.environments.program.nursery"
+START_S = 300.0
+"""Seconds for a nursery to import the user's module, perhaps from a slow shared file system."""
+HAND_OVER_S = 10.0
+"""Seconds for a nursery, which only forks, to take a job."""
+LEAVE_S = 15.0
+
+
+class ProgramRunner:
+    def __init__(self, program: Program, variables: Mapping[str, str]) -> None:
+        """variables: the whole environment of the program, except what a job adds."""
+        self._program, self._variables = program, variables
+        self._nursery: Child | None = None
+        self._control: socket.socket | None = None
+        self._folder: str | None = None
+        self._starting = asyncio.Lock()
+
+    async def run(self, job: ProgramJob) -> ProgramEnd:
+        """Run the program and return its end. Cancellation ends the program.
+
+        Raises:
+            RolloutLost: a process that supervises the program was killed.
+            ConfigurationError: the program can never run.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                await self._hand_over(theirs)
+            except OSError as error:
+                ours.close()
+                raise RolloutLost(f"program: the process that starts programs does not answer: {error}") from error
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            writer.write(json.dumps(job).encode() + b"\n")
+            reported = await reader.read()
+        except OSError:
+            reported = b""  # the same as an end without a report
+        finally:
+            writer.transport.abort()
+        if not reported:
+            raise RolloutLost("program: the process that supervises the program was killed")
+        return ProgramEnd(*json.loads(reported))
+
+    async def close(self) -> None:
+        nursery, self._nursery = self._nursery, None
+        if self._control is not None:
+            self._control.close()
+        if nursery is not None:
+            await asyncio.to_thread(_end, nursery)
+        self._remove_folder()
+
+    async def _hand_over(self, connection: socket.socket) -> None:
+        """Give the nursery the end of a connection for one job. Raises OSError if it cannot take it."""
+        async with self._starting:
+            if self._nursery is None or self._nursery.exit_code() is not None:
+                await self._start()
+            assert self._control is not None  # it was started
+            socket.send_fds(self._control, [b"1"], [connection.fileno()])
+
+    async def _start(self) -> None:
+        """Start a nursery. Raises ConfigurationError if the program can never run."""
+        if self._nursery is not None:
+            how = how_ended(self._nursery.exit_code() or 0)
+            logger.warning("the process that starts programs has ended (%s); it is started again", how)
+            self._nursery.close()
+        if self._control is not None:
+            self._control.close()
+        self._folder = self._folder or tempfile.mkdtemp(prefix=FOLDER)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), self._folder]
+            nursery = Child(command, self._variables, inherited=[theirs.fileno()])
+        try:
+            why_not = await self._prepared(self._control)
+            if why_not is not None:
+                code = await asyncio.to_thread(_end, nursery)
+                raise ConfigurationError(why_not or f"the process of the program has ended: {how_ended(code)}")
+        except BaseException:  # such as the cancellation by a drain
+            nursery.close()
+            self._remove_folder()
+            raise
+        self._nursery = nursery
+
+    def _remove_folder(self) -> None:
+        """Delete the working directories of runs whose supervisors were killed; the others are gone."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+
+    async def _prepared(self, control: socket.socket) -> str | None:
+        """Wait until a new nursery is ready and return None, or return why it cannot be; empty if it has ended."""
+        control.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(START_S):
+                await loop.sock_sendall(control, json.dumps(self._program).encode())
+                answer = await loop.sock_recv(control, MESSAGE_BYTES)
+        except TimeoutError:
+            return f"environment.args.function: it is not imported after {START_S:g} s"
+        except OSError:
+            return ""
+        control.settimeout(HAND_OVER_S)
+        return None if answer == READY else answer.decode()
+
+
+def _end(nursery: Child) -> int:
+    """Let it end its programs and return its exit code. It is killed where that takes too long."""
+    code = nursery.wait(LEAVE_S)
+    nursery.close()
+    return -signal.SIGKILL if code is None else code

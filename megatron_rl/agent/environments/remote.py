@@ -1,0 +1,156 @@
+"""Environment served by another process with `mrl serve-agent`, possibly on another machine. It may restart during a
+run.
+
+environment:
+  name: remote
+  args:
+    url: http://node17:8100
+    token_file: ~/.config/mrl/serve-token
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_rl.agent.api import (
+    ContrastiveResponse,
+    Demonstrator,
+    Environment,
+    EvaluationRequest,
+    EvaluationResponse,
+    GroupRolloutRequest,
+    RolloutRequest,
+)
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.trajectories import ContrastivePair, Problem, TrajectoryGroup
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.section import LaterPath, PositiveFloat, Section
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteConfig(Section):
+    """Arguments of the environment `remote`."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+    """URL that `mrl serve-agent` prints."""
+    token_file: LaterPath
+    """File with its token, readable on the nodes of the ranks."""
+    start_patience_s: PositiveFloat = 60.0
+    """Seconds to wait for the agent when the ranks start."""
+    patience_s: PositiveFloat = 600.0
+    """Seconds that the agent may be unavailable, or serve other problems, during the run. After that the pending
+    answers are lost, and counted by the reason. Keep it below job.silence_limit_s."""
+
+
+class RemoteAgent(Environment, Demonstrator):
+    """Problems, conversations and rewards of another process; the ranks generate its completions. The ranks know the
+    prompts but not the right answers."""
+
+    Config = RemoteConfig
+    several_turns = True  # the protocol does not say, and a cache that is too small would fail rollouts
+
+    def __init__(self, config: RemoteConfig, tokenizer: Tokenizer) -> None:
+        """Raises ConfigurationError if no agent is served at the URL, or if the token cannot be read."""
+        from megatron_rl.agent.remote.agent_client import AgentClient  # the launcher has no HTTP client
+        from megatron_rl.agent.remote.agent_wire import EVALUATION, TRAINING
+        from megatron_rl.generate.replicas.wire import read_token
+
+        self.config = config
+        self._vocab_size = tokenizer.vocab_size
+        self._client = AgentClient(config.url, read_token(Path(config.token_file).expanduser()), config.patience_s)
+        self._served = self._client.fetch(config.start_patience_s)
+        self.prompt_format = self._served.about.prompt_format
+        self.compares_answers = self._served.about.compares_answers  # evaluations return final answers
+        sets = {name: _problems(name, texts) for name, texts in self._served.prompts.items()}
+        self._trained = sets.pop(TRAINING, [])
+        self._evaluated = {name.removeprefix(EVALUATION): problems for name, problems in sets.items()}
+
+    def training_problems(self) -> Sequence[Problem]:
+        return self._trained
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return self._evaluated
+
+    def demonstrations(self) -> Sequence[tuple[str, str]]:
+        return self._served.demonstrations
+
+    async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
+        response = await self._run_group("/grouped_rollouts", request)
+        return TrajectoryGroup(request.ordinal, request.problem, response.trajectories[0], response.failures)
+
+    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
+        response = await self._run_group("/contrastive_rollouts", request)
+        found = response.trajectories[0]
+        try:
+            pair = ContrastivePair(request.problem, *found) if found else None
+        except (TypeError, ValueError) as error:
+            reason = f"remote {self._served.about.environment}: {error}"[:200]
+            return ContrastiveResponse(None, {reason: request.group_size})
+        return ContrastiveResponse(pair, response.failures)
+
+    async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
+        return await self._run("/rollouts", request.problems, 1, request, request.key, None)
+
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        """Send a request per problem, so that a lost request loses a single problem."""
+        import asyncio  # slow import; the launcher imports this module to check a recipe
+
+        samples = request.samples_per_problem
+        responses = await asyncio.gather(
+            *(
+                self._run(
+                    "/evaluation", [problem], samples, request, stable_key("evaluation", request.key, index), None
+                )
+                for index, problem in enumerate(request.problems)
+            )
+        )
+        failures: Counter[str] = Counter()
+        for response in responses:
+            failures.update(response.failures)
+        finals = {place: its for place, response in enumerate(responses) for its in response.final_answers.values()}
+        return EvaluationResponse([response.trajectories[0] for response in responses], failures, finals)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _run_group(self, route: str, request: GroupRolloutRequest) -> EvaluationResponse:
+        return await self._run(route, [request.problem], request.group_size, request, request.key, request.ordinal)
+
+    async def _run(
+        self,
+        route: str,
+        problems: Sequence[Problem],
+        samples: int,
+        request: GroupRolloutRequest | RolloutRequest | EvaluationRequest,
+        key: int,
+        ordinal: int | None,
+    ) -> EvaluationResponse:
+        """Return the agent's answers; empty if it fails. Raises the errors of the engine."""
+        from megatron_rl.agent.remote.agent_client import AgentFailed, AgentUnavailable
+        from megatron_rl.agent.remote.agent_wire import AgentRequest, ProblemId
+
+        ids = [ProblemId(problem.golden["set"], problem.golden["number"]) for problem in problems]
+        agent_request = AgentRequest(ids, samples, request.sampling, key, ordinal, request.limits)
+        for left in reversed(range(request.limits.retries + 1)):
+            try:
+                return await self._client.run(
+                    route, agent_request, self._served.about.digest, request.inference.generate, self._vocab_size
+                )
+            except (AgentFailed, AgentUnavailable) as error:
+                reason = f"remote {self._served.about.environment}: {error}"[:200]
+                if not left or isinstance(error, AgentUnavailable):
+                    break
+        lost = samples * len(ids)
+        logger.error("%d answers are lost: %s", lost, reason)
+        return EvaluationResponse([[] for _ in ids], {reason: lost})
+
+
+def _problems(name: str, prompts: Sequence[str]) -> list[Problem]:
+    return [Problem(prompt, {"set": name, "number": number}) for number, prompt in enumerate(prompts)]

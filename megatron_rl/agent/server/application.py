@@ -1,0 +1,146 @@
+"""HTTP routes of the inference server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from megatron_rl.agent.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from megatron_rl.agent.server.event_stream import EventStream, unless_gone
+from megatron_rl.agent.server.request_parsing import ParsedRequest, ServedModel
+from megatron_rl.agent.server.service import GenerationService
+from megatron_rl.generate.engine.api import SteppedEngine
+from megatron_rl.generate.engine.engine_thread import EngineThread
+from megatron_rl.generate.serving.access import Guard, ServerLimits, read_body
+from megatron_rl.generate.serving.api_errors import ERROR_HANDLERS, ApiError
+from megatron_rl.generate.serving.metrics import ServerMetrics
+from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+PROBED = frozenset({"/health", "/ping", "/version"})
+"""Routes without a token, which load balancers and Kubernetes ask."""
+
+
+class Application:
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        max_length: int,
+        tokens: Sequence[str],
+        limits: ServerLimits | None = None,
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """
+        model: its name for clients.
+        max_length: most tokens of a prompt and its answer together.
+        tokens: bearer tokens that give access.
+        failed: see EngineThread.
+        """
+        limits = limits or ServerLimits()
+        self.thread = EngineThread(engine, failed)
+        self.metrics = ServerMetrics(lambda: self.thread.load)
+        self._limits = limits
+        self._model = ServedModel(model, Chat(tokenizer).check(), max_length)
+        self._service = GenerationService(self.thread, tokenizer, self.metrics, limits.max_waiting)
+        self._created = int(time.time())
+        routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
+            "/v1/completions": ("POST", self._completions),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/models": ("GET", self._models),
+            "/v1/models/{model:path}": ("GET", self._one_model),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._health),
+            "/ping": ("GET", self._health),
+            "/version": ("GET", self._version),
+            "/metrics": ("GET", self._metrics_text),
+        }
+        app = Starlette(
+            routes=[Route(path, handler, methods=[method]) for path, (method, handler) in routes.items()],
+            exception_handlers=ERROR_HANDLERS,
+            lifespan=self._lifespan,
+        )
+        open_routes = PROBED | {"/metrics"} if limits.open_metrics else PROBED
+        self.guard = Guard(app, tokens, limits, self.metrics, routes, open_routes)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.guard(scope, receive, send)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.thread.start()
+        yield
+        self.thread.stop("the server is shutting down")
+        if not await asyncio.to_thread(self.thread.join):
+            logger.warning("the engine is still in the middle of a step")
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(
+            request, await self._model.completion(parse(CompletionBody, await read_body(request)))
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        body = parse(ChatBody, await read_body(request))
+        return await self._answer(request, await self._model.chat(body))
+
+    async def _answer(self, request: Request, asked: ParsedRequest) -> Response:
+        if asked.body.model is not None:
+            self._model.check_model(asked.body.model)
+        if not asked.body.stream:
+            whole = await unless_gone(request.receive, self._service.whole(asked))
+            return JSONResponse(whole, headers=asked.headers)
+        events = self._service.events(asked)
+        first = await unless_gone(request.receive, anext(events))  # an error before it still gets an HTTP status
+        return EventStream(first, events, self._limits.stall_s, asked.headers)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._model.check_model(request.path_params["model"])
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mrl",
+            "max_model_len": self._model.max_length,
+        }
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = parse(TokenizeBody, await read_body(request))
+        tokens = await self._model.tokenize(body)
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._model.max_length}
+        names = {"token_strs": self._model.token_strings(tokens)} if body.return_token_strs else {}
+        return JSONResponse(answer | names)
+
+    async def _detokenize(self, request: Request) -> Response:
+        return JSONResponse({"prompt": self._model.detokenize(parse(DetokenizeBody, await read_body(request)))})
+
+    async def _health(self, request: Request) -> Response:
+        if not self.thread.alive:
+            raise ApiError(503, "the engine has stopped", code="engine_stopped")
+        return JSONResponse({"status": "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": version("mrl")})
+
+    async def _metrics_text(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,177 @@
+"""Process group of a membership epoch, over the ranks of several worlds: training and replicas; and what its members
+agree to move."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.generate.refit.epoch import Epoch, ReplicaStart, TransferFailed
+from megatron_rl.generate.refit.liveness import Listener, Liveness
+from megatron_rl.generate.refit.plan import Box, ModelShare, Move, lasting, plan_moves, rounds_of, shares_of
+from megatron_rl.model.platform.transport import TRANSPORTS, Message, Transport
+from megatron_rl.rank.addresses import address_towards, pin_gloo_interface
+from megatron_rl.rank.rendezvous import open_store
+
+
+class TransferGroup:
+    """One member's end. Once a member is lost, running and later calls raise TransferFailed. `close` also closes the
+    store, which does not authenticate its clients."""
+
+    def __init__(self, epoch: Epoch, rank: int, liveness: Liveness, transport: Transport) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self._liveness = liveness
+        self._transport = transport
+        self._broken: str | None = None
+
+    @classmethod
+    def join(cls, epoch: Epoch, rank: int, timeout: timedelta, listener: Listener | None = None) -> Self:
+        """Collective over all members.
+
+        Args:
+            rank: in the epoch; see Epoch.member_rank.
+            timeout: bounds the wait for all members to join, and later each wait for a silent one, except in exchanges
+                over TCP: see `transport.TCP_EXCHANGE`.
+            listener: on rank 0, with the address in the epoch. This method closes it.
+
+        Raises:
+            TransferFailed: a member did not join, or is gone.
+        """
+        seconds = timeout.total_seconds()
+        if rank == 0:
+            assert listener is not None, "rank 0 needs a listener for the others"
+            store = open_store(timeout)
+            try:
+                liveness = Liveness.lead(listener, epoch, store.port, seconds)
+            finally:
+                listener.close()
+        else:
+            liveness, port = Liveness.follow(epoch, rank, seconds)
+            pin_gloo_interface(address_towards(epoch.host))  # a worker of vLLM has joined no world of ours before
+            try:
+                store = dist.TCPStore(epoch.host, port, None, False, timeout, wait_for_workers=False)
+            except RuntimeError as error:
+                liveness.close()
+                raise TransferFailed(f"epoch {epoch.number}: its first member is gone: {error}") from error
+        group = cls(epoch, rank, liveness, TRANSPORTS[epoch.backend](store, rank, epoch.size, timeout))
+        liveness.watch(group._give_up)
+        with group._working():
+            group._transport.connect()
+        return group
+
+    @property
+    def device(self) -> torch.device:
+        return self._transport.device
+
+    @property
+    def intact(self) -> bool:
+        return self._broken is None and not self._liveness.lost
+
+    @property
+    def lost(self) -> frozenset[ReplicaStart]:
+        """Replicas with a lost rank. Only the first member knows them."""
+        return self.epoch.replicas_of(self._liveness.lost)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        with self._working():
+            self._transport.exchange(sends, receives)
+
+    def gather(self, content: Any) -> list[Any]:
+        """Contents of all members, as JSON, because unpickling would run another process's code. Collective. Raises
+        TransferFailed."""
+        mine = torch.frombuffer(bytearray(zlib.compress(json.dumps(content).encode())), dtype=torch.uint8)
+        with self._working():
+            sizes = [int(size) for size in self._transport.gather(torch.tensor([len(mine)]))]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(mine)] = mine
+            parts = self._transport.gather(padded)
+        return [
+            json.loads(zlib.decompress(part[:size].numpy().tobytes())) for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def abort(self) -> None:
+        """End the group for all members and interrupt a waiting call. May be called from any thread."""
+        self._give_up()
+        self._liveness.close()
+
+    def close(self) -> None:
+        """End the group for all members. No call may be running."""
+        self._broken = self._broken or "it was closed"
+        self._liveness.close()
+        self._transport.close()
+
+    def _give_up(self) -> None:
+        if self._broken is None:
+            self._broken = "another member is gone"
+        self._transport.abort()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Turn an error of the backend into TransferFailed, and close the group so that all members notice at once."""
+        if self._broken is not None:
+            raise TransferFailed(f"epoch {self.epoch.number} is over: {self._broken}")
+        try:
+            yield
+        except RuntimeError as error:
+            self._broken = self._broken or str(error).partition(". This is typically")[0]  # gloo's guesses
+            self.close()
+            raise TransferFailed(f"epoch {self.epoch.number} is over: {self._broken}") from error
+
+
+# Agreement
+
+
+class Agreement(NamedTuple):
+    """Moves of each round, which are equal on all members."""
+
+    needed: list[Box]
+    once: list[list[Move]]
+    """Rounds of the first version only: the base of adapters."""
+    always: list[list[Move]]
+
+
+def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | ModelShare, round_bytes: int) -> Agreement:
+    """Agree on the moves of an epoch. Collective.
+
+    Args:
+        held, needed: of this member.
+        round_bytes: see `rounds_of`.
+
+    Raises:
+        TransferFailed: a member is gone.
+        ValueError: the training ranks do not hold what a member needs.
+    """
+    needs = _share_to_json(needed) if isinstance(needed, ModelShare) else [_to_json(box) for box in needed]
+    of_members = group.gather([[_to_json(box) for box in held], needs])
+    held_by = [[_from_json(box) for box in boxes] for boxes, _ in of_members]
+    shares = cache(lambda count: shares_of(held_by, count))
+    needed_by = [
+        shares(its["of"])[its["share"]] if isinstance(its, dict) else [_from_json(box) for box in its]
+        for _, its in of_members
+    ]
+    once, always = (rounds_of(moves, round_bytes) for moves in lasting(plan_moves(held_by, needed_by)))
+    return Agreement(needed_by[group.rank], once, always)
+
+
+def _share_to_json(share: ModelShare) -> dict[str, int]:
+    return {"share": share.index, "of": share.of}
+
+
+def _to_json(box: Box) -> list[Any]:
+    return [box.key, str(box.dtype).removeprefix("torch."), box.offset, box.shape]
+
+
+def _from_json(content: list[Any]) -> Box:
+    key, dtype, offset, shape = content
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype), dtype
+    return Box(str(key), found, tuple(offset), tuple(shape))

@@ -1,0 +1,170 @@
+"""The replicas that one driver is connected to, from their start until they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
+from megatron_rl.contract.codes import REPLICA_GIVEN_UP
+from megatron_rl.contract.paths import Replica
+from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
+from megatron_rl.generate.replicas.link import ReplicaGone, ReplicaLink, ReplicaRefuses
+from megatron_rl.generate.replicas.wire import PROTOCOL
+
+logger = logging.getLogger(__name__)
+
+Start = tuple[int, int]
+"""(replica, number of its earlier starts)"""
+
+
+class ReplicaLinks:
+    def __init__(
+        self,
+        roster: Roster,
+        link_to: Callable[[ReplicaAddress], ReplicaLink],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        on_loss: Callable[[ReplicaLink], None],
+    ) -> None:
+        """
+        spawn: makes a task of the loop.
+        on_loss: called with each replica that is lost.
+        """
+        self._roster, self._link_to, self._spawn, self._on_loss = roster, link_to, spawn, on_loss
+        self._links: dict[Start, ReplicaLink] = {}
+        self._keepers: dict[Start, asyncio.Task[None]] = {}
+        self._avoided: set[Start] = set()  # starts that get no more requests: refused, or without any progress
+        self._complained: set[str] = set()
+        self._busy: dict[Start, tuple[float, float]] = {}  # ReplicaLink.busy at the last call of `busy_share`
+
+    def get(self, start: Start) -> ReplicaLink | None:
+        return self._links.get(start)
+
+    @property
+    def reached(self) -> dict[Start, ReplicaLink]:
+        return {start: link for start, link in self._links.items() if link.about is not None}
+
+    def ready(self, version: int) -> dict[Start, ReplicaLink]:
+        """Links of replicas with weights of this version or a newer one, which may be requested any moment."""
+        return {start: link for start, link in self.reached.items() if link.version >= version}
+
+    async def connect_new(self) -> str | None:
+        """Connect to replicas that have started. Returns why there will be none any more; None if there may be."""
+        addresses, given_up = await asyncio.to_thread(self._roster.read)
+        for address in addresses:
+            self._connect(address)
+        return given_up
+
+    def give_up_stuck(self, limit_s: float) -> None:
+        """Disconnect from replicas that respond, but have sampled nothing for `limit_s` seconds."""
+        now = time.monotonic()
+        for start, link in self._links.items():
+            if link.outstanding and now - link.progressed > limit_s:
+                logger.error("%s has sampled nothing for %.0f s: it gets no more requests", link.name, limit_s)
+                self._avoided.add(start)
+                self._keepers[start].cancel()
+
+    def busy_share(self) -> float | None:
+        """Return the share of time that a replica has computed since the last call, mean over replicas; None if it is
+        unknown for all of them."""
+        # Replicas report how long they have computed since their start, so a share needs two reports. A start that is
+        # in only one of them, because it came or went since the last call, says nothing:
+        #
+        #     before   {(0, 0): (100 s, 60 s), (1, 0): (100 s, 80 s)}
+        #     now      {(0, 0): (110 s, 69 s), (1, 1): (110 s, 2 s)}        -> 9 s of 10 s, of replica 0 alone
+        before = self._busy
+        self._busy = {start: link.busy for start, link in self._links.items() if link.busy is not None}
+        spans = [(then, self._busy[start]) for start, then in before.items() if start in self._busy]
+        shares = [(now[1] - then[1]) / (now[0] - then[0]) for then, now in spans if now[0] > then[0]]
+        return fmean(shares) if shares else None
+
+    async def end(self, timeout_s: float) -> None:
+        """Notify all replicas that the run no longer needs them. A replica that misses it ends by itself."""
+        calls = [asyncio.ensure_future(link.post("end", {})) for link in self._links.values()]
+        if calls:
+            await asyncio.wait(calls, timeout=timeout_s)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _connect(self, address: ReplicaAddress) -> None:
+        start = (address.replica, address.start)
+        if start not in self._links and start not in self._avoided:
+            self._links[start] = link = self._link_to(address)
+            self._keepers[start] = self._spawn(self._keep(start, link))
+
+    async def _keep(self, start: Start, link: ReplicaLink) -> None:
+        """Keep in contact with a replica until it is lost."""
+        try:
+            await link.run()
+        except ReplicaRefuses as error:
+            self._avoided.add(start)
+            logger.error("%s", error)
+        except ReplicaGone as error:
+            # The network may be at fault: the replica is connected again if it responds.
+            if str(error) not in self._complained:
+                self._complained.add(str(error))
+                logger.warning("%s", error)
+        finally:
+            del self._links[start], self._keepers[start]
+            self._on_loss(link)
+
+
+class Roster:
+    """Addresses and states that replicas and the host side write. Reading files may be slow, so it needs a thread."""
+
+    def __init__(self, listed: Callable[[], Sequence[Replica]], digest: str) -> None:
+        """
+        listed: files of the replicas, as `Attempt.replicas` returns them.
+        digest: see `wire.digest_of`.
+        """
+        self._listed, self._digest = listed, digest
+        self._refused: set[Start] = set()
+        self._complained: set[str] = set()
+
+    def read(self) -> tuple[list[ReplicaAddress], str | None]:
+        """Return the addresses of usable replicas, and why there will be none any more; None if there may be. Problems
+        are logged once."""
+        addresses: list[ReplicaAddress] = []
+        states: list[ReplicaState | None] = []
+        try:
+            for replica in self._listed():
+                found = read(ReplicaAddress, replica.listener)
+                if isinstance(found, Unreadable):
+                    self._complain(str(found))
+                elif not isinstance(found, Absent) and self._accepts(found):
+                    addresses.append(found)
+                states.append(if_readable(read(ReplicaState, replica.state)))
+        except OSError as error:
+            self._complain(f"the replicas cannot be listed: {error}")
+        return addresses, _all_given_up(states)
+
+    def _accepts(self, address: ReplicaAddress) -> bool:
+        start = (address.replica, address.start)
+        if start not in self._refused and (why := self._mismatch(address)) is not None:
+            self._refused.add(start)
+            logger.error("replica %d (start %d) is not used: %s", *start, why)
+        return start not in self._refused
+
+    def _mismatch(self, address: ReplicaAddress) -> str | None:
+        if address.protocol != PROTOCOL:
+            return f"it uses protocol {address.protocol}, this rank {PROTOCOL}: they run different code"
+        if address.digest != self._digest:
+            return f"its configuration is {address.digest[:12]}, that of this rank {self._digest[:12]}"
+        return None
+
+    def _complain(self, what: str) -> None:
+        if what not in self._complained:
+            self._complained.add(what)
+            logger.warning("%s", what)
+
+
+def _all_given_up(states: list[ReplicaState | None]) -> str | None:
+    known = [state for state in states if state is not None]
+    if not states or len(known) < len(states) or any(state.state != REPLICA_GIVEN_UP for state in known):
+        return None
+    return known[0].why or "each replica ended too often"

@@ -1,0 +1,99 @@
+"""A request that is not answered yet, whichever replica it is on: its tokens so far, and how to repeat it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from megatron_rl.generate.engine.api import (
+    AnswerPrefix,
+    Completion,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    PartialAnswer,
+)
+
+
+@dataclass(slots=True)
+class _Sample:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+    updated_at: float | None = None
+    """Time of its newest tokens, in seconds."""
+
+
+class Unanswered:
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self._id = request.id
+        self._begin()
+
+    def _begin(self) -> None:
+        request = self.request
+        self._samples = [_Sample() for _ in range(request.num_samples)]
+        for number, known in request.known.items():
+            sample = self._samples[number]
+            sample.tokens += known.tokens
+            sample.logprobs += known.logprobs
+            sample.versions += known.versions
+
+    def take(self, delta: Delta, now: float) -> tuple[int, float]:
+        """Add the next tokens of a sample. Returns their number, and the seconds since its previous tokens; (0, 0) for
+        its first tokens, before which the sample may have waited for a row.
+
+        Raises ValueError if there is no such sample, or if it has ended.
+        """
+        if not 0 <= delta.sample < len(self._samples) or self._samples[delta.sample].finish_reason is not None:
+            raise ValueError(f"sample {delta.sample} of {len(self._samples)} can have no further tokens")
+        sample = self._samples[delta.sample]
+        before, sample.updated_at = sample.updated_at, now
+        sample.tokens += delta.tokens
+        sample.logprobs += delta.logprobs
+        sample.versions += delta.versions
+        sample.finish_reason, sample.stop = delta.finish_reason, delta.stop
+        return (0, 0.0) if before is None else (len(delta.tokens), now - before)
+
+    @property
+    def answered(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self._samples)
+
+    @property
+    def outstanding(self) -> int:
+        """Most tokens that remain to be computed, of the prompt and of all samples."""
+        left = sum(
+            self.request.sampling.max_new_tokens - len(sample.tokens)
+            for sample in self._samples
+            if sample.finish_reason is None
+        )
+        return left + (len(self.request.prompt_tokens) if left else 0)
+
+    def completions(self) -> list[Completion]:
+        """Return the completions in sample order; all samples have ended."""
+        found = []
+        for each in self._samples:
+            assert each.finish_reason is not None
+            found.append(Completion(each.tokens, each.logprobs, each.finish_reason, each.versions, each.stop))
+        return found
+
+    def partial_answers(self) -> list[PartialAnswer]:
+        return [
+            PartialAnswer(self._id, number, AnswerPrefix([*each.tokens], [*each.logprobs], [*each.versions]))
+            for number, each in enumerate(self._samples)
+            if each.tokens
+        ]
+
+    def begin_again(self, *, with_parts: bool) -> None:
+        """Set `request` to what another replica must be asked.
+
+        with_parts: resume from the present tokens, instead of those of the original request.
+
+        The request gets a new id, since it may reach a replica that has not yet learned of its cancellation.
+        """
+        self.request = self.request.again()
+        if with_parts:
+            parts = {part.sample: part.prefix for part in self.partial_answers()}
+            self.request = replace(self.request, known=parts)
+        self._begin()

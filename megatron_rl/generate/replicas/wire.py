@@ -1,0 +1,171 @@
+"""Protocol between the training ranks and an inference replica: JSON over HTTP. Pure.
+
+    POST /hello    {"driver"}                                  about; forgets earlier requests of this driver
+    POST /ask      {"driver", "version", "requests", "cancel"} about
+    POST /news     {"driver", "seen", "wait_s"}                about, "last", "pieces", "refused": all after `seen`
+    POST /receive  {"version",        begin to receive the weights, after joining    } of training rank 0 only;
+                    "epoch"}          the group of a new epoch; null: the same epoch } `receive` responds
+    POST /swap     {"version",        use them, once they are complete; the          } immediately
+                    "probe"}          probe is null or of `generate/refit/probe.py`           }
+    POST /end      {}                 the run no longer needs the replica
+
+Each request carries the run's token, and repeating it changes nothing. All bodies contain PROTOCOL and the digest of
+the configuration: a replica of another start of the run, or with other code, refuses them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rl.contract.files import read_bytes
+from megatron_rl.generate.engine.api import AnswerPrefix, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.inference import Sampling
+
+PROTOCOL = 5
+FEWEST_CHARACTERS = 32
+
+Body = Mapping[str, Any]
+
+OTHER_VERSION = "other version"
+"""Kind of a refusal: the weights are older than the request allows."""
+_KINDS: dict[str, type[Exception]] = {
+    "prompt too long": PromptTooLong,
+    "unsupported": Unsupported,
+    "value": ValueError,
+}
+REFUSED = tuple(_KINDS.values())
+"""Errors of the request itself, which every other replica would raise too."""
+
+
+class Garbled(ValueError):
+    """A body violates the protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """State of a replica, part of every response."""
+
+    replica: int
+    start: int
+    """Number of earlier starts in this attempt."""
+    ranks: int
+    version: int | None
+    """Policy version of its weights; None before the first ones."""
+    running: int
+    """Samples being decoded, of all drivers."""
+    waiting: int
+    cache_used: float
+    """Share of its cache of keys and values that is in use, from 0 to 1."""
+    preemptions: int
+    """Samples that lost their cache to others since its start, and were computed again."""
+    busy_s: float
+    """Seconds that its engine has computed so far."""
+
+
+class Refusal(NamedTuple):
+    """Reason why a request is not answered."""
+
+    request_id: str
+    kind: str
+    message: str
+
+    @property
+    def error(self) -> Exception:
+        return _KINDS.get(self.kind, ValueError)(self.message)
+
+
+class News(NamedTuple):
+    """Tokens and refusals that a driver has not seen yet."""
+
+    about: About
+    last: int
+    """Number of the newest item."""
+    pieces: list[tuple[str, Delta]]
+    refused: list[Refusal]
+
+
+def digest_of(resolved: Path) -> str:
+    """Return the digest of a rank's configuration. Raises OSError."""
+    return hashlib.sha256(read_bytes(resolved)).hexdigest()
+
+
+def read_token(file: Path) -> str:
+    """Return the token in the first line of a file. Raises ConfigurationError."""
+    try:
+        token = read_bytes(file).decode("ascii").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the token {file} cannot be read: {error}") from error
+    if len(token) < FEWEST_CHARACTERS or not token.isprintable() or " " in token:
+        raise ConfigurationError(
+            f"{file} holds no token: its first line must have {FEWEST_CHARACTERS} characters or more"
+        )
+    return token
+
+
+def kind_of(error: Exception) -> str:
+    """Return the kind under which a refusal reports an error, one of REFUSED."""
+    return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+
+
+def encode_request(request: GenerationRequest) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "prompt": request.prompt_tokens,
+        "samples": request.num_samples,
+        "sampling": request.sampling.model_dump(),
+        "key": request.key,
+        "ordinal": request.ordinal,
+        "known": {
+            str(sample): [known.tokens, known.logprobs, known.versions] for sample, known in request.known.items()
+        },
+    }
+
+
+def decode_request(body: Body) -> GenerationRequest:
+    """Raises Garbled."""
+    try:
+        return GenerationRequest(
+            prompt_tokens=body["prompt"],
+            num_samples=body["samples"],
+            sampling=Sampling.model_validate(body["sampling"]),
+            key=body["key"],
+            ordinal=body["ordinal"],
+            known={int(sample): AnswerPrefix(*known) for sample, known in body["known"].items()},
+            id=body["id"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Garbled(f"a request: {error!r}") from error
+
+
+def encode_news(news: News) -> dict[str, Any]:
+    pieces = [
+        [name, each.sample, each.tokens, each.logprobs, each.versions, each.finish_reason, each.stop]
+        for name, each in news.pieces
+    ]
+    return {"about": asdict(news.about), "last": news.last, "pieces": pieces, "refused": news.refused}
+
+
+def decode_news(body: Body) -> News:
+    """Raises Garbled."""
+    try:
+        pieces = []
+        for name, sample, tokens, logprobs, versions, finish_reason, stop in body["pieces"]:
+            if not len(tokens) == len(logprobs) == len(versions):
+                raise ValueError("every token needs a log-prob and a version")
+            pieces.append((name, Delta(sample, tokens, logprobs, versions, None, finish_reason, stop)))
+        return News(decode_about(body), int(body["last"]), pieces, [Refusal(*each) for each in body["refused"]])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise Garbled(f"news: {error!r}") from error
+
+
+def decode_about(body: Body) -> About:
+    """Raises Garbled."""
+    try:
+        return About(**body["about"])
+    except (KeyError, TypeError) as error:
+        raise Garbled(f"about: {error!r}") from error

@@ -1,0 +1,1 @@
+"""HTTP of replicas and servers: admission of clients, connections, errors."""

@@ -1,0 +1,305 @@
+"""Requests to `vllm serve` over its socket: generation by tokens, and control of its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from megatron_rl.generate.engine.api import PromptTooLong
+from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmRefused
+from megatron_rl.recipe.inference import Sampling
+
+MODEL_NAME = "policy"
+FIRST = -1
+"""Priority of a request that precedes the others, whose priority is 0."""
+CONNECT_S = 10.0
+"""Seconds to connect to the socket, and for an answer that needs no computation."""
+CONTROL_S = 300.0
+"""Seconds that a change of weights may take."""
+LOWEST_LOGPROB = -9999.0
+"""vLLM's log-prob of a token without a finite one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    sample: int
+    """Number of the answer among those to one prompt."""
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int] | None = None
+    """Policy version of each token that vLLM sampled for the answer; only in the last piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmStats:
+    """vLLM's own figures, since its start or at this moment."""
+
+    running: int = 0
+    waiting: int = 0
+    cache_used: float = 0.0
+    """Share of the cache of keys and values that is used, from 0 to 1."""
+    pages: int = 0
+    preemptions: int = 0
+    """Answers that lost their cache to others so far, and were computed again."""
+
+
+class VllmClient:
+    """All methods belong to one asyncio loop. They raise VllmGone if vLLM does not answer, or not as agreed, and
+    VllmRefused if it answers with an error."""
+
+    def __init__(self, socket: Path) -> None:
+        # No connection is used twice: after a call that fails, vLLM's server answers and then closes the connection,
+        # and a next call that already uses it would break off.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.AsyncClient(
+            base_url="http://vllm",
+            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=limits),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def healthy(self) -> bool:
+        """Whether it has started and answers."""
+        try:
+            return (await self._client.get("/health", timeout=CONNECT_S)).is_success
+        except httpx.HTTPError:
+            return False
+
+    async def reach_workers(self) -> None:
+        """Return once all processes that compute have reacted, which they do between two steps of the model, and which
+        `/health` does not ask. Raises VllmGone if that takes longer than CONNECT_S."""
+        try:
+            await self._post("/collective_rpc", {"method": "check_health"}, limit_s=CONNECT_S)
+        except VllmClosed:
+            raise
+        except (VllmGone, VllmRefused) as error:
+            raise VllmGone(f"vLLM has nothing to do, and its workers do not react: {error}") from error
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], samples: int = 1, known: int = 0
+    ) -> AsyncGenerator[NewTokens, None]:
+        """Yield the tokens of answers to a prompt. Closing the iterator cancels the request.
+
+        Args:
+            ends: tokens that end an answer.
+            samples: number of answers.
+            known: tokens at the end of the prompt that belong to each answer.
+
+        Raises PromptTooLong if the request does not fit; ValueError if vLLM refuses it for another reason.
+        """
+        params = sampling_params(sampling, ends, samples, known)
+        content = {"model": MODEL_NAME, "token_ids": [*prompt], "sampling_params": params}
+        try:
+            async with self._stream("/inference/v1/generate", content | {"stream": True}) as response:
+                if not response.is_success:
+                    raise await _refusal(response)
+                async for line in response.aiter_lines():
+                    field, _, data = line.partition(":")
+                    if field != "data" or data.strip() == "[DONE]":
+                        continue
+                    event = _json(data)
+                    if "error" in event:
+                        raise VllmGone(f"vLLM gave up an answer: {event['error']}")
+                    for choice in event.get("choices", ()):
+                        yield piece_of(choice)
+        except httpx.HTTPError as error:  # also in the middle of an answer
+            raise _gone("/inference/v1/generate", error) from error
+
+    async def score(self, tokens: Sequence[int], limit_s: float = CONTROL_S) -> list[float]:
+        """Log-probs of all tokens but the first, given those before each. The request precedes all waiting answers.
+
+        limit_s: seconds that it may take.
+        """
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        content = await self._post(
+            "/inference/v1/generate",
+            {"model": MODEL_NAME, "token_ids": [*tokens], "sampling_params": sampling, "priority": FIRST},
+            limit_s=limit_s,
+        )
+        try:
+            scored = [content["prompt_logprobs"][at][str(token)] for at, token in enumerate(tokens) if at > 0]
+            return [float(each["logprob"]) for each in scored]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise VllmGone(f"vLLM has scored no prompt: {error!r}") from error
+
+    async def pause(self) -> None:
+        """Freeze generation between two tokens; answers stay where they are."""
+        await self._post("/pause", params={"mode": "keep"})
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def begin_receive(self, version: int, epoch: dict[str, Any] | None, setting: dict[str, Any]) -> None:
+        """Begin to receive a version, see `weight_engine.Version`."""
+        asked = {"version": version, "epoch": epoch, "setting": setting}
+        await self._post("/init_weight_transfer_engine", {"init_info": asked})
+
+    async def start_update(self) -> None:
+        await self._post("/start_weight_update")
+
+    async def update(self, version: int, *, load: bool) -> None:
+        """Wait for a version, or load it. See `weight_engine.Update`."""
+        await self._post("/update_weights", {"update_info": {"version": version, "load": load}})
+
+    async def finish_update(self, version: int) -> None:
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+
+    async def forget_prefixes(self) -> None:
+        """Drop all cached keys and values, also those of unfinished answers, which are computed again."""
+        await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+
+    async def start_profile(self, name: str) -> None:
+        """Begin traces of the workers, which end by themselves, see profiler_config. name: first part of theirs."""
+        await self._post("/start_profile", {"profile_prefix": name})
+
+    async def stop_profile(self) -> None:
+        """End traces that have not ended. No-op if there are none."""
+        await self._post("/stop_profile")
+
+    async def stats(self) -> VllmStats:
+        try:
+            response = await self._client.get("/metrics", timeout=CONNECT_S)
+        except httpx.HTTPError as error:
+            raise _gone("/metrics", error) from error
+        return stats_in(response.text)
+
+    def _stream(self, path: str, content: dict[str, Any]) -> Any:
+        return self._client.stream("POST", path, json=content, timeout=httpx.Timeout(None, connect=CONNECT_S))
+
+    async def _post(
+        self,
+        path: str,
+        content: dict[str, Any] | None = None,
+        params: dict[str, str] | None = None,
+        limit_s: float = CONTROL_S,
+    ) -> dict[str, Any]:
+        limit = httpx.Timeout(limit_s, connect=CONNECT_S, pool=None)
+        try:
+            response = await self._client.post(path, json=content, params=params, timeout=limit)
+        except httpx.HTTPError as error:
+            raise _gone(path, error) from error
+        if not response.is_success:
+            message = f"vLLM fails at {path}: HTTP {response.status_code}: {_message(response.text)}"
+            raise VllmRefused(message, response.status_code)
+        return _json(response.text) if response.text else {}
+
+
+def sampling_params(sampling: Sampling, ends: Sequence[int], samples: int, known: int) -> dict[str, Any]:
+    """vLLM's sampling parameters. All are sent, because vLLM takes what is left out from defaults of the model. It gets
+    no stop strings: they are found in the text by the same code as in the other engines.
+
+    Args:
+        ends: tokens that end an answer; the model's own end tokens do not count besides.
+        samples: number of answers.
+        known: tokens of each answer that are part of the prompt.
+    """
+    return {
+        "n": samples,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_new_tokens - known,
+        "min_tokens": max(0, sampling.min_new_tokens - known),
+        "stop_token_ids": list(ends),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def piece_of(choice: dict[str, Any]) -> NewTokens:
+    """Parse a choice of `/inference/v1/generate`. Raises VllmGone."""
+    try:
+        sample, tokens = int(choice["index"]), [int(token) for token in choice["token_ids"] or ()]
+        scored = (choice.get("logprobs") or {}).get("content") or []
+        logprobs = [_logprob(float(each["logprob"])) for each in scored]
+        spans = choice.get("weight_versions")
+        versions = None if spans is None else versions_in(spans)
+        reason = choice.get("finish_reason")
+    except (KeyError, TypeError, ValueError) as error:
+        raise VllmGone(f"vLLM's answer has no tokens or log-probs: {error!r}") from error
+    if len(tokens) != len(logprobs):
+        raise VllmGone(f"vLLM's answer has {len(tokens)} tokens and {len(logprobs)} log-probs")
+    if reason not in (None, "stop", "length"):
+        raise VllmGone(f"vLLM gave up an answer: finish_reason {reason!r}")
+    return NewTokens(sample, tokens, logprobs, versions)
+
+
+def versions_in(spans: Sequence[dict[str, Any]]) -> list[int]:
+    """Version of each token, from vLLM's spans [{"version": "7", "start": 0, "end": 10}]."""
+    found: list[int] = []
+    for span in spans:
+        version = -1 if span["version"] == "default" else int(span["version"])
+        found += [version] * (int(span["end"]) - int(span["start"]))
+    return found
+
+
+def stats_in(text: str) -> VllmStats:
+    """Read vLLM's figures in the text of `/metrics` (Prometheus)."""
+    found: dict[str, float] = {}
+    pages = re.search(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', text, re.MULTILINE)
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0].removeprefix("vllm:")
+        if name and not line.startswith("#"):
+            try:
+                found[name] = found.get(name, 0.0) + float(value)
+            except ValueError:
+                continue
+    return VllmStats(
+        int(found.get("num_requests_running", 0)),
+        int(found.get("num_requests_waiting", 0)),
+        found.get("kv_cache_usage_perc", 0.0),
+        int(pages[1]) if pages else 0,
+        int(found.get("num_preemptions_total", 0)),
+    )
+
+
+def _gone(path: str, error: httpx.HTTPError) -> VllmGone:
+    if isinstance(error, httpx.ConnectError):
+        return VllmClosed("vLLM has closed its socket")
+    return VllmGone(f"vLLM does not answer {path}: {error!r}")
+
+
+async def _refusal(response: httpx.Response) -> Exception:
+    message = _message((await response.aread()).decode("utf-8", "replace"))
+    if response.status_code == 400:
+        too_long = "context length" in message or "max_model_len" in message or "longer than" in message
+        return (PromptTooLong if too_long else ValueError)(f"vLLM refuses the request: {message}")
+    return VllmGone(f"vLLM answers HTTP {response.status_code}: {message}")
+
+
+def _logprob(value: float) -> float:
+    return float("-inf") if value <= LOWEST_LOGPROB else value
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise VllmGone(f"vLLM does not answer in JSON: {text[:200]!r}") from error
+    if not isinstance(found, dict):
+        raise VllmGone(f"vLLM answers no JSON object: {text[:200]!r}")
+    return found
+
+
+def _message(text: str) -> str:
+    """The message in the body of an error, in OpenAI's format or another."""
+    try:
+        found = json.loads(text)
+        error = found.get("error", found.get("detail", text))
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    except (ValueError, AttributeError):
+        return text[:500]

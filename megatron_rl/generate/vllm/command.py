@@ -1,0 +1,222 @@
+"""Pure: the command of `vllm serve`, for a replica or an evaluation, and its environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.generate.vllm.client import MODEL_NAME
+from megatron_rl.generate.vllm.plugin import BACKEND
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.inference import processes_logprobs
+from megatron_rl.recipe.job import PLANS
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_options import given_options, option_word
+
+LARGEST_BLOCK = 128
+"""Tokens of a block of vLLM's cache on a CPU, which holds only one sequence; on GPUs it has fewer."""
+STEP_LIMIT_S = 1800
+"""Seconds of one step of the model; vLLM's own 300 are too few for a long prefill on a busy CPU."""
+STREAM_INTERVAL = 16
+"""Tokens of an answer in one message: each message costs vLLM and the front about 0.1 ms."""
+WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of the front's own world, which vLLM's workers would mistake for theirs."""
+BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of a value by `model.dtype`."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""vLLM's name of each `model.dtype`."""
+
+
+Options = Mapping[str, str | bool]
+"""Options by name, without the dashes in front. true gives one alone, false its opposite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    model: Path
+    """Folder with config.json. vLLM needs no tokenizer, since prompts and answers are tokens."""
+    folder: Path
+    """Folder of this user alone, for sockets; see private_folder."""
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "socket"
+
+    @property
+    def temporary(self) -> Path:
+        """Folder of vLLM's temporary files, which it leaves behind."""
+        return self.folder / "tmp"
+
+    @property
+    def plugins(self) -> Path:
+        """Folder with the metadata of the plugin, see plugin."""
+        return self.folder / "plugins"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSizes:
+    model: ModelConfig
+    cpu: bool
+    tp: int
+    longest: int
+    """Tokens of a prompt and its answer together."""
+    rows: int
+    """Answers decoded at once."""
+    prefill_tokens: int
+    """Tokens of prompts computed at once."""
+    cache_tokens: int | None = None
+    """Tokens of the cache; default: `rows` sequences of full length on a CPU, and what is left of a GPU's memory."""
+    page_tokens: int | None = None
+    graphs: bool = True
+    """Whether to record decode steps on GPUs."""
+    splits: bool = False
+    """Whether a prompt of more than `prefill_tokens` tokens is split, although nothing else is computed."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step of the model."""
+        return max(self.prefill_tokens, self.rows if self.splits else self.longest)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache of keys and values on each device."""
+        block = self.page_tokens or LARGEST_BLOCK
+        tokens = self.cache_tokens or self.rows * math.ceil(self.longest / block) * block
+        groups = max(1, self.model.num_query_groups // self.tp)
+        return tokens * 2 * self.model.num_layers * groups * self.model.head_size * BYTES[self.model.dtype]
+
+
+def serve_command(
+    python: str, served: Served, sizes: ServeSizes, given: VllmConfig | None, further: Options, seed: int
+) -> list[str]:
+    """The command of `vllm serve`. What follows from the sizes comes last, so it wins.
+
+    Args:
+        python: interpreter that has vLLM.
+        given: settings of the recipe.
+        further: options of this use of vLLM, which win over those of the recipe.
+        seed: of the samples.
+    """
+    options = given_options((given or VllmConfig()).args)
+    options |= further
+    options |= {
+        "served-model-name": MODEL_NAME,
+        "uds": str(served.socket),
+        "enable-scale-out": True,
+        "disable-uvicorn-access-log": True,
+        "skip-tokenizer-init": True,
+        "dtype": DTYPES[sizes.model.dtype],
+        "max-model-len": str(sizes.longest),
+        "max-num-seqs": str(sizes.rows),
+        "max-num-batched-tokens": str(sizes.step_tokens),
+        "tensor-parallel-size": str(sizes.tp),
+        "generation-config": "vllm",
+        "seed": str(seed),
+    }
+    if sizes.cpu or not sizes.graphs:
+        options["enforce-eager"] = True
+    if sizes.page_tokens is not None:
+        options["block-size"] = str(sizes.page_tokens)
+    if sizes.cpu or sizes.cache_tokens is not None:
+        options["kv-cache-memory-bytes"] = str(sizes.cache_bytes)
+    words = [option_word(name, value) for name, value in options.items()]
+    return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
+
+
+def replica_command(config: RunConfig, served: Served, python: str, seed: int, traces: Path | None = None) -> list[str]:
+    """The command of a replica's `vllm serve`, which gets its weights from the run.
+
+    Args:
+        seed: see seed_of.
+        traces: folder for profiles; None: vLLM does not profile.
+    """
+    further: Options = {
+        "scheduling-policy": "priority",  # lets the probe of new weights precede the answers
+        "load-format": "dummy",
+        "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "enable-prefix-caching": config.inference.share_prefixes,
+        "logprobs-mode": "processed_logprobs" if processes_logprobs(config.sampling) else "raw_logprobs",
+        "stream-interval": str(STREAM_INTERVAL),
+    }
+    if traces is not None:
+        further = {**further, "profiler-config": json.dumps(profiler_config(traces))}
+    return serve_command(python, served, sizes_of(config), config.inference.vllm, further, seed)
+
+
+def profiler_config(traces: Path) -> dict[str, Any]:
+    """The setting of vLLM's profiler of its workers, which runs between `/start_profile` and `/stop_profile`.
+
+    traces: folder.
+    """
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": str(traces),
+        "torch_profiler_record_shapes": True,
+        "torch_profiler_with_stack": False,
+        "max_iterations": PLANS,
+        "ignore_frontend": True,  # its trace has no limit
+    }
+
+
+def teacher_command(config: RunConfig, served: Served, sizes: ServeSizes, python: str, seed: int) -> list[str]:
+    """The command of `vllm serve` for the teacher, whose prompts it scores. seed: see seed_of."""
+    further: Options = {
+        "scheduling-policy": "priority",  # see VllmClient.score
+        "logprobs-mode": "raw_logprobs",
+        "enable-prefix-caching": False,  # a prompt to be scored is computed whole
+    }
+    return serve_command(python, served, sizes, config.teacher_vllm, further, seed)
+
+
+def sizes_of(config: RunConfig) -> ServeSizes:
+    inference = config.inference
+    return ServeSizes(
+        model=config.model,
+        cpu=config.job.device == "cpu",
+        tp=config.placement.inference.tp or config.placement.training.tp,
+        longest=config.sequence_length,
+        rows=inference.max_batch,
+        prefill_tokens=inference.prefill_tokens,
+        cache_tokens=inference.cache_tokens,
+        page_tokens=inference.page_tokens,
+        graphs=inference.cuda_graphs,
+    )
+
+
+def vllm_environment(
+    environ: Mapping[str, str], served: Served, *, cpu: bool, step_limit_s: int = STEP_LIMIT_S
+) -> dict[str, str]:
+    """The environment of `vllm serve`, from that of the process that starts it.
+
+    step_limit_s: seconds that a step of the model may take before vLLM ends itself.
+    """
+    found = {name: value for name, value in environ.items() if name not in WORLD_VARIABLES}
+    found["PYTHONPATH"] = ":".join([str(served.plugins), *filter(None, [environ.get("PYTHONPATH")])])
+    # The cache of torch's compiler outlives vLLM. By default it is a folder with the user's name in TMPDIR.
+    compiled = Path(environ.get("TMPDIR", "/tmp")) / f"torchinductor_{environ.get('USER') or os.geteuid()}"
+    ours = {
+        "TMPDIR": str(served.temporary),
+        "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
+        "VLLM_RPC_BASE_PATH": str(served.folder),  # sockets between its processes, in /tmp by default
+        "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of weights; the socket is for the front alone
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(step_limit_s),
+    }
+    if cpu:  # bound to cores, several processes of a machine would share the same ones
+        ours["VLLM_CPU_OMP_THREADS_BIND"] = environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return found | ours
+
+
+def seed_of(config: RunConfig, attempt: int, replica: int, start: int) -> int:
+    """Seed of one start of a replica: two never share theirs, or they would sample with the same random numbers."""
+    text = f"{config.training.seed} {attempt} {replica} {start}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1

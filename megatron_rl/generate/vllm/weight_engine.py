@@ -1,0 +1,134 @@
+"""Weight transfer engine in each of vLLM's workers: vLLM's calls become calls of a `WeightShare`.
+
+POST /init_weight_transfer_engine  {"version": 7, "epoch": ..., "setting": ...}   begin to receive it; returns at once
+POST /start_weight_update
+POST /update_weights               {"version": 7, "load": false}   wait until it has arrived
+POST /update_weights               {"version": 7, "load": true}    load it into the model
+POST /finish_weight_update
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megatron_rl.generate.vllm.share import Setting, WeightShare
+from megatron_rl.model.platform.transport import beside
+from megatron_rl.recipe.model import ModelConfig
+
+
+@dataclass
+class Version(WeightTransferInitInfo):
+    """A version to receive while vLLM generates."""
+
+    version: int
+    epoch: dict[str, Any] | None
+    """Epoch whose group to join before; None: the group remains."""
+    setting: dict[str, Any]
+    """Facts of the run that a worker needs, see `setting_of`."""
+
+
+@dataclass
+class UseVersion(WeightTransferUpdateInfo):
+    version: int
+    load: bool
+    """Whether to load it, instead of waiting for it."""
+
+
+class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
+    """One worker's end. vLLM calls all methods in the worker's main thread, between two steps of the model."""
+
+    init_info_cls = Version
+    update_info_cls = UseVersion
+    supports_draft_weight_update = False
+    _share: WeightShare | None = None
+
+    def init_transfer_engine(self, init_info: Version) -> None:
+        if self._share is None:
+            memory = _pinned_memory if self.device.type == "cuda" else _memory
+            setting = setting_of(init_info.setting)
+            self._share = WeightShare(setting, _TensorParallel(), memory, beside(self.device))
+        self._share.receive(init_info.version, init_info.epoch)
+
+    def start_weight_update(self) -> None:
+        """Nothing: loading begins once the weights have arrived."""
+
+    def receive_weights(self, update_info: UseVersion) -> None:
+        share = self._share
+        if share is None:
+            raise RuntimeError("this worker was asked for weights before a version")
+        if not update_info.load:
+            share.wait(update_info.version)
+            return
+        self._forget_packed_experts()
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(share.tensors(self.device))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._renew_tied_head()
+
+    def shutdown(self) -> None:
+        if self._share is not None:
+            self._share.close()
+
+    def _forget_packed_experts(self) -> None:
+        """Have the layers of experts treat the next weights like the first ones. A CPU build packs experts for its
+        kernel, and vLLM does so only while a layer has no kernel, so later weights would be read in the wrong order."""
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                method = getattr(module, "quant_method", None)
+                if method is not None and hasattr(method, "moe_kernel"):
+                    method.moe_kernel = None
+
+    def _renew_tied_head(self) -> None:
+        """Have the output layer process its weights again if it shares those of the embedding. A CPU build packs them
+        for its kernel, and a reload processes a shared weight for the embedding only, so answers would come from the
+        head of the first version."""
+        head = getattr(self.model, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if self.device.type == "cpu" and method is not None and self.model_config.hf_text_config.tie_word_embeddings:
+            method.process_weights_after_loading(head)
+
+
+class _TensorParallel:
+    """Implements `Workers` over vLLM's own group."""
+
+    def __init__(self) -> None:
+        self._group = get_tp_group()
+        self.rank, self.size = self._group.rank_in_group, self._group.world_size
+
+    def gather(self, content: Any) -> list[Any]:
+        return [self._group.broadcast_object(content, src=rank) for rank in range(self.size)]
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        self._group.broadcast(tensor, src=source)
+
+
+def setting_of(content: dict[str, Any]) -> Setting:
+    """The setting in the JSON of `encode_setting`."""
+    return Setting(
+        replica=(content["replica"], content["start"]),
+        timeout=timedelta(seconds=content["timeout_s"]),
+        model=ModelConfig.model_validate(content["model"]),
+        vocabulary=content["vocabulary"],
+    )
+
+
+def _memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _pinned_memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)

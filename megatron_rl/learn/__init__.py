@@ -1,0 +1,1 @@
+"""Answers and rows on their way to an update of the policy."""

@@ -1,0 +1,194 @@
+"""A teacher on servers, or on replicas that the run has started."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from itertools import compress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.agent.trajectories import Branch
+from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
+from megatron_rl.generate.engine.openai import Endpoint, EndpointAway, EndpointError, ScoringServers
+from megatron_rl.generate.replicas.links import Roster
+from megatron_rl.generate.replicas.wire import digest_of
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.safe_points import POLL_S, SafePoints
+from megatron_rl.recipe.distill import TeacherServers
+from megatron_rl.recipe.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 64
+"""Most sequences that one data-parallel replica has at the servers at a time."""
+LOOK_S = 1.0
+"""Seconds between two looks for replicas that have started."""
+
+
+def endpoints_of(servers: TeacherServers) -> list[Endpoint]:
+    token_file = None if servers.token_file is None else Path(servers.token_file).expanduser()
+    return [
+        Endpoint(url, servers.model, servers.kind, token_file, servers.token_variable, servers.answer_limit_s)
+        for url in servers.urls
+    ]
+
+
+class NoTeacher(RuntimeError):
+    """No replica of the teacher is left."""
+
+
+def replicas_of(run_dir: RunDir, attempt: Attempt, answer_limit_s: float) -> Callable[[], list[Endpoint]]:
+    """Return a function that returns the endpoints of the teacher's replicas that run now; another start has another
+    one. It reads files, and raises NoTeacher if all replicas are given up.
+
+    answer_limit_s: seconds that one answer may take.
+    """
+    roster = Roster(lambda: attempt.replicas(TEACHER), digest_of(run_dir.resolved))
+
+    def running() -> list[Endpoint]:
+        addresses, given_up = roster.read()
+        if given_up is not None:
+            raise NoTeacher(f"all replicas of the teacher are given up: {given_up}")
+        urls = (f"http://{address.host}:{address.port}/v1" for address in addresses)
+        return [Endpoint(url, "teacher", token_file=run_dir.token, timeout_s=answer_limit_s) for url in urls]
+
+    return running
+
+
+class ServedTeacher:
+    """Asks servers for log-probs, those of others or replicas of the run. The first rank of each data-parallel replica
+    asks for the replica's sequences, and the others get its answers."""
+
+    def __init__(
+        self,
+        servers: Sequence[Endpoint] | Callable[[], Sequence[Endpoint]],
+        tokenizer: Tokenizer,
+        groups: Groups,
+        safe_points: SafePoints,
+        limit_s: float,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """
+        servers: endpoints of the servers; or of the replicas that run now, which is asked again and again in a separate
+            thread, and raises NoTeacher if none will run any more.
+        limit_s: seconds that all servers may be away.
+        transport: for tests.
+        """
+        self._running = servers if callable(servers) else None
+        self._groups, self._safe_points = groups, safe_points
+        self._asks = groups.model.rank() == 0 and groups.context.rank() == 0
+        fixed = () if callable(servers) else servers
+        self._served = ScoringServers(fixed, limit_s, transport=transport)
+        self._last_token, self._end = tokenizer.vocab_size - 1, tokenizer.eos_id
+        self._loop = asyncio.new_event_loop()
+        if self._asks:
+            threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True).start()
+
+    def check(self) -> None:
+        """Wait until a server answers, and check that it knows the policy's last token. Collective.
+
+        Raises ConfigurationError, or LeaveAgreed if a rank is asked to leave.
+        """
+        self._together(self._check())
+
+    def logprobs(self, sequences: Sequence[Branch], device: torch.device) -> Tensor:
+        """[trained tokens] the teacher's log-probs of the tokens in the loss masks of all sequences, concatenated.
+        Collective.
+
+        sequences: of this data-parallel replica.
+
+        Raises LeaveAgreed if a rank is asked to leave.
+        """
+        found = self._together(self._score(sequences))
+        trained = sum(sequence.loss_mask.count(True) for sequence in sequences)
+        scores = torch.tensor(found, dtype=torch.float32) if self._asks else torch.zeros(trained)
+        scores = scores.to(device)
+        if self._groups.model.rank() == 0:
+            dist.broadcast(scores, group=self._groups.context, group_src=0)
+        dist.broadcast(scores, group=self._groups.model, group_src=0)
+        return scores
+
+    async def _score(self, sequences: Sequence[Branch]) -> list[float]:
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def score(sequence: Branch) -> list[float]:
+            if not any(sequence.loss_mask):
+                return []
+            async with room:
+                found = [0.0, *await self._served.score(sequence.tokens)]
+            return [*compress(found, sequence.loss_mask)]
+
+        parts = await asyncio.gather(*map(score, sequences))
+        return [value for part in parts for value in part]
+
+    async def _check(self) -> list[float]:
+        try:
+            return await self._served.score([self._end, self._last_token, self._end])
+        except EndpointAway:
+            raise
+        except EndpointError as error:
+            key = "distill.replicas" if self._running else "distill.server"
+            raise ConfigurationError(
+                f"{key}: the server cannot report the log-prob of token {self._last_token}, the last one of the "
+                f"policy's tokenizer: {error}"
+            ) from error
+
+    def _together(self, work: Coroutine[Any, Any, list[float]]) -> list[float]:
+        """Do the work on the ranks that ask while the others wait; return its result there, and nothing elsewhere.
+        Collective. Raises LeaveAgreed, with the work cancelled."""
+        task: Future[list[float]] | None = None
+        if self._asks:
+            task = asyncio.run_coroutine_threadsafe(self._looking(work), self._loop)
+        else:
+            work.close()
+        seen = -1.0
+        try:
+            while self._safe_points.maximum(torch.tensor([_waits(task)], dtype=torch.int32)).item():
+                if self._served.busy_s != seen:  # another sequence is scored
+                    seen = self._served.busy_s
+                    self._safe_points.activity.beat()
+        except BaseException:
+            if task is not None:
+                task.cancel()
+            raise
+        return task.result() if task is not None else []
+
+    async def _looking(self, work: Coroutine[Any, Any, list[float]]) -> list[float]:
+        """Do the work, and use the replicas that run meanwhile. Raises NoTeacher."""
+        if self._running is None:
+            return await work
+        looks = asyncio.ensure_future(self._look(self._running))
+        works = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([looks, works], return_when=asyncio.FIRST_COMPLETED)
+            return works.result() if works.done() else looks.result()
+        finally:
+            looks.cancel()
+            works.cancel()
+
+    async def _look(self, running: Callable[[], Sequence[Endpoint]]) -> NoReturn:
+        while True:
+            self._served.use(await asyncio.to_thread(running))
+            await asyncio.sleep(LOOK_S)
+
+
+def _waits(task: Future[list[float]] | None) -> bool:
+    """Whether a task is unfinished, after at most POLL_S seconds. Raises its exception."""
+    if task is None:
+        return False
+    try:
+        task.result(POLL_S)
+    except TimeoutError:
+        return not task.done()
+    return False

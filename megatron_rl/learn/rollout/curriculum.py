@@ -1,0 +1,200 @@
+"""The curriculum: problems are visited the more often, the more their recent pass rate says that they teach.
+
+    prompt stream     passes over the problems, each in its own order
+    curriculum        leaves out some problems of a pass, by chance: a problem of weight 0.3 stays in 3 of 10 passes
+    assign(below)     fixes the problems of the next ordinals, by the pass rates known now
+    learn(...)        takes the pass rates of the groups that a step has settled
+
+All ranks make the same calls in the same order, so they agree on every problem. What an ordinal means never changes
+once it is assigned: the assignments that are not settled are part of the state, which a checkpoint saves. A problem
+without a pass rate is never left out, so the first pass is that of a run without curriculum.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from base64 import b85decode, b85encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rl.agent.api import TrainingSet
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.learn.rollout.stream import Mixture
+from megatron_rl.learn.rollout.window import NOTHING_DRAWN, Drawn
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.rollout import CurriculumConfig
+
+_RATE = np.dtype("<f4")
+
+
+@dataclass(frozen=True, slots=True)
+class SetState:
+    candidate: int
+    """Number of problems of its stream that were visited or left out so far."""
+    rates: NDArray[np.float32]
+    """[problems] recent pass rate, 0..1; NaN: not known. Never changed in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    environment: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CurriculumState:
+    """State of the curriculum between two steps. Sets are identified by their environment."""
+
+    sets: Mapping[str, SetState] = field(default_factory=dict)
+    assigned: Mapping[int, Assigned] = field(default_factory=dict)
+    """Problems of the ordinals that are assigned and not settled."""
+
+    @classmethod
+    def begun(cls, stream: Mixture, next_ordinal: int, drawn_below: int) -> CurriculumState:
+        """Return the state of a run that had no curriculum up to here: it visited the problems in the stream's order.
+
+        drawn_below: ordinal below which problems are drawn already.
+        """
+        candidates = dict.fromkeys(range(len(stream.sets)), 0)
+        assigned = {}
+        below = max(next_ordinal, drawn_below)
+        for ordinal in range(max(0, min(next_ordinal, below - stream.cycle_length)), below):
+            number, place = stream.place(ordinal)
+            candidates[number] = place + 1
+            if ordinal >= next_ordinal:
+                assigned[ordinal] = Assigned(stream.sets[number].environment, stream.streams[number].index(place))
+        unknown = (np.full(len(each.problems), np.nan, np.float32) for each in stream.sets)
+        names = [each.environment for each in stream.sets]
+        return cls(dict(zip(names, map(SetState, candidates.values(), unknown), strict=True)), assigned)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sets": {
+                name: {
+                    "candidate": each.candidate,
+                    "rates": b85encode(zlib.compress(each.rates.astype(_RATE).tobytes())).decode(),
+                }
+                for name, each in self.sets.items()
+            },
+            "assigned": [[ordinal, its.environment, its.index] for ordinal, its in self.assigned.items()],
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> CurriculumState:
+        sets = {
+            name: SetState(its["candidate"], np.frombuffer(zlib.decompress(b85decode(its["rates"])), _RATE))
+            for name, its in saved["sets"].items()
+        }
+        return cls(sets, {ordinal: Assigned(name, index) for ordinal, name, index in saved["assigned"]})
+
+
+class Curriculum:
+    def __init__(self, stream: Mixture, seed: int, config: CurriculumConfig, state: CurriculumState) -> None:
+        self._stream, self._seed, self._config = stream, seed, config
+        self._numbers = {each.environment: number for number, each in enumerate(stream.sets)}
+        self._candidates = {name: state.sets[name].candidate for name in self._numbers}
+        self._rates = {name: state.sets[name].rates for name in self._numbers}
+        self._assigned = dict(state.assigned)
+        self._left_out = 0
+
+    def problem(self, ordinal: int) -> Problem:
+        its = self._assigned[ordinal]
+        return self._stream.sets[self._numbers[its.environment]].problems[its.index]
+
+    def assign(self, first: int, below: int) -> None:
+        """Choose the problems of the ordinals in [first, below) that have none yet."""
+        for ordinal in range(first, below):
+            if ordinal not in self._assigned:
+                number, _ = self._stream.place(ordinal)
+                self._assigned[ordinal] = self._next(self._stream.sets[number].environment)
+
+    def learn(self, first_ordinal: int, accuracies: Mapping[int, float]) -> None:
+        """Update the pass rates by the groups that a step settles, and forget the ordinals of earlier steps.
+
+        Args:
+            first_ordinal: of the step. Its own ordinals stay known: its groups still move between ranks.
+            accuracies: ordinal -> mean accuracy of its answers, for settled groups that have answers.
+        """
+        changed = {self._assigned[ordinal].environment for ordinal in accuracies}
+        self._rates |= {name: self._rates[name].copy() for name in changed}
+        for ordinal in sorted(accuracies):
+            its, now = self._assigned[ordinal], min(1.0, max(0.0, accuracies[ordinal]))
+            rates = self._rates[its.environment]
+            before = float(rates[its.index])
+            kept = 0.0 if math.isnan(before) else self._config.memory
+            rates[its.index] = now if kept == 0 else kept * before + (1 - kept) * now
+        for ordinal in [each for each in self._assigned if each < first_ordinal]:
+            del self._assigned[ordinal]
+
+    def state(self, next_ordinal: int) -> CurriculumState:
+        return CurriculumState(
+            {name: SetState(candidate, self._rates[name]) for name, candidate in self._candidates.items()},
+            {ordinal: its for ordinal, its in self._assigned.items() if ordinal >= next_ordinal},
+        )
+
+    def report(self) -> dict[str, float]:
+        """Return metrics of the pass rates known now and of the problems left out since the last report."""
+        known = np.concatenate([rates[~np.isnan(rates)] for rates in self._rates.values()])
+        found: dict[str, float] = {"curriculum_left_out": self._left_out, "curriculum_known": len(known)}
+        self._left_out = 0
+        return found | ({"curriculum_pass_rate": math.fsum(known.tolist()) / len(known)} if len(known) else {})
+
+    def _next(self, name: str) -> Assigned:
+        """Return the next problem of a set that is not left out."""
+        # `candidate` counts what the stream offers, visited or not, so an ordinal's problem depends on the pass rates
+        # when it was assigned. Example: of candidates 0, 1, 2 the second one has the weight 0.1 and its draw is 0.7. It
+        # is left out: ordinals 0 and 1 are candidates 0 and 2. That is why assignments are saved: a resumed run with
+        # newer rates would assign others.
+        while True:
+            candidate = self._candidates[name]
+            self._candidates[name] += 1
+            index = self._stream.streams[self._numbers[name]].index(candidate)
+            weight = visit_weight(float(self._rates[name][index]), self._config)
+            if weight >= 1 or _uniform(self._seed, name, candidate) < weight:
+                return Assigned(name, index)
+            self._left_out += 1
+
+
+def prompts_of(
+    config: RunConfig,
+    sets: Sequence[TrainingSet],
+    state: CurriculumState | None = None,
+    next_ordinal: int = 0,
+    drawn: Drawn = NOTHING_DRAWN,
+) -> Mixture | Curriculum:
+    """Return the problem of each ordinal: the prompt stream of these sets, or a curriculum over it.
+
+    Args:
+        state: of the curriculum after the last step; None: it begins.
+        next_ordinal, drawn: after the last step.
+    """
+    stream = Mixture(sets, config.training.seed, config.grpo.prompts_per_step)
+    if config.curriculum is None:
+        return stream
+    begun = state or CurriculumState.begun(stream, next_ordinal, drawn.below)
+    return Curriculum(stream, config.training.seed, config.curriculum, begun)
+
+
+def visit_weight(rate: float, config: CurriculumConfig) -> float:
+    """Return the probability that a pass visits a problem of this recent pass rate; 1 for an unknown rate, NaN.
+
+    variance: least + (1 - least) * 4 p (1 - p), 1 for p = 1/2. The policy gradient of a problem with rewards of 0 and 1
+    scales with their variance p (1 - p) (arXiv 2504.03380). failures: least + (1 - least) * (1 - p), Kimi k1.5's
+    prioritised sampling (arXiv 2501.12599, section 2.3.4).
+    """
+    if math.isnan(rate):
+        return 1.0
+    value = 4 * rate * (1 - rate) if config.prefer == "variance" else 1 - rate
+    return config.least + (1 - config.least) * value
+
+
+def _uniform(seed: int, environment: str, candidate: int) -> float:
+    """Return a number in [0, 1) that depends on the arguments alone."""
+    text = f"mrl.curriculum:{seed}:{candidate}:{environment}".encode()
+    return int.from_bytes(blake2b(text, digest_size=6).digest(), "little") / 2**48

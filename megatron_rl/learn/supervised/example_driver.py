@@ -1,0 +1,143 @@
+"""The batches of supervised training: the rows of each step, as groups that the trainer treats like answers.
+
+Every ordinal of the prompt stream is a row. The batch of step s is the ordinals [s * examples_per_step, (s + 1) *
+examples_per_step), whatever the layout, so each pass trains on every row once. All ranks know all rows, so the ranks
+agree on the batch without communication.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+from megatron_rl.agent.api import Environment, TrainingSet
+from megatron_rl.agent.trajectories import UNSAMPLED, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.algorithms.balance import balance
+from megatron_rl.learn.rollout.agent_loop import AgentLoop
+from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.learn.rollout.stream import Mixture
+from megatron_rl.learn.supervised.example_rows import RowEncoder, UnusableRow, place_of
+from megatron_rl.model.chat.messages import Example
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.rank.groups import Groups
+from megatron_rl.recipe.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 4
+"""Rough size of a token of text, to judge the work of a row before it is turned into tokens."""
+
+
+class ExampleDriver:
+    """Makes this rank's part of every batch. Has the methods of `rollout.driver.RolloutDriver` that a run calls."""
+
+    def __init__(
+        self,
+        sets: Sequence[TrainingSet],
+        tokenizer: Tokenizer,
+        config: RunConfig,
+        groups: Groups,
+        environment: Environment | None,
+        loop: AgentLoop | None,
+    ) -> None:
+        """
+        sets: the rows.
+        environment, loop: of the run's evaluations, if it has any.
+        """
+        self.stream = Mixture(sets, config.training.seed, config.groups_per_step)
+        self._wanted, self._groups = config.groups_per_step, groups
+        self._environment, self._loop = environment, loop
+        self._tokenizer = tokenizer
+        self._encoder = RowEncoder(config.rows, tokenizer, config.sequence_length)
+        self._dropped: Counter[str] = Counter()
+
+    def collect(self, first_ordinal: int) -> RolloutBatch:
+        """Return this rank's rows of the next step. Rows that cannot be trained on are dropped, not replaced."""
+        ordinals = range(first_ordinal, first_ordinal + self._wanted)
+        rows = [self.stream.problem(ordinal) for ordinal in ordinals]
+        replicas = self._groups.data.size()
+        costs = [_cost(row) for row in rows]
+        replica_of = balance(costs, [position * replicas // len(rows) for position in range(len(rows))], replicas)
+        found: list[TrajectoryGroup] = []
+        positions: list[int] = []
+        dropped: dict[int, str] = {}
+        for position, (ordinal, row, replica) in enumerate(zip(ordinals, rows, replica_of, strict=True)):
+            if replica != self._groups.data.rank():
+                continue
+            try:
+                example = self._encoder.example(row)
+            except UnusableRow as error:
+                dropped[ordinal] = str(error)
+                self._warn(place_of(row, ordinal), str(error))
+                continue
+            found.append(TrajectoryGroup(ordinal, row, [_trajectory(example, self._tokenizer)], {}))
+            positions.append(position)
+        return ExampleBatch(
+            groups=found,
+            positions=positions,
+            first_ordinal=ordinals.start,
+            next_ordinal=ordinals.stop,
+            dropped=dropped if self._groups.reports else {},
+        )
+
+    def _warn(self, where: str, reason: str) -> None:
+        """Report a dropped row: the 1st, 10th, 100th ... with its reason."""
+        self._dropped[reason] += 1
+        if re.fullmatch("10*", count := str(self._dropped[reason])):
+            logger.warning("%s is dropped: %s (rows dropped for this reason so far: %s)", where, reason, count)
+
+    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
+        """Return at once: a checkpoint's cursor says which rows follow, so nothing else needs to be on disk."""
+        return lambda: None
+
+    def end_checkpoint(self, step: int) -> None:
+        """No-op: nothing is kept between steps."""
+
+    def stop(self) -> None:
+        """End the evaluations. Collective over the ranks that generate together."""
+        if self._loop is not None and self._environment is not None:
+            self._loop.advance(self._environment.close)
+            self._loop.pause()
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+
+
+class ExampleBatch(RolloutBatch):
+    def histograms(self) -> Mapping[str, Sequence[float]]:
+        lengths = [answer.answer_length for group in self.groups for answer in group.trajectories]
+        return {"histograms/learned_tokens": lengths}
+
+    def texts(self, limit: int) -> list[str]:
+        return [f"row {group.ordinal}: {group.trajectories[0].text!r}\n" for group in self.groups[:limit]]
+
+
+def _cost(row: Problem) -> float:
+    """Rough work of a row: its tokens, and attention between them."""
+    tokens = len(row.prompt) / BYTES_PER_TOKEN
+    return tokens + tokens * tokens / 10_000
+
+
+def _trajectory(example: Example, tokenizer: Tokenizer) -> Trajectory:
+    """The row as the trainer reads it. No policy sampled it, so its log-probs and versions mean nothing."""
+    tokens, mask = example
+    turns, place = [], 0
+    for learned, run in groupby(mask):
+        length = len([*run])
+        if learned:
+            turns.append(range(place, place + length))
+        place += length
+    return Trajectory(
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=[0.0] * len(tokens),
+        versions=[UNSAMPLED] * len(tokens),
+        turns=turns,
+        text=tokenizer.decode(tokens, special=True),
+        reward=0.0,
+        finish_reason="stop",
+    )

@@ -1,0 +1,217 @@
+"""Rows of supervised training: read from a data set, or the worked examples of an environment, and turned into tokens.
+
+A row is a `Problem`, so that the prompt stream, the digests and the record treat rows as they treat problems.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from megatron_rl.agent.api import Demonstrator, Environment
+from megatron_rl.agent.data_rows import DataSource, check_column, read_rows
+from megatron_rl.agent.dropped_rows import CHECKED, DroppedRows
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.learn.supervised.row_forms import Form, columns_of, conversation_in, form_of, row_of
+from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.conversation import Conversation, conversation_of
+from megatron_rl.model.chat.examples import ExampleWriter
+from megatron_rl.model.chat.messages import Example
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.recipe.data import DataConfig
+from megatron_rl.recipe.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+TRIED = 64
+"""Rows that are turned into tokens at the start: the first ones, and others from the whole set."""
+
+
+class UnusableRow(ValueError):
+    """A row that cannot be trained on."""
+
+
+def rows_of(data: DataConfig, environment: object) -> list[Problem]:
+    """Return the rows to train on, in their order.
+
+    environment: source of worked examples if `data` names no data set.
+
+    Raises ConfigurationError if there are none, or the data does not match the configuration.
+    """
+    if data.path is None:
+        pairs = demonstrations(environment) or _gold_responses(environment)
+        if not pairs:
+            raise ConfigurationError(
+                "data.path is missing and the environment has no worked examples: name a data set, or give the "
+                "environment `demonstrations` (megatron_rl.agent.api.Demonstrator) or `gold_response`"
+            )
+        return [_row({"prompt": prompt, "answer": answer, "plain": True}) for prompt, answer in pairs]
+    try:
+        return [*read_data(data).rows]
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class DataRows:
+    form: Form
+    rows: Sequence[Problem]
+    dropped: Mapping[str, int]
+    lacking: int
+    """Rows without a value in a column that is trained on."""
+
+    @property
+    def count(self) -> int:
+        return len(self.rows) + self.lacking + sum(self.dropped.values())
+
+
+def read_data(data: DataConfig) -> DataRows:
+    """Read the rows of `data.path`, and warn of those that are not trained on.
+
+    Raises ValueError if the data is missing or does not match the configuration, or if one of the first rows or most of
+    them cannot be understood.
+    """
+    assert data.path is not None
+    rows = read_rows(source := DataSource(path=data.path, split=data.split, subset=data.subset))
+    first = [*islice(rows, CHECKED)]
+    columns = dict.fromkeys(chain.from_iterable(row.values for row in first))
+    name = f"data set {source.path}"
+    try:
+        form = form_of(data, columns)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    logger.info("%s: %s", name, form)
+    kept: list[Problem] = []
+    dropped, lacking = DroppedRows(source.path), 0
+    for number, row in enumerate(chain(first, rows)):
+        columns |= dict.fromkeys(row.values)
+        try:
+            values = row_of(form, row.values)
+        except ValueError as error:
+            dropped.add(number, row.where, error)
+            continue
+        if values is None:
+            lacking += 1
+        else:
+            kept.append(_row(values, row.where))
+    for column in columns_of(form):
+        check_column(column, columns, name)
+    found = DataRows(form, kept, dropped.by_reason, lacking)
+    dropped.report(found.count)
+    if not kept:
+        raise ValueError(f"{name}, split {source.split}: no row has {form.wanted}")
+    if lacking:
+        logger.warning(
+            "%s, split %s: %d of %d rows are skipped, because they lack %s",
+            *(name, source.split, lacking, found.count, form.wanted),
+        )
+    return found
+
+
+def demonstrations(environment: object) -> Sequence[tuple[str, str]]:
+    return environment.demonstrations() if isinstance(environment, Demonstrator) else []
+
+
+def _gold_responses(environment: object) -> Sequence[tuple[str, str]]:
+    if not isinstance(environment, Environment):
+        return []
+    problems = [problem for each in environment.training_sets() for problem in each.problems if problem.is_prompt]
+    try:
+        return [(problem.prompt, environment.gold_response(problem)) for problem in problems]
+    except NotImplementedError:
+        return []
+
+
+def token_example(prompt: str, answer: str, tokenizer: Tokenizer) -> Example:
+    asked, answered = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_id]
+    return Example(asked + answered, [False] * len(asked) + [True] * len(answered))
+
+
+class RowEncoder:
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, longest: int) -> None:
+        self._data, self._tokenizer, self._longest = data, tokenizer, longest
+        self._chat = Chat(tokenizer, data.chat_template)
+        self._examples = ExampleWriter(self._chat)
+
+    def example(self, row: Problem) -> Example:
+        try:
+            found = self._encoded(row.golden)
+        except ValueError as error:
+            raise UnusableRow(str(error)) from error
+        if len(found.tokens) > self._longest:
+            raise UnusableRow(TOO_LONG)
+        if not any(found.loss_mask[1:]):
+            raise UnusableRow("it has no token to learn: no message is the assistant's, or its answer is empty")
+        return found._replace(loss_mask=[False, *found.loss_mask[1:]])
+
+    def check(self, rows: Sequence[Problem]) -> None:
+        """Raise ConfigurationError if one of the first rows cannot be turned into tokens, unless it is too long, or if
+        most rows of a sample of all cannot be trained on."""
+        spread = range(CHECKED, len(rows), max(1, -(-(len(rows) - CHECKED) // (TRIED - CHECKED))))
+        tried = [*range(min(CHECKED, len(rows))), *spread][:TRIED]
+        reasons: Counter[str] = Counter()
+        for number in tried:
+            try:
+                self.example(rows[number])
+            except UnusableRow as error:
+                if str(error) != TOO_LONG and number < CHECKED:
+                    where = f"data: {place_of(rows[number], number)} cannot be trained on: "
+                    of_recipe = str(error).startswith("data.")  # a key is to blame, not the row
+                    raise ConfigurationError(f"{'' if of_recipe else where}{error}") from error
+                reasons[str(error)] += 1
+        if reasons.total() * 2 > len(tried):
+            why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+            raise ConfigurationError(f"data: {reasons.total()} of {len(tried)} rows tried cannot be trained on: {why}")
+
+    def _encoded(self, values: Mapping[str, Any]) -> Example:
+        if values.get("plain"):  # the environment has already put the prompt into the chat template
+            return token_example(values["prompt"], values["answer"], self._tokenizer)
+        chat, talk = self._data.chat, "messages" in values
+        if talk and chat == "never":
+            raise ValueError("data.chat is never, and only the chat template can write a list of messages")
+        if talk or chat == "always" or (chat == "auto" and self._chat.has_template):
+            return self._talk(values)
+        if self._data.system is not None or self._data.chat_template or "system" in values:
+            raise ValueError("there is a system message or data.chat_template, but the tokenizer has no chat template")
+        return token_example(self._tokenizer.as_prompt(values["prompt"]), values["answer"], self._tokenizer)
+
+    def _talk(self, values: Mapping[str, Any]) -> Example:
+        talk = _conversation(values)
+        if self._data.system is None or any(message["role"] == "system" for message in talk.messages):
+            return self._examples.example(talk)
+        system = conversation_of([{"role": "system", "content": self._data.system}], field="data.system")
+        try:
+            return self._examples.example(system + talk)
+        except ValueError as error:
+            self._examples.example(talk)  # raises where the row is to blame
+            raise ValueError(
+                "data.system: the model's chat template does not take a system message "
+                f"({error.__cause__ or error}); leave it out"
+            ) from error
+
+
+def _conversation(values: Mapping[str, Any]) -> Conversation:
+    if "messages" in values:
+        return conversation_in(values)
+    system = [{"role": "system", "content": values["system"]}] if "system" in values else []
+    turns = [{"role": "user", "content": values["prompt"]}, {"role": "assistant", "content": values["answer"]}]
+    return conversation_of([*system, *turns])
+
+
+TOO_LONG = "it is longer than training.sequence_length"
+
+
+def place_of(row: Problem, number: int) -> str:
+    """Return the location of a row in its file, or its number, from 0, among all rows."""
+    return str(row.golden.get("where") or f"row {number + 1}")
+
+
+def _row(values: Mapping[str, Any], where: str = "") -> Problem:
+    """Make a row, whose text is that of its values: the digest of the rows covers all that is learned."""
+    text = json.dumps(values, ensure_ascii=False, sort_keys=True)
+    return Problem(text, {**values, "where": where} if where else values)

@@ -1,0 +1,224 @@
+"""The objective of a run: the credit of the answers in a batch, what a step reads from the batch before its updates,
+the loss of an update, and which of the loss's statistics exist. The trainer does not distinguish between objectives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.credit import Credit, assign_credit, credit_of_rows
+from megatron_rl.algorithms.loss import distillation_loss, grpo_loss, supervised_loss
+from megatron_rl.algorithms.loss_terms import answer_log_ratios
+from megatron_rl.algorithms.own_functions import own_baseline, own_policy_loss
+from megatron_rl.algorithms.packing import MicroBatch
+from megatron_rl.algorithms.trained_tokens import TrainedTokens
+from megatron_rl.learn.training.schedule import ModelInput
+from megatron_rl.learn.training.training_batch import TrainingBatch
+from megatron_rl.model.policy import Policy
+from megatron_rl.rank.metrics.stats import LossStats
+from megatron_rl.recipe.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Knowledge of a batch, or of some of its tokens, before the first update. Each is [trained tokens], on the
+    device."""
+
+    before: Tensor | None = None
+    answers: Tensor | None = None
+    answer_tokens: Tensor | None = None
+    reference: Tensor | None = None
+    """Log-probs of the reference policy, if there is one."""
+    teacher: Tensor | None = None
+    """Log-probs of the teacher, if there is one."""
+    current: Tensor | None = None
+    """bool, tokens whose ratio is relative to the weights before the step, that of the others to the weights that
+    sampled them; None: that of all tokens is relative to the weights before the step."""
+    recorded: Tensor | None = None
+    """Receives the log-probs of the tokens that this rank predicts in the only update; None if none are recorded, or
+    `before` has them."""
+
+    def at(self, index: Tensor) -> Scores:
+        """Return what is known of some tokens.
+
+        index: [tokens] indices into the trained tokens.
+        """
+        known = (self.before, self.answers, self.answer_tokens, self.reference, self.teacher, self.current)
+        return Scores(*(None if each is None else each[index] for each in known))
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPass:
+    """The first pass over a step's batch, in which an objective may score it under any policy."""
+
+    batch: TrainingBatch
+    microbatches: Sequence[MicroBatch]
+    inputs: Sequence[ModelInput]
+    """The micro-batches as the trained policy reads them."""
+    context: dist.ProcessGroup
+    score: Callable[[Policy, TrainingBatch, Sequence[ModelInput]], Tensor]
+    """`Trainer.score`"""
+
+    def under(self, policy: Policy) -> Tensor:
+        """Score under a policy of the same shape as the trained one. Collective."""
+        return self.score(policy, self.batch, self.inputs)
+
+    def under_another(self, policy: Policy) -> Tensor:
+        """Score under a policy of any shape. Collective."""
+        inputs = [ModelInput.of(policy, micro, self.context) for micro in self.microbatches]
+        return self.score(policy, self.batch, inputs)
+
+
+Teacher = Callable[[FirstPass], Tensor]
+"""Returns the log-probs of a teacher, [trained tokens]. Collective."""
+
+
+class Objective(ABC):
+    """Goal of a run's updates."""
+
+    temperature: float
+    """Temperature of the distributions whose log-probs the loss reads."""
+    entropy: Literal["value", "gradient"] = "value"
+    """Whether the entropy of these distributions has a gradient."""
+    absent: Sequence[str]
+    """Fields of `LossStats` that are None."""
+
+    @abstractmethod
+    def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
+        """Return the credit of the answers to train on. known: as for `assign_credit`."""
+
+    def scores(self, first_pass: FirstPass) -> Scores:
+        """Return what the loss reads beside the policy's present log-probs; nothing by default. Collective."""
+        return Scores()
+
+    @abstractmethod
+    def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
+        """Return the loss of some tokens and its statistics. scored: of these tokens."""
+
+
+class Supervised(Objective):
+    """Cross-entropy of rows of data."""
+
+    temperature = 1.0
+    absent = ("clip_low", "clip_high", "kl", "importance_weight", "rejected", "teacher_kl")
+
+    def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
+        return credit_of_rows(groups)
+
+    def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
+        return supervised_loss(tokens)
+
+
+class Grpo(Objective):
+    """The objectives of GRPO's family: a policy loss, with a penalty for the distance from a reference policy, and a
+    teacher that judges each sampled token."""
+
+    def __init__(
+        self, config: RunConfig, policy: Policy, reference: Policy | None, teacher: Teacher | None = None
+    ) -> None:
+        """
+        policy: the trained one.
+        reference: initial policy for the KL penalty, if there is one. It may be `policy`, which without its adapters is
+            the initial one.
+
+        Raises ConfigurationError for an unusable policy loss or baseline of the user's.
+        """
+        grpo = config.grpo
+        self.reference = reference
+        self._policy, self._teacher, self._config = policy, teacher, config
+        self.temperature = config.sampling.temperature
+        self.entropy = "gradient" if grpo.entropy_coefficient > 0 else "value"
+        absent = {
+            "clip_low": not grpo.is_bounded,
+            "clip_high": not grpo.is_bounded,
+            "kl": grpo.kl_beta == 0,
+            "importance_weight": grpo.importance is None,
+            "rejected": grpo.rejection is None,
+            "teacher_kl": teacher is None,
+        }
+        self.absent = [name for name, is_absent in absent.items() if is_absent]
+        own_policy_loss(grpo)
+        own_baseline(grpo)
+
+    def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
+        return assign_credit(groups, self._config, known)
+
+    def scores(self, first_pass: FirstPass) -> Scores:
+        batch, grpo = first_pass.batch, self._config.grpo
+        before, answers, answer_tokens, reference = None, None, None, None
+        if self._config.scores_first:
+            before = first_pass.under(self._policy)
+            if grpo.compares_answers:
+                ratios = before - batch.inference_logprobs
+                answers, answer_tokens = answer_log_ratios(ratios, batch.trajectory_lengths)
+        if self.reference is not None:
+            with self.reference.without_adapters():
+                reference = first_pass.under(self.reference)
+        teacher = self._teacher(first_pass) if self._teacher else None
+        # A ratio needs the token's log-prob at some weights before this step. Those of the weights before the step are
+        # at hand, those of older weights only as the engine computed them. For example, with max_lag 1 a token of
+        # version 7 in step 9 is compared with the engine's log-prob at version 7, and one of version 8 with the
+        # trainer's at version 8. With a correction (`grpo.importance`, `grpo.rejection`) all tokens are compared with
+        # version 8, and the correction weighs the difference between 7 and 8.
+        current = None if grpo.corrects else batch.current
+        return Scores(before, answers, answer_tokens, reference, teacher, current)
+
+    def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
+        if scored.teacher is None:
+            return grpo_loss(tokens, self._config.grpo)
+        assert self._config.distill is not None
+        return distillation_loss(tokens, scored.teacher, self._config.grpo, self._config.distill.weight)
+
+
+def objective_of(
+    config: RunConfig, policy: Policy, reference: Policy | None, teacher: Teacher | None = None
+) -> Objective:
+    """Return the objective that the recipe asks for; arguments as for `Grpo`."""
+    return Supervised() if config.supervised else Grpo(config, policy, reference, teacher)
+
+
+def trained_tokens(
+    batch: TrainingBatch,
+    index: Tensor,
+    per_sequence: Tensor,
+    scored: Scores,
+    logprobs: Tensor,
+    entropy: Tensor,
+    context: dist.ProcessGroup,
+) -> TrainedTokens:
+    """Return some tokens of a batch as a loss reads them.
+
+    Args:
+        index: [tokens] their indices.
+        per_sequence: see `UpdateInput.per_sequence`.
+        scored: of these tokens.
+        logprobs, entropy: [tokens] of the policy in training.
+        context: see `TrainedTokens.context`.
+    """
+    inference = batch.inference_logprobs[index]
+    sequence = batch.sequence_of_token[index]
+    weights, advantages = per_sequence[:, sequence]
+    old = logprobs.detach() if scored.before is None else scored.before
+    if scored.current is not None:
+        old = torch.where(scored.current, old, inference)
+    return TrainedTokens(
+        logprobs=logprobs,
+        old_logprobs=old,
+        inference_logprobs=inference,
+        entropy=entropy,
+        advantages=advantages,
+        weights=weights,
+        ref_logprobs=scored.reference,
+        answer_log_ratios=scored.answers,
+        answer_tokens=scored.answer_tokens,
+        sequence=sequence,
+        sequences=len(batch.sequences),
+        context=context,
+    )

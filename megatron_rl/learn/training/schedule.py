@@ -1,0 +1,194 @@
+"""The forward and backward passes of micro-batches, through a whole model or one pipeline stage.
+
+The pipeline schedule is one forward, one backward (arXiv 2104.04473, section 2.2.1): a stage starts one
+micro-batch for each stage behind it, and then finishes one for each further one it starts, so that it holds the
+activations of no more. The idle share of a pass is (stages - 1) / (stages - 1 + micro-batches).
+
+Ranks that wait for one another within a pass, as pipeline stages and tensor-parallel ranks do, cannot leave it alone:
+`stop` is for ranks that nobody waits for. The others finish the pass and agree afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.algorithms.context import ContextPart, context_part
+from megatron_rl.algorithms.packing import MicroBatch
+from megatron_rl.learn.training.pipeline import Pipeline
+from megatron_rl.model.platform.attention import Layout
+from megatron_rl.model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """A micro-batch as a rank's part of the model reads it: all tokens, or the part of a context-parallel rank. On the
+    model's device."""
+
+    tokens: Tensor
+    """[part]"""
+    positions: Tensor
+    select: Tensor
+    """[selected] indices into the part: tokens whose logits predict a trained token."""
+    targets: Tensor
+    """[selected] the predicted tokens."""
+    trained: Tensor
+    """[selected] indices of the targets among the batch's trained tokens: see `MicroBatch.trained`."""
+    layout: Layout
+
+    @classmethod
+    def of(cls, policy: Policy, batch: MicroBatch, context: dist.ProcessGroup | None = None) -> ModelInput:
+        """context: ranks that share the tokens; None if this rank has all."""
+        part: MicroBatch | ContextPart = batch
+        if context is None or context.size() == 1:
+            layout = policy.layout(batch)
+        else:
+            part = context_part(batch, context.rank(), context.size())
+            of_part = policy.layout(part.whole, part.indices)
+            layout = ContextLayout(of_part, part.indices_of_ranks.to(policy.device), context)
+        names = ("tokens", "positions", "select", "targets", "trained")
+        return cls(layout=layout, **{name: getattr(part, name).to(policy.device) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateInput:
+    inputs: Sequence[ModelInput]
+    """Equally many on every rank."""
+    per_sequence: Tensor
+    """[2, sequences] weight of each token of the sequence in the global mean, and its advantage."""
+
+
+def forward_backward(
+    policy: Policy,
+    inputs: Sequence[ModelInput],
+    loss: Callable[[Tensor, ModelInput], Tensor],
+    pipeline: Pipeline,
+    *,
+    stop: Callable[[], bool],
+    partial_sums: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Add the gradients of the micro-batches' losses to the model's.
+
+    Args:
+        inputs: the same micro-batches on all ranks of a replica, and equally many on every replica (see
+            `MicroBatch.empty`).
+        loss: scalar with gradient of the predictors [selected, hidden], which the output layer turns into logits, and
+            their input. Called only on the last stage.
+        stop: called before every micro-batch; True skips the rest.
+        partial_sums: context of all backward passes but the last, see `Overlap.partial`.
+    """
+    left = len(inputs)
+
+    def backward(received: Tensor | None, output: Tensor) -> None:
+        nonlocal left
+        left -= 1
+        with partial_sums() if left else nullcontext():
+            _backward(received, output, pipeline)
+
+    # A stage starts one micro-batch for each stage that follows it, and one more, before it waits for a gradient.
+    # Example: three stages and four micro-batches, F forward, B backward:
+    #
+    #     stage 0    F0 F1 F2 B0 F3 B1 B2 B3
+    #     stage 1    F0 F1 B0 F2 B1 F3 B2 B3
+    #     stage 2    F0 B0 F1 B1 F2 B2 F3 B3
+    #
+    # So stage 0 holds the activations of three micro-batches, however many there are.
+    started: deque[tuple[Tensor | None, Tensor]] = deque()  # input and output of this stage
+    for number, each in enumerate(inputs):
+        if stop():
+            break
+        policy.begin_microbatch(number)
+        received, output = _forward(policy, each, pipeline)
+        if pipeline.last:
+            output = loss(policy.predictors(output, each.select), each)
+        else:
+            pipeline.send_forward(output.detach())
+        started.append((received, output))
+        if len(started) > pipeline.behind:
+            backward(*started.popleft())
+    while started:
+        backward(*started.popleft())
+    pipeline.flush()
+
+
+def forward(
+    policy: Policy,
+    inputs: Sequence[ModelInput],
+    receive: Callable[[Tensor, ModelInput], None],
+    pipeline: Pipeline,
+    *,
+    stop: Callable[[], bool],
+) -> None:
+    """Pass to `receive` what `forward_backward` passes to `loss`, without gradients. Other arguments as there."""
+    with torch.no_grad():
+        for each in inputs:
+            if stop():
+                break
+            _, output = _forward(policy, each, pipeline)
+            if pipeline.last:
+                receive(policy.predictors(output, each.select), each)
+            else:
+                pipeline.send_forward(output)
+    pipeline.flush()
+
+
+def _forward(policy: Policy, each: ModelInput, pipeline: Pipeline) -> tuple[Tensor | None, Tensor]:
+    shape, dtype = policy.hidden_shape(len(each.tokens)), policy.config.params_dtype
+    received = pipeline.receive_forward(partial(torch.empty, shape, dtype=dtype, device=policy.device))
+    if received is not None:
+        received.requires_grad_(torch.is_grad_enabled())
+    return received, policy.hidden(each.tokens, each.positions, each.layout, received)
+
+
+def _backward(received: Tensor | None, output: Tensor, pipeline: Pipeline) -> None:
+    output.backward(pipeline.receive_backward(output))
+    if received is not None:
+        assert received.grad is not None
+        pipeline.send_backward(received.grad)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLayout:
+    """Attention of this rank's tokens to the tokens of all ranks."""
+
+    part: Layout
+    """Layout of this rank's queries and all keys."""
+    indices_of_ranks: Tensor
+    group: dist.ProcessGroup
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend as in `Layout.attend`, all tensors [part, ...]. Collective over the group, also in the backward
+        pass."""
+        key, value = _GatherContext.apply(key, value, self.indices_of_ranks.flatten(), self.group)
+        return self.part.attend(layer, query, key, value)
+
+
+class _GatherContext(torch.autograd.Function):
+    """Gather keys and values of all ranks in packed order, each [part, kv_heads, head_size] -> [packed, ...].
+
+    The gradient of a token is the sum over all ranks' queries, in fp32 as on a single rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, indices: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        ctx.indices, ctx.group = indices, group
+        both = torch.cat((key, value), dim=1)
+        gathered = both.new_empty((len(indices), *both.shape[1:]))
+        dist.all_gather_into_tensor(gathered, both, group=group)
+        # Separate tensors: the backward pass would keep the whole of what it has a view of.
+        return tuple(torch.empty_like(each).index_copy_(0, indices, each) for each in gathered.chunk(2, dim=1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_ranks = torch.cat(gradients, dim=1).index_select(0, ctx.indices).float()
+        mine = of_ranks.new_empty((len(of_ranks) // ctx.group.size(), *of_ranks.shape[1:]))
+        dist.reduce_scatter_tensor(mine, of_ranks, group=ctx.group)
+        return *mine.to(gradients[0].dtype).chunk(2, dim=1), None, None

@@ -1,0 +1,97 @@
+"""Registry of every metric, for console, TensorBoard and metrics.jsonl; docs/metrics.md is generated from it.
+
+Names under time/ throughput/ system/ may differ between two runs of the same recipe; all others are reproducible.
+A value that does not exist in a step is absent from its line, never NaN.
+
+Without kl_beta and entropy_coefficient, answers whose advantage is 0 have no gradient and are not run through the
+model. *Trained tokens* are those of the answers that are run: none in a group whose rewards are all equal. The loss is
+the mean over all answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.rank.metrics.answer_metrics import ANSWERS
+from megatron_rl.rank.metrics.learning_metrics import LEARNING
+from megatron_rl.rank.metrics.machine_metrics import MACHINES
+from megatron_rl.rank.metrics.metric import Metric, StepReport, ratio
+
+if TYPE_CHECKING:
+    from megatron_rl.rank.metrics.stats import EnvironmentStats
+
+TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
+"""Timeline categories that belong to a step; work between two steps has others."""
+
+PROMPT_TOO_LONG = "prompt too long"
+OVERDUE_ANSWERS = "overdue"  # reasons in `dropped_ordinals`
+
+SUBJECTS = {"Learning": LEARNING, "Answers and prompts": ANSWERS, "Machines": MACHINES}  # as docs/metrics.md has them
+
+STEP_METRICS: dict[str, Metric] = {name: metric for metrics in SUBJECTS.values() for name, metric in metrics.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentMetric:
+    """A metric environments/ID/NAME, written for each environment of a run with several."""
+
+    meaning: str
+    value: Callable[[EnvironmentStats], Any]  # value in a step, None if it does not exist there
+
+
+ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
+    "groups": EnvironmentMetric("prompts of the step from the environment", lambda its: its.groups),
+    "mean_reward": EnvironmentMetric("mean reward of their answers", lambda its: ratio(its.reward, its.answers)),
+    "nonzero_groups_ratio": EnvironmentMetric(
+        "share of its groups whose rewards differ", lambda its: ratio(its.groups_with_signal, its.groups)
+    ),
+    "failed_rollouts": EnvironmentMetric("answers lost", lambda its: its.failed),
+}
+
+
+OF_SAMPLED_ANSWERS = frozenset(
+    (
+        *("answers", "mean_reward", "right_ratio", "reward_std", "nonzero_groups_ratio", "truncated_ratio"),
+        *("clip_fraction", "clip_fraction_low", "clip_fraction_high", "importance_ratio", "importance_ratio_max"),
+        *("inference_logprob_difference", "inference_logprob_difference_max", "staleness_mean", "staleness_max"),
+        *("failed_rollouts", "generation_rounds", "throughput/generated_tokens_per_s", "time/reward_s"),
+    )
+)
+"""Metrics that supervised training does not have. Its answers are the learned parts of the rows."""
+
+COMPONENTS = "reward/"  # prefix of metrics of reward components, each the mean over the answers that have the component
+
+EVALUATION_METRICS = {
+    "eval/SET/greedy_accuracy": Metric(
+        "share of greedy answers with reward 1 on an evaluation set (absent without answers)",
+        unit="share",
+        good="rises with `right_ratio`, and stays near it on held-out problems",
+    ),
+    "eval/SET/failed_rollouts": Metric(
+        "answers to the set that were lost, which no share includes (absent if none is lost)",
+        unit="answers",
+        good="absent",
+        advice="The log of rank 0 has the reasons.",
+    ),
+    "eval/prompt_format": Metric("format of the prompts, where the environment chooses one"),
+}
+"""Metrics of evaluations.jsonl."""
+
+
+def metrics_of(step: StepReport) -> dict[str, Any]:
+    """Return the values of a step's line in metrics.jsonl."""
+    absent = OF_SAMPLED_ANSWERS if step.rows else ()
+    values = {name: each.value(step) for name, each in STEP_METRICS.items() if each.value and name not in absent}
+    values |= {f"{COMPONENTS}{name}": total / answers for name, (total, answers) in sorted(step.components.items())}
+    for id, stats in step.stats.environments.items():
+        values |= {f"environments/{id}/{name}": metric.value(stats) for name, metric in ENVIRONMENT_METRICS.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a metric that is not registered."""
+    of_environment = name.startswith("environments/") and name.rpartition("/")[2] in ENVIRONMENT_METRICS
+    if name not in STEP_METRICS and not name.startswith(("eval/", COMPONENTS)) and not of_environment:
+        raise ValueError(f"metric {name!r} is not registered in megatron_rl/rank/metrics/names.py")

@@ -1,0 +1,248 @@
+"""Upload the record of a run to Weights & Biases:
+
+    python -P -m megatron_rl.rank.metrics.wandb.upload RUN_DIR </dev/null
+
+mirror.py starts it beside the run; started by hand it uploads what W&B misses of a run that has ended. The record is
+complete when standard input ends or the parent process dies.
+
+A run that resumes from a checkpoint repeats steps that W&B already has. But the history of a W&B run only grows: a
+resumed W&B run drops steps up to its last one (docs.wandb.ai/models/support/seeing_fewer_data_points_logged); rewinding
+it (`resume_from`) is a preview that self-hosted servers lack; and no documentation promises that a new run under an old
+id replaces the history (github.com/wandb/wandb/issues/1450, 3424, 6216). So the W&B run is resumed, W&B reports its
+last step, and the upload continues from there: each step once, including steps that an earlier attempt could not send
+and those a fork has from its source. W&B keeps the first value of a repeated step, metrics.jsonl the last; they differ
+if `resume.partial` or the device permits it.
+
+Offline there is nobody to ask. Every attempt then writes the whole record, in place of the previous one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
+from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, FINISHED
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import RecordTail, Unreadable, if_readable, read, read_lines, write
+from megatron_rl.contract.rollout_records import GroupLine, read_rollouts
+from megatron_rl.contract.run_records import Fork, WandbRun
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.logs import is_due
+
+POLL_S = 5.0
+PATIENCE_S = 30.0  # seconds for a file that cannot be read, and for the groups of a sampled step
+TABLE = ("step", "ordinal", "environment", "prompt", "answer", "reward", "advantage", "tokens", "finish_reason")
+ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}  # no telemetry; errors alone are logged
+USER_VARIABLES = frozenset(
+    f"WANDB_{name}"
+    for line in (
+        "API_KEY IDENTITY_TOKEN_FILE CREDENTIALS_FILE ENTITY USERNAME USER_EMAIL",
+        "BASE_URL APP_URL HTTP_PROXY HTTPS_PROXY X_PROXIES X_EXTRA_HTTP_HEADERS INSECURE_DISABLE_SSL",
+        "HTTP_TIMEOUT INIT_TIMEOUT X_FILE_STREAM_TIMEOUT_SECONDS X_GRAPHQL_TIMEOUT_SECONDS",
+        "CONFIG_DIR CACHE_DIR DATA_DIR ARTIFACT_DIR DEBUG CORE_DEBUG X_LOG_LEVEL",
+    )
+    for name in line.split()
+)
+"""Variables that wandb may read: credentials and the way to the server. wandb reads a variable for each of its
+settings, and those of a single run would corrupt this one: WANDB_SWEEP_ID of an agent's shell gives every attempt
+another id, WANDB_RESUME_FROM starts it elsewhere, WANDB_DISABLED drops it."""
+
+
+class RecordRow(NamedTuple):
+    step: int
+    at: float | None  # Unix time of the step; None if unknown
+    values: dict[str, float]
+
+
+class RecordReader:
+    """Rows of the record by step, each once."""
+
+    def __init__(self, run: RunDir, attempt: Attempt) -> None:
+        self._steps = RecordTail(MetricsLine, run.metrics)
+        self._evaluations = RecordTail(MetricsLine, run.evaluations)
+        self._timeline = RecordTail(TimelineLine, attempt.timeline)
+        self._at: dict[int, float] = {}
+        for number in range(1, attempt.number):
+            lines = read_lines(TimelineLine, run.attempt(number).timeline)
+            if not isinstance(lines, Unreadable):  # its steps are then shown without their time
+                self._at |= times(lines.records)
+        self._rows: dict[int, dict[str, float]] = {}
+        self._newest = -1
+
+    def rows(self, *, complete: bool) -> list[RecordRow]:
+        """New rows. Holds the last step back unless the record is complete: its evaluation may still follow, perhaps in
+        the next attempt."""
+        # In this order: the evaluation of a step is written before the step that follows.
+        steps, evaluations = self._steps.new(), self._evaluations.new()
+        for line in [*steps, *evaluations]:
+            self._rows.setdefault(line.step, {}).update(numbers(line.values))
+        self._newest = max([self._newest, *(line.step for line in steps)])
+        self._at |= times(self._timeline.new())
+        ready = sorted(step for step in self._rows if complete or step < self._newest)
+        return [RecordRow(step, self._at.get(step), self._rows.pop(step)) for step in ready]
+
+
+class RolloutTables:
+    """Tables of the sampled groups of a run. A rank writes its groups up to ten seconds after the metrics of their
+    step, and W&B takes the values of a step only once, so a sampled step waits for them, at most PATIENCE_S."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._every = run, config.logging.samples_every
+        self._groups = min(config.logging.samples, config.groups_per_step)
+        self._since: dict[int, float] = {}
+
+    def ready(self, step: int, complete: bool) -> bool:
+        """Whether the values of a step can be sent.
+
+        complete: whether nothing more will be written.
+        """
+        if complete or step == 0 or not is_due(step, self._every):
+            return True
+        waits = time.monotonic() - self._since.setdefault(step, time.monotonic())
+        return waits > PATIENCE_S or len(self._sampled(step)) >= self._groups
+
+    def of(self, step: int) -> dict[str, Any]:
+        """Return the table of a step by its name; empty for a step without one."""
+        import wandb
+
+        if step == 0 or not is_due(step, self._every):
+            return {}
+        rows = [
+            [step, group.ordinal, group.environment, group.prompt, answer.text, reward, advantage, tokens, reason]
+            for group in self._sampled(step)
+            for answer, reward, advantage, tokens, reason in zip(*_columns(group), strict=True)
+        ]
+        return {"rollouts": wandb.Table(columns=list(TABLE), data=rows)} if rows else {}
+
+    def _sampled(self, step: int) -> list[GroupLine]:
+        return [group for group in read_rollouts(self._run, step, step) if group.answers]
+
+
+def _columns(group: GroupLine) -> tuple[Any, ...]:
+    return group.answers, group.rewards, group.advantages, group.lengths, group.finish_reasons
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def times(lines: Iterable[TimelineLine]) -> dict[int, float]:
+    """{step: unix time of its end}. Omits lines of a load, which repeat the step that was resumed from."""
+    return {line.step: line.at for line in lines if line.resumed is None}
+
+
+def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
+    """Upload the record until `over` reports that it is complete. Ends the process if W&B refuses."""
+    import wandb  # takes a second, and is only installed where a recipe asks for it
+
+    recipe = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
+    config = RunConfig.model_validate(recipe)
+    asked = config.logging.wandb
+    assert asked is not None  # the mirror starts only then
+    found = read(WandbRun, run.wandb, PATIENCE_S)
+    if isinstance(found, Unreadable):
+        leave(f"{found}: delete the file to start a second W&B run for this run")
+    known = found if isinstance(found, WandbRun) else WandbRun(secrets.token_hex(8))
+    write(run.wandb, known)  # before W&B learns the id
+    shutil.rmtree(run.wandb_files, ignore_errors=True)  # files of an earlier attempt, which this one repeats
+    at_wandb = known.url is not None
+    fork = if_readable(read(Fork, run.fork))
+    try:
+        wandb_run = wandb.init(
+            id=known.id,
+            resume="allow" if asked.mode == "online" else None,
+            name=None if at_wandb else run.root.resolve().name,  # the user may have renamed it at W&B
+            project=asked.project,
+            entity=asked.entity,
+            group=asked.group,
+            tags=None if at_wandb else asked.tags,
+            mode=asked.mode,
+            dir=str(run.root),
+            config=recipe | ({"fork": {"from": fork.source, "step": fork.step}} if fork else {}),
+            settings=wandb.Settings(
+                console="off",  # logs/ has the output of every rank
+                disable_git=True,  # the running code is the snapshot, not the current directory
+                save_code=False,
+                x_disable_meta=True,
+                x_disable_stats=True,  # they would show one node of many
+            ),
+        )
+    except wandb.Error as error:
+        leave(" ".join(str(error).split()))
+    write(run.wandb, known._replace(url=wandb_run.url))
+    record = RecordReader(run, attempt)
+    tables = RolloutTables(run, config) if asked.rollouts else None
+    waiting: deque[RecordRow] = deque()
+    outcome = None
+    while True:
+        ended = over.is_set()  # checked before reading the record, which is then complete
+        if ended:
+            left = if_readable(read(Outcome, attempt.outcome))
+            outcome = left and left.outcome
+        waiting.extend(row for row in record.rows(complete=outcome == FINISHED) if row.step >= wandb_run.starting_step)
+        while waiting and (tables is None or tables.ready(waiting[0].step, ended)):
+            row = waiting.popleft()
+            at = {"_timestamp": row.at} if row.at else {}
+            wandb_run.log(row.values | at | (tables.of(row.step) if tables else {}), step=row.step)
+        if ended:
+            break
+        over.wait(POLL_S)
+    if outcome == DRAINED:
+        wandb_run.mark_preempting()  # W&B then shows the run as preempted instead of failed
+    wandb_run.finish(exit_code=0 if outcome == FINISHED else 1)
+
+
+def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:
+    """Set `over` once the record is complete or its writer, `owner`, is gone; end this process `limit_s` later."""
+    while os.getppid() == owner and not select.select([sys.stdin], [], [], 1.0)[0]:
+        pass
+    over.set()
+    time.sleep(limit_s)
+    leave(f"W&B took longer than {limit_s:g} s to take the last steps")
+
+
+def leave(why: str) -> NoReturn:
+    """End this process at once, without wandb's exit hooks. wandb's helper process, wandb-core, notices and follows.
+
+    why: one line; rank 0 logs the last line of this process.
+    """
+    sys.stderr.write(why + "\n")
+    os._exit(EXIT_CRASHED)  # a regular exit runs wandb's hooks, which may wait for a network that is gone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rl.rank.metrics.wandb.upload", description="Upload the record of a run to W&B."
+    )
+    parser.add_argument("run_dir", type=Path, help="run directory whose resolved.yaml has logging.wandb")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds for the upload after the record is complete"
+    )
+    options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # sent to all processes of a step, but meant for the ranks
+    for name in [name for name in os.environ if name.startswith("WANDB_") and name not in USER_VARIABLES]:
+        del os.environ[name]
+    os.environ |= ENVIRONMENT
+    run = RunDir(options.run_dir)
+    over = threading.Event()
+    threading.Thread(target=end_in_time, args=(os.getppid(), options.limit, over), daemon=True).start()
+    upload(run, run.attempt(run.last_attempt()), over)
+
+
+if __name__ == "__main__":
+    main()

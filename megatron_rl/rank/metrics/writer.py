@@ -1,0 +1,210 @@
+"""Writer of metrics.jsonl, TensorBoard, W&B, Prometheus and one log line per step. Rank 0 alone writes.
+
+On a full disk the record waits for room: a save that fills the disk frees the space when it fails. TensorBoard and the
+timeline, which are only for people, are left out with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
+from megatron_rl.contract.files import once_there_is_room, write_atomic
+from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
+from megatron_rl.contract.window_rules import Watch
+from megatron_rl.rank.metrics.names import check_name
+from megatron_rl.rank.metrics.prometheus import PrometheusFile
+from megatron_rl.rank.metrics.wandb.mirror import Mirror
+from megatron_rl.recipe.logs import LoggingConfig, is_due
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 30.0  # seconds to retry a record that cannot be read at the start, for example on a stale mount
+
+
+class RolloutView(Protocol):
+    """Rollouts of a step, as people look at them."""
+
+    def histograms(self) -> Mapping[str, Sequence[float]]:
+        """TensorBoard name -> values."""
+
+    def texts(self, limit: int) -> list[str]:
+        """Return whole groups as text, at most `limit` of them."""
+
+
+class Tracker(Protocol):
+    """Place where people follow the numbers of a run, beside its record. Methods raise OSError."""
+
+    name: str
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step, or of an evaluation after it."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Writer:
+    """Interface of the training loop. This base class, for ranks other than 0, writes nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of a step."""
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the metrics of an evaluation after `step`."""
+
+    def timeline(self, line: TimelineLine) -> None:
+        """Write the seconds since the last line."""
+
+    def rollouts(self, step: int, view: RolloutView) -> None:
+        """Write histograms and texts of a step's rollouts, if due."""
+
+    def sync(self) -> None:
+        """Flush the record to disk: a checkpoint must never be newer than the record."""
+
+    def close(self) -> None:
+        """Close the record, after the outcome of the attempt is written."""
+
+
+class MetricsWriter(Writer):
+    """Writer of rank 0. First cuts the record back to the checkpoint that the run resumes from."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        attempt: Attempt,
+        config: LoggingConfig,
+        last_step: int,
+        evaluated: int,
+        hyperparameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        last_step: step of the checkpoint to resume from; 0 for a new run.
+        evaluated: step of the last evaluation before that checkpoint; -1 for none.
+        hyperparameters: sections of the recipe, for TensorBoard.
+        """
+        # The import takes a tenth of a second, which the other ranks save.
+        from megatron_rl.rank.metrics.tensorboard import TensorBoard
+
+        self._run_dir = run_dir
+        self._timeline = attempt.timeline
+        self._config = config
+        self._left_out: set[str] = set()
+        self._watch = Watch()
+        for line in cut_back(run_dir.metrics, last_step if last_step > 0 else None):
+            self._watch.add(line)
+        cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
+        self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1 if last_step else 0)
+        if hyperparameters:
+            with self._optional(self._tensorboard.name):
+                self._tensorboard.hyperparameters(hyperparameters)
+        self._trackers: list[Tracker] = [self._tensorboard, PrometheusFile(run_dir, config.prometheus)]
+        self._mirror = Mirror(run_dir, attempt) if config.wandb else None
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = _finite(metrics)
+        line = MetricsLine(step, values)
+        _append(self._run_dir.metrics, line)
+        self._track(step, values)
+        if self._mirror:
+            self._mirror.restart_if_ended()
+        logger.info(
+            "step %d  %sloss %.4f  grad norm %s  %.0f tokens/s",
+            step,
+            f"reward {values['mean_reward']:.3f}  " if "mean_reward" in values else "",
+            values.get("loss", math.nan),
+            f"{values['grad_norm']:.3f}" if "grad_norm" in values else "not finite",
+            values["throughput/tokens_per_s"],
+        )
+        for warning in self._watch.add(line):
+            logger.warning("%s: %s", warning.name, warning)
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        _append(self._run_dir.evaluations, MetricsLine(step, _finite(metrics)))
+        self._track(step, metrics)
+        for name, value in metrics.items():
+            logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
+
+    def timeline(self, line: TimelineLine) -> None:
+        with self._optional("the timeline"):
+            append(self._timeline, line)
+
+    def rollouts(self, step: int, view: RolloutView) -> None:
+        if is_due(step, self._config.histograms_every):
+            with self._optional(self._tensorboard.name):
+                self._tensorboard.histograms(step, view.histograms())
+        if is_due(step, self._config.samples_every):
+            with self._optional(self._tensorboard.name):
+                self._tensorboard.texts(step, view.texts(self._config.samples))
+
+    def sync(self) -> None:
+        """Also flush TensorBoard's event queue: a killed run would lose events of steps that it never repeats."""
+        with self._optional(self._tensorboard.name):
+            self._tensorboard.flush()
+        for path in (self._run_dir.metrics, self._run_dir.evaluations):
+            if path.exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Also end the W&B upload, which reads the outcome."""
+        for tracker in self._trackers:
+            with self._optional(tracker.name):
+                tracker.close()
+        if self._mirror:
+            self._mirror.close()
+
+    @contextmanager
+    def _optional(self, what: str) -> Iterator[None]:
+        """Warn once about `what` cannot be written, and continue without it."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._left_out:
+                logger.warning("%s is left out: %s", what, error)
+            self._left_out.add(what)
+
+    def _track(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            with self._optional(tracker.name):
+                tracker.add(step, metrics)
+
+
+def _append(path: Path, line: MetricsLine) -> None:
+    once_there_is_room(path, lambda: append(path, line))
+
+
+def cut_back(path: Path, last_step: int | None) -> list[MetricsLine]:
+    """Drop torn lines and those after `last_step` (None: all), whose steps will run again. Return the remaining lines.
+
+    Raises OSError if the file cannot be read, or if lines are damaged and that of `last_step` is not among the rest: a
+    file system may show garbage for a moment, and writing back the rest would lose the record.
+    """
+    lines = read_lines(MetricsLine, path, PATIENCE_S)
+    if isinstance(lines, Unreadable):
+        raise OSError(str(lines))
+    if lines.absent:
+        return []
+    kept = [line for line in lines.records if last_step is not None and line.step <= last_step]
+    if lines.damaged and last_step is not None and not (kept and kept[-1].step == last_step):
+        first = lines.damaged[0]
+        raise OSError(
+            f"{path}: line {first.line} {first.why}, and that of step {last_step} is missing: the file system may have "
+            "damaged it. Restore the file, or start another run"
+        )
+    write_atomic(path, "".join(encode_line(line) + "\n" for line in kept))
+    return kept
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Registered metrics whose value is finite or no number. Raises ValueError for unregistered names."""
+    for name in metrics:
+        check_name(name)
+    return {name: value for name, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}

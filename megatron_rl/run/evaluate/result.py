@@ -1,0 +1,157 @@
+"""Scores of an evaluation from its answers. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.contract.evaluation_records import (
+    GREEDY,
+    SAMPLED,
+    EvaluationResult,
+    MeanScore,
+    ProblemAnswers,
+    ScoredAnswer,
+    SetResult,
+)
+from megatron_rl.run.evaluate.answer_file import ProblemKey
+
+RIGHT = 1.0
+"""Reward of a correct answer, as in a run's greedy accuracy."""
+
+OF_ANSWERS: Mapping[str, Callable[[ScoredAnswer], float]] = {
+    "mean_reward": lambda answer: answer.reward,
+    "tokens": lambda answer: float(answer.tokens),
+    "cut_off": lambda answer: float(answer.finish_reason == "length"),
+}
+"""Quantities that are averaged over each problem's answers, and then over problems."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    right: bool
+    vote: str | None = None
+    """Key that is equal for equivalent answers; None if the response has no comparable answer."""
+
+
+def mean_over_problems(values: Sequence[float]) -> MeanScore | None:
+    """Return the mean over problems with its standard error; None without problems.
+
+    The standard error is that of an estimate for similar problems: the standard deviation of the problems' values,
+    divided by the square root of their number.
+    """
+    count = len(values)
+    if not count:
+        return None
+    mean = math.fsum(values) / count
+    if count == 1:
+        return MeanScore(mean, None, 1)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return MeanScore(mean, math.sqrt(variance / count), count)
+
+
+def pass_at_k(answers: int, right: int, k: int) -> float:
+    """Return the probability that at least one of k answers, drawn without replacement from the given ones, is right.
+
+    The unbiased estimate 1 - C(answers - right, k) / C(answers, k) of Chen et al. 2021 (arXiv 2107.03374), computed as
+    a product because the binomials overflow.
+
+    Raises ValueError unless 1 <= k <= answers and 0 <= right <= answers.
+    """
+    if not (1 <= k <= answers and 0 <= right <= answers):
+        raise ValueError(f"pass@{k} of {answers} answers, {right} of them right, does not exist")
+    if answers - right < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / n for n in range(answers - right + 1, answers + 1))
+
+
+def majority(answers: Sequence[Judged]) -> float:
+    """Return the share of right answers among the most frequent ones (several if tied); 0 if no answer is comparable.
+
+    Equivalent answers may be scored differently, for example if one has trailing text: such a vote is right if any of
+    its answers is.
+    """
+    votes: defaultdict[str, list[bool]] = defaultdict(list)
+    for answer in answers:
+        if answer.vote is not None:
+            votes[answer.vote].append(answer.right)
+    if not votes:
+        return 0.0
+    most = max(map(len, votes.values()))
+    first = [any(given) for given in votes.values() if len(given) == most]
+    return sum(first) / len(first)
+
+
+def powers_up_to(k: int) -> list[int]:
+    """Return the values of k for which pass@k is reported: 1, 2, 4, ... and k itself."""
+    return sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
+
+
+def pass_at(problems: Iterable[Sequence[Judged]], k: int) -> MeanScore | None:
+    enough = [answers for answers in problems if len(answers) >= k]
+    return mean_over_problems([pass_at_k(len(each), sum(answer.right for answer in each), k) for each in enough])
+
+
+def average(problems: Iterable[Sequence[Judged]]) -> MeanScore | None:
+    """Return avg@k: the mean over problems of the share of right answers."""
+    return mean_over_problems([sum(answer.right for answer in each) / len(each) for each in problems if each])
+
+
+def majority_over(problems: Iterable[Sequence[Judged]]) -> MeanScore | None:
+    """Return maj@k over the problems that have answers."""
+    return mean_over_problems([majority(each) for each in problems if each])
+
+
+def result(
+    settings: Mapping[str, Any], sizes: Mapping[str, int], known: Mapping[ProblemKey, ProblemAnswers], answers: str
+) -> EvaluationResult:
+    """Return the scores of all sets.
+
+    Args:
+        sizes: number of problems of each set.
+        known: answers to all problems, sampled, and greedy if requested.
+        answers: path of the file with the answers.
+    """
+    sets = {}
+    for name, size in sizes.items():
+        sampled = [known[name, SAMPLED, problem] for problem in range(size)]
+        greedy = [known[name, GREEDY, problem] for problem in range(size) if (name, GREEDY, problem) in known]
+        sets[name] = set_result(sampled, greedy, settings["k"], settings["compares_answers"])
+    return EvaluationResult(dict(settings), sets, answers)
+
+
+def set_result(
+    sampled: Sequence[ProblemAnswers], greedy: Sequence[ProblemAnswers], k: int, compares_answers: bool
+) -> SetResult:
+    judged = [[_judged(answer) for answer in each.answers] for each in sampled]
+    scores: dict[str, MeanScore | None] = {
+        "greedy": average([[_judged(one) for one in each.answers] for each in greedy])
+    }
+    scores |= {f"pass@{count}": pass_at(judged, count) for count in powers_up_to(k)}
+    scores[f"avg@{k}"] = average(judged)
+    if compares_answers:
+        scores[f"maj@{k}"] = majority_over(judged)
+    for name, of in OF_ANSWERS.items():
+        values = [[of(one) for one in each.answers] for each in sampled]
+        scores[name] = mean_over_problems([sum(each) / len(each) for each in values if each])
+    return SetResult(
+        problems=len(sampled),
+        answers=sum(len(each.answers) for each in sampled),
+        failures=_failures(sampled),
+        greedy_failures=_failures(greedy),
+        scores={name: score for name, score in scores.items() if score},
+    )
+
+
+def _judged(answer: ScoredAnswer) -> Judged:
+    return Judged(answer.reward == RIGHT, answer.vote)
+
+
+def _failures(problems: Sequence[ProblemAnswers]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in problems:
+        total.update(each.failures)
+    return dict(sorted(total.items()))

@@ -1,0 +1,83 @@
+"""Log-probs of a short text under the trainer's weights, with which engines are probed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.algorithms.logprobs import predicted_logprobs
+from megatron_rl.algorithms.packing import pack
+from megatron_rl.generate.refit.probe import Probe
+from megatron_rl.learn.training.pipeline import Pipeline
+from megatron_rl.learn.training.schedule import ModelInput, forward
+from megatron_rl.model.policy import Policy
+from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.rank.groups import Groups
+
+logger = logging.getLogger("megatron_rl")
+
+TOKENS = 64
+"""Most tokens of a probe: enough that all layers and positions have an effect, and as cheap as a short prompt."""
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Mean absolute differences of log-probs, in nats, that rounding explains, by the model's dtype.
+
+Two right implementations in fp32 differ by 1e-5. In bf16 a logit between 16 and 32 is rounded to a multiple of 1/8:
+log-probs of SmolLM2 by two kernels of attention differ by 0.06 in the mean and by 0.22 at most, which is why the mean
+counts. Wrong weights of a tensor, such as those of another layer, differ by nats."""
+
+
+def probe_text(prompts: Iterable[str], tokenizer: Tokenizer, longest: int) -> list[int]:
+    """Tokens of a probe: those of the first prompts, repeated if they are few.
+
+    longest: tokens of the longest sequence, of which one is left for an engine that must sample.
+    """
+    found: list[int] = []
+    for prompt in islice(prompts, TOKENS):
+        found += tokenizer.encode(prompt)
+        if len(found) >= TOKENS:
+            break
+    return (found * TOKENS)[: min(TOKENS, longest - 1)]
+
+
+class Prober:
+    """Measures the probe of each version. One text serves all versions."""
+
+    def __init__(self, policy: Policy, tokens: Sequence[int], groups: Groups) -> None:
+        """
+        policy: the trainer's.
+        tokens: see `probe_text`; equal on all ranks.
+        """
+        self._policy, self._tokens, self._groups = policy, tuple(tokens), groups
+        self._pipeline = Pipeline(groups)
+        (batch,) = pack([[*tokens]], [[False, *[True] * (len(tokens) - 1)]], [0], len(tokens))
+        self._input = ModelInput.of(policy, batch, groups.context)
+
+    def measure(self) -> Probe | None:
+        """Measure the probe of the current weights; None if their log-probs are not finite, which is no fault of an
+        engine. Collective over all ranks, and equal on all."""
+        logprobs = self._logprobs().tolist()
+        try:
+            return Probe(self._tokens, tuple(logprobs), TOLERANCES[self._policy.config.params_dtype])
+        except ValueError as error:
+            logger.warning("engines are not probed with these weights: %s", error)
+            return None
+
+    def _logprobs(self) -> Tensor:
+        """[tokens - 1] on every rank."""
+        scores = torch.zeros(len(self._tokens) - 1, device=self._policy.device)
+        output = self._policy.output() if self._pipeline.last else None
+
+        def receive(hidden: Tensor, read: ModelInput) -> None:
+            assert output is not None
+            scores[read.trained], _ = predicted_logprobs(hidden, output, read.targets, 1.0, entropy="none")
+
+        forward(self._policy, [self._input], receive, self._pipeline, stop=lambda: False)
+        for group in (self._groups.context, self._groups.pipeline):  # each token is predicted on one of these ranks
+            if group.size() > 1:
+                dist.all_reduce(scores, group=group)
+        return scores

@@ -1,0 +1,294 @@
+"""One rank's share of a step at its true size, with the code of a run, on tensors without values."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.refit.rank_engine import build_engine, build_inference_policy
+from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.learn.training.objective import FirstPass, objective_of
+from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
+from megatron_rl.learn.training.schedule import ModelInput
+from megatron_rl.learn.training.trainer import Trainer
+from megatron_rl.learn.training.training_batch import Agreed, training_batch, update_batch, update_part
+from megatron_rl.model.platform.phantom import HeldMemory, PhantomCuda, PhantomDevice
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.trainable import Trainable
+from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.drain import DrainListener
+from megatron_rl.rank.engine_ranks import EngineRanks
+from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.here import Here
+from megatron_rl.rank.metrics.timeline import Timeline
+from megatron_rl.rank.safe_points import SafePoints
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.inference import Sampling
+from megatron_rl.recipe.model import ModelConfig, Recompute
+
+END = 1  # end token; every value that the host reads of such a tensor is 1
+A_MINUTE = timedelta(minutes=1)
+ROOT = Path(__file__).parents[3]
+
+
+class PhaseFailed(Exception):
+    """A phase of a step failed, as it would in a run."""
+
+    def __init__(self, phase: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        super().__init__(f"{phase}: {text}")
+        self.failure = {"phase": phase, "error": text, "where": _where(error.__traceback__)}
+        """`where` is the innermost line of this project in the traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRehearsal:
+    parameters: int = 0
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Bytes at the peak of each phase, by holder such as "weights"; phases are in the order of their start."""
+    failure: dict[str, str] | None = None  # phase, error and place of a failure, as `PhaseFailed` has them
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """A teacher that the training ranks hold."""
+
+    model: ModelConfig
+    tokens: int  # entries of its vocabulary
+
+
+class Phases:
+    """Memory at the peak of each phase of a step."""
+
+    def __init__(self, memory: HeldMemory) -> None:
+        self._memory = memory
+        self.peaks: dict[str, dict[str, int]] = {}  # same as `RankRehearsal.phases`
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure a phase, the `with` block; phases may be nested.
+
+        Raises PhaseFailed for any other exception of the block, naming the innermost phase.
+        """
+        try:
+            with self._memory.watched() as peak:
+                yield
+        except PhaseFailed:
+            raise
+        except Exception as error:  # any error that a run's step would raise is a result of the rehearsal
+            raise PhaseFailed(name, error) from error
+        if peak.bytes > sum(self.peaks.get(name, {}).values()):
+            self.peaks[name] = {holder: size for holder, size in peak.held_by.items() if size}
+
+
+def rehearse_rank(
+    config: RunConfig,
+    vocab: int,
+    role: str,
+    groups: Groups,
+    device: PhantomDevice,
+    teacher: Taught | None = None,
+) -> RankRehearsal:
+    """Build a rank, and generate and train as far as its role does.
+
+    Args:
+        vocab: tokens of the tokenizer.
+        role: colocated, training, inference or teacher.
+        device: entered by the caller.
+        teacher: beside the policy on training ranks, if there is one.
+
+    Raises PhaseFailed. Any other exception is a fault of the rehearsal itself.
+    """
+    phases = Phases(device.memory)
+    rank = _Rank(config, vocab, groups, device, phases, teacher)
+    with phases.phase("build"):
+        engine, trainer = rank.build(role)
+    if engine:
+        with phases.phase("score" if role == "teacher" else "generate"):
+            generate(engine, config, device.memory)
+    if trainer:
+        with phases.phase("score"):
+            score(trainer)
+        with phases.phase("train"):
+            trainer.train(rollouts(config, trainer.groups.pipeline.size(), trainer.groups.data.size()), step=1)
+    return RankRehearsal(rank.parameters, phases.peaks)
+
+
+class _Rank:
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab: int,
+        groups: Groups,
+        device: PhantomDevice,
+        phases: Phases,
+        teacher: Taught | None,
+    ) -> None:
+        self.parameters = 0
+        self._teacher = teacher
+        self._config = config
+        self._vocab = vocab
+        self._groups = groups
+        self._memory = device.memory
+        self._platform = PhantomCuda(device)
+        self._platform.seed(0)
+        self._phases = phases
+
+    def build(self, role: str) -> tuple[Engine | None, Trainer | None]:
+        config = self._config
+        alone = role in ("inference", "teacher")
+        tp = (None if alone else config.placement.inference.tp) or config.placement.training.tp
+        ranks = EngineRanks.form(self._groups, tp, A_MINUTE)
+        if alone:
+            policy = self._built("weights", lambda: build_inference_policy(config, self._vocab, self._platform, ranks))
+            self.parameters = sum(weight.numel() for weight in policy.parameters())
+            return Engine(policy, config.model, config.inference, {END}, config.training.sequence_length, ranks), None
+        policy = self._policy("weights", config.training.recompute)
+        self.parameters = sum(weight.numel() for weight in policy.parameters())
+        trainer = self._trainer(policy)
+        if role == "training" or not config.generates:
+            return None, trainer
+        trainer.optimizer.offload()
+        engine, _refit = build_engine(policy, config, self._vocab, {END}, self._platform, self._groups, ranks)
+        assert isinstance(engine, Engine), "megatron-core's engine reads values on the device"
+        self._memory.assign("inference weights", _tensors(engine.policy))
+        self._memory.assign("weights", _tensors(policy))  # some are shared with the engine
+        return engine, trainer
+
+    def _trainer(self, policy: Policy) -> Trainer:
+        config = self._config
+        trainable, reference = Trainable.of(config.model), None
+        if config.grpo.kl_beta > 0:
+            reference = self._policy("reference").requires_grad_(False) if trainable.everything else policy
+        trainable.mark(policy)
+        with self._memory.held_by("optimizer"):
+            optimizer = _Optimizer(policy, config, self._phases)
+        self._memory.assign("gradients", [buffer.grad_data for buffer in optimizer.buffers])
+        self._memory.assign("weights", policy.parameters())  # the optimizer has moved them into its buffers
+        safe_points = _SafePoints(self._phases)
+        teacher = None
+        if self._teacher:
+            model = self._policy("teacher", of=self._teacher).requires_grad_(False)
+            teacher = partial(FirstPass.under_another, policy=model)
+        objective = objective_of(config, policy, reference, teacher)
+        run = RunDir(tempfile.gettempdir())
+        here = Here(run, run.attempt(1), self._platform, self._groups, safe_points)
+        return Trainer(policy, optimizer, objective, config, here)
+
+    def _policy(self, holder: str, recompute: Recompute = "none", of: Taught | None = None) -> Policy:
+        """Build the policy, or a teacher (`of`)."""
+        config = self._config
+        model, vocab = (of.model, of.tokens) if of else (config.model, self._vocab)
+        parallel = config.placement.training.sequence_parallel
+        return self._built(
+            holder, lambda: build_policy(model, vocab, self._platform, recompute, sequence_parallel=parallel)
+        )
+
+    def _built(self, holder: str, build: Callable[[], Policy]) -> Policy:
+        """Build a policy whose memory is the holder's."""
+        with self._memory.held_by(holder):
+            policy = build()
+        self._memory.assign(holder, policy.parameters())  # the platform's own builds hold weights
+        return policy
+
+
+def generate(engine: Engine, config: RunConfig, memory: HeldMemory) -> None:
+    """Fill all rows, one of them with a sequence of full length, and decode a token for each. Log-probs of prompts are
+    left out, since the host reads their values."""
+    length, answer = config.sequence_length, config.sampling.max_new_tokens
+    fresh = Sampling(temperature=config.sampling.temperature, max_new_tokens=answer)
+    requests = [engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))]
+    for key in range(1, config.inference.max_batch):  # all prompts differ
+        prompt = [key % engine.policy.vocabulary] * max(1, length - answer)
+        requests.append(engine.submit(GenerationRequest(prompt, 1, fresh, key)))
+    engine.step()
+    assert engine.runner.cache is not None
+    memory.assign("KV cache", (engine.runner.cache.keys, engine.runner.cache.values))
+    engine.step()
+    for request in requests:
+        engine.cancel(request)
+    engine.end_phase()
+
+
+def score(trainer: Trainer) -> None:
+    config, policy = trainer.config, trainer.policy
+    groups = rollouts(config, 1, trainer.groups.data.size()).groups
+    batch = training_batch(groups, trainer.objective.credit(groups), config, 0, trainer.platform.device)
+    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform.kernels)
+    (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser)).microbatches
+    trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])
+
+
+def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatch:
+    """A batch that fills `microbatches` micro-batches, and at least two: sequences of full length, and a shorter one
+    for the rest of a micro-batch. Prompts differ and half of the answers are right. The batch is at most the
+    share of one of the data-parallel replicas.
+
+    Answers that share a prompt need no more memory (see `flops.rows_per_token`), nor do shorter answers, apart from
+    padding to common lengths.
+    """
+    length = config.sequence_length
+    limit = max(length, config.placement.training.cp * config.training.tokens_per_microbatch)
+    lengths = [length] * (limit // length)
+    if limit % length > 1:
+        lengths.append(limit % length)
+    lengths = (lengths * max(2, microbatches))[: max(2, config.answers_of_replica(replicas))]
+    trajectories = []
+    for number, tokens in enumerate(lengths):
+        answer = min(config.sampling.max_new_tokens, tokens - 1)
+        completion = Completion([2] * answer, [0.0] * answer, "length", [0] * answer)
+        trajectories.append(Trajectory.single([number] * (tokens - answer), completion, "", float(number % 2)))
+    return RolloutBatch([TrajectoryGroup(0, Problem("", {}), trajectories, {})], [0], 0, 1)
+
+
+class _Optimizer(PolicyOptimizer):
+    def __init__(self, policy: Policy, config: RunConfig, phases: Phases) -> None:
+        super().__init__(policy, config.model, config.optimizer, total_updates=1, offload=config.offload)
+        self.buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        self._phases = phases
+
+    def update(self, updates_done: int) -> Update:
+        with self._phases.phase("update"):
+            return super().update(updates_done)
+
+
+class _SafePoints(SafePoints):
+    """Safe points whose phases are the rehearsal's, and at which nobody asks the rank to leave."""
+
+    def __init__(self, phases: Phases) -> None:
+        attempt = RunDir(tempfile.gettempdir()).attempt(1)
+        super().__init__(Activity(attempt, published=False), DrainListener(attempt), Timeline())
+        self._phases = phases
+
+    @contextmanager
+    def phase(self, category: str) -> Iterator[None]:
+        with self._phases.phase({"wait": "train", "log-probs": "score", "offload": "update"}.get(category, category)):
+            yield
+
+
+def _tensors(policy: Policy) -> Iterator[Tensor]:
+    """Weights, and tables that are not parameters."""
+    yield from chain(policy.parameters(), (value for value in vars(policy).values() if isinstance(value, Tensor)))
+
+
+def _where(trace: TracebackType | None) -> str:
+    packages = [ROOT / "megatron_rl" / room for room in ("model/platform/phantom.py", "run/rehearse")]
+    files = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(trace)]
+    inside = [frame for frame, file in files if file.is_relative_to(ROOT / "megatron_rl")]
+    ours = [frame for frame in inside if not any(Path(frame.filename).is_relative_to(room) for room in packages)]
+    last = (ours or inside)[-1]
+    return f"{Path(last.filename).relative_to(ROOT)}:{last.lineno} in {last.name}"

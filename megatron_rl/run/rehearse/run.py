@@ -1,0 +1,137 @@
+"""Rehearse a rank with few layers and experts, and extrapolate to all of them.
+
+Peak memory of a phase is linear: a constant, plus an amount for each layer, plus an amount for each expert of each
+layer. Two depths and two numbers of experts determine all three, for the policy and for a teacher beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from megatron_rl.model.platform.phantom import PhantomDevice
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import ROWS
+from megatron_rl.recipe.inference import InferenceConfig
+from megatron_rl.recipe.job import TrainingLayout
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.run.rehearse.phantom_world import alone_in
+from megatron_rl.run.rehearse.rank import PhaseFailed, RankRehearsal, Taught, rehearse_rank
+
+DEPTHS = (2, 4)  # layers of a stage in the two rehearsals: enough that a phase peaks where it does with all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A model that is small enough to build, and how it grows to its true size."""
+
+    small: ModelConfig
+    larger: tuple[tuple[ModelConfig, Fraction], ...]
+    """Further models, and how many times the difference between each and the small one is added."""
+
+
+def rehearse(
+    config: RunConfig,
+    world: int,
+    rank: int,
+    role: str,
+    vocab: int,
+    teacher: dict[str, Any] | None = None,
+    depths: tuple[int, int] = DEPTHS,
+) -> dict[str, Any]:
+    """Rehearse one rank of a world of `world` ranks. Returns the fields of `RankRehearsal` for all layers and experts.
+
+    Args:
+        rank: in the training world, or in that of a replica.
+        role: colocated, training, inference or teacher.
+        vocab: tokens of the tokenizer.
+        teacher: fields of `Taught`; None: there is none, or its shape is unknown.
+        depths: layers of a stage to build; a stage with no more layers is built whole.
+    """
+    taught = None
+    if teacher is not None:
+        model = ModelConfig.model_validate(teacher["model"])
+        own = {"dtype": config.model.dtype, "vocab_multiple": config.model.vocab_multiple, "lora": None}
+        taught = Taught(model.model_copy(update=own), teacher["tokens"])
+    if role == "teacher":
+        assert taught is not None, "a replica of the teacher has its shape"
+        config, vocab, taught = _of_teacher(config, taught), taught.tokens, None
+    elif role == "inference":
+        config, taught = _with_tp(config, config.placement.inference.tp or config.placement.training.tp), None
+    elif config.distill is None or config.distill.is_served:
+        taught = None
+    layout = config.placement.training
+    policy = growth(config.model, layout, depths)
+    beside = growth(taught.model, layout, depths) if taught else None
+
+    def built(model: ModelConfig, of_teacher: ModelConfig | None) -> RankRehearsal:
+        seen = Taught(of_teacher, taught.tokens) if taught and of_teacher else None
+        of_size = config.model_copy(update={"model": model})
+        with alone_in(world, rank, layout) as groups, PhantomDevice(reads_ones=True) as device:
+            return rehearse_rank(of_size, vocab, role, groups, device, seen)
+
+    small = beside.small if beside else None
+    try:
+        base = built(policy.small, small)
+        rises = [(built(larger, small), steps) for larger, steps in policy.larger]
+        rises += [(built(policy.small, larger), steps) for larger, steps in (beside.larger if beside else ())]
+    except PhaseFailed as failed:
+        return asdict(RankRehearsal(failure=failed.failure))
+    whole: dict[str, Any] = _extrapolated(asdict(base), [(asdict(one), steps) for one, steps in rises])
+    return whole
+
+
+def _with_tp(config: RunConfig, tp: int) -> RunConfig:
+    """Return the recipe with the layout of a replica in place of that of training."""
+    placement = config.placement.model_copy(update={"training": TrainingLayout(tp=tp)})
+    return config.model_copy(update={"placement": placement})
+
+
+def _of_teacher(config: RunConfig, taught: Taught) -> RunConfig:
+    """Return the recipe with the teacher, on its replica, in place of the policy."""
+    assert config.teacher_replicas is not None
+    scores = {"model": taught.model, "inference": InferenceConfig(max_batch=ROWS)}
+    return _with_tp(config, config.teacher_replicas.tp).model_copy(update=scores)
+
+
+# A stage of 12 layers with 64 experts each, 8 of them per token, is rehearsed three times: with 2 layers of 8
+# experts, with 4 layers of 8 experts, and with 2 layers of 16. Two more layers cost what the second adds to the first,
+# and the stage has ten more: (12 - 2) / (4 - 2) = 5 times that. The third adds 8 experts in 2 layers, and the whole
+# stage has 56 more in 12 layers: 56 * 12 / (8 * 2) = 42 times that.
+def growth(model: ModelConfig, layout: TrainingLayout, depths: tuple[int, int]) -> Growth:
+    layers, experts = model.num_layers // layout.pp, model.num_experts
+    depth, width = depths[0] if layers > depths[-1] else layers, few_experts(model, layout.ep)
+
+    def sized(depth: int, width: int | None) -> ModelConfig:
+        return model.model_copy(update={"num_layers": depth * layout.pp, "num_experts": width})
+
+    larger = []
+    if depth < layers:
+        larger.append((sized(depths[1], width), Fraction(layers - depth, depths[1] - depth)))
+    if width and experts and width < experts:  # each layer has them
+        larger.append((sized(depth, 2 * width), Fraction((experts - width) * layers, width * depth)))
+    return Growth(sized(depth, width), tuple(larger))
+
+
+def few_experts(model: ModelConfig, ep: int) -> int | None:
+    """Experts of a layer in the first rehearsal; the second has twice that number. Enough for every token and every
+    rank; all experts if there are no more; None for a dense model."""
+    if not model.num_experts or not model.experts_per_token:
+        return None
+    few = -(-model.experts_per_token // ep) * ep
+    return few if 2 * few < model.num_experts else model.num_experts
+
+
+def _extrapolated(base: Any, rises: Sequence[tuple[Any, Fraction]]) -> Any:
+    """Add to each number of `base` its rises: `steps` times the difference between another rehearsal and `base`."""
+    if isinstance(base, dict):
+        names = {**base, **{name: None for more, _ in rises for name in more}}
+        return {
+            name: _extrapolated(base.get(name, 0), [(more.get(name, 0), steps) for more, steps in rises])
+            for name in names
+        }
+    if not isinstance(base, int):
+        return base
+    return int(base + sum((more - base) * steps for more, steps in rises))

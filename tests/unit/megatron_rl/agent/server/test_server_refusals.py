@@ -1,0 +1,284 @@
+"""Invalid input: OpenAI's error format, the right status and parameter; the engine is not used."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from copy import copy
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from server_helpers import EOS, MAX_LENGTH, SayingEngine, ask, byte_tokenizer
+
+from megatron_rl.agent.server.bodies import ChatBody, CompletionBody
+from megatron_rl.agent.server.parameters import REFUSED, WITHOUT_EFFECT
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+NO_TOKEN = EOS + 1
+
+
+def refused(route: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
+    engine = SayingEngine()
+    response = ask(engine, route, body, **options)
+    assert not engine.asked
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "3"), ("temperature", -0.1),
+        ("temperature", "hot"), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 2**63),
+        ("min_p", 1), ("n", 0), ("n", 129),
+        ("stop", "x" * 10_000), ("stop", ["x"] * 17), ("stop", ""), ("stop_token_ids", [-1]),
+        ("stop_token_ids", [NO_TOKEN]), ("prompt", [NO_TOKEN]), ("prompt", [-1]), ("prompt", []), ("prompt", ""),
+        ("prompt", [[]]), ("prompt", None), ("logprobs", 21), ("logprobs", True), ("seed", "x"), ("stream", 1),
+        ("min_tokens", 5), ("presence_penalty", 2.5), ("repetition_penalty", 0), ("logit_bias", {"x": 1}),
+        ("logit_bias", {str(NO_TOKEN): 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {str(token): 1 for token in range(1025)}), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("echo", "yes"), ("ignore_eos", 1),
+    ],
+)  # fmt: skip
+def test_impossible_values_are_refused(param: str, value: Any) -> None:
+    error = refused(COMPLETIONS, {"prompt": "ask", "max_tokens": 4, param: value})
+    assert (error["param"] or "").split(".")[0] == param or param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("best_of", 2), ("echo", True), ("continue_final_message", True), ("chat_template", "{{ 1 }}"),
+        ("structured_outputs", {"regex": "x"}), ("bad_words", ["x"]), ("chat_template_kwargs", {"tokenize": True}),
+        ("reasoning_effort", "extreme"),
+        ("suffix", "x"), ("response_format", {"type": "grammar"}), ("audio", {"voice": "x"}),
+        ("tool_choice", {"type": "allowed_tools"}),
+        ("functions", [{"name": "f"}]), ("no_such_parameter", 1),
+        ("tool_choice", "required"), ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("top_logprobs", 3), ("service_tier", "flex"), ("stream_options", {"x": 1}),
+    ],
+)  # fmt: skip
+def test_unsupported_parameters_are_refused_by_name(param: str, value: Any) -> None:
+    error = refused(CHAT, {"messages": [USER], param: value})
+    assert param in error["message"] and error["param"].split(".")[0] == param
+
+
+OF_THE_CLIENT_ITSELF = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+
+
+@pytest.mark.parametrize(
+    ("route", "client", "kind", "body"),
+    [
+        (COMPLETIONS, "Completions", CompletionBody, {"prompt": "ask"}),
+        (CHAT, "chat.Completions", ChatBody, {"messages": [USER]}),
+    ],
+    ids=[COMPLETIONS, CHAT],
+)
+def test_every_parameter_of_openais_client_is_known(
+    route: str, client: str, kind: type[CompletionBody | ChatBody], body: dict[str, Any]
+) -> None:
+    """This fails if a newer client has further parameters."""
+    from openai import resources  # slow to import
+
+    create = attrgetter(client)(resources).create
+    params = inspect.signature(create).parameters.keys() - OF_THE_CLIENT_ITSELF
+    assert len(params) > 15
+    for param in sorted(params):
+        assert (param in kind.model_fields) or (param in REFUSED) != (param in WITHOUT_EFFECT), param
+        given = {**body, "max_tokens": 4, param: [{"no such": "value"}]}
+        if param in WITHOUT_EFFECT:
+            assert ask(SayingEngine(), route, given).is_success, param
+        else:
+            assert refused(route, given)["param"].split(".")[0] == param
+
+
+OF_VLLM = """
+    add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template chat_template_kwargs
+    continue_final_message documents ec_transfer_params echo frequency_penalty ignore_eos include_reasoning
+    include_stop_str_in_output kv_transfer_params length_penalty logit_bias logprob_token_ids logprobs
+    max_completion_tokens max_tokens media_io_kwargs messages min_p min_tokens mm_payload mm_processor_kwargs model n
+    parallel_tool_calls presence_penalty priority prompt prompt_embeds prompt_logprobs reasoning_effort
+    repetition_detection repetition_penalty request_id response_format return_mm_kwargs return_prompt_text
+    return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start seed session_id
+    skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream stream_interval stream_options
+    structured_outputs suffix temperature thinking_token_budget tool_choice tools top_k top_logprobs top_p
+    truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking
+"""
+"""Fields of CompletionRequest and ChatCompletionRequest in vLLM 0.32."""
+
+
+def test_every_parameter_of_vllm_is_known_and_listed_in_the_docs() -> None:
+    """The table in docs/inference.md must agree with the code."""
+    both = CompletionBody.model_fields.keys() & ChatBody.model_fields.keys()
+    known = {
+        "honoured": both,
+        "honoured, `/v1/completions`": CompletionBody.model_fields.keys() - both,
+        "honoured, `/v1/chat/completions`": ChatBody.model_fields.keys() - both,
+        "without effect": WITHOUT_EFFECT.keys(),
+        "refused": REFUSED.keys(),
+    }
+    assert {*OF_VLLM.split()} <= {name for names in known.values() for name in names}
+    page = (Path(__file__).parents[5] / "docs" / "inference.md").read_text()
+    rows = dict(re.findall(r"^\| (honoured.*?|without effect|refused) \| (.*) \|$", page, re.MULTILINE))
+    assert {name: {*re.findall(r"`(\w+)`", row)} for name, row in rows.items()} == known
+
+
+def test_neutral_values_are_accepted_and_others_refused_with_a_sentence() -> None:
+    for name, (neutral, why) in REFUSED.items():
+        if name in CompletionBody.model_fields:
+            continue
+        assert why.startswith(("is ", "are ", "other than ")) and not why.endswith("."), name
+        for value in neutral:
+            assert ask(SayingEngine(), COMPLETIONS, {"prompt": "x", name: value}).is_success, name
+        message = refused(COMPLETIONS, {"prompt": "x", name: ["no such value"]})["message"]
+        assert message == f"{name} {why}"
+    assert refused(CHAT, {"messages": [USER], "tool_choice": "required"})["message"] == (
+        "tool_choice asks for tools, but there are none"
+    )
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [], [{}], [{"role": "robot", "content": "x"}], [{"role": "user", "content": 5}], ["hi"], "hi",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}],
+    ],
+)  # fmt: skip
+def test_invalid_messages_are_refused(messages: Any) -> None:
+    assert refused(CHAT, {"messages": messages})["param"].startswith("messages")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"temperature": NaN}', b"\x00",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_invalid_json_is_refused(raw: bytes) -> None:
+    assert refused(COMPLETIONS, raw)["code"] == "invalid_json"
+
+
+def test_prompt_longer_than_the_context_is_refused() -> None:
+    for body in (
+        {"prompt": [1] * MAX_LENGTH},
+        {"prompt": [1] * (MAX_LENGTH + 5), "max_tokens": 1},
+        {"prompt": [1], "max_tokens": MAX_LENGTH},
+        {"prompt": "x" * 30_000, "max_tokens": 10**18},
+    ):
+        assert refused(COMPLETIONS, body)["code"] == "context_length_exceeded"
+    assert refused(CHAT, {"messages": [{"role": "user", "content": "x" * 500}]})["code"] == "context_length_exceeded"
+
+
+def test_unknown_model_or_route_is_refused() -> None:
+    assert refused("/v1/models/gpt-5", b"", 404, method="GET")["code"] == "model_not_found"
+    assert refused("/v1/embeddings", {}, 404)["code"] == "unknown_url"
+    assert refused(COMPLETIONS, b"", 405, method="GET")["code"] == "unknown_url"
+
+
+def test_characters_without_a_token_are_refused() -> None:
+    from megatron_rl.model.tokenizer import CharacterTokenizer
+
+    error = refused(COMPLETIONS, {"prompt": "1x"}, tokenizer=CharacterTokenizer("012"))
+    assert "no token for the character 'x'" in error["message"]
+
+
+def test_failed_engine_is_a_server_error(caplog: pytest.LogCaptureFixture) -> None:
+    engine = SayingEngine()
+    engine.fails = RuntimeError("secret inner life")
+    response = ask(engine, COMPLETIONS, {"prompt": "x"})
+    assert response.status_code == 500 and "secret" not in response.text
+    assert json.loads(response.text)["error"]["type"] == "server_error"
+
+
+class FailsLater(SayingEngine):
+    """An engine that fails after its first token."""
+
+    def step(self) -> None:
+        if any(saying.said for saying in self._under_way.values()):
+            self.fails = RuntimeError("secret inner life")
+        super().step()
+
+
+def test_reader_of_a_part_learns_that_the_engine_has_failed() -> None:
+    response = ask(FailsLater(), COMPLETIONS, {"prompt": "x", "stream": True})
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert response.status_code == 200 and json.loads(lines[0])["choices"][0]["text"]
+    assert json.loads(lines[-1])["error"]["type"] == "server_error", "an error, and not [DONE]"
+    assert "secret" not in response.text
+
+
+def test_deepest_error_is_reported() -> None:
+    """If a value may be text or a list, the type that does not fit is not reported."""
+    content = [{"type": "text", "text": "hi"}, {"type": "text", "text": 5}]
+    error = refused(CHAT, {"messages": [USER, {"role": "user", "content": content}]})
+    assert error["param"] == "messages.1.content.1.text"
+
+
+def test_only_one_of_many_mistakes_is_reported() -> None:
+    """A body has room for millions."""
+    for body in (
+        {"prompt": [-1] * 1000},
+        {"prompt": "x", "stop": [1] * 1000},
+        {"prompt": "x"} | {f"unknown_{number}": 1 for number in range(1000)},
+    ):
+        with pytest.raises(ValidationError) as found:
+            CompletionBody.model_validate(body)
+        assert found.value.error_count() <= 6
+        assert len(refused(COMPLETIONS, body)["message"]) < 200
+
+
+def test_too_many_prompts_are_not_encoded() -> None:
+    tokenizer, encoded = copy(byte_tokenizer()), list[str]()
+
+    def encode(text: str) -> list[int]:
+        encoded.append(text)
+        return byte_tokenizer().encode(text)
+
+    tokenizer.encode = encode  # type: ignore[method-assign,assignment]
+    error = refused(COMPLETIONS, {"prompt": ["xyz"] * 100_000}, tokenizer=tokenizer)
+    assert error["param"] == "n" and "100000 prompts" in error["message"]
+    assert "xyz" not in encoded
+
+
+def test_error_about_a_text_does_not_repeat_all_of_it() -> None:
+    tokenizer = copy(byte_tokenizer())
+
+    def encode(text: str) -> list[int]:
+        raise ValueError(f"cannot read {text}")
+
+    tokenizer.encode = encode  # type: ignore[method-assign,assignment]
+    error = refused(COMPLETIONS, {"prompt": "x" * 10_000}, tokenizer=tokenizer)
+    assert error["message"].startswith("prompt: cannot read xxx") and len(error["message"]) < 600
+
+
+def test_too_many_messages_are_refused() -> None:
+    assert refused(CHAT, {"messages": [USER] * 10_001})["param"] == "messages"
+
+
+def test_tokens_to_text_and_back() -> None:
+    engine = SayingEngine()
+    tokens = ask(engine, "/tokenize", {"prompt": "aéb"}).json()
+    assert tokens == {"tokens": byte_tokenizer().encode("aéb"), "count": 3, "max_model_len": MAX_LENGTH}
+    assert ask(engine, "/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "aéb"}
+    asked = ask(engine, "/tokenize", {"messages": [USER]}).json()["tokens"]
+    assert byte_tokenizer().decode(asked) == "[user]hi[assistant]"
+    assert refused("/detokenize", {"tokens": [NO_TOKEN]})["param"] == "tokens"
+    assert refused("/tokenize", {})["param"] == "prompt"
+
+
+def test_model_reports_its_name_and_context() -> None:
+    engine = SayingEngine()
+    (card,) = ask(engine, "/v1/models", b"", method="GET").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", MAX_LENGTH)
+    assert ask(engine, "/v1/models/tiny", b"", method="GET").json()["id"] == "tiny"

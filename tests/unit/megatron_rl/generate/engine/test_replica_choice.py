@@ -1,0 +1,81 @@
+"""Slow replicas, the wire format, and answers in which several replicas have a part."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.generate.engine.api import AnswerPrefix, Delta, GenerationRequest
+from megatron_rl.generate.replicas.dispatch import MEASURED_S, SLOWER, too_slow
+from megatron_rl.generate.replicas.link import DecodePace
+from megatron_rl.generate.replicas.unanswered import Unanswered
+from megatron_rl.generate.replicas.wire import (
+    About,
+    News,
+    Refusal,
+    decode_news,
+    decode_request,
+    encode_news,
+    encode_request,
+)
+from megatron_rl.recipe.inference import Sampling
+
+TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0, allow_nan=False), st.integers(0, 9)))
+
+
+def test_slow_replica_is_detected_beside_measured_ones() -> None:
+    usual = DecodePace(tokens=1000, seconds=MEASURED_S)
+    slow = DecodePace(tokens=1000, seconds=MEASURED_S * (SLOWER + 0.1))
+    assert too_slow({(0, 0): usual, (1, 0): usual, (2, 0): slow}) == [(2, 0)]
+    assert too_slow({(0, 0): usual, (1, 0): slow._replace(seconds=MEASURED_S * SLOWER)}) == []
+    assert too_slow({(2, 0): slow}) == []
+    assert too_slow({(0, 0): DecodePace(10, MEASURED_S / 2), (2, 0): slow}) == []
+
+
+@given(TOKENS, st.integers(0, 2**64 - 1), st.none() | st.integers(0))
+def test_request_survives_the_wire(known: list[tuple[int, float, int]], key: int, ordinal: int | None) -> None:
+    beginning = AnswerPrefix(*([*map(list, zip(*known, strict=True))] or [[], [], []]))
+    asked = GenerationRequest([5, 6], 3, Sampling(max_new_tokens=4, stop=["\n"]), key, ordinal, {2: beginning})
+    arrived = decode_request(json.loads(json.dumps(encode_request(asked))))
+    assert arrived == asked
+    assert arrived.id == asked.id
+
+
+@given(TOKENS)
+def test_news_survive_the_wire_bit_for_bit(tokens: list[tuple[int, float, int]]) -> None:
+    numbers, logprobs, versions = ([each[place] for each in tokens] for place in range(3))
+    delta = Delta(1, numbers, logprobs, versions, None, "stop", "\n")
+    told = News(About(1, 0, 8, 3, 2, 1, 0.5, 0, 4.5), 7, [("id", delta)], [Refusal("other", "value", "why")])
+    assert decode_news(json.loads(json.dumps(encode_news(told)))) == told
+
+
+@given(st.lists(st.integers(0, 2), max_size=20), st.integers(0, 20), st.booleans())
+def test_answer_continued_on_another_replica_is_the_same(order: list[int], lost_after: int, resumes: bool) -> None:
+    """Three samples of four tokens; sample i's token t is 10 i + t; the replica is lost after some pieces."""
+    work = Unanswered(GenerationRequest([1], 3, Sampling(max_new_tokens=4), key=0))
+    place = [0, 0, 0]
+
+    def tell(sample: int) -> None:
+        token = 10 * sample + place[sample]
+        place[sample] += 1
+        finish = "length" if place[sample] == 4 else None
+        work.take(Delta(sample, [token], [-1.0], [0], None, finish), now=0.0)
+
+    for sample in order[:lost_after]:
+        if place[sample] < 4:
+            tell(sample)
+    had = [*place]
+    work.begin_again(with_parts=resumes)
+    known = {sample: len(there.tokens) for sample, there in work.request.known.items()}
+    assert known == ({sample: count for sample, count in enumerate(had) if count} if resumes else {})
+    place[:] = had if resumes else [0, 0, 0]
+    for sample in range(3):
+        if place[sample] == 4:  # all known: the next replica only reports its end
+            work.take(Delta(sample, [], [], [], None, "length"), now=0.0)
+        while place[sample] < 4:
+            tell(sample)
+    assert work.answered
+    assert work.outstanding == 0
+    assert [each.tokens for each in work.completions()] == [[10 * i + t for t in range(4)] for i in range(3)]

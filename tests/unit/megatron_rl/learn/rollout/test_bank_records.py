@@ -1,0 +1,158 @@
+"""Records of the bank: bit-equal round trips, parts of answers, and identity."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from bank_helpers import lineage
+from core_helpers import tiny_run, trajectory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.agent.problem_digest import ProblemDigest
+from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.generate.engine.api import AnswerPrefix, GenerationRequest
+from megatron_rl.learn.rollout.bank.file import Record
+from megatron_rl.learn.rollout.bank.records import (
+    Lineage,
+    answer_key,
+    attempt_record,
+    fingerprint,
+    group_record,
+    join,
+    part_record,
+    prompt_checksum,
+)
+from megatron_rl.learn.rollout.encoding import decode_group
+from megatron_rl.recipe.inference import Sampling
+
+PROBLEM = Problem("1+1=", {"answer": 2})
+PROBLEMS = {"sums": ProblemDigest(10, "a")}
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=8)
+LOG_PROB = st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=0)
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> Branch:
+    """Sequences of several turns, some of whose tokens are masked."""
+    tokens = [7, *draw(TOKENS)]
+    logprobs, versions, turns = [0.0] * len(tokens), [-1] * len(tokens), []
+    for sampled, said in draw(st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3)):
+        turns.append(range(len(tokens), len(tokens) + len(sampled)))
+        tokens = [*tokens, *sampled, *said]
+        logprobs += [draw(LOG_PROB) for _ in sampled] + [0.0] * len(said)
+        versions += [draw(st.integers(0, 2**40)) for _ in sampled] + [-1] * len(said)
+    return Branch(tokens, [version >= 0 and draw(st.booleans()) for version in versions], logprobs, versions, turns)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    return Trajectory.of_sequences(
+        draw(st.lists(sequences(), min_size=1, max_size=3)),
+        text=draw(st.text(st.characters())),
+        reward=draw(st.floats(-LARGEST_REWARD, LARGEST_REWARD)),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        tool_calls=draw(st.none() | st.integers(0, 9)),
+        components=draw(st.dictionaries(st.sampled_from(["format", "length"]), st.floats(-1, 1), max_size=2)),
+        output=draw(st.text(st.characters(), max_size=9)),
+    )
+
+
+@given(answers=st.lists(trajectories(), max_size=4), failures=st.dictionaries(st.text(), st.integers(1, 9), max_size=2))
+def test_a_group_survives_a_round_trip(answers: list[Trajectory], failures: dict[str, int]) -> None:
+    group = TrajectoryGroup(7, PROBLEM, answers, failures)
+    assert decode_group(*group_record(group, 3, 4, lineage(1)), PROBLEM) == group
+
+
+def test_a_group_without_branches_and_output_reads_as_older_banks_wrote_it() -> None:
+    head, _ = group_record(TrajectoryGroup(7, PROBLEM, [trajectory([1], [2])], {}), 3, 4, lineage(1))
+    assert not {"sequences", "output"} & head.keys()
+
+
+def test_logprobs_of_the_engine_keep_every_bit() -> None:
+    logprobs = torch.log_softmax(torch.randn(1000, generator=torch.Generator().manual_seed(0)), 0).tolist()
+    group = TrajectoryGroup(0, PROBLEM, [trajectory([1], list(range(1000)), logprobs=logprobs)], {})
+    assert decode_group(*group_record(group, 0, 0, lineage(1)), PROBLEM).trajectories[0].logprobs == [0.0, *logprobs]
+
+
+# Answers in parts
+
+
+def whole_answer(length: int, shift: int = 0) -> AnswerPrefix:
+    return AnswerPrefix([shift + i for i in range(length)], [-float(i) for i in range(length)], [shift] * length)
+
+
+def part(start: int, end: int, attempt: int = 1, shift: int = 0) -> Record:
+    return part_record(5, 0, shift, (11, 22, 3), start, whole_answer(end, shift), lineage(attempt))
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6))
+def test_parts_of_any_length_make_the_answer(cuts: list[int]) -> None:
+    edges = sorted({0, 30, *cuts})
+    assert join(part(start, end) for start, end in pairwise(edges)) == whole_answer(30)
+
+
+def test_a_part_names_its_answer_and_its_origin() -> None:
+    head, _ = part(4, 9, attempt=6)
+    assert (head["ordinal"], head["start"], head["count"]) == (5, 4, 5)
+    assert answer_key(head) == (11, 22, 3)
+    assert head["lineage"] == asdict(lineage(6))
+
+
+def test_parts_after_a_gap_are_ignored() -> None:
+    assert join([part(0, 10), part(20, 30)]) == whole_answer(10)
+    assert join([part(0, 10), (part(10, 20)[0], None), part(20, 30)]) == whole_answer(10)
+    assert join([(part(0, 10)[0], None), part(10, 20)]) is None
+    assert join([]) is None
+
+
+def test_a_later_attempt_that_resumed_from_fewer_tokens_wins() -> None:
+    joined = join([part(0, 10), part(10, 20), part(10, 12, attempt=2, shift=100)])
+    assert joined is not None
+    assert joined.tokens == [*range(10), 110, 111]
+    assert joined.versions == [*[0] * 10, 100, 100]
+    restarted = join([part(0, 10), part(0, 4, attempt=2, shift=100)])
+    assert restarted == whole_answer(4, shift=100)
+
+
+def test_a_file_that_was_copied_but_not_deleted_changes_nothing() -> None:
+    parts = [part(0, 10), part(10, 20)]
+    assert join([*parts, *parts]) == whole_answer(20)
+
+
+def test_another_prompt_is_another_answer() -> None:
+    one, other = (GenerationRequest(prompt, 1, Sampling(max_new_tokens=3), 0) for prompt in ([1, 2], [1, 3]))
+    assert prompt_checksum(one) != prompt_checksum(other)
+
+
+@pytest.mark.parametrize(
+    ("changed", "matters"),
+    [
+        ({"sampling": {"temperature": 0.5}}, True),
+        ({"environment": {"args": {"evaluation_problems": 9}}}, True),
+        ({"grpo": {"group_size": 2}}, True),
+        ({"training": {"seed": 4}}, True),
+        ({"training": {"sequence_length": 40}}, True),
+        ({"tokenizer": {"alphabet": "=0123456789+-"}}, True),
+        ({"training": {"steps": 99}}, False),
+        ({"optimizer": {"learning_rate": 0.5}}, False),
+        ({"job": {"gpus_per_node": 2}}, False),
+    ],
+)
+def test_a_change_of_the_recipe_matters_if_answers_depend_on_it(changed: dict[str, Any], matters: bool) -> None:
+    assert (fingerprint(tiny_run(**changed), PROBLEMS) != fingerprint(tiny_run(), PROBLEMS)) == matters
+
+
+def test_a_change_of_the_problems_matters() -> None:
+    other = {"sums": ProblemDigest(10, "b")}
+    assert fingerprint(tiny_run(), other) != fingerprint(tiny_run(), PROBLEMS)
+
+
+def test_a_lineage_names_the_run_and_its_checkpoint() -> None:
+    head, _ = attempt_record(Lineage("demo-3", 4, 20, 40, "f"))
+    expected = {"run": "demo-3", "attempt": 4, "step": 20, "policy_version": 40, "recipe": "f"}
+    assert head == {"kind": "attempt", "lineage": expected}

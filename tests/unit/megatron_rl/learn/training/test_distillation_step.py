@@ -1,0 +1,100 @@
+"""A step with a teacher compared with policy and teacher in `transformers`, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import PADDED_VOCAB, batch_of, build_run, random_groups, tiny_run
+from hf_helpers import PUBLISHED, publish
+from torch import Tensor
+from transformers_witness import in_their_names, witness
+
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.rank.metrics.stats import StepStats, Tally
+from megatron_rl.run.state import Run
+
+GROUPS = random_groups(4, 4, seed=2)
+WEIGHT, TEMPERATURE = 0.7, 0.8
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> tuple[Path, Any]:
+    """A published teacher, whose rows are the tokens of the tests' alphabet, and its model in `transformers`."""
+    twin = publish(tmp_path / "teacher", PUBLISHED["Qwen2"] | {"vocab_size": PADDED_VOCAB})
+    (tmp_path / "teacher" / "tokenizer.json").unlink()  # that of another alphabet
+    return tmp_path / "teacher", twin.double()
+
+
+def run_with(teacher: Path, platform: Any, groups: Any, **sections: Any) -> Run:
+    config = tiny_run(
+        distill={"teacher": str(teacher), "weight": WEIGHT} | sections.pop("distill", {}),
+        sampling={"max_new_tokens": 7, "temperature": TEMPERATURE},
+        tokenizer={"alphabet": "0123456789+-=*"},
+        training={"tokens_per_microbatch": 40} | sections.pop("training", {}),
+        **sections,
+    )
+    return build_run(config, platform, groups)
+
+
+def step(run: Run, groups: list[TrajectoryGroup]) -> StepStats:
+    stats = run.trainer.train(batch_of(groups, 0, len(groups)), 1)
+    tally = Tally()
+    stats.put(tally)
+    return stats.reduced(tally.reduce(run.groups.control).total)
+
+
+def logprobs(twin: Any, tokens: list[int]) -> Tensor:
+    """[tokens - 1] log-probs of every token but the first."""
+    logits = twin(torch.tensor([tokens])).logits[0, :-1] / TEMPERATURE
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+
+
+def naive(twin: Any, teacher: Any, reward_weight: float) -> tuple[Tensor, float]:
+    """Loss at its first update, and the mean k1 divergence, written from the definition, sequence by sequence."""
+    total, divergence, count = torch.zeros((), dtype=torch.float64), 0.0, 0
+    for group in GROUPS:
+        rewards = torch.tensor([one.reward for one in group.trajectories], dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-4)
+        for one, advantage in zip(group.trajectories, advantages, strict=True):
+            own, mask = logprobs(twin, one.tokens), torch.tensor(one.loss_mask[1:])
+            with torch.no_grad():
+                judged = logprobs(teacher, one.tokens) - own
+            value = reward_weight * advantage + WEIGHT * judged
+            total = total - (value * (own - own.detach()).exp())[mask].sum()
+            divergence -= judged[mask].sum().item()
+            count += int(mask.sum())
+    return total / count, divergence / count
+
+
+@pytest.mark.parametrize("reward_weight", [1.0, 0.0])
+def test_loss_gradients_and_recorded_divergence_are_those_of_the_definition(
+    reward_weight: float, teacher: tuple[Path, Any], platform: Any, groups: Any
+) -> None:
+    folder, teachers_twin = teacher
+    run = run_with(folder, platform, groups, distill={"reward_weight": reward_weight})
+    twin = witness(run.trainer.policy, run.config.model).double()
+    expected, divergence = naive(twin, teachers_twin, reward_weight)
+    expected.backward()
+    run.trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite: nothing is updated
+    seen = step(run, GROUPS)
+    assert seen.loss is not None and seen.loss.teacher_kl is not None
+    assert seen.loss.teacher_kl / seen.loss.tokens == pytest.approx(divergence, rel=1e-5)
+    assert seen.loss.loss == pytest.approx(expected.item(), rel=1e-5)
+    ours = in_their_names(run.trainer.policy, run.config.model, lambda weight: weight.main_grad)
+    for name, weight in twin.named_parameters():
+        torch.testing.assert_close(ours[name].double(), weight.grad, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_answers_whose_rewards_are_equal_are_trained_on(teacher: tuple[Path, Any], platform: Any, groups: Any) -> None:
+    equal = [group for group in random_groups(12, 2) if len({one.reward for one in group.trajectories}) == 1][:2]
+    run = run_with(teacher[0], platform, groups)
+    assert step(run, equal).loss.tokens > 0  # type: ignore[union-attr]
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_by_the_ranks(tmp_path: Path, platform: Any, groups: Any) -> None:
+    publish(tmp_path / "other", PUBLISHED["Qwen2"])
+    with pytest.raises(ValueError, match=r"of the 14 tokens of the policy are others in the teacher's tokenizer"):
+        run_with(tmp_path / "other", platform, groups)

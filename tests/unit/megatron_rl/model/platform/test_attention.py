@@ -1,0 +1,200 @@
+"""Every sequence attends to itself alone, causally, whatever is packed with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from core_helpers import CPU, VOCAB, tiny_policy
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl.algorithms.packing import pack
+from megatron_rl.model.platform import dense_attention
+from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.dense_attention import LONGEST_MASKED_TREE, branches, bucket_length, dense_layout
+from megatron_rl.model.platform.phantom import ACCELERATOR, PhantomKernels
+from megatron_rl.model.policy import Policy
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
+
+
+def side_by_side(lengths: list[int]) -> list[range]:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def random_qkv(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(  # type: ignore[return-value]
+        torch.randn(tokens, heads, HEAD_SIZE, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal softmax attention of one sequence, query head by query head."""
+    out = []
+    for head in range(HEADS):
+        kv = head // (HEADS // KV_HEADS)
+        scores = query[:, head] @ key[:, kv].T / math.sqrt(HEAD_SIZE)
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+        out.append(scores.softmax(-1) @ value[:, kv])
+    return torch.cat(out, dim=1)
+
+
+@examples(30)
+@given(LENGTHS)
+def test_every_sequence_attends_as_if_alone(lengths: list[int]) -> None:
+    sequences = side_by_side(lengths)
+    query, key, value = random_qkv(sum(lengths))
+    out = dense_layout(whole_sequences(lengths), CPU).attend(1, query, key, value)
+    for sequence in sequences:
+        part = slice(sequence.start, sequence.stop)
+        torch.testing.assert_close(out[part], by_definition(query[part], key[part], value[part]), rtol=1e-5, atol=1e-5)
+
+
+FEW_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+"""Tokens of answers that often share prefixes."""
+
+
+@examples(30)
+@given(
+    prompt=st.lists(st.integers(3, 9), min_size=1, max_size=20),
+    answers=st.lists(FEW_TOKENS, min_size=1, max_size=6),
+    longest_masked_tree=st.sampled_from([0, LONGEST_MASKED_TREE]),
+)
+def test_shared_tokens_serve_every_branch(
+    prompt: list[int], answers: list[list[int]], longest_masked_tree: int
+) -> None:
+    """Each token sees the tokens it continues as if its sequence stood alone, under a mask or branch by branch."""
+    rows = [prompt + answer for answer in answers]
+    (micro,) = pack(rows, [[False] * len(prompt) + [True] * len(answer) for answer in answers], range(len(rows)), 10**6)
+    query, key, value = random_qkv(len(micro.tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_attention, "LONGEST_MASKED_TREE", longest_masked_tree)
+        out = dense_layout(micro, CPU).attend(1, query, key, value)
+    found = branches(micro.subtree_ends, 0, len(micro.tokens))
+    for places in found:
+        expected = by_definition(query[places], key[places], value[places])
+        torch.testing.assert_close(out[places], expected, rtol=1e-5, atol=1e-5)
+        assert micro.positions[places].tolist() == list(range(len(places)))
+    prefixes = {tuple(micro.tokens[places].tolist()) for places in found}
+    assert all(any(prefix[: len(row) - 1] == tuple(row[:-1]) for prefix in prefixes) for row in rows)
+
+
+def test_gradients_of_shared_tokens_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of 64 branches of a prompt, of two lengths, in bf16 are summed exactly and rounded once."""
+    prompt = [3] * 40
+    answers = [[i % 3, i // 3 % 3, i // 9 % 3, *([1] * 60 if i % 2 else [5, 5])] for i in range(64)]
+    rows = [prompt + answer for answer in answers]
+    (micro,) = pack(rows, [[False] * 40 + [True] * len(answer) for answer in answers], range(len(rows)), 10**6)
+    monkeypatch.setattr(dense_attention, "LONGEST_MASKED_TREE", 0)
+    layout = dense_layout(micro, CPU)
+    assert len(layout.buckets) > 1
+    tokens = torch.ones(len(micro.tokens), KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16, requires_grad=True)
+    of_places = [
+        torch.randn(bucket.rows.shape[0], KV_HEADS, HEAD_SIZE, generator=torch.Generator().manual_seed(i)).bfloat16()
+        for i, bucket in enumerate(layout.buckets)
+    ]
+    (gradient,) = torch.autograd.grad(layout._gathered(tokens), [tokens], of_places)
+    exact = torch.zeros(len(micro.tokens), KV_HEADS, HEAD_SIZE, dtype=torch.float64)
+    for bucket, each in zip(layout.buckets, of_places, strict=True):
+        exact.index_add_(0, bucket.rows, each.double())
+    assert gradient.dtype is torch.bfloat16
+    torch.testing.assert_close(gradient.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_a_gpu_sums_the_gradients_of_a_repeated_token_in_fp32() -> None:
+    """The last token of a prompt predicts the first token of 64 answers. Summed one by one in bf16, as the GPU itself
+    would, the error would be twice that of rounding once."""
+    rows = torch.tensor([0] + [2] * 64)
+    of_rows = torch.randn(len(rows), 1, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    tokens = torch.ones(4, 1, 256, dtype=torch.bfloat16, requires_grad=True)
+    gathered = PhantomKernels(ACCELERATOR).gather(tokens, rows)
+    assert torch.equal(gathered, tokens[rows])
+    assert gathered.grad_fn is not None
+    assert "IndexSelect" not in gathered.grad_fn.name()
+    (gradient,) = torch.autograd.grad(gathered, [tokens], of_rows)
+    exact = torch.zeros(4, 1, 256, dtype=torch.float64).index_add_(0, rows, of_rows.double())
+    torch.testing.assert_close(gradient.double(), exact, rtol=2**-8, atol=1e-5)
+    one_by_one = sum(of_rows[1:].unbind(), torch.zeros(1, 256, dtype=torch.bfloat16))
+    assert (one_by_one - exact[2]).norm() > 2 * 2**-8 * exact[2].norm()
+
+
+def test_the_policy_gathers_selected_tokens_by_the_kernels(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = []
+
+    def gather(tokens: Tensor, rows: Tensor) -> Tensor:
+        gathered.append(rows.tolist())
+        return tokens[rows]
+
+    monkeypatch.setattr(policy.kernels, "gather", gather, raising=False)
+    tokens = torch.tensor([1, 2, 3])
+    policy(tokens, torch.arange(3), policy.layout(whole_sequences([3])), torch.tensor([0, 0, 2]))
+    assert gathered == [[0, 0, 2]]
+
+
+def test_a_micro_batch_without_predictions_has_a_gradient_of_zero() -> None:
+    tokens = torch.ones(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    PhantomKernels(ACCELERATOR).gather(tokens, torch.zeros(0, dtype=torch.long)).sum().backward()
+    assert tokens.grad is not None
+    assert not tokens.grad.any()
+
+
+@pytest.fixture(scope="module")
+def policy(platform: Any, groups: Any) -> Policy:
+    return tiny_policy(platform)
+
+
+@pytest.mark.bits
+@examples(15)
+@given(LENGTHS, st.data())
+def test_sequences_do_not_influence_one_another(policy: Policy, lengths: list[int], data: Any) -> None:
+    """A sequence's logits from the whole model keep their bits if every other sequence's tokens change.
+
+    The lengths stay, so the same buckets are padded with other tokens: padding does not leak either.
+    """
+    sequences = side_by_side(lengths)
+    kept = data.draw(st.integers(0, len(lengths) - 1))
+    tokens = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    changed = (tokens + 1) % VOCAB
+    places = slice(sequences[kept].start, sequences[kept].stop)
+    changed[places] = tokens[places]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    layout = policy.layout(whole_sequences(lengths))
+    with torch.no_grad():
+        before = policy(tokens, positions, layout)
+        after = policy(changed, positions, layout)
+    assert torch.equal(before[places], after[places])
+    assert len(lengths) == 1 or not torch.equal(before, after)
+
+
+@pytest.mark.bits
+@examples(15)
+@given(length=st.integers(2, 40), data=st.data())
+def test_no_token_sees_a_later_one(policy: Policy, length: int, data: Any) -> None:
+    position = data.draw(st.integers(1, length - 1))
+    tokens = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[position:] = (changed[position:] + 1) % VOCAB
+    layout = policy.layout(whole_sequences([length]))
+    with torch.no_grad():
+        before, after = (policy(row, torch.arange(length), layout) for row in (tokens, changed))
+    assert torch.equal(before[:position], after[:position])
+    assert not torch.equal(before[position:], after[position:])
+
+
+@given(st.integers(1, 100_000))
+def test_less_than_a_fifth_of_a_bucket_is_padding(length: int) -> None:
+    padded = bucket_length(length)
+    assert 0 <= padded - length < max(1, padded / 5)
+    assert bucket_length(padded) == padded
+
+
+def test_there_are_few_bucket_lengths() -> None:
+    assert len({bucket_length(length) for length in range(1, 4097)}) < 64

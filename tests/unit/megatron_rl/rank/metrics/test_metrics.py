@@ -1,0 +1,532 @@
+"""The record of a run: registered names, finite numbers, cut back at resume; sums over ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from megatron_rl.contract import files
+from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import Unreadable, read_lines
+from megatron_rl.rank.metrics import writer as writer_module
+from megatron_rl.rank.metrics.metric import StepReport
+from megatron_rl.rank.metrics.names import STEP_METRICS, TIMED, check_name, metrics_of
+from megatron_rl.rank.metrics.report import MOST_REASONS, AllAnswersLost, step_lines
+from megatron_rl.rank.metrics.stats import (
+    BatchStats,
+    DeviceStats,
+    LossStats,
+    Reduction,
+    StepStats,
+    Tally,
+    UpdateStats,
+    reductions,
+)
+from megatron_rl.rank.metrics.timeline import Timeline
+from megatron_rl.rank.metrics.writer import MetricsWriter, Writer, cut_back
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.logs import LoggingConfig
+
+
+def line(**metrics: Any) -> dict[str, Any]:
+    return {"mean_reward": 0.5, "loss": 0.1, "grad_norm": 1.0, "throughput/tokens_per_s": 10.0, **metrics}
+
+
+def lines(path: Path) -> list[MetricsLine]:
+    found = read_lines(MetricsLine, path)
+    assert not isinstance(found, Unreadable)
+    return found.records
+
+
+def writer(folder: Path, resumed_from: int = 0, evaluated: int = -1) -> MetricsWriter:
+    run_dir = RunDir(folder)
+    return MetricsWriter(
+        run_dir, run_dir.attempt(1), LoggingConfig(samples_every=2, samples=1), resumed_from, evaluated
+    )
+
+
+# Names
+
+
+def test_a_name_that_is_not_registered_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'rewards' is not registered"):
+        writer(tmp_path).step(1, line(rewards=1.0))
+    assert lines(RunDir(tmp_path).metrics) == []
+
+
+def test_every_registered_name_has_a_meaning() -> None:
+    for name, metric in STEP_METRICS.items():
+        check_name(name)
+        assert metric.meaning
+        assert "/" not in name or name.startswith(("time/", "throughput/", "system/"))
+
+
+# Files
+
+
+def test_a_number_that_is_not_finite_is_absent(tmp_path: Path) -> None:
+    record = writer(tmp_path)
+    record.step(1, line(loss=math.nan, grad_norm=math.inf, kl=0.0, skipped_updates=1))
+    record.close()
+    (written,) = lines(RunDir(tmp_path).metrics)
+    assert written.values.keys() == {"mean_reward", "throughput/tokens_per_s", "kl", "skipped_updates"}
+    assert "NaN" not in RunDir(tmp_path).metrics.read_text()
+    tags = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload().Tags()["scalars"]
+    assert "loss" not in tags
+    assert "kl" in tags
+
+
+def test_a_record_is_cut_back_to_the_checkpoint_and_its_torn_line_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 8)) + '{"step": 8, "lo')
+    cut_back(path, last_step=5)
+    assert path.read_text() == "".join(json.dumps({"step": step}) + "\n" for step in range(1, 6))
+
+
+def test_an_unreadable_record_is_not_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treating it as empty would lose it."""
+    monkeypatch.setattr(writer_module, "PATIENCE_S", 0.0)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError, match="cannot be used"):
+        cut_back(tmp_path / "metrics.jsonl", last_step=5)
+
+
+@pytest.mark.parametrize("damage", [slice(None), slice(100, 110)], ids=["all of it", "the end of the kept part"])
+def test_a_record_that_shows_garbage_is_not_cut_back(tmp_path: Path, damage: slice) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 6)).encode()
+    path.write_bytes(good[: damage.start or 0] + bytes(len(good[damage])) + good[damage][:0])
+    before = path.read_bytes()
+    with pytest.raises(OSError, match=r"metrics.jsonl: line \d is torn or not JSON .*, and that of step 5 is missing"):
+        cut_back(path, last_step=5)
+    assert path.read_bytes() == before
+
+
+def test_an_evaluation_before_the_first_step_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    path.write_bytes(bytes(30))
+    with pytest.raises(OSError, match="that of step 0 is missing"):
+        cut_back(path, last_step=0)
+    cut_back(path, last_step=None)
+    assert path.read_bytes() == b"", "nothing is kept, so garbage loses nothing"
+
+
+def test_a_new_run_replaces_an_old_record(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for path in (run.metrics, run.evaluations):
+        path.write_bytes(bytes(30))
+    writer(tmp_path).close()
+    assert (run.metrics.read_bytes(), run.evaluations.read_bytes()) == (b"", b"")
+
+
+def test_a_line_torn_in_the_middle_and_written_again_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
+    cut_back(path, last_step=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_cutting_back_a_missing_record_creates_no_file(tmp_path: Path) -> None:
+    cut_back(tmp_path / "metrics.jsonl", last_step=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def make_first(run_dir: RunDir) -> None:
+    """Rename the event file so that TensorBoard reads it first: it orders files by name, and the names of one second
+    and process end in a counter compared as text."""
+    (events,) = run_dir.tensorboard.iterdir()
+    events.rename(events.with_name("events.out.tfevents.0000000001.first"))
+
+
+def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
+    first = writer(tmp_path)
+    first.evaluation(0, {"eval/trained/greedy_accuracy": 0.0})
+    for step in range(1, 8):
+        first.step(step, line(mean_reward=float(step)))
+    first.evaluation(6, {"eval/trained/greedy_accuracy": 0.6})
+    first.close()
+    make_first(RunDir(tmp_path))
+    second = writer(tmp_path, resumed_from=4, evaluated=0)
+    for step in range(5, 10):
+        second.step(step, line(mean_reward=10.0 * step))
+    second.close()
+    run_dir = RunDir(tmp_path)
+    assert [each.step for each in lines(run_dir.metrics)] == list(range(1, 10))
+    assert [each.step for each in lines(run_dir.evaluations)] == [0]
+    shown = EventAccumulator(str(run_dir.tensorboard), size_guidance={"scalars": 0}).Reload().Scalars("mean_reward")
+    assert [(event.step, event.value) for event in shown] == [
+        *((step, float(step)) for step in range(1, 5)),
+        *((step, 10.0 * step) for step in range(5, 10)),
+    ]
+
+
+def test_a_new_attempt_shows_only_its_own_evaluations(tmp_path: Path) -> None:
+    first = writer(tmp_path)
+    first.evaluation(0, {"eval/trained/greedy_accuracy": 0.25})
+    first.close()
+    make_first(RunDir(tmp_path))
+    second = writer(tmp_path)
+    second.evaluation(0, {"eval/trained/greedy_accuracy": 0.5})
+    second.close()
+    shown = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload().Scalars("eval/trained/greedy_accuracy")
+    assert [(event.step, event.value) for event in shown] == [(0, 0.5)]
+
+
+def test_a_warning_is_logged_when_it_begins_and_not_again_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = writer(tmp_path)
+    for step in range(1, 6):
+        first.step(step, line(truncated_ratio=0.98))
+    first.close()
+    (warned,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert warned.startswith("truncated: 98% of the answers of the last 3 steps were cut")
+    caplog.clear()
+    second = writer(tmp_path, resumed_from=4)
+    second.step(5, line(truncated_ratio=0.98, learning_rate=1e30))
+    second.close()
+    (warned,) = (each.message for each in caplog.records if each.levelname == "WARNING")
+    assert warned.startswith("learning-rate: ")
+
+
+class View:
+    """Stands in for the rollouts of a step."""
+
+    def histograms(self) -> dict[str, list[float]]:
+        return {"histograms/rewards": [0.0, 1.0], "histograms/group_means": []}
+
+    def texts(self, limit: int) -> list[str]:
+        """An answer that is hostile Markdown."""
+        return ["prompt 7: '2+2'\n![x](http://evil/x.png)\n\n<script>1</script>"] * limit
+
+
+def test_histograms_are_written_at_their_interval(tmp_path: Path) -> None:
+    record = writer(tmp_path)
+    for step in (1, 2, 3):
+        record.rollouts(step, View())
+    record.close()
+    assert EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload().Tags()["histograms"] == ["histograms/rewards"]
+
+
+def test_the_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = Writer()
+    record.step(1, line())
+    record.evaluation(1, {})
+    record.rollouts(1, View())
+    record.sync()
+    record.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# Numbers
+
+
+def test_a_tally_keeps_every_digit_of_a_double(groups: Any) -> None:
+    tally = Tally()
+    tally.put("sum", Reduction.SUM, 2.0**40 + 2.0**-10)
+    tally.put("largest", Reduction.MAX, torch.tensor(3.0))
+    assert tally.reduce(groups.control).total == {"sum": 2.0**40 + 2.0**-10, "largest": 3.0}
+
+
+BATCH = BatchStats(
+    answers=4,
+    groups=2,
+    groups_with_signal=1,
+    reward=3.0,
+    reward_squared=3.0,
+    right=3,
+    answer_tokens=10,
+    answer_length_max=4,
+    answer_length_min=1,
+    prompt_tokens=16,
+    packed_tokens=13,
+    unpacked_tokens=20,
+    sequences=4,
+    turns=4,
+    tool_calls=0,
+    with_components=0,
+    undecided=0,
+    with_tools=0,
+    truncated=1,
+    failed=1,
+    dropped=0,
+    overdue_tokens=0,
+    staleness=2,
+    staleness_max=2,
+)
+LOSS = LossStats(
+    loss=0.6,
+    tokens=10,
+    nonfinite=0,
+    entropy=20.0,
+    ratio=11.0,
+    ratio_max=2.0,
+    clip_low=1,
+    clip_high=2,
+    inference_difference=0.1,
+    inference_difference_max=0.05,
+    kl=None,
+    importance_weight=None,
+)
+UPDATE = UpdateStats(updates=2, applied=2, grad_norm=4.0, learning_rate=2e-3, offloaded=0)
+
+DEVICE = DeviceStats(peak_memory=3 * 2**29, power=1200.0, powers=2, flops=2e12, peak_flops=4e12)
+
+
+def metrics(
+    loss: LossStats | None = LOSS, update: UpdateStats = UPDATE, device: DeviceStats | None = None
+) -> dict[str, Any]:
+    """Metrics of a step with these statistics."""
+    one = StepReport(3, StepStats(BATCH, loss, update, device), 1, 8, 10, 4, dropped={}, failures={"timeout": 1})
+    return metrics_of(replace(one, ranks=2, seconds=dict.fromkeys(TIMED, 0.5)))
+
+
+def test_batch_metrics_are_means_over_the_answers() -> None:
+    found = metrics()
+    assert found["mean_reward"] == 0.75
+    assert found["right_ratio"] == 0.75
+    assert found["reward_std"] == pytest.approx(math.sqrt(3) / 4)
+    assert found["nonzero_groups_ratio"] == 0.5
+    assert found["answer_length"] == 2.5
+    assert found["truncated_ratio"] == 0.25
+    assert found["packed_tokens_ratio"] == 13 / 20
+    assert found["failed_rollouts"] == 1
+    assert found["failed_rollouts_by_reason"] == {"timeout": 1}
+    assert (found["first_ordinal"], found["next_ordinal"], found["policy_version"]) == (8, 10, 4)
+
+
+def test_loss_metrics_are_means_over_the_trained_tokens_and_absent_if_not_measured() -> None:
+    found = metrics()
+    assert found["loss"] == pytest.approx(0.3)
+    assert found["grad_norm"] == 2.0
+    assert found["learning_rate"] == 2e-3
+    assert found["clip_fraction"] == pytest.approx(0.3)
+    assert found["entropy"] == 2.0
+    assert not {"kl", "importance_weight", "dropped_ordinals"} & found.keys()
+    assert metrics(replace(LOSS, kl=0.5))["kl"] == 0.05
+    for nothing in (metrics(None), metrics(replace(LOSS, tokens=0))):
+        assert not {"entropy", "clip_fraction", "importance_ratio_max"} & nothing.keys()
+
+
+def test_tokens_without_a_finite_log_prob_are_counted_if_there_are_any() -> None:
+    assert "nonfinite_tokens" not in {*metrics(), *metrics(None)}
+    assert metrics(replace(LOSS, tokens=0, nonfinite=7))["nonfinite_tokens"] == 7
+
+
+def test_a_skipped_update_is_counted_and_has_no_gradient_norm() -> None:
+    one_skipped = metrics(update=replace(UPDATE, applied=1, grad_norm=3.0))
+    assert (one_skipped["grad_norm"], one_skipped["skipped_updates"]) == (3.0, 1)
+    assert "grad_norm" not in metrics(update=replace(UPDATE, applied=0, grad_norm=0))
+
+
+def test_seconds_and_throughput_follow_the_phases_of_a_step() -> None:
+    found = metrics(update=replace(UPDATE, offloaded=64))
+    assert found["time/step_s"] == 3.5
+    assert {found[f"time/{phase.replace('-', '_')}_s"] for phase in TIMED} == {0.5}
+    assert found["throughput/tokens_per_s"] == pytest.approx(10 / 3.5)
+    assert found["throughput/tokens_per_s_per_rank"] == pytest.approx(10 / 3.5 / 2)
+    assert found["throughput/generated_tokens_per_s"] == 20.0
+
+
+def test_offload_metrics_are_written_only_with_offloading() -> None:
+    names = {"time/offload_s", "system/offloaded_bytes"}
+    assert not names & metrics().keys()
+    assert metrics(update=replace(UPDATE, offloaded=64))["system/offloaded_bytes"] == 64
+
+
+def test_device_metrics_are_peak_memory_mean_power_and_the_share_of_the_summed_peaks() -> None:
+    found = metrics(device=DEVICE)
+    assert (found["system/peak_memory_gib"], found["system/power_w"]) == (1.5, 600.0)
+    assert found["throughput/mfu"] == 2e12 / (0.5 * 2 * 4e12)
+
+
+def test_device_metrics_that_are_not_reported_are_absent() -> None:
+    names = {"system/peak_memory_gib", "system/power_w", "throughput/mfu"}
+    assert not names & metrics().keys()
+    silent = metrics(device=replace(DEVICE, powers=0, peak_flops=0.0))
+    assert names & silent.keys() == {"system/peak_memory_gib"}
+
+
+def test_every_field_of_the_statistics_declares_its_reduction(groups: Any) -> None:
+    stats = StepStats(BATCH, LOSS, UPDATE, DEVICE)
+    tally = Tally()
+    stats.put(tally)
+    total = tally.reduce(groups.control).total
+    assert len(total) == len(fields(BATCH)) + len(fields(LOSS)) - 4 + len(fields(UPDATE)) + len(fields(DEVICE))
+    assert stats.reduced(total) == stats
+    assert {name for name, reduction in reductions(LossStats).items() if reduction is Reduction.MAX} == {
+        "ratio_max",
+        "inference_difference_max",
+    }
+
+
+LOST = replace(BATCH, answers=0, groups=0, groups_with_signal=0, reward=0.0, failed=0, dropped=0)
+
+
+def report(batch: BatchStats, dropped: dict[int, str], failures: dict[str, int]) -> StepReport:
+    return StepReport(3, StepStats(batch, LOSS, UPDATE, None), 1, 8, 10, 4, dropped, failures)
+
+
+def test_turns_and_tool_calls_are_absent_without_any() -> None:
+    def found(**counted: int) -> tuple[Any, Any]:
+        values = metrics_of(replace(report(replace(BATCH, **counted), {}, {}), seconds=dict.fromkeys(TIMED, 1.0)))
+        return values.get("turns_mean"), values.get("tool_calls_mean")
+
+    assert found() == (None, None)
+    assert found(turns=6) == (1.5, None)
+    assert found(with_tools=2) == (1.0, 0.0), "none was called"
+    assert found(turns=9, with_tools=2, tool_calls=5) == (2.25, 2.5)
+
+
+def test_branches_are_absent_unless_an_answer_has_several_sequences() -> None:
+    def found(sequences: int) -> Any:
+        one = report(replace(BATCH, sequences=sequences), {}, {})
+        return metrics_of(replace(one, seconds=dict.fromkeys(TIMED, 1.0))).get("branches_mean")
+
+    assert (found(4), found(6)) == (None, 1.5)
+
+
+def test_answers_that_could_not_be_judged_are_counted_if_there_are_any(groups: Any) -> None:
+    def found(undecided: int) -> Any:
+        one = report(replace(BATCH, undecided=undecided), {}, {})
+        return metrics_of(replace(one, seconds=dict.fromkeys(TIMED, 1.0))).get("undecided_answers")
+
+    assert (found(0), found(3)) == (None, 3)
+
+
+def test_reward_components_are_means_over_the_answers_that_have_them(groups: Any) -> None:
+    one = replace(report(replace(BATCH, with_components=3), {}, {}), components={"short": (1.5, 3), "right": (1.0, 2)})
+    timeline = Timeline()
+    with timeline.phase("train"):
+        time.sleep(0.01)
+    line, _ = step_lines(one, timeline, groups.control)
+    assert {name: value for name, value in line.items() if name.startswith("reward/")} == {
+        "reward/right": 0.5,
+        "reward/short": 0.5,
+    }
+
+
+def test_lost_and_dropped_answers_of_all_ranks_are_in_the_line(groups: Any) -> None:
+    dropped, failures = {9: "prompt too long"}, {"timeout": 1}
+    timeline = Timeline()
+    with timeline.phase("train"):
+        time.sleep(0.01)
+    found, _ = step_lines(report(replace(BATCH, dropped=1), dropped, failures), timeline, groups.control)
+    assert found["dropped_ordinals"] == {"9": "prompt too long"}
+    assert found["failed_rollouts_by_reason"] == failures
+
+
+def test_the_number_of_reasons_in_a_line_is_limited(groups: Any) -> None:
+    failures = {"timeout": 9} | {f"could not convert {answer}": 1 for answer in range(2 * MOST_REASONS)}
+    timeline = Timeline()
+    with timeline.phase("train"):
+        time.sleep(0.01)
+    found, _ = step_lines(report(replace(BATCH, failed=49), {}, failures), timeline, groups.control)
+    reasons = found["failed_rollouts_by_reason"]
+    assert len(reasons) == MOST_REASONS + 1 and sum(reasons.values()) == sum(failures.values())
+    assert (reasons["timeout"], reasons["other reasons"]) == (9, MOST_REASONS + 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "dropped", "failures", "error", "message"),
+    [
+        (replace(LOST, failed=8), {}, {"timeout": 8}, AllAnswersLost, "no answer of step 3 .*timeout"),
+        (
+            replace(LOST, dropped=2),
+            {8: "prompt too long", 9: "prompt too long"},
+            {},
+            ConfigurationError,
+            "prompts 8 to 9, all of step 3, are too long",
+        ),
+    ],
+)
+def test_a_step_without_answers_ends_the_run(
+    groups: Any, batch: BatchStats, dropped: Any, failures: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        step_lines(report(batch, dropped, failures), Timeline(), groups.control)
+
+
+def test_all_answers_lost_has_the_traceback_of_the_most_frequent_reason(groups: Any) -> None:
+    failures = {"get_reward at mine.py:6: KeyError: 'a'": 5, "get_reward at mine.py:6: KeyError: 'b'": 2, "timeout": 1}
+    lost = report(replace(LOST, failed=8), {}, failures)
+    lost = replace(lost, tracebacks={"get_reward at mine.py:6: KeyError": "Traceback of line 6\n"})
+    with pytest.raises(
+        AllAnswersLost, match=r"could be scored: 5 x get_reward at mine.py:6: KeyError: 'a', 2 x"
+    ) as error:
+        step_lines(lost, Timeline(), groups.control)
+    assert error.value.trace == "Traceback of line 6\n"
+
+
+def test_text_of_an_evaluation_is_in_the_record_but_not_in_tensorboard(tmp_path: Path) -> None:
+    record = writer(tmp_path)
+    record.evaluation(3, {"eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"})
+    record.close()
+    (row,) = lines(RunDir(tmp_path).evaluations)
+    assert row == MetricsLine(3, {"eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"})
+    accumulator = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload()
+    assert accumulator.Tags()["scalars"] == ["eval/aime/greedy_accuracy"]
+
+
+# A full disk
+
+
+def test_the_record_waits_for_room_and_optional_files_are_left_out(
+    small_disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that fills the disk frees its space while the record waits."""
+    record = writer(small_disk)
+    record.step(1, line())
+    RunDir(small_disk).attempt(1).folder.mkdir(parents=True)
+    ballast = small_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: ballast.unlink())
+    monkeypatch.setattr(files, "time", clock)
+    record.timeline(TimelineLine(1.0, 2, {}))
+    record.step(2, line(mean_reward=0.75, reward_std="x" * 5000))
+    record.sync()
+    record.close()
+    assert [each.step for each in lines(RunDir(small_disk).metrics)] == [1, 2]
+    assert "waiting for space" in caplog.text
+    assert "the timeline is left out: [Errno 28]" in caplog.text
+
+
+def test_a_record_that_cannot_be_written_for_another_reason_ends_the_run(tmp_path: Path) -> None:
+    record = writer(tmp_path)
+    RunDir(tmp_path).metrics.mkdir()
+    with pytest.raises(IsADirectoryError):
+        record.step(1, line())
+
+
+def test_tensorboard_has_texts_that_load_nothing_and_the_hyperparameters(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    recipe = {"optimizer": {"learning_rate": 0.5}, "model": {"dtype": "bf16"}, "data": None}
+    record = MetricsWriter(run, run.attempt(1), LoggingConfig(samples=2), 0, -1, recipe)
+    record.rollouts(1, View())
+    record.close()
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    (text,) = events.Tensors("rollouts/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert [line for line in shown.splitlines() if line and not line.startswith("    ")] == ["---"]
+    assert "![x](http://evil/x.png)" in shown
+    start = HParamsPluginData.FromString(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
+    found = start.session_start_info.hparams
+    assert found["optimizer.learning_rate"].number_value == 0.5
+    assert (found["model.dtype"].string_value, found["data"].string_value) == ("bf16", "None")
+    end = HParamsPluginData.FromString(events.SummaryMetadata("_hparams_/session_end_info").plugin_data.content)
+    assert end.HasField("session_end_info")

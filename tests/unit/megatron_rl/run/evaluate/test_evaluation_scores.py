@@ -1,0 +1,101 @@
+"""pass@k, avg@k and maj@k against their definitions: all ways to draw, in exact fractions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.run.evaluate.result import (
+    Judged,
+    average,
+    majority,
+    mean_over_problems,
+    pass_at,
+    pass_at_k,
+    powers_up_to,
+)
+
+counts = st.integers(1, 400).flatmap(
+    lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))
+)  # answers, right ones, k
+answers = st.lists(st.builds(Judged, right=st.booleans(), vote=st.sampled_from(["1", "2", "3", None])), max_size=8)
+
+
+@given(counts)
+def test_pass_at_k_is_the_ratio_of_binomials(numbers: tuple[int, int, int]) -> None:
+    n, right, k = numbers
+    exact = 1 - Fraction(math.comb(n - right, k), math.comb(n, k))
+    assert pass_at_k(n, right, k) == pytest.approx(float(exact), rel=1e-12, abs=1e-12)
+
+
+@given(
+    st.integers(1, 7).flatmap(lambda n: st.tuples(st.lists(st.booleans(), min_size=n, max_size=n), st.integers(1, n)))
+)
+def test_pass_at_k_is_the_share_of_draws_that_have_a_right_answer(drawn: tuple[list[bool], int]) -> None:
+    right, k = drawn
+    draws = list(itertools.combinations(right, k))
+    assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@given(counts)
+def test_pass_at_k_grows_with_k_and_with_right_answers(numbers: tuple[int, int, int]) -> None:
+    n, right, k = numbers
+    value = pass_at_k(n, right, k)
+    assert 0.0 <= value <= 1.0
+    assert value <= pass_at_k(n, right, min(n, k + 1)) + 1e-12
+    assert value <= pass_at_k(n, min(n, right + 1), k) + 1e-12
+
+
+@pytest.mark.parametrize("numbers", [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1), (0, 0, 1)])
+def test_pass_at_k_of_too_few_answers_is_undefined(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        pass_at_k(*numbers)
+
+
+def test_problem_with_too_few_answers_is_excluded_from_a_score() -> None:
+    right, wrong = Judged(True), Judged(False)
+    problems = [[right, wrong], [right], []]
+    assert pass_at(problems, 2) == mean_over_problems([1.0])
+    assert (found := average(problems)) is not None and (found.value, found.problems) == (0.75, 2)
+    assert pass_at([[right]], 2) is None and average([[]]) is None
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=50))
+def test_standard_error_is_that_of_a_mean_over_problems(values: list[float]) -> None:
+    found = mean_over_problems(values)
+    assert found is not None and found.standard_error is not None
+    assert found.value == pytest.approx(statistics.fmean(values))
+    assert found.standard_error == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)), abs=1e-12)
+
+
+def test_one_problem_has_no_standard_error() -> None:
+    found = mean_over_problems([0.5])
+    assert found is not None and found.standard_error is None
+
+
+def test_most_frequent_answer_wins() -> None:
+    assert majority([Judged(False, "1"), Judged(True, "2"), Judged(True, "2")]) == 1.0
+    assert majority([Judged(False, "1"), Judged(False, "1"), Judged(True, "2")]) == 0.0
+    assert majority([Judged(True, "2"), Judged(False, "1")]) == 0.5, "a tie counts by how many of its answers are right"
+    assert majority([Judged(False, None), Judged(False, None), Judged(True, "2")]) == 1.0, (
+        "a missing answer does not vote"
+    )
+    assert majority([Judged(False, None)]) == 0.0
+    assert majority([Judged(False, "2"), Judged(True, "2")]) == 1.0, "scored lower for its form, it says the same"
+
+
+@given(answers, st.randoms())
+def test_majority_does_not_depend_on_the_order(given_answers: list[Judged], order: object) -> None:
+    shuffled = list(given_answers)
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert majority(shuffled) == majority(given_answers)
+
+
+def test_pass_at_k_is_reported_for_powers_of_two_and_for_k() -> None:
+    assert [powers_up_to(k) for k in (1, 2, 6, 32)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16, 32]]
