@@ -1,4 +1,4 @@
-"""Contents of the bank's records. Pure: file.py has the files, `learn/rollout/encoding.py` the exact encoding of groups.
+"""Contents of the bank's records. Pure: file.py has the files, `learn/rollout/encoding.py` the encoding of groups.
 
     attempt   one per driver and attempt: the checkpoint that the attempt resumed from
     group     a scored group: tokens, log-probs, versions, texts, rewards
