@@ -183,7 +183,7 @@ def with_planted_faults(answers: Connection) -> None:
     import torch
 
     from megatron_rl.generate.engine import row_state
-    from megatron_rl.learn.training import trainer
+    from megatron_rl.learn.training import objective
     from megatron_rl.model.layers import PackedLayer
     from megatron_rl.run.rehearse.run import rehearse
 
@@ -202,7 +202,7 @@ def with_planted_faults(answers: Connection) -> None:
     found = []
     with mock.patch.object(row_state, "sample", on_the_cpu):
         found.append(failure())
-    with mock.patch.object(trainer, "grpo_loss", of_another_shape):
+    with mock.patch.object(objective, "grpo_loss", of_another_shape):
         found.append(failure())
     with mock.patch.object(PackedLayer, "through", lambda *_: 1 / 0):
         found.append(failure())
@@ -224,7 +224,7 @@ def test_planted_faults_are_reported_with_phase_and_place() -> None:
     assert "megatron_rl/generate/engine/row_state.py" in device["where"]
     assert shape["phase"] == "train"
     assert "size" in shape["error"]
-    assert "megatron_rl/learn/training/trainer.py" in shape["where"]
+    assert "megatron_rl/learn/training/objective.py" in shape["where"]
     # The layers that train run first where answers are scored: generation has its own.
     assert (error["phase"], error["error"]) == ("score", "ZeroDivisionError: division by zero")
     assert tokens["phase"] == "build"

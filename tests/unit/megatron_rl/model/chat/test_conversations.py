@@ -156,7 +156,7 @@ def test_variables_reach_the_prompt_and_later_turns() -> None:
     found = extended(chat, "2<|im_end|>", MORE)
     assert found is not None and found.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert prompt_of(chat.with_variables({"enable_thinking": True}), USER) == prompt_of(Chat(qwen3()), USER)
-    with pytest.raises(ValueError, match="tokenize is no variable of a chat template"):
+    with pytest.raises(ValueError, match="tokenize is not a variable of a chat template"):
         prompt_of(chat.with_variables({"tokenize": False}), USER)
 
 
