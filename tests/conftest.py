@@ -20,7 +20,7 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 
-# No deadline, because a busy machine is no fault of the code. Examples of a commit's tests are the same each time, so a
+# No deadline, because a machine may be busy. Examples of a commit's tests are the same each time, so a
 # failure means that the commit broke something; `make test-slow` tries new examples each time, and many more.
 settings.register_profile("mrl", deadline=None, max_examples=OF_A_COMMIT, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=1000)

@@ -1,6 +1,6 @@
 """The same agent on the OpenAI Agents SDK (`pip install openai-agents`), which asks /v1/responses.
 
-mrl calls `rollout` in a process of its own for each rollout, with a client of the policy.
+mrl calls `rollout` in its own process for each rollout, with a client of the policy.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def expect(scenario: Scenario, pace: Pace, faults: Faults, steps: int, save_ever
 
 
 def _repeated_s(seconds: float, rate: float) -> float:
-    """Mean seconds until so many pass without a failure, each of which begins them again."""
+    """Mean seconds until so many pass without a failure, and each failure begins them again."""
     return math.expm1(rate * seconds) / rate if rate else seconds
 
 

@@ -169,7 +169,7 @@ class _Share:
             return fewest
 
         def slack(steps: float) -> float:
-            """Seconds by which a batch has ended before it is needed."""
+            """Seconds between the end of a batch and the need for it."""
             decoded_s = self.generation_s(steps)
             needed_s = apart_s + self.late_s + self._needed(steps) * decoded_s / steps
             return decoded_s - needed_s / (1 + lag)

@@ -34,7 +34,7 @@ counts. Wrong weights of a tensor, such as those of another layer, differ by nat
 def probe_text(prompts: Iterable[str], tokenizer: Tokenizer, longest: int) -> list[int]:
     """Tokens of a probe: those of the first prompts, repeated if they are few.
 
-    longest: tokens of the longest sequence, of which one is left for an engine that must sample.
+    longest: tokens of the longest sequence; one is left for an engine that must sample.
     """
     found: list[int] = []
     for prompt in islice(prompts, TOKENS):
@@ -58,8 +58,8 @@ class Prober:
         self._input = ModelInput.of(policy, batch, groups.context)
 
     def measure(self) -> Probe | None:
-        """Measure the probe of the current weights; None if their log-probs are not finite, which is no fault of an
-        engine. Collective over all ranks, and equal on all."""
+        """Measure the probe of the current weights; None if their log-probs are not finite, which no engine causes.
+        Collective over all ranks, and equal on all."""
         logprobs = self._logprobs().tolist()
         try:
             return Probe(self._tokens, tuple(logprobs), TOLERANCES[self._policy.config.params_dtype])

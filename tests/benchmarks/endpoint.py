@@ -224,7 +224,7 @@ async def conversations(options: argparse.Namespace, client: Client, folder: Pat
         return found
 
 
-# The programs, in a process of their own
+# The programs, in their own process
 
 KINDS = ("completions", "chat", "generate")
 

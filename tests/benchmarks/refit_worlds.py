@@ -1,4 +1,4 @@
-"""Refit of replicas that have worlds of their own: bytes, seconds and GB/s.
+"""Refit of replicas that have their own worlds: bytes, seconds and GB/s.
 
     python tests/benchmarks/refit_worlds.py [--repeats 5] [--layers 12] [--changed 0.01]
 

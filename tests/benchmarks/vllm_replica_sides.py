@@ -118,7 +118,7 @@ def training(setting: Setting) -> Iterator[Trainer]:
 
 
 class Side:
-    """A replica of one engine in a run of its own, and the run's client. Ends with the context."""
+    """A replica of one engine in its own run, and the run's client. Ends with the context."""
 
     def __init__(self, trainer: Trainer, engine: str, folder: Path) -> None:
         """Start the replica. folder: of its run, to be created."""

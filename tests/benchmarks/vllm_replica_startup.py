@@ -58,7 +58,7 @@ def watch(side: Side) -> dict[str, float]:
 
 
 def durations(ends: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each stage, from the end of the one before."""
+    """Seconds of each stage, from the end of the previous one."""
     return {stage: after - before for (_, before), (stage, after) in pairwise([("", 0.0), *ends.items()])}
 
 

@@ -26,7 +26,7 @@ DEVICE = os.environ.get("MRL_GPU_TESTS_ON", "cuda")
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")
 NEEDS_CUDA = pytest.mark.skipif(DEVICE == "cpu" or not torch.cuda.is_available(), reason="its kernels need a GPU")
 SHARED = DEVICE == "cuda" and torch.cuda.device_count() == 1
-"""Whether two ranks have to share one GPU. NCCL refuses that, so gloo carries their collectives."""
+"""Whether two ranks must share one GPU. NCCL refuses that, so gloo carries their collectives."""
 RUN_S = 240
 """Most seconds of a run's ranks: less than a part of the suite has, so that a run that hangs is reported."""
 STACKS_S = 10

@@ -355,7 +355,7 @@ ZEPHYR = joined(r"""
     {% if add_generation_prompt %}{{ "<|assistant|>\n" }}{% endif %}
 """)
 
-# Hermes writes bare functions, and each result in a turn of its own.
+# Hermes writes bare functions, and each result in its own turn.
 HERMES = joined(r"""
     {% if tools %}
         {{ "<|im_start|>system\nYou are a function calling AI model. Here are the available tools: <tools> " }}
@@ -384,7 +384,7 @@ SMOLLM2 = joined(r"""
     {% endfor %}
     {% if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
 """)
-# An answer begins with an empty thought unless the model shall think; calls are not written.
+# An answer begins with an empty thought unless the model is to think; calls are not written.
 SMOLLM3 = joined(r"""
     {{ "<|im_start|>system\n## Metadata\n\n## Custom Instructions\n\n" }}
     {% if messages[0].role == "system" %}{{ messages[0].content.replace("/no_think", "").rstrip() }}{% endif %}

@@ -1,5 +1,5 @@
 """A run that takes milliseconds: the real loop, record, prompts and checkpoints of an attempt, around a policy that is
-a number. The number depends on every prompt, their order and everything a checkpoint has to restore, and the policy
+a number. The number depends on every prompt, their order and everything a checkpoint must restore, and the policy
 remembers the ordinals it was trained on.
 
 Everything runs in one thread, in an order that only the arguments determine: background work happens a given number of

@@ -42,6 +42,12 @@ IDIOMS = {
     r"\bof (which|whom) nothing is said\b": "missing from ...",
     r"\bas many\b(?! as\b)(?=.{1,60}\bas\b)": "the number of",
     r"\bwhat is said of\b": "the report of ...",
+    r"(?<![Tt]here )\b(is|are|was|were) no (?!longer\b|more\b|less\b|fewer\b|one\b)": "is not a",
+    r"\bof (its|their|his) own\b(?! \w)": "its own",
+    r"\b(end|ends|ended|leave|leaves|left|stop|stops|stopped|close|closes|closed|exit|exits) in order\b": "cleanly",
+    r"\bthe (step|version|attempt|phase|one) before\b(?! (it|the|a|that|this)\b)": "the previous",
+    r"\b(shall|(have|has|had) to)\b(?! do with\b)": "must, needs to",
+    r"\bunder way\b": "in progress, unfinished",
 }
 """Idiom -> what to write instead."""
 

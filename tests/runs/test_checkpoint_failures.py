@@ -238,7 +238,7 @@ def test_bug_in_a_save_is_raised_and_not_logged_as_a_warning(tmp_path: Path, mon
         saver.wait()
 
 
-# A rank that has to leave in time
+# A rank that must leave in time
 
 
 def test_wait_ends_at_its_deadline_and_the_save_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

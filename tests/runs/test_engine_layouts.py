@@ -54,7 +54,7 @@ class Layout:
     adapters: bool = False
     """Whether the model has adapters, which are trained alone."""
     fused: bool = False
-    """Whether the engine has a forward of its own, as on a GPU."""
+    """Whether the engine has its own forward, as on a GPU."""
 
     @property
     def name(self) -> str:

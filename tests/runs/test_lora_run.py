@@ -63,7 +63,7 @@ def test_a_checkpoint_holds_adapters_and_their_base(undisturbed: RunDir) -> None
 
 
 def with_engine_apart(inference_tp: int, **placement: Any) -> dict[str, Any]:
-    """Recipe of two training ranks with TP 2, whose engine has another layout or ranks of its own."""
+    """Recipe of two training ranks with TP 2, whose engine has another layout or its own ranks."""
     nodes = 2 if placement else 1
     inference = {"tp": inference_tp, "nodes": nodes - 1 or None}
     return recipe(

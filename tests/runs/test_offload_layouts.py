@@ -16,7 +16,7 @@ LAYOUTS: list[dict[str, Any]] = [{"tp": 2, "sequence_parallel": True}, {"tp": 2}
 @pytest.mark.slow  # test_drain_phases.py shows it for data parallel ranks in fp32
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_run_with_offload_equals_the_run_without(layout: dict[str, Any], tmp_path: Path) -> None:
-    """The run has evaluations and checkpoints between its steps, and is in bf16, where Adam has weights of its own."""
+    """The run has evaluations and checkpoints between its steps, and is in bf16, where Adam has its own weights."""
 
     def run(offload: str) -> RunDir:
         recipe = loop_recipe(

@@ -133,7 +133,7 @@ def test_other_layouts_need_the_planned_memory(rehearsed: Rehearse, asked: tuple
 
 
 def as_planned(rank: RankRehearsal, planned: RankMemory) -> None:
-    """Check every planned phase to 5 %, except a build that is not the peak: the moment of its own peak depends on the
+    """Check every planned phase to 5 %, except a build that is not the peak: its own moment peak depends on the
     number of experts. A rehearsal decodes one token and records no decode graphs, so their memory is subtracted."""
     for phase in planned.phases:
         held = sum(rank.phases[phase.name].values())

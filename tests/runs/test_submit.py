@@ -25,7 +25,7 @@ from megatron_rl.contract.records import read, read_lines
 
 @pytest.fixture
 def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:
-    """Start mrl-submit in an empty directory, in a process group of its own as a shell would."""
+    """Start mrl-submit in an empty directory, in its own process group as a shell would."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))

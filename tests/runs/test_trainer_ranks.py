@@ -147,7 +147,7 @@ def test_two_ranks_have_bit_equal_weights(name: str, on_two_ranks: Any) -> None:
 
 
 def initial_weights(rank: int, ranks: int, dtype: str, distributed: bool) -> list[Tensor]:
-    """Policy, fp32 weights of the optimizer, and reference, of ranks that made weights of their own."""
+    """Policy, fp32 weights of the optimizer, and reference, of ranks that made their own weights."""
     parallel_state.initialize_model_parallel()
     groups = Groups.from_megatron(timedelta(seconds=60))
     platform = select(JobConfig(device="cpu"))

@@ -1,4 +1,4 @@
-"""Weights arrive bit for bit from a training world in replicas with worlds of their own, for any layouts on both sides.
+"""Weights arrive bit for bit from a training world in replicas with their own worlds, for any layouts on both sides.
 A death in a transfer ends no other process."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def replicate(rank: int, world: int, number: int, shares: bool, of_ranks: Sequen
 
 class ReplicaRank:
     def __init__(self, number: int, rank: int, tp: int, shares: bool) -> None:
-        """shares: whether its ranks ask for shares of the model, as an engine with a layout of its own does."""
+        """shares: whether its ranks ask for shares of the model, as an engine with its own layout does."""
         self.number, self.rank, self.tp, self.shares = number, rank, tp, shares
         self.group: TransferGroup | None = None
 

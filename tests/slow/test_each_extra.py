@@ -14,7 +14,7 @@ from chat_templates import QWEN3, tokenizer_of
 ROOT = Path(__file__).parents[2]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OF_DEVELOPERS = {"bench", "browser", "dev", "verifiers"}
-"""Extras for tests, and one whose packages have an interpreter of their own (`make test-verifiers`)."""
+"""Extras for tests, and one whose packages have their own interpreter (`make test-verifiers`)."""
 MRL = "import sys; from launcher.cli.entry import mrl; sys.argv[0] = 'mrl'; sys.exit(mrl())"
 SUBMIT = "import sys; from launcher.cli.entry import mrl_submit; sys.argv[0] = 'mrl-submit'; sys.exit(mrl_submit())"
 SHORT = ["training.steps=1", "model.supervised.steps=1", "evaluation.every=0"]

@@ -24,7 +24,7 @@ GPU_DEVICE = os.makedev(1, 3)  # that of /dev/null, because nothing computes on 
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # major number 1
 
 # Runs in new namespaces: prints a line, waits for its network address, then becomes a machine called $1. Process 1 is a
-# shell, because slurmd would not collect the orphans it inherits. The node has a /dev of its own, so that a test can
+# shell, because slurmd would not collect the orphans it inherits. The node has its own /dev, so that a test can
 # remove a GPU, and its own containers, if the lab has the real pyxis.
 NODE = r"""
 set -eu

@@ -87,7 +87,7 @@ class Login:
         return [program, *map(str, words)]
 
     def call(self, name: str, *words: str | Path, code: int = 0, **changes: str) -> subprocess.CompletedProcess[str]:
-        """Run mrl or mrl-submit, which has to end with exit code `code`. `changes` are environment variables."""
+        """Run mrl or mrl-submit, which must end with exit code `code`. `changes` are environment variables."""
         done = commands.run([name, *words], SECONDS, cwd=self.home, env={**self.env, **changes})
         assert done.returncode == code, f"{done.args}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
         return done

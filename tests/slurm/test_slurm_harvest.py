@@ -1,4 +1,4 @@
-"""Inference replicas in jobs of their own on nodes that others may take at any time."""
+"""Inference replicas in their own jobs on nodes that others may take at any time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def jobs(run: Run, what: str) -> str:
 
 
 def submit(login: Login, most: int, *words: str) -> Run:
-    """Submit a run with one replica of its own and `most` harvested ones, and wait until all answer."""
+    """Submit a run with one replica in its job and `most` harvested ones, and wait until all answer."""
     login.profiles["real"] |= {
         "partition": "high",
         "health_check": False,

@@ -14,7 +14,7 @@ from megatron_rl.contract.paths import RunDir
 def test_run_whose_disk_fills_up_in_a_save_resumes_from_the_previous_checkpoint(
     login: Login, undisturbed: RunDir
 ) -> None:
-    """The checkpoint before it stays, the run goes on, and starts again from there when it has to."""
+    """The checkpoint before it stays, the run goes on, and starts again from there when it must."""
     hold(
         login,
         {"attempt": 1, "where": "save", "step": 8, "rank": 1, "then": "finds the disk full"},

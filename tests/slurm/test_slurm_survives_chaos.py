@@ -65,7 +65,7 @@ def wait_until_over(run: Run, attempt: int) -> None:
 
 
 def strike(login: Login, run: Run, after_s: float, weapon: Callable[[Login, Run], Undo]) -> bool:
-    """Hit the attempt that is under way, and see it end. Whether it was still there to be hit."""
+    """Hit the attempt in progress, and see it end. Whether it was still there to be hit."""
     attempt = run.dir.last_attempt()
     time.sleep(after_s)
     hit = is_under_way(run)

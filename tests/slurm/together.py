@@ -1,4 +1,4 @@
-"""Concurrent tests of one file, each as a user of its own, because jobs mostly wait."""
+"""Concurrent tests of one file, each as its own user, because jobs mostly wait."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     python tests/slurm/trixie.py run COMMAND...     run a command there, in this checkout and with this .venv
 
 A command sees the programs of that system, Slurm and Python 3.13 included, and the machine's processes, devices and
-/tmp. Its mounts belong to a namespace of its own and end with it. This needs root.
+/tmp. Its mounts belong to its own namespace and end with it. This needs root.
 
 MRL_TRIXIE names the directory; the default is in XDG_CACHE_HOME/mrl. An existing directory is used unchanged.
 """
@@ -82,7 +82,7 @@ def make() -> Path:
 
 
 def enter(system: Path, command: list[str]) -> None:
-    """Replace this process by a command in the system. The caller has given it a mount namespace of its own. Raises
+    """Replace this process by a command in the system. The caller has given it its own mount namespace. Raises
     OSError."""
     _mount("--bind", system, system)  # namespaces of the lab's nodes need a root that is a mount point
     for path in (*map(Path, SHARED), CHECKOUT, *_repository(), Path(sys.prefix), *_python()):

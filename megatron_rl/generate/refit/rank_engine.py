@@ -1,4 +1,4 @@
-"""Choice of a rank's engine and of the refit that gives it the trainer's weights."""
+"""Choose a rank's engine and of the refit that gives it the trainer's weights."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ __all__ = ["RunningSumEnv", "RunningSumTaskset"]
 
 class RunningSumData(vf.TaskData):
     digits: list[int]
-    """The first two are asked for together, each further one in a turn of its own."""
+    """The first two are asked for together, each further one in its own turn."""
 
 
 class RunningSumConfig(vf.TasksetConfig):

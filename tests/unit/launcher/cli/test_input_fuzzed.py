@@ -198,7 +198,7 @@ def test_run_directories(home, damages, look, local):
             try:
                 damage(root / name, kind)
             except OSError:
-                continue  # the one before has taken its place
+                continue  # the previous one has taken its place
         tried(main, [look[0], str(root), *look[1:]])
         tried(main, ["ls"])
 

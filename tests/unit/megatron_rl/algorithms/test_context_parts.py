@@ -46,7 +46,7 @@ def test_every_token_is_on_one_rank_and_gathering_restores_the_order(batch: Micr
 
 @given(micro_batches(), RANKS)
 def test_ranks_have_equally_many_tokens_with_less_than_one_padding_token_each(batch: MicroBatch, ranks: int) -> None:
-    """Padding tokens are trees of their own."""
+    """Padding tokens are their own trees."""
     parts = parts_of(batch, ranks)
     assert len({len(part.tokens) for part in parts}) == 1
     whole, end = parts[0].whole, len(batch.tokens)

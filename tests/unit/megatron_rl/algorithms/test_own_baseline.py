@@ -1,4 +1,4 @@
-"""Advantages of the user's: the checks that their function has to pass, and its place in a step."""
+"""Advantages of the user's: the checks that their function must pass, and its place in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss of the user's: the checks that it has to pass, and its place in the whole loss."""
+"""A loss of the user's: the checks that it must pass, and its place in the whole loss."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ TABLE = [
     ([(RECENT, "n1", "stays")],                                            "",   "",         "n1"),
     ([(RECENT, "n1", "stays"), (RECENT, "n2", "stays")],                    "n3", "",         "n1 n2 n3"),
     ([(RECENT, "n1", "stays"), (RECENT, "n2", "requeue")],                 "n3", "n2",       "n2 n3"),
-    # Six have to remain: first all old ones are given up, then those of this end too.
+    # Six must remain: first all old ones are given up, then those of this end too.
     ([(RECENT, "n1 n2 n3", "requeue")],                                   "n4", "n1 n2 n3", "n4"),
     ([(RECENT, "n1 n2", "requeue")],                                      "n4", "n1 n2",    "n1 n2 n4"),
     ([],                                                      "n1 n2 n3 n4",    "",         ""),

@@ -1,4 +1,4 @@
-"""Replicas in jobs of their own, which come and go: what is submitted when, and that nothing of it ends a run."""
+"""Replicas in their own jobs, which come and go: what is submitted when, and that nothing of it ends a run."""
 
 from __future__ import annotations
 

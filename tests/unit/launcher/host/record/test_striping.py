@@ -1,4 +1,4 @@
-"""Large files of the checkpoints are spread over servers on Lustre, unless the site has a layout of its own."""
+"""Large files of the checkpoints are spread over servers on Lustre, unless the site has its own layout."""
 
 from __future__ import annotations
 
