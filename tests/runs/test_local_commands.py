@@ -44,7 +44,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
         wait_for("the supervisor's end", lambda lock=lock: owner_of(lock) is None)
 
 
-def wait_for(what: str, condition: Callable[[], object], limit: float = 30) -> None:
+def wait_for(what: str, condition: Callable[[], object], limit: float = 120) -> None:
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
