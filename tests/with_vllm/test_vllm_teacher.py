@@ -64,8 +64,8 @@ def recipe(teacher: Path, replicas: dict[str, Any] | None) -> RunConfig:
 def test_the_log_probs_of_vllm_are_those_of_the_frozen_teacher(
     teacher: Path, tmp_path: Path, platform: Any, groups: Any
 ) -> None:
-    frozen = build_run(recipe(teacher, None), platform, groups).trainer.teacher
-    assert frozen is not None and not isinstance(frozen, ServedTeacher)
+    objective: Any = build_run(recipe(teacher, None), platform, groups).trainer.objective
+    frozen = objective._teacher.keywords["policy"]
     asked = [one for group in random_groups(6, 4, longest=20) for one in group.trajectories]
     asked.append(trajectory([1], [place % (PADDED_VOCAB - 2) for place in range(LONGEST - 1)]))  # of full length
     expected = []
