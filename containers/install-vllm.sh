@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Inside the image of the ranks: put vLLM into /opt/vllm, its own environment with its own torch. A recipe names it
+# Inside the image of the ranks: put vLLM into /opt/vllm, an environment of its own with its own torch. A recipe names it
 # with inference.vllm.python=/opt/vllm/bin/python. Run by install.sh on request, nowhere else.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")

@@ -28,7 +28,7 @@ class RehearsalFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRehearsal:
+class RehearsedRank:
     kind: RankKind
     parameters: int
     phases: Mapping[str, Mapping[str, int]]
@@ -41,7 +41,7 @@ class RankRehearsal:
 
 def rehearse(
     config: RunConfig, vocab: int, kinds: Sequence[RankKind], teacher: TeacherFiles | None = None
-) -> list[RankRehearsal]:
+) -> list[RehearsedRank]:
     """Rehearse one rank of each kind.
 
     Args:
@@ -59,14 +59,14 @@ def request(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles
     return json.dumps({"config": config.model_dump(mode="json"), **asked}) + "\n"
 
 
-def answer(kind: RankKind, said: str) -> RankRehearsal:
+def answer(kind: RankKind, said: str) -> RehearsedRank:
     """Parse the last line of COMMAND's output; libraries may print something before it."""
     done: dict[str, Any] = json.loads(said.splitlines()[-1])
     failure = None if done["failure"] is None else RehearsalFailure(**done["failure"])
-    return RankRehearsal(kind, done["parameters"], done["phases"], failure)
+    return RehearsedRank(kind, done["parameters"], done["phases"], failure)
 
 
-def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None) -> RankRehearsal:
+def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None) -> RehearsedRank:
     try:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         ran = run_limited(COMMAND, LIMIT_S, environ, request(config, vocab, kind, teacher).encode())
@@ -78,4 +78,4 @@ def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFil
         error = f"did not end within {LIMIT_S:.0f} s"
     except OSError as refusal:  # no memory left for another process
         error = str(refusal)
-    return RankRehearsal(kind, 0, {}, RehearsalFailure("start", error, COMMAND[-1]))
+    return RehearsedRank(kind, 0, {}, RehearsalFailure("start", error, COMMAND[-1]))

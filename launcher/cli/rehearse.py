@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.backends.rehearsal import RankRehearsal, rehearse
+from launcher.backends.rehearsal import RehearsedRank, rehearse
 from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
@@ -91,7 +91,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
         ctx.exit(EXIT_CRASHED)
 
 
-def _row(one: RankRehearsal, planned: int) -> dict[str, Any]:
+def _row(one: RehearsedRank, planned: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "role": one.kind.role,
         "stage": one.kind.stage,

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from launcher.backends.rehearsal import COMMAND, RankRehearsal, answer, request
+from launcher.backends.rehearsal import COMMAND, RehearsedRank, answer, request
 from launcher.cli.rehearse import command
 from launcher.cluster.choice import load_clusters
 from launcher.plan.gpu_memory import RankMemory, as_rehearsed, rank_memory
@@ -29,7 +29,7 @@ from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.teacher_files import teacher_files
 
-Rehearse = Callable[..., list[tuple[RankRehearsal, RankMemory]]]
+Rehearse = Callable[..., list[tuple[RehearsedRank, RankMemory]]]
 
 LAYOUTS = {
     "32b: nothing computed again": ("qwen2.5-32b-dapo", "training.recompute=none"),
@@ -53,7 +53,7 @@ def rehearsed() -> Iterator[Rehearse]:
         assert process.stdout is not None
         ask, answers = process.stdin, process.stdout
 
-        def rehearse(recipe: str, *overrides: str) -> list[tuple[RankRehearsal, RankMemory]]:
+        def rehearse(recipe: str, *overrides: str) -> list[tuple[RehearsedRank, RankMemory]]:
             asked = load_recipe(recipe, overrides)
             config, sizes = asked.config, make_plan(asked, None).sizes
             tokens = tokens_known(config)
@@ -132,7 +132,7 @@ def test_other_layouts_need_the_planned_memory(rehearsed: Rehearse, asked: tuple
         as_planned(rank, planned)
 
 
-def as_planned(rank: RankRehearsal, planned: RankMemory) -> None:
+def as_planned(rank: RehearsedRank, planned: RankMemory) -> None:
     """Check every planned phase to 5 %, except a build that is not the peak: its own moment peak depends on the
     number of experts. A rehearsal decodes one token and records no decode graphs, so their memory is subtracted."""
     for phase in planned.phases:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from click.testing import CliRunner, Result
 
-from launcher.backends.rehearsal import RankRehearsal, RehearsalFailure
+from launcher.backends.rehearsal import RehearsalFailure, RehearsedRank
 from launcher.cli import rehearse
 from launcher.plan.placement import RankKind
 from megatron_rl.recipe.config import RunConfig
@@ -28,9 +28,9 @@ def done(monkeypatch: pytest.MonkeyPatch, gib: float, failure: RehearsalFailure 
 
     def ranks(
         config: RunConfig, vocab: int, kinds: Sequence[RankKind], teacher: TeacherFiles | None
-    ) -> list[RankRehearsal]:
+    ) -> list[RehearsedRank]:
         held = {"weights": 7 * GIB, "activations": int((gib - 7) * GIB)}
-        return [RankRehearsal(kind, 4_000_000_000, {"train": held}, failure) for kind in kinds]
+        return [RehearsedRank(kind, 4_000_000_000, {"train": held}, failure) for kind in kinds]
 
     monkeypatch.setattr(rehearse, "rehearse", ranks)
 
