@@ -141,7 +141,7 @@ def test_what_an_environment_does_wrong_loses_the_rollout_and_never_earns_a_rewa
     reasons = [next(iter(group.failures)) for group in found]
     assert reasons[0].startswith("verifiers: TaskError: ") and "the answer cannot be judged" in reasons[0]
     assert reasons[1] == "verifiers: the task has no reward (agent_completed)"
-    assert reasons[2].startswith("rollout: the reward is nan")
+    assert reasons[2].startswith("rollout: the reward is ") and "'right' is nan" in reasons[2]
 
 
 def test_the_death_of_verifiers_loses_its_rollouts_alone(verifiers_python, without_renderer):
