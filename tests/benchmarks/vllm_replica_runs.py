@@ -1,7 +1,8 @@
-"""Whole runs with each engine, started by mrl-submit: the step of SmolLM2's recipe, and the death of a replica."""
+"""Whole runs with each engine, started by mrl-submit: the step of SmolLM2's recipe."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -9,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from replica_death import Death, deaths, lines
-from vllm_replica_sides import ENGINES, print_table
+from vllm_replica_sides import print_table
 
 SKIPPED = 1
 """Steps at the start of a run that are not counted, since memory is touched for the first time."""
@@ -22,8 +22,6 @@ RUNS = {
 }
 """Name -> recipe with its overrides."""
 SECONDS = ("step", "generate", "train", "refit", "publish", "probe")
-# Two heads of 32, because vLLM has no smaller ones on CPUs.
-DEMO = ("demo", "model.num_attention_heads=2", "model.num_query_groups=2")
 
 
 def measure_step(python: str, steps: int, dtype: str) -> None:
@@ -60,23 +58,4 @@ def lines_of_run(root: Path, recipe: Sequence[str], steps: int) -> list[dict[str
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         sys.exit(done.stdout[-3000:])
-    return lines(root)[SKIPPED:]
-
-
-def measure_recovery(python: str, count: int) -> None:
-    columns = ("", "step before, s", "step of the death, s", "training waited, s", "replica is back after, s")
-    print_table(columns, rows_of_deaths(python, count))
-
-
-def rows_of_deaths(python: str, count: int) -> Iterator[list[str]]:
-    """Kill the only replica of each engine. Yields a row for each death."""
-    for engine, name in ENGINES.items():
-        with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
-            recipe = of_python((*DEMO, f"inference.engine={engine}"), python)
-            for death in deaths(Path(folder).resolve() / "run", recipe, replicas=1, count=count):
-                yield row_of(name, death)
-
-
-def row_of(name: str, death: Death) -> list[str]:
-    seconds = (death.before_s, death.step_s, death.step_s - death.before_s, death.back_s)
-    return [name, *(f"{each:.2f}" for each in seconds)]
+    return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()][SKIPPED:]
