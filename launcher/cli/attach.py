@@ -53,7 +53,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     Exit codes: those of the shell or COMMAND  1 the run has no ranks now  2 bad usage
     """
     from launcher.host.slurm.call import submitting_environment
-    from launcher.runs.attach import command_line, completed, harvested, host_of, of_step
+    from launcher.runs.beside_ranks import command_line, completed, harvested, host_of, of_step
     from launcher.runs.find import find
     from launcher.runs.state import read_statuses
     from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE

@@ -29,7 +29,7 @@ from launcher.doctor.finding import DoctorFinding, Level
 from launcher.doctor.node_files import on_nodes
 from launcher.doctor.preflight import collect_local
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import known_caches
+from launcher.fetch.needs import known_caches
 from launcher.plan.gpu_memory import checkpoint_bytes, version_bytes
 from launcher.plan.parameters import vocabulary
 from launcher.plan.summary import make_plan

@@ -186,7 +186,7 @@ def _pin(origin: CheckpointRun | None, options: dict[str, Any]) -> None:
 def _as_job(evaluation: Evaluation, origin: CheckpointRun | None, cluster: str, options: dict[str, Any]) -> int:
     from launcher.cli.submit.request import PlannedRun, Request
     from launcher.cli.submit.slurm import run_on_slurm
-    from launcher.fetch.prefetch import known_caches
+    from launcher.fetch.needs import known_caches
     from launcher.job.directories import refuse_unusable, run_name
     from launcher.runs.owner import refuse_others
 

@@ -13,7 +13,7 @@ from launcher.cli.arguments import Lags
 from launcher.cli.completion import complete_override, complete_recipe, complete_run
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import known_caches
+from launcher.fetch.needs import known_caches
 from launcher.plan.summary import make_plan, plan_json, summarize
 from launcher.recipe.load import load_recipe
 
@@ -106,8 +106,8 @@ def command(
     name, profile = clusters.choose_profile(cluster, asked.config.cluster)
     plan = make_plan(asked, profile)
     # Imported here because these are slow to import.
-    from launcher.cli.show.plan import show
-    from launcher.cli.show.splits import estimates_json, show_estimates
+    from launcher.cli.show.layout import show
+    from launcher.cli.show.step_times import estimates_json, show_estimates
     from launcher.plan.splits import compare
 
     faults = _faults(preempt_every, grace, queue, node_fails_every)

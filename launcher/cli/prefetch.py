@@ -12,7 +12,7 @@ from launcher.cli.arguments import RECIPE
 from launcher.cli.show.terminal import echo
 from launcher.cluster.choice import Clusters, load_clusters
 from launcher.errors import Failed
-from launcher.fetch.prefetch import Cache, Need, fetch, known_caches, needs, unreachable
+from launcher.fetch.needs import Cache, Need, fetch, known_caches, needs, unreachable
 from launcher.recipe.load import load_recipe
 from launcher.recipe.published import ShapeUnknown
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED

@@ -13,7 +13,7 @@ import click
 from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import known_caches
+from launcher.fetch.needs import known_caches
 from launcher.job.kept_files import keep_files, own_files
 from launcher.job.lesson import request_of, rows_child, why_not_here
 from launcher.recipe.load import Recipe, load_recipe

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import DoctorFinding, error, note
-from launcher.fetch.prefetch import Cache, Need, needs, only_begins
+from launcher.fetch.needs import Cache, Need, needs, only_begins
 from launcher.host.image.cache import check
 from launcher.host.image.reference import ImageError, is_path
 from launcher.recipe.load import Recipe, place_of

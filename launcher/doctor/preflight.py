@@ -16,7 +16,7 @@ from launcher.cluster.software import replica_python
 from launcher.doctor.finding import DoctorFinding, count, error, note, ok, warning
 from launcher.doctor.vllm_python import PYTHON_KEYS, inexact_options, vllm_findings
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import Cache, Need, needs, only_begins
+from launcher.fetch.needs import Cache, Need, needs, only_begins
 from launcher.plan.gpu_memory import least_host_bytes
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, place_of

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from launcher.fetch.prefetch import record_of
+from launcher.fetch.needs import record_of
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import CachedRepository

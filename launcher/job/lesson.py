@@ -18,7 +18,7 @@ from launcher.backends.child import ModuleProcess, TookTooLong
 from launcher.cluster.profile import Profile
 from launcher.doctor.node_files import as_seen_here
 from launcher.doctor.preflight import unreadable
-from launcher.fetch.prefetch import Cache, Need
+from launcher.fetch.needs import Cache, Need
 from launcher.job.admission import has_work, with_date
 from launcher.job.kept_files import keep_files, own_files
 from launcher.recipe.load import Recipe

@@ -15,7 +15,7 @@ from launcher.backends.slurm.jobs import cluster_name
 from launcher.backends.slurm.reasons import no_partition, translate
 from launcher.cluster.profile import RUN_MODES
 from launcher.errors import BadInput, Unsure
-from launcher.fetch import prefetch
+from launcher.fetch import needs
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.record.identity import comment_of, note_submission
@@ -74,8 +74,8 @@ def submit(
         BadInput: Slurm or a check refuses it; the disk is as before.
         Unsure: Slurm did not say whether it accepted the job.
     """
-    prefetch.export_packages(drafted.job.recipe.config, drafted.job.profile)
-    prefetch.import_image_on_login(drafted.job.recipe.config, drafted.job.profile)
+    needs.export_packages(drafted.job.recipe.config, drafted.job.profile)
+    needs.import_image_on_login(drafted.job.recipe.config, drafted.job.profile)
     name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
     with run_directory(given, name, parent) as root:
         job = in_directory(drafted.job, root.absolute())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import Cache, Need, export
+from launcher.fetch.needs import Cache, Need, export
 from launcher.runs.find import find, is_run, names_run
 from launcher.runs.owner import refuse_others
 from megatron_rl.contract.paths import RunDir

@@ -42,7 +42,7 @@ from grpo_step import matmul_rate
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from launcher.fetch.prefetch import Cache, Need, export_packages
+from launcher.fetch.needs import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.model.platform.attention import whole_sequences

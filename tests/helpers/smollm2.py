@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import Cache, Need, export_packages
+from launcher.fetch.needs import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
 from megatron_rl.recipe.extras import install_command
 

@@ -28,7 +28,7 @@ from launcher.cluster.profile import Profile
 from launcher.doctor.fetched import fetched
 from launcher.errors import BadInput, Failed
 from launcher.fetch.hub import explain, patterns
-from launcher.fetch.prefetch import (
+from launcher.fetch.needs import (
     Cache,
     Need,
     _environment,

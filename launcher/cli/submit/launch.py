@@ -32,7 +32,7 @@ def launch(request: Request) -> int:
         from launcher.cli.submit.slurm import run_on_slurm  # each of the two has imports that the other does not need
 
         return run_on_slurm(planned, request, clusters.profile(cluster))
-    from launcher.cli.submit.local import refuse_slurm_only, run_on_this_machine
+    from launcher.cli.submit.this_machine import refuse_slurm_only, run_on_this_machine
 
     refuse_slurm_only(request, len(planned))
     if why := why_local(request, clusters, planned[0]):

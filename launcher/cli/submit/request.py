@@ -12,7 +12,7 @@ import click
 from launcher.cli.show.terminal import at_terminal
 from launcher.cluster.choice import LOCAL, Clusters
 from launcher.errors import BadInput, Failed
-from launcher.fetch.prefetch import known_caches
+from launcher.fetch.needs import known_caches
 from launcher.job.directories import run_name
 from launcher.recipe.load import Recipe, load_recipe, place_of
 from launcher.recipe.sweep import Variant, count, variants

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from launcher.cli.plan import command
-from launcher.cli.show.plan import warnings
+from launcher.cli.show.layout import warnings
 from launcher.cli.show.plan_drawing import drawing
 from launcher.cluster.choice import load_clusters
 from launcher.plan.placement import Plan, place

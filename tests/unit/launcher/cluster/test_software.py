@@ -9,7 +9,7 @@ import pytest
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import needs
+from launcher.fetch.needs import needs
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import TEACHER
 from megatron_rl.recipe.config import RunConfig

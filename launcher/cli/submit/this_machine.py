@@ -16,7 +16,7 @@ from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
 from launcher.doctor.preflight import collect_local, findings, problems
 from launcher.errors import BadInput
-from launcher.fetch.prefetch import export_packages
+from launcher.fetch.needs import export_packages
 from launcher.job.admission import check
 from launcher.job.directories import run_directory
 from launcher.job.lesson import LessonCheck

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launcher.runs.attach import IGNORING_DRAIN, SHELL, command_line, completed, harvested, host_of
+from launcher.runs.beside_ranks import IGNORING_DRAIN, SHELL, command_line, completed, harvested, host_of
 from megatron_rl.contract.attempt_records import NodeAssignment, ReplicaState
 from megatron_rl.contract.codes import REPLICA_RUNNING
 from megatron_rl.contract.paths import RunDir
