@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_line
 from megatron_rl.contract.window_rules import Watch
 
 ANSWERS, STARTS = "answers", "starts"  # states of replicas
-BARS = "▁▂▃▄▅▆▇█"
 LONGEST_LINE = 65536  # bytes
 TORN = "the last line cannot be read"
 REPLICAS_EVERY_S = 1.0  # seconds between two looks at the replicas
@@ -171,19 +169,6 @@ def evaluation_values(line: MetricsLine, metric: str) -> dict[str, float]:
         for part, value in parts
         if value is not None and len(part) > 2 and part[0] == "eval" and part[-1] == metric
     }
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Draw the means of `width` equal parts of the values as bars between the smallest and the largest."""
-    if not values:
-        return ""
-    width = min(width, len(values))
-    edges = [round(part * len(values) / width) for part in range(width + 1)]
-    means = [mean(values[low:high]) for low, high in pairwise(edges)]
-    low, span = min(means), max(means) - min(means)
-    return "".join(
-        BARS[min(int((value - low) / span * len(BARS)), len(BARS) - 1)] if span else BARS[0] for value in means
-    )
 
 
 def mean(values: Sequence[float]) -> float:

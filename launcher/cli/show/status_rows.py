@@ -28,11 +28,10 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord
 
 
-def status_json(status: RunStatus, reader: HistoryReader | None = None) -> dict[str, Any]:
-    """Return all that is known; unknown values are null. `reader`: reader of this attempt's record that has read a part
-    of it before; None: all of it is read."""
+def status_json(status: RunStatus) -> dict[str, Any]:
+    """Return all that is known; unknown values are null."""
     run, job = status.run, status.job
-    history = (reader or HistoryReader(run, run.attempt(status.attempt), status.steps)).poll()
+    history = HistoryReader(run, run.attempt(status.attempt), status.steps).poll()
     unread = [*status.unread, *history.unread]
     goodput = _goodput(status, unread)
     idle = idle_shares(history.lines[-RECENT:])

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from launcher.backends.local import Supervisor
 from launcher.cli.show.history import HistoryReader
-from launcher.cli.show.panel import View
-from launcher.cli.show.terminal import Interruptions, discard_output
+from launcher.cli.show.progress_lines import ProgressLines
+from launcher.cli.show.terminal import Interruptions, discard_output, echo
 from launcher.host.process.lock import owner_of
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.paths import Attempt, RunDir
@@ -56,7 +56,7 @@ class Follower:
                 raise NoSupervisor(f"the supervisor, pid {pid}, did not start within {START_LIMIT:.0f} s")
             time.sleep(START_TICK)
 
-    def wait_for_end(self, reader: HistoryReader, view: View, interruptions: Interruptions) -> AttemptEnd:
+    def wait_for_end(self, reader: HistoryReader, view: ProgressLines, interruptions: Interruptions) -> AttemptEnd:
         """Show the run until the attempt ends; return its line in the ledger. Raises NoSupervisor."""
         while True:
             gone = self._supervisor.ended() and self._is_free()
@@ -71,7 +71,7 @@ class Follower:
             if self._give_up_at is not None and time.time() > self._give_up_at:
                 raise NoSupervisor(f"the supervisor, pid {self._supervisor.pid}, did not end in time")
             if self._handled < len(interruptions.names):
-                self._interrupt(interruptions.names[self._handled], view, reader.history.leaving_s())
+                self._interrupt(interruptions.names[self._handled], reader.history.leaving_s())
             time.sleep(TICK)
 
     def _is_free(self) -> bool:
@@ -81,7 +81,7 @@ class Follower:
         except OSError:
             return True
 
-    def _interrupt(self, cause: str, view: View, likely_s: float | None) -> None:
+    def _interrupt(self, cause: str, likely_s: float | None) -> None:
         """Ask the ranks to save and exit; if the request cannot be written now, try again later. `likely_s`: estimated
         seconds, from the run's last save."""
         first, now = self._handled == 0, time.time()
@@ -97,9 +97,9 @@ class Follower:
         self._give_up_at = now + limit + END_LIMIT
         if first:
             time_s = f"about {max(1.0, likely_s):.0f} s" if likely_s else f"the ranks are killed after {limit:.0f} s"
-            view.announce(f"{cause}: saving, then ending: {time_s}. Another {cause} kills it without saving.")
+            echo(f"{cause}: saving, then ending: {time_s}. Another {cause} kills it without saving.")
         else:
-            view.announce(f"{cause}: killing the ranks")
+            echo(f"{cause}: killing the ranks")
 
     def _line(self, kind: type[Line]) -> Line | None:
         found = read_lines(LEDGER, self._run.attempts_ledger)

@@ -198,15 +198,12 @@ def _follow(
 ) -> int:
     from launcher.cli.show.ending import EXIT_CODES, ending_lines
     from launcher.cli.show.history import HistoryReader
-    from launcher.cli.show.panel import Display
+    from launcher.cli.show.progress_lines import ProgressLines
 
     reader = HistoryReader(run, attempt, config.training.steps)
-    view = Display(config.name)
-    try:
-        end = follower.wait_for_end(reader, view, interruptions)
-        view.show(reader.poll())
-    finally:
-        view.close()
+    view = ProgressLines()
+    end = follower.wait_for_end(reader, view, interruptions)
+    view.show(reader.poll())
     for line in ending_lines(run, attempt, end, reader.history, resume):
         echo(line, err=end.outcome in (CRASHED, MISCONFIGURED))
     if end.outcome in (CRASHED, LOST) and len(interruptions.names) > 1:

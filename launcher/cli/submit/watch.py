@@ -1,4 +1,4 @@
-"""Watch a Slurm run, across attempts, until it ends. Stopping does not affect the run."""
+"""Watch a run, across attempts, until it ends. Stopping does not affect the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from launcher.backends.slurm.jobs import JobState
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import HistoryReader
-from launcher.cli.show.panel import Display, View
+from launcher.cli.show.progress_lines import ProgressLines
 from launcher.cli.show.terminal import Interruptions, discard_output, echo
 from launcher.errors import BadInput
 from launcher.runs.find import pasteable_command
@@ -26,31 +26,24 @@ CODES = {"finished": EXIT_FINISHED, "stopped": EXIT_INTERRUPTED, "cancelled": EX
 
 def watch(run: RunDir) -> int:
     job_id = job_id_of(run)
-    if job_id is None:
-        raise BadInput(f"{run.root} is a local run")
-    view = Display(run.root.name)
     interruptions = Interruptions()
-    try:
-        with interruptions.caught():
-            status, reader = _until_the_end(run, job_id, view, interruptions)
-    finally:
-        view.close()
+    with interruptions.caught():
+        status, reader = _until_the_end(run, job_id, interruptions)
     if interruptions.names:
         if interruptions.names[0] == "SIGHUP":
             discard_output()
         name = run.root.name
         offer = f"{pasteable_command('status', name)}, {pasteable_command('cancel --drain', name)}"
-        echo(f"stopped watching; job {job_id} continues. {offer}")
+        echo(f"stopped watching; {f'job {job_id}' if job_id else name} continues. {offer}")
         return EXIT_INTERRUPTED
     return _report_end(status, reader)
 
 
-def _until_the_end(
-    run: RunDir, job_id: str, view: View, interruptions: Interruptions
-) -> tuple[RunStatus, HistoryReader]:
+def _until_the_end(run: RunDir, job_id: str | None, interruptions: Interruptions) -> tuple[RunStatus, HistoryReader]:
     asked_at, gone_at = float("-inf"), None
     shown: tuple[str, int, str] | None = None
-    job = JobState(job_id, "", "pending")
+    view = ProgressLines()
+    job = JobState(job_id, "", "pending") if job_id else None
     status = read_status(run, job)
     reader = HistoryReader(run, run.attempt(status.attempt), status.steps)
     while True:
@@ -64,7 +57,7 @@ def _until_the_end(
         key = (status.state, status.attempt, status.waits_for)  # a reason may count the seconds
         text = _news(status)
         if key != shown and text:
-            view.announce(text)
+            echo(text)
         shown = key
         history = reader.poll()
         if status.state in ("queued", "requeued"):
@@ -82,7 +75,7 @@ def _until_the_end(
         time.sleep(TICK)
 
 
-def _job_now(run: RunDir, job: JobState) -> JobState:
+def _job_now(run: RunDir, job: JobState | None) -> JobState | None:
     """Ask Slurm for the run's job; return the last answer while the run's files do not say which job that is."""
     try:
         return read_job(run) or job
@@ -111,7 +104,8 @@ def _report_end(status: RunStatus, reader: HistoryReader) -> int:
     run = status.run
     resume = pasteable_command("resume", run.root.name)
     last = last_line(run)
-    end = last if isinstance(last, AttemptEnd) and status.job and last.job_id == status.job.job_id else None
+    of_job = status.job is None or (last is not None and last.job_id == status.job.job_id)
+    end = last if isinstance(last, AttemptEnd) and of_job else None
     code = CODES.get(status.state, EXIT_CRASHED)
     if end is not None and end.outcome == MISCONFIGURED:
         code = EXIT_USAGE

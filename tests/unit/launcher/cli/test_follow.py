@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.cli.show.history import History, HistoryReader
-from launcher.cli.show.panel import View
+from launcher.cli.show.history import HistoryReader
+from launcher.cli.show.progress_lines import ProgressLines
 from launcher.cli.show.terminal import Interruptions
 from launcher.cli.submit import follow
 from launcher.cli.submit.follow import Follower
@@ -13,17 +13,6 @@ from megatron_rl.contract.attempt_records import AttemptEnd, Drain, MetricsLine
 from megatron_rl.contract.codes import DRAINED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, read
-
-
-class Silent(View):
-    """View that shows nothing."""
-
-    def draw(self, history: History) -> None: ...
-
-    def announce(self, text: str) -> None:
-        self.said = text
-
-    def close(self) -> None: ...
 
 
 class Supervisor:
@@ -57,7 +46,7 @@ def test_a_request_to_end_is_repeated_until_it_is_written(tmp_path, monkeypatch)
     interruptions = Interruptions()
     interruptions.names.append("Ctrl-C")
     follower = Follower(run, run.attempt(1), Supervisor(run), drain_limit_s=60.0)
-    end = follower.wait_for_end(HistoryReader(run, run.attempt(1), 1), Silent(), interruptions)
+    end = follower.wait_for_end(HistoryReader(run, run.attempt(1), 1), ProgressLines(), interruptions)
     assert (end.outcome, tries) == (DRAINED, ["Ctrl-C"] * 3)
     assert read(Drain, run.attempt(1).drain).cause == "Ctrl-C"
 
@@ -69,13 +58,13 @@ def test_a_request_to_end_is_repeated_until_it_is_written(tmp_path, monkeypatch)
         ([{"time/step_s": 3.0}], "Ctrl-C: saving, then ending: the ranks are killed after 660 s. "),
     ],
 )
-def test_the_announced_time_is_that_of_the_last_save(tmp_path, steps, said):
+def test_the_announced_time_is_that_of_the_last_save(tmp_path, capsys, steps, said):
     run = RunDir(tmp_path)
     run.attempt(1).folder.mkdir(parents=True)
     for number, values in enumerate(steps, 1):
         append(run.metrics, MetricsLine(number, values))
-    interruptions, view = Interruptions(), Silent()
+    interruptions = Interruptions()
     interruptions.names.append("Ctrl-C")
     follower = Follower(run, run.attempt(1), Supervisor(run), drain_limit_s=660.0)
-    follower.wait_for_end(HistoryReader(run, run.attempt(1), 9), view, interruptions)
-    assert view.said.startswith(said)
+    follower.wait_for_end(HistoryReader(run, run.attempt(1), 9), ProgressLines(), interruptions)
+    assert f"\n{said}" in capsys.readouterr().out

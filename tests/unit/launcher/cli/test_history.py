@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from launcher.cli.show.ending import result_lines
-from launcher.cli.show.history import BARS, History, HistoryReader, clock, newest_line, sparkline
-from launcher.cli.show.panel import evaluation_line
+from launcher.cli.show.history import History, HistoryReader, clock, newest_line
+from launcher.cli.show.progress_lines import evaluation_line
 from megatron_rl.contract.attempt_records import MetricsLine, Progress
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
@@ -72,18 +70,6 @@ def test_the_time_left_follows_the_recent_pace():
     quick = [MetricsLine(step, {"time/step_s": 2.0}) for step in range(11, 31)]
     assert History(steps=40, lines=slow + quick).eta_s() == pytest.approx(20.0)
     assert History(steps=40).eta_s() is None
-
-
-@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), width=st.integers(1, 60))
-def test_a_sparkline_fits_its_width(values, width):
-    line = sparkline(values, width)
-    assert len(line) == min(width, len(values))
-    assert set(line) <= set(BARS)
-
-
-def test_a_sparkline_rises_with_its_values():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BARS
-    assert sparkline([3, 3]) == BARS[0] * 2
 
 
 def test_results_compare_the_first_steps_with_the_last():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from run_helpers import make_run
 
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import HistoryReader
-from launcher.cli.show.panel import LiveView, PlainView
+from launcher.cli.show.progress_lines import ProgressLines
 from launcher.cli.show.status_rows import status_json, status_lines
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
@@ -44,23 +43,14 @@ def test_a_reader_follows_the_record_across_a_resume(tmp_path: Path) -> None:
     assert reader.poll().warnings == []
 
 
-def test_plain_lines_warn_once(tmp_path: Path, capsys) -> None:
+def test_the_lines_of_a_run_warn_once(tmp_path: Path, capsys) -> None:
     run, reader = cut_run(tmp_path)
-    view = PlainView()
+    view = ProgressLines()
     view.show(reader.poll())
     append(run.metrics, step(4, 0.9))
     view.show(reader.poll())
     (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert said.startswith(f"warning: {CUT}")
-
-
-def test_the_panel_shows_a_warning_while_it_holds(tmp_path: Path) -> None:
-    _, reader = cut_run(tmp_path)
-    console = Console(width=300, force_terminal=True, record=True, file=(tmp_path / "terminal").open("w"))
-    view = LiveView("run", console)
-    view.show(reader.poll())
-    view.close()
-    assert CUT in console.export_text()
 
 
 def test_the_status_has_the_warning_as_text_and_json(tmp_path: Path) -> None:

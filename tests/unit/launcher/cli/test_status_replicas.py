@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.cli.show.history import HistoryReader, replicas_json
-from launcher.cli.show.panel import PlainView
+from launcher.cli.show.progress_lines import ProgressLines
 from launcher.cli.show.status_rows import replica_lines
 from megatron_rl.contract.attempt_records import Progress, ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING, REPLICA_WAITING
@@ -70,7 +70,7 @@ def test_the_terminal_says_which_replica_a_run_waits_for_and_why_it_ended_last(t
     attempt = RunDir(tmp_path).attempt(1)
     replica = attempt.replica(0)
     replica.folder.mkdir(parents=True)
-    reader, view = HistoryReader(RunDir(tmp_path), attempt, 9), PlainView()
+    reader, view = HistoryReader(RunDir(tmp_path), attempt, 9), ProgressLines()
 
     def shown(state: str, starts: int, why: str | None = None) -> list[str]:
         write(replica.state, ReplicaState(0, state, starts, 0.0, [], why))
