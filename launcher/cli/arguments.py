@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from launcher.cli.completion import complete_override, complete_recipe, complete_run
+from launcher.cli.completion import complete_recipe, complete_run
 
 MOST_LAG = 16
 
@@ -81,7 +81,7 @@ def together(*several: Decorator) -> Decorator:
 
 
 RUN = click.argument("run", required=False, shell_complete=complete_run)
-OVERRIDES = click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+OVERRIDES = click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 RECIPE = together(click.argument("recipe", shell_complete=complete_recipe), OVERRIDES)
 
 TRUST_RUN = click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")

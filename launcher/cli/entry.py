@@ -29,9 +29,6 @@ def _run(module: str) -> None:
 
         import click
 
-        if any(f"_{name}_COMPLETE" in os.environ for name in ("MRL", "MRL_SUBMIT")):
-            import_module("launcher.cli.completion")
-
         try:
             sys.exit(import_module(module).main(standalone_mode=False))
         except click.ClickException as error:

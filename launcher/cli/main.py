@@ -44,7 +44,6 @@ GROUPS = {
 COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "compare": ("report",),
-    "completion": ("help", "--completion"),
     "ls": ("status", "--list"),
     "recipes": ("help", "--recipes"),
     "requeue": ("cancel", "--requeue"),
@@ -74,6 +73,7 @@ EXAMPLES = {
     "status": "mrl status runs/mine --watch",
 }
 START = "mrl-submit starts a run"
+COMPLETION = 'click completes: eval "$(_MRL_COMPLETE=bash_source mrl)"; zsh_source and fish_source for other shells'
 SUBMIT_SYNONYMS = "grpo launch new rl run sbatch start submit train"
 
 
@@ -108,6 +108,8 @@ class _Commands(click.Group):
 def _hint(word: str) -> str:
     if word in SUBMIT_SYNONYMS.split() or "submit".startswith(word[:3]):
         return START
+    if word == "completion":
+        return COMPLETION
     meant = [name for name, words in COMMANDS.items() if word in words.split()]
     if close := meant or get_close_matches(word, COMMANDS, n=1):
         return f"did you mean {close[0]}?"

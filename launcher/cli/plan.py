@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from launcher.cli.arguments import Lags
-from launcher.cli.completion import complete_override, complete_recipe, complete_run
+from launcher.cli.arguments import RECIPE, Lags
+from launcher.cli.completion import complete_run
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.fetch.needs import known_caches
@@ -30,8 +30,7 @@ HOURS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command("plan", short_help="Show the rank on each node and GPU, the memory it needs, and how long steps take.")
-@click.argument("recipe", shell_complete=complete_recipe)
-@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...", shell_complete=complete_override)
+@RECIPE
 @click.option("--cluster", help="Cluster profile to plan for, instead of the recipe's.")
 @click.option("--card", help="GPU to estimate times for; default: the GPU of the profile, else H100.")
 @click.option(

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher.explain.explanation import RULES
 from launcher.recipe.meaning import meanings
 from launcher.recipe.problems import ITEM, expected, generic, known_keys
-from launcher.recipe.shipped import shipped_bases, shipped_recipes
+from launcher.recipe.shipped import shipped_bases
 from launcher.recipe.suggest import KeyPath
-from launcher.recipe.written import EXTENDS, shipped_values
+from launcher.recipe.written import EXTENDS
 from megatron_rl.contract import window_rules
 from megatron_rl.contract.learning import WINDOW
 from megatron_rl.rank.metrics.names import COMPONENTS, ENVIRONMENT_METRICS, EVALUATION_METRICS, STEP_METRICS, SUBJECTS
@@ -23,7 +23,6 @@ WIDTH = 100  # columns of the terminal
 PAGE_WIDTH = 120  # columns of the generated pages
 UNITS = {"_s": "seconds", "_gib": "GiB"}  # by the end of a key
 ENVIRONMENTS = ("environments",)
-ABSENT = object()
 
 PAGE = """\
 # Recipe keys
@@ -31,7 +30,7 @@ PAGE = """\
 Every key of a recipe, with what it takes, its default and its meaning. A key without a default is required. Paths and
 `extends` are described in [recipes.md](recipes.md), arguments of environments in [environments.md](environments.md).
 
-    mrl help grpo.kl_beta         # one entry, and the shipped recipes that set it
+    mrl help grpo.kl_beta         # one entry
     mrl help grpo                 # a section
     mrl help --markdown           # this page, which is generated
 """
@@ -52,16 +51,13 @@ class Keys:
         self._meanings = {(EXTENDS,): base, **meanings(RunConfig)}
 
     def lines(self, path: KeyPath) -> list[str]:
-        """Entry of a key, with the shipped recipes that set it; of a section, the entries of its keys."""
+        """Entry of a key; of a section, the entries of its keys."""
         inside = [key for key in self.known if len(key) > len(path) and key[: len(path)] == path]
         lines = [self._head(path), *_wrapped(self.meaning(path), "  ")]
         for key in inside:
             if not self._is_section(key):
                 lines += ["", f"  {self._head(key)}", *_wrapped(self.meaning(key), "    ")]
-        return lines if inside else [*lines, *_set_by(path)]
-
-    def texts(self) -> dict[str, str]:
-        return {_name(path): self.meaning(path) for path in self.known if path[:1] != ENVIRONMENTS}
+        return lines
 
     def markdown(self) -> str:
         top = [key for key in self.known if len(key) == 1]
@@ -123,27 +119,6 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _set_by(path: KeyPath) -> Iterator[str]:
-    by: dict[str, list[str]] = {}
-    for recipe in shipped_recipes():
-        value = _value(shipped_values(recipe), path)
-        if value is not ABSENT:
-            by.setdefault(_written(value), []).append(recipe)
-    if by:
-        yield "  Set by shipped recipes:"
-    for value, recipes in by.items():
-        text = f"{value}: {', '.join(recipes)}"
-        yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False)
-
-
-def _value(values: Any, path: Sequence[str]) -> Any:
-    for part in path:
-        if not isinstance(values, Mapping) or part not in values:
-            return ABSENT
-        values = values[part]
-    return values
-
-
 def _written(value: Any) -> str:
     if value is None:
         return "null"
@@ -203,10 +178,6 @@ def metrics_page() -> str:
         text = f"{rule.condition}. *Try*: {rule.advice}"
         lines += ["", *_page_wrapped(f"- **`{name}`**: {CODE.sub(_as_code, text)}")]
     return "\n".join(lines) + "\n"
-
-
-def metric_texts() -> dict[str, str]:
-    return {name: metric.meaning for name, metric in {**STEP_METRICS, **EVALUATION_METRICS}.items()}
 
 
 def metric_lines(name: str) -> list[str]:
