@@ -111,13 +111,6 @@ def incoming_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     return WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab, sizes.inference_tp).all
 
 
-def sent_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
-    """Bytes of host memory in which the training ranks, together, keep the weights that they have sent."""
-    if not sizes.partitioned or config.placement.inference.transfer == "whole":
-        return 0
-    return sizes.replicas * WEIGHT_BYTES[config.model.dtype] * trained(config.model, vocab).all
-
-
 def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
     """Memory that all ranks of a CPU run need at least; 0 on GPUs. Activations and caches are left out: they depend on
     the lengths, and stay far below the estimate where prompts are shared and answers short."""

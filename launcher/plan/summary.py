@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.cluster.profile import Profile
-from launcher.plan.gpu_memory import checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories, sent_bytes
+from launcher.plan.gpu_memory import checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories
 from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
@@ -128,7 +128,6 @@ def summarize(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
     memory           terms of the fullest phase of each role; `gpu_bytes` is the part of a GPU that the role may take
     host_bytes       copy of the checkpoint that each training node writes from its memory
     incoming_bytes   new weights that each inference node collects in its memory, partitioned
-    sent_bytes       weights that each training node keeps as it sent them, partitioned
     """
     config = with_offload(config, plan, profile)
     rows = vocabulary(config)
@@ -206,5 +205,4 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
         ],
         "offloaded_bytes": offloaded_bytes(config, sizes, vocab) * plan.gpus_per_node,
         "incoming_bytes": incoming_bytes(config, sizes, vocab) * plan.gpus_per_node,
-        "sent_bytes": sent_bytes(config, sizes, vocab) // sizes.training_nodes,
     }

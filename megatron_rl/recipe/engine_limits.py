@@ -65,8 +65,6 @@ def _megatron(asked: Sections) -> Iterator[str]:
 
 def _vllm(asked: Sections) -> Iterator[str]:
     tp, gpus, head = _tp(asked), asked.job.gpus_per_node, asked.model.head_size
-    if asked.placement.inference.transfer == "changed":
-        yield "placement.inference.transfer is changed, and vLLM receives whole weights: set whole"
     if (beyond := beyond_vllm(asked.sampling)) is not None:
         yield f"{beyond}; with sampling.temperature 1 they are those over all"
     if asked.model.dtype == "fp32" and (inexact := (asked.inference.own_vllm or VllmConfig()).inexact):

@@ -113,10 +113,6 @@ class InferenceLayout(Section):
     """Nodes that only generate, the last ones of the job (`mode: partitioned`)."""
     tp: PositiveInt | None = None
     """Tensor parallel size of a replica; default: that of training."""
-    transfer: Literal["whole", "changed"] = "whole"
-    """Weights sent to the replicas with each version (`mode: partitioned`). whole: all. changed: only values that
-    differ from the previous version, which are few for bf16 weights and a small learning rate. Meant for slow networks;
-    trainers keep a copy of the weights in host memory to compare with."""
 
 
 class HarvestConfig(Section):

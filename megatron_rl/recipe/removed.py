@@ -14,23 +14,45 @@ REMOVED: Final[Mapping[str, str]] = {
     "evaluate": "`mrl evaluate CHECKPOINT` evaluates, with --cluster in a job; leave the section out",
     "inference.engine=server": _SERVERS,
     "inference.server": _SERVERS,
+    "placement.inference.transfer": "replicas get whole versions, or with model.lora the adapters alone; leave it out",
 }
 """Key, or KEY=VALUE -> what does the same today, for the error of a recipe that has it."""
+ONLY_SHOWN: Final = frozenset({"placement.inference.transfer"})
+"""Those of REMOVED that changed only what is shown: a run that has recorded them goes on without them."""
 
 
 def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop removed keys that are null, which runs of earlier versions have recorded. Raises ValueError for a removed
-    value."""
+    """Drop removed keys that are null or in ONLY_SHOWN, which runs of earlier versions have recorded. Raises ValueError
+    for a removed value."""
     found = dict(values)
     for removed, instead in REMOVED.items():
         key, _, value = removed.partition("=")
         section, _, name = key.rpartition(".")
-        inside = found.get(section) if section else found
-        if not isinstance(inside, Mapping) or name not in inside:
+        inside = _inside(found, section)
+        if inside is None or name not in inside:
             continue
         if value and inside[name] == value:
             raise ValueError(f"{key} is {value}, which was removed: {instead}")
-        if not value and inside[name] is None:
-            left = {one: value for one, value in inside.items() if one != name}
-            found = {**found, section: left} if section else left
+        if key in ONLY_SHOWN or (not value and inside[name] is None):
+            found = _without(found, key.split("."))
     return found
+
+
+def only_shown(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of ONLY_SHOWN that a recipe has."""
+    places = ((key, _inside(values, key.rpartition(".")[0])) for key in sorted(ONLY_SHOWN))
+    return [key for key, inside in places if inside is not None and key.rpartition(".")[2] in inside]
+
+
+def _inside(values: Mapping[str, Any], section: str) -> Mapping[str, Any] | None:
+    inside: Any = values
+    for name in section.split(".") if section else ():
+        inside = inside.get(name) if isinstance(inside, Mapping) else None
+    return inside if isinstance(inside, Mapping) else None
+
+
+def _without(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
+    name, *rest = path
+    if rest:
+        return {**values, name: _without(values[name], rest)}
+    return {one: value for one, value in values.items() if one != name}

@@ -53,9 +53,8 @@ def generate_elsewhere(
     """
     platform, safe_points = here.platform, here.safe_points
     timeout = timedelta(seconds=config.job.collective_timeout_s)
-    keeps = config.placement.inference.transfer == "changed"
     transfer = TransferRefit(
-        Sender(weights_by_box(policy), host_memory=platform.host_memory if keeps else None),
+        Sender(weights_by_box(policy)),
         dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
         offered(platform.backend),
         PoolControl(pool, timeout) if dist.get_rank() == 0 else None,

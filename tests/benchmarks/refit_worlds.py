@@ -1,10 +1,10 @@
 """Refit of replicas that have their own worlds: bytes, seconds and GB/s.
 
-    python tests/benchmarks/refit_worlds.py [--repeats 5] [--layers 12] [--changed 0.01]
+    python tests/benchmarks/refit_worlds.py [--repeats 5] [--layers 12]
 
 One or two training ranks and replicas of one rank each, over gloo on this machine, with a Qwen2.5-shaped model in fp32;
 in turns with a broadcast of the model from one rank to the same number of receivers as one buffer, which packs, checks
-and swaps nothing. With --changed, that share of the values changes each time, and only these are sent.
+and swaps nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def measure(
     replicas: int,
     layers: int,
     repeats: int,
-    changed: float | None,
     name: str,
 ) -> None:
     from megatron.core import parallel_state
@@ -66,10 +65,9 @@ def measure(
 
     began = time.perf_counter()
     group = TransferGroup.join(*epoch_of(Path(folder), rank, training, replicas))
-    memory = platform.host_memory
-    end: Sender | Receiver = Receiver(weights_by_box(policy), memory, changed=changed is not None)
+    end: Sender | Receiver = Receiver(weights_by_box(policy), platform.host_memory)
     if trains:
-        end = Sender(weights_by_box(policy), host_memory=memory if changed is not None else None)
+        end = Sender(weights_by_box(policy))
     end.connect(group)
     planned_s = time.perf_counter() - began
 
@@ -98,11 +96,7 @@ def measure(
             peer.broadcast([buffer], dist.BroadcastOptions()).wait()
 
     taken: dict[Callable[[], None], list[float]] = {transfer: [], broadcast: []}
-    for repeat in range(repeats + 1):
-        if changed is not None:
-            every = round(1 / changed)
-            for weight in policy.parameters():
-                weight.data.view(-1)[repeat % every :: every] += 1
+    for _ in range(repeats + 1):
         for work, seconds in taken.items():
             everybody.barrier().wait()
             start = time.perf_counter()
@@ -143,11 +137,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--changed", type=float, help="share of the values that change from one version to the next")
     options = parser.parse_args()
     for name, (training, replicas) in CASES.items():
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            arguments = (folder, training, replicas, options.layers, options.repeats, options.changed, name)
+            arguments = (folder, training, replicas, options.layers, options.repeats, name)
             mp.spawn(measure, arguments, nprocs=training + replicas)
 
 

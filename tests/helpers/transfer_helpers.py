@@ -36,14 +36,14 @@ def begin(training_ranks: int, *replicas: tuple[int, int, int], number: int = 1)
 class ThreadedReplica:
     """A replica's rank and its transfer group, in a thread."""
 
-    def __init__(self, policy: Policy, number: int, start: int = 0, *, changed: bool = False) -> None:
+    def __init__(self, policy: Policy, number: int, start: int = 0) -> None:
         self.policy = policy
         self.version: int | None = None
         self.fails_at: str | None = None
         """Next request that it refuses: "begin", "receive" or "swap"; "transfer": it leaves while receiving; "wrong":
         it receives another version."""
         self.started = (number, start)
-        self._receiver = Receiver(weights_by_box(policy), host_memory, ROUND_BYTES, changed=changed)
+        self._receiver = Receiver(weights_by_box(policy), host_memory, ROUND_BYTES)
         self._thread = ThreadPoolExecutor(1)
         self._group: TransferGroup | None = None
         self._doing: Future[None] | None = None

@@ -169,10 +169,8 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
 
 def _host_memory(summary: dict[str, Any]) -> str:
     copy, adam, weights = summary["checkpoint"]["host_bytes"], summary["offloaded_bytes"], summary["incoming_bytes"]
-    sent = summary["sent_bytes"]
-    text = f"{size(copy + adam + sent)} of a node's memory: {size(copy)} to write checkpoints from"
+    text = f"{size(copy + adam)} of a node's memory: {size(copy)} to write checkpoints from"
     text += f", {size(adam)} of optimizer state" * (adam > 0)
-    text += f", {size(sent)} of sent weights" * (sent > 0)
     return text + f"; {size(weights)} of an inference node's for incoming weights" * (weights > 0)
 
 

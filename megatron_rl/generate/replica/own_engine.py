@@ -63,7 +63,6 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         (here.replica.number, here.number),
         min(timeout, TRANSFER_TIMEOUT),
         recompute_cache=config.asynchronous.recompute_cache,
-        changed=config.placement.inference.transfer == "changed",
     )
     commands = commands_over(ranks)
     if commands is None or ranks.drives:

@@ -26,15 +26,13 @@ class ReceivedWeights(Receiving):
         timeout: timedelta,
         *,
         recompute_cache: bool = False,
-        changed: bool = False,
     ) -> None:
         """
         started, timeout: see Receiving.
         recompute_cache: see AsyncConfig.
-        changed: see Receiver.
         """
         platform = engine.policy.platform
-        receiver = Receiver(weights_by_box(engine.policy), platform.host_memory, changed=changed)
+        receiver = Receiver(weights_by_box(engine.policy), platform.host_memory)
         super().__init__(receiver, started, ranks.tensor.rank(), timeout, platform.beside)
         self._engine, self._ranks, self._recompute_cache = engine, ranks, recompute_cache
 

@@ -98,7 +98,7 @@ MACHINES: dict[str, Metric] = {
         lambda step: step.seconds["refit"],
         unit="s",
         good="a few seconds",
-        advice="On slow networks set `placement.inference.transfer: changed`.",
+        advice="On slow networks train adapters (`model.lora`): they alone are sent.",
     ),
     "time/wait_s": Metric(
         "seconds waiting for other ranks",
@@ -195,7 +195,7 @@ MACHINES: dict[str, Metric] = {
         "the step itself may still be on their way",
         unit="s",
         good="below time/step_s",
-        advice="On slow networks set `placement.inference.transfer: changed`.",
+        advice="On slow networks train adapters (`model.lora`): they alone are sent.",
     ),
     "time/probe_s": Metric(
         "seconds in which the ranks computed log-probs of a short text, which replicas must report under the "

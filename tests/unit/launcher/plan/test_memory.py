@@ -19,7 +19,6 @@ from launcher.plan.gpu_memory import (
     least_host_bytes,
     offloaded_bytes,
     rank_memories,
-    sent_bytes,
 )
 from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.sizes import Sizes
@@ -232,10 +231,6 @@ def test_inference_nodes_need_host_memory_for_new_weights():
     plan = make_plan(recipe, profile)
     (inference,) = (each for each in rank_memories(recipe.config, plan.sizes, 152064) if each.role == "inference")
     assert incoming_bytes(recipe.config, plan.sizes, 152064) == terms_of(inference)["weights"]
-    assert sent_bytes(recipe.config, plan.sizes, 152064) == 0
-    changed = load_recipe("qwen2.5-32b-dapo-partitioned", [native, "placement.inference.transfer=changed"]).config
-    per_rank = sent_bytes(changed, plan.sizes, 152064) / (plan.sizes.replicas * plan.sizes.inference_tp)
-    assert per_rank == pytest.approx(terms_of(inference)["weights"], rel=1e-3)  # norms are whole on each rank
     together = make_plan(load_recipe("qwen2.5-32b-dapo"), profile)
     assert incoming_bytes(recipe.config, together.sizes, 152064) == 0
 

@@ -24,7 +24,6 @@ def test_vllm_needs_no_section_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["placement.inference.transfer=changed"], "placement.inference.transfer is changed"),
         (["resume.partial=regenerate"], "resume.partial is regenerate"),
         (["sampling.temperature=0.7", "sampling.top_p=0.9"], "sampling.top_p"),
         (["sampling.temperature=0.7", "sampling.top_k=5"], "sampling.top_k"),
