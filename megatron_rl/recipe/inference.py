@@ -53,52 +53,16 @@ class Sampling(Section):
         return self
 
 
-MOST_BIASED = 1024  # tokens that one request may bias
+class ServedSampling(Sampling):
+    """Sampling on request of a server's client. Recipes do not offer it: answers would have no natural end."""
 
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
-class AdjustedSampling(Sampling):
-    """Sampling from adjusted logits, on request of a server's client. Recipes do not offer it, because training would
-    then learn from answers of another distribution than the policy's.
-
-    Order: biases, then repetition, frequency and presence penalties, then temperature, top_k, top_p and min_p.
-    Log-probs stay those of `Sampling`, of the policy's own logits.
-    """
-
-    presence_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens that occur in the answer."""
-    frequency_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens once per occurrence in the answer."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer."""
-    logit_bias: Annotated[tuple[tuple[NonNegativeInt, Bias], ...], Field(max_length=MOST_BIASED, strict=False)] = ()
-    """(token, amount added to its logit), each token once."""
     ignore_eos: bool = False
     """Treat end tokens like other tokens: only `stop`, `stop_tokens` and `max_new_tokens` end an answer."""
-
-    @property
-    def adjustments(self) -> list[str]:
-        """Names of the values that differ from `Sampling`."""
-        own = type(self).model_fields.keys() - Sampling.model_fields.keys()
-        return sorted(name for name in own if getattr(self, name) != type(self).model_fields[name].default)
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether anything except the end of answers is adjusted."""
-        return bool({*self.adjustments} - {"ignore_eos"})
-
-    @model_validator(mode="after")
-    def _biases_each_token_once(self) -> AdjustedSampling:
-        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise ValueError("logit_bias names a token twice")
-        return self
 
 
 def ends_of(sampling: Sampling, end_ids: Iterable[int]) -> tuple[int, ...]:
     """Tokens that end an answer, perhaps none. end_ids: end tokens of the tokenizer."""
-    ignored = isinstance(sampling, AdjustedSampling) and sampling.ignore_eos
+    ignored = isinstance(sampling, ServedSampling) and sampling.ignore_eos
     return (*(() if ignored else sorted(end_ids)), *sampling.stop_tokens)
 
 

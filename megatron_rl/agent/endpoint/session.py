@@ -218,6 +218,8 @@ class RolloutSession:
         the prompt and on how often it was asked before. So parallel calls may come in any order."""
         body, by = asked.body, self._config.sampling
         most = 1 if asked.reading.drops_answer else min(self._room(request), body.answer_limit or UNLIMITED)
+        if by == "program":
+            body.refuse_other_logits()
         end_ids = self._tokenizer.end_ids
         sampling = narrowed(self._sampling, request.sampling, body.model_fields_set, by, most=most, end_ids=end_ids)
         if by == "program" and body.seed is not None:
@@ -311,10 +313,6 @@ CHOSEN = {
     "top_k": "top_k",
     "min_p": "min_p",
     "min_tokens": "min_new_tokens",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
     "ignore_eos": "ignore_eos",
 }
 """Parameters of a request that have an effect if the program may choose, and our names of them."""

@@ -101,6 +101,7 @@ class Application:
     async def _answer(self, request: Request, asked: ParsedRequest) -> Response:
         if asked.body.model is not None:
             self._model.check_model(asked.body.model)
+        asked.body.refuse_other_logits()
         if not asked.body.stream:
             whole = await unless_gone(request.receive, self._service.whole(asked))
             return JSONResponse(whole, headers=asked.headers)

@@ -13,9 +13,11 @@ from megatron_rl.agent.server.parameters import REFUSED, WITHOUT_EFFECT
 from megatron_rl.generate.engine.api import MOST_TOP_LOGPROBS
 from megatron_rl.generate.serving.api_errors import ApiError, invalid, invalid_conversation, unsupported
 from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
-from megatron_rl.recipe.inference import MOST_BIASED, AdjustedSampling, Sampling
+from megatron_rl.recipe.inference import Sampling, ServedSampling
 
 MOST_CHOICES = 128
+CHANGE_LOGITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+"""Parameters with which answers would be of another distribution than the policy's."""
 NOT_ENFORCED = ("tool_choice", "response_format")
 """Parameters that ask for a form of the answer. They are accepted, since agents send them by default, and the response
 names them: to enforce them means to sample from another distribution than the model's."""
@@ -78,8 +80,7 @@ class GenerationBody(Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASED)] = {}
-    """Token id -> bias; JSON has keys as text."""
+    logit_bias: dict[str, float] = {}
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
@@ -107,40 +108,29 @@ class GenerationBody(Body):
     def not_enforced(self) -> tuple[str, ...]:
         return ()
 
-    @property
-    def biases(self) -> tuple[tuple[int, float], ...]:
-        """(token, bias) of logit_bias. Raises ApiError."""
-        if wrong := next((token for token in self.logit_bias if not token.isdecimal()), None):
-            raise ApiError(
-                400, f"logit_bias: {wrong[:20]!r} is not a token id", param="logit_bias", code="invalid_value"
-            )
-        return tuple((int(token[:20]), bias) for token, bias in self.logit_bias.items())
+    def refuse_other_logits(self) -> None:
+        """Raise ApiError if the request changes the policy's logits. A run's endpoint ignores that, unless programs
+        choose the sampling."""
+        for name in CHANGE_LOGITS:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise unsupported(name, "is not supported here; leave it out, or serve the weights with vLLM")
 
     def sampling(self, max_new_tokens: int) -> Sampling:
         if self.min_tokens > max_new_tokens > 0:
             message = f"min_tokens {self.min_tokens} exceeds the {max_new_tokens} tokens that an answer may have"
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
         try:
-            asked = AdjustedSampling(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=max(0, self.top_k) if self.top_k >= -1 else self.top_k,
-                min_p=self.min_p,
-                max_new_tokens=max_new_tokens,
-                min_new_tokens=self.min_tokens,
-                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-                stop_tokens=tuple(self.stop_token_ids),
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                repetition_penalty=self.repetition_penalty,
-                logit_bias=self.biases,
-                ignore_eos=self.ignore_eos,
-            )
-            return (
-                asked
-                if asked.adjustments
-                else Sampling(**{name: getattr(asked, name) for name in Sampling.model_fields})
-            )
+            values = {
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": max(0, self.top_k) if self.top_k >= -1 else self.top_k,
+                "min_p": self.min_p,
+                "max_new_tokens": max_new_tokens,
+                "min_new_tokens": self.min_tokens,
+                "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+                "stop_tokens": tuple(self.stop_token_ids),
+            }
+            return ServedSampling(**values, ignore_eos=True) if self.ignore_eos else Sampling(**values)
         except ValidationError as error:
             names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_tokens": "stop_token_ids"}
             raise invalid(error, names) from error

@@ -43,7 +43,7 @@ REFUSED = {
     "add_generation_prompt": Unless((True,), "other than true is not supported here: the assistant speaks next"),
     "allowed_token_ids": Unless(([],)),
     "audio": Unless((), f"is not supported here: {_TEXT_ONLY}"),
-    "bad_words": Unless(([],), "is not supported here; logit_bias keeps single tokens from being drawn"),
+    "bad_words": Unless(([],)),
     "best_of": Unless((1,), "is not supported here; ask for n answers"),
     "cache_salt": Unless((), "is not supported here: requests share common prefixes"),
     "chat_template": Unless((), "is not accepted from a client, since it is a program. The model's own is used"),

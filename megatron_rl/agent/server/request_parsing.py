@@ -160,7 +160,6 @@ class ServedModel:
         for prompt in prompts:
             self.check_tokens(prompt.tokens, param)
         self.check_tokens(body.stop_token_ids, "stop_token_ids")
-        self.check_tokens([token for token, _ in body.biases], "logit_bias")
         key = secrets.randbits(64) if body.seed is None else body.seed % 2**64
         requests = []
         for number, prompt in enumerate(prompts):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from megatron_rl.generate.engine.api import GenerationRequest, PromptScores
 from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.transcript import Transcript
-from megatron_rl.recipe.inference import AdjustedSampling, InferenceConfig, Sampling
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 SCORED_AT_ONCE = 512
 """Prompt tokens that are scored together. Each needs one number per token of the vocabulary."""
@@ -41,7 +41,6 @@ class Prefill:
     scored: list[int] = field(default_factory=list)
     """Prompt tokens to score: the ones that follow the first tokens of this piece."""
     most_scored: int = 0
-    penalized: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -251,9 +250,4 @@ class Admission:
             top_logprobs=request.top_logprobs,
             scored=[] if branch.pending.scored else request.prompt_tokens[start + 1 : stop + 1],
             most_scored=request.prompt_logprobs or 0,
-            penalized=request.prompt_tokens if _penalized(request.sampling) else [],
         )
-
-
-def _penalized(sampling: Sampling) -> bool:
-    return isinstance(sampling, AdjustedSampling) and sampling.repetition_penalty != 1

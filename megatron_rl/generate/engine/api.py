@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 from uuid import uuid4
 
-from megatron_rl.recipe.inference import AdjustedSampling, Sampling
+from megatron_rl.recipe.inference import Sampling, ServedSampling
 
 if TYPE_CHECKING:
     from megatron_rl.model.policy import Policy
@@ -86,8 +86,8 @@ class GenerationRequest:
             return "top_logprobs"
         if self.prompt_logprobs is not None:
             return "prompt_logprobs"
-        adjustments = self.sampling.adjustments if isinstance(self.sampling, AdjustedSampling) else []
-        return f"sampling.{adjustments[0]}" if adjustments else None
+        ignores = isinstance(self.sampling, ServedSampling) and self.sampling.ignore_eos
+        return "sampling.ignore_eos" if ignores else None
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens:
@@ -106,7 +106,7 @@ class Completion:
     tokens: list[int]
     """If `finish_reason` is `stop`, the last token is an end token or the one that completes the stop string."""
     logprobs: list[float]
-    """Log-probs of softmax(logits / temperature) before adjustments, top-k, top-p and min-p. Temperature 0 counts
+    """Log-probs of softmax(logits / temperature) before top-k, top-p and min-p. Temperature 0 counts
     as 1."""
     finish_reason: FinishReason
     versions: list[int]

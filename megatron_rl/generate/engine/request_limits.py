@@ -6,7 +6,6 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from megatron_rl.generate.engine.api import GenerationRequest, PromptTooLong, Unsupported
-from megatron_rl.recipe.inference import AdjustedSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +21,9 @@ class RequestLimits:
         """Raise as `InferenceInterface.generate` does if the request cannot be answered. A token outside the vocabulary
         would crash a GPU for good."""
         known = ((f"known tokens of sample {sample}", each.tokens) for sample, each in request.known.items())
-        sampling = request.sampling
-        biased = [token for token, _ in sampling.logit_bias] if isinstance(sampling, AdjustedSampling) else []
         of_all = (
             ("prompt", request.prompt_tokens),
-            ("sampling.stop_tokens", sampling.stop_tokens),
-            ("sampling.logit_bias", biased),
+            ("sampling.stop_tokens", request.sampling.stop_tokens),
             *known,
         )
         for name, tokens in of_all:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.generate.engine.adjustments import AdjustedRows
 from megatron_rl.generate.engine.admission import Prefill
 from megatron_rl.generate.engine.sampling import SamplingRows, SamplingWork, sample, uniforms
 from megatron_rl.generate.engine.top_logprobs import TopLogprobsRows
@@ -34,7 +33,6 @@ class DrawWork:
 
     sampling: SamplingWork
     top_logprobs: int
-    adjusted: bool
 
 
 class RowState:
@@ -72,7 +70,6 @@ class RowState:
         self._numbers = np.zeros(rows, dtype=np.int64)
         self._newest: tuple[int, Sampling | None] = (0, None)
         self._top = TopLogprobsRows(rows, policy.kernels.tokens_between_syncs, policy.vocabulary, self._device)
-        self._adjusted = AdjustedRows(rows, max_length, policy.vocabulary, self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros(rows, max_length, **integers)
         self._logprobs = torch.zeros(rows, max_length, device=self._device)
@@ -95,7 +92,6 @@ class RowState:
             self._limit[target] = self._limit[source]
             self._numbers[targets] = self._numbers[sources]
         self._top.move(sources, targets, source, target)
-        self._adjusted.move(sources, targets, source, target)
         for column in (
             self.token, self.position, self.pages, self._count, self._ended, self._uniforms, self._tokens,
             self._logprobs,
@@ -142,7 +138,6 @@ class RowState:
                 self._tokens[same, :count] = to_device(prefill.answer_tokens, self._device)
                 self._logprobs[same, :count] = to_device(prefill.answer_logprobs, self._device)
             self._top.set(same, prefill.top_logprobs)
-            self._adjusted.set(same, prefill)
             first = same.stop
 
     def _set_sampling(self, rows: slice, prefills: Sequence[Prefill]) -> None:
@@ -170,7 +165,7 @@ class RowState:
 
     def work(self, rows: slice) -> DrawWork:
         sampling = self._sampling.work(rows, self._most_tokens[rows])
-        return DrawWork(sampling, self._top.most(rows), self._adjusted.asks(rows))
+        return DrawWork(sampling, self._top.most(rows))
 
     def draw(self, rows: slice, logits: Tensor, work: DrawWork) -> None:
         """Draw the next tokens from logits [rows, vocab]. A row that has ended does not advance: it draws the token
@@ -185,8 +180,7 @@ class RowState:
         count, advances = self._count[rows], ~self._ended[rows]
         uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
         sampling = self._sampling[rows]
-        adjusted = self._adjusted.adjusted(rows, logits, self._tokens[rows], count) if work.adjusted else None
-        token, log_prob, ends = sample(logits, sampling, work.sampling, uniform, count, adjusted)
+        token, log_prob, ends = sample(logits, sampling, work.sampling, uniform, count)
         if self._tensor_parallel.size() > 1:
             # All ranks draw by the same number from the same logits. But a GPU may sum in another order each time, and
             # ranks that continued from different tokens would compute an answer that none of them has sampled.

@@ -129,15 +129,13 @@ def sample(
     work: SamplingWork,
     uniform: Tensor,
     count: Tensor,
-    adjusted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
-    logits [rows, vocab]; uniform [rows] in [0, 1); count [rows] number of answer tokens before; adjusted [rows, vocab]
-    logits to draw by instead, equal to `logits` in rows without adjustments
+    logits [rows, vocab]; uniform [rows] in [0, 1); count [rows] number of answer tokens before
     -> tokens [rows], logprobs [rows] fp32, and whether each token ends its answer [rows]
 
-    logprobs are of softmax(logits / temperature) over the whole vocabulary, before adjustments, top-k, top-p and min-p.
+    logprobs are of softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and min-p.
     Temperature 0 takes the likeliest token, and its log-prob is that of temperature 1. End tokens cannot be drawn while
     an answer has fewer than `least` tokens.
 
@@ -147,8 +145,6 @@ def sample(
     temperature = rows.temperature.masked_fill(greedy, 1.0)[:, None]
     logits = logits.float() / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
-    if adjusted is not None:
-        logits = adjusted / temperature
     if work.holds:
         # On logits, not on probabilities: without the end tokens all probabilities may be too small for fp32.
         ends = rows.ends[:, : work.ends]
@@ -156,7 +152,7 @@ def sample(
         ends = ends.clamp(min=0)
         logits = logits.scatter(1, ends, logits.gather(1, ends).masked_fill(held, -torch.inf))
     # The same operators for every row: so no bit of a row depends on what other rows ask for.
-    probs = torch.log_softmax(logits, dim=-1).exp_() if work.holds or adjusted is not None else logprobs.exp()
+    probs = torch.log_softmax(logits, dim=-1).exp_() if work.holds else logprobs.exp()
     tokens = invert(keep_likely(probs, rows, work), uniform)
     if work.greedy:
         tokens = torch.where(greedy, logits.argmax(-1), tokens)

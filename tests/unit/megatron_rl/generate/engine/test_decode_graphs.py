@@ -26,7 +26,7 @@ from megatron_rl.model.platform.cpu import CpuDevice, CpuKernels
 from megatron_rl.model.platform.layer_kernels import TorchKernels
 from megatron_rl.model.platform.paged_attention import PagedAttention, PagedRows, gathered_attention
 from megatron_rl.model.policy import Policy
-from megatron_rl.recipe.inference import AdjustedSampling, InferenceConfig, Sampling
+from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.recipe.model import ModelConfig
 
 MODEL = tiny_model()
@@ -100,12 +100,8 @@ def engine_of(
     return engine
 
 
-def ask(
-    prompt: list[int], samples: int = 1, key: int = 0, top: int = 0, penalty: float = 1.0, **sampling: Any
-) -> GenerationRequest:
-    given = {"max_new_tokens": 20} | sampling
-    adjusted = AdjustedSampling(**given, repetition_penalty=penalty, presence_penalty=penalty - 1)
-    asked = Sampling(**given) if penalty == 1 else adjusted
+def ask(prompt: list[int], samples: int = 1, key: int = 0, top: int = 0, **sampling: Any) -> GenerationRequest:
+    asked = Sampling(**({"max_new_tokens": 20} | sampling))
     return GenerationRequest(prompt, samples, asked, key, top_logprobs=top)
 
 
@@ -115,7 +111,6 @@ REQUESTS = st.builds(
     samples=st.integers(1, 6),
     key=st.integers(0, 1000),
     top=st.sampled_from([0, 0, 2]),
-    penalty=st.sampled_from([1.0, 1.0, 1.5]),
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     top_k=st.sampled_from([0, 3, 4]),
     min_new_tokens=st.sampled_from([0, 5]),

@@ -25,7 +25,7 @@ from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.top_logprobs import TopLogprobsRows
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import CharacterTokenizer
-from megatron_rl.recipe.inference import InferenceConfig, Sampling
+from megatron_rl.recipe.inference import InferenceConfig, Sampling, ServedSampling
 
 TOKENIZER = CharacterTokenizer(ALPHABET)
 PROMPT = [1, 10, 2, 12]
@@ -116,6 +116,23 @@ def test_partial_answers_never_go_past_a_stop_string(engine: Engine) -> None:
             answer = expected[part.sample]
             assert part.prefix.tokens == answer.tokens[: len(part.prefix.tokens)]
     assert_same(engine.take(request.id) or [], expected)
+
+
+def test_ignore_eos_lets_answers_contain_end_tokens(engine: Engine) -> None:
+    """Also with min_new_tokens, which then excludes no token."""
+    plain, asked = generate(engine, ask()), {"max_new_tokens": 24, "ignore_eos": True}
+    endless, held = (
+        generate(
+            engine, replace(ask(), sampling=ServedSampling(max_new_tokens=24, min_new_tokens=least, ignore_eos=True))
+        )
+        for least in (0, 24)
+    )
+    assert {(one.finish_reason, len(one.tokens)) for one in endless} == {("length", 24)}
+    assert any(END in one.tokens[:-1] for one in endless)
+    assert [one.tokens[: len(first.tokens)] for one, first in zip(endless, plain, strict=True)] == [
+        one.tokens for one in plain
+    ]
+    assert_same(held, endless)
 
 
 @pytest.mark.parametrize("stop_tokens", [(2,), (2, 5, 7)], ids=str)
