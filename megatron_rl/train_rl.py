@@ -81,7 +81,6 @@ def train_step(run: Run) -> None:
     metrics |= batch.curriculum_metrics
     run.writer.step(step, metrics | save_metrics(run) | (run.generation.metrics() if run.generation else {}))
     run.writer.timeline(line)
-    run.writer.rollouts(step, batch)
 
 
 def evaluation_due(step: int, every: int, last: int) -> bool:

@@ -70,8 +70,6 @@ class RunDir:
         self.report = self.root / "report.html"  # page of the run, written by `mrl report`
         self.bank = self.root / "rollouts" / "bank"  # folder of the answers that are generated and not yet trained on
         self.tensorboard = self.root / "tensorboard"
-        self.prometheus = self.root / "metrics.prom"
-        """Newest metrics in Prometheus's text format, unless logging.prometheus names another file."""
         self.wandb = self.root / "wandb.json"  # WandbRun
         self.wandb_files = self.root / "wandb"
         """Folder of wandb's own files, a copy of the record from the newest attempt."""

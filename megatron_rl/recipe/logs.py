@@ -1,4 +1,4 @@
-"""Recipe keys of logging and notifications: samples, histograms, Weights & Biases, commands and webhooks."""
+"""Recipe keys of logging and notifications: samples, Weights & Biases, commands and webhooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_rl.recipe.section import LaterPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class WandbConfig(Section):
@@ -25,25 +25,16 @@ class WandbConfig(Section):
     mode: Literal["online", "offline"] = "online"
     """online: sent during the run. offline: only written to `wandb` of the run directory, for nodes without internet;
     `wandb sync` sends it later."""
-    rollouts: bool = False
-    """Also show the sampled groups of each sampled step (logging.samples_every, logging.samples) as a table: prompt,
-    answer, reward, advantage, tokens."""
 
 
 class LoggingConfig(Section):
-    """Samples, histograms and experiment trackers."""
+    """Samples and experiment trackers."""
 
     samples_every: NonNegativeInt = 10
     """Steps between groups that are recorded with all their tokens (`mrl rollouts`), beside those of the first and the
     last step; 0 records none. Rewards and lengths are recorded of every group."""
     samples: PositiveInt = 4
-    """Groups recorded with their tokens each time, and shown as text in TensorBoard."""
-    histograms_every: NonNegativeInt = 50
-    """Steps between TensorBoard histograms of rewards and answer lengths; 0 writes none."""
-    prometheus: LaterPath | None = None
-    """File (NAME.prom) or folder for the newest metrics in Prometheus's text format, replaced at most every five
-    seconds; a folder gets mrl-RUN.prom. Name the folder that the node_exporter of rank 0's node reads
-    (--collector.textfile.directory). Default: metrics.prom in the run directory."""
+    """Groups recorded with their tokens each time."""
     wandb: WandbConfig | None = None
     """Weights & Biases; default: off."""
 

@@ -15,9 +15,15 @@ REMOVED: Final[Mapping[str, str]] = {
     "inference.engine=server": _SERVERS,
     "inference.server": _SERVERS,
     "placement.inference.transfer": "replicas get whole versions, or with model.lora the adapters alone; leave it out",
+    "logging.histograms_every": "`mrl report` and `mrl rollouts` show rewards and lengths of answers; leave it out",
+    "logging.prometheus": "metrics.jsonl has the same numbers, and an exporter that reads its last line is ten lines; "
+    "leave it out",
+    "logging.wandb.rollouts": "`mrl rollouts` and `mrl report` show the sampled groups; leave it out",
 }
 """Key, or KEY=VALUE -> what does the same today, for the error of a recipe that has it."""
-ONLY_SHOWN: Final = frozenset({"placement.inference.transfer"})
+ONLY_SHOWN: Final = frozenset(
+    {"logging.histograms_every", "logging.prometheus", "logging.wandb.rollouts", "placement.inference.transfer"}
+)
 """Those of REMOVED that changed only what is shown: a run that has recorded them goes on without them."""
 
 

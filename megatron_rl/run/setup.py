@@ -77,5 +77,4 @@ def set_up(config: RunConfig, here: Here) -> Run:
 def _writer(config: RunConfig, here: Here, counters: Counters) -> Writer:
     if dist.get_rank() != 0:
         return Writer()
-    recipe = config.model_dump(mode="json")
-    return MetricsWriter(here.run_dir, here.attempt, config.logging, counters.step, counters.evaluated, recipe)
+    return MetricsWriter(here.run_dir, here.attempt, config.logging, counters.step, counters.evaluated)

@@ -44,7 +44,7 @@ def loop_recipe(**sections: dict[str, Any]) -> dict[str, Any]:
         "evaluation": {"every": 8},
         "save": {"every": 4},
         "resume": {"partial": "regenerate"},
-        "logging": {"samples_every": 6, "histograms_every": 6},
+        "logging": {"samples_every": 6},
     }
     for name, fields in sections.items():
         defaults[name] = defaults.get(name, {}) | fields

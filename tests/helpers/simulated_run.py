@@ -84,7 +84,6 @@ def recipe(*, dynamic: bool) -> RunConfig:
         evaluation={"every": 3},
         **({"curriculum": {"least": 0.3}} if dynamic else {}),
         resume={"partial": "keep", "flush_s": 1e-9} if dynamic else {"partial": "regenerate"},
-        logging={"histograms_every": 0},
     )
 
 

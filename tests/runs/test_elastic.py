@@ -23,7 +23,7 @@ RECIPE = loop_recipe(
     training={"steps": STEPS},
     evaluation={"every": 3},
     save={"every": 3},
-    logging={"samples_every": 1, "samples": 1, "histograms_every": 0},
+    logging={"samples_every": 1, "samples": 1},
 )
 
 

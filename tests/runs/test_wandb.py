@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,14 +25,12 @@ from launcher.job.draft import draft
 from launcher.job.forked_run import PlannedFork, fill
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineLine
-from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, if_readable, read, write
-from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, group_json, member, rollouts_file
 from megatron_rl.contract.run_records import WandbRun
-from megatron_rl.rank.metrics.wandb import mirror, upload
+from megatron_rl.rank.metrics.wandb import mirror
 from megatron_rl.rank.metrics.wandb.mirror import check_installed
-from megatron_rl.rank.metrics.wandb.upload import TABLE, RecordReader, RecordRow, RolloutTables
+from megatron_rl.rank.metrics.wandb.upload import RecordReader, RecordRow
 from megatron_rl.rank.metrics.writer import MetricsWriter
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.logs import LoggingConfig, WandbConfig
@@ -181,42 +178,6 @@ def test_offline_record_is_complete_and_uploaded_by_wandb_sync(server: Server, t
     assert said.returncode == 0, said.stdout + said.stderr
     assert shown(server, run).curve("loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert shown(server, run).state == "finished"
-
-
-def test_sampled_groups_are_a_table_of_their_step_once_they_are_written(server: Server, tmp_path: Path) -> None:
-    run = a_run(tmp_path / "mine", mode="offline", rollouts="true")
-    record = record_of(run, 1)
-    for number in (1, 2):
-        step(record, number, loss=float(number))
-    answers = [AnswerLine(text, []) for text in ("four", "<b>five</b>")]
-    facts: dict[str, Any] = {"rewards": [1.0, 0.0], "advantages": [1.0, -1.0], "lengths": [1, 2]}
-    facts["finish_reasons"] = ["stop", "length"]
-    group = GroupLine(
-        1, 7, "d", "2+2", lowest_version=0, highest_version=0, environment="sums", answers=answers, **facts
-    )
-    run.attempt(1).rollouts.mkdir(parents=True)
-    append_bytes(rollouts_file(run.attempt(1), 0, 1), member(group_json(group) + "\n"))
-    left(run, 1, record, outcome="finished")
-    (file,) = run.wandb_files.rglob("*.table.json")
-    table = json.loads(file.read_text())
-    assert table["columns"] == [*TABLE]
-    assert table["data"] == [
-        [1, 7, "sums", "2+2", "four", 1.0, 1.0, 1, "stop"],
-        [1, 7, "sums", "2+2", "<b>five</b>", 0.0, -1.0, 2, "length"],
-    ]
-
-
-def test_a_sampled_step_waits_for_its_groups_for_a_limited_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path / "mine")
-    found = RolloutTables(run, load_recipe("demo", ["logging.samples_every=5"]).config)
-    assert [found.ready(number, False) for number in (0, 1, 2, 5)] == [True, False, True, False]
-    assert found.ready(5, True)
-    monkeypatch.setattr(upload, "PATIENCE_S", 0.0)
-    time.sleep(0.01)
-    assert found.ready(5, False)
-    assert found.of(5) == {}
 
 
 # Failures of W&B do not affect the run

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.learn.rollout.curriculum import CurriculumState
 from megatron_rl.learn.rollout.window import NOTHING_DRAWN, Drawn
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """This rank's part of the batch that one step trains on. Implements `RolloutView` for the metrics writer."""
+    """This rank's part of the batch that one step trains on."""
 
     groups: list[TrajectoryGroup]
     """Groups that this rank's training replica trains on, whole, in ordinal order; the same on every rank of it."""
@@ -47,26 +47,3 @@ class RolloutBatch:
             total, answers = found.get(name, (0.0, 0))
             found[name] = total + value, answers + 1
         return found
-
-    def histograms(self) -> Mapping[str, Sequence[float]]:
-        rewards = [[answer.reward for answer in group.trajectories] for group in self.groups if group.trajectories]
-        return {
-            "histograms/rewards": [reward for group in rewards for reward in group],
-            "histograms/group_means": [sum(group) / len(group) for group in rewards],
-            "histograms/answer_lengths": [
-                answer.answer_length for group in self.groups for answer in group.trajectories
-            ],
-        }
-
-    def texts(self, limit: int) -> list[str]:
-        return [_text(group) for group in self.groups if group.trajectories][:limit]
-
-
-def _text(group: TrajectoryGroup) -> str:
-    answers = "".join(map(_answer_text, group.trajectories))
-    return f"prompt {group.ordinal}: {group.problem.prompt!r}\n{answers}\n"
-
-
-def _answer_text(answer: Trajectory) -> str:
-    output = f"    output {answer.output!r}\n" if answer.output else ""
-    return f"  reward {answer.reward:g}  {answer.finish_reason}  {answer.text!r}\n{output}"

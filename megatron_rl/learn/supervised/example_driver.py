@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from megatron_rl.agent.api import Environment, TrainingSet
@@ -75,7 +75,7 @@ class ExampleDriver:
                 continue
             found.append(TrajectoryGroup(ordinal, row, [_trajectory(example, self._tokenizer)], {}))
             positions.append(position)
-        return ExampleBatch(
+        return RolloutBatch(
             groups=found,
             positions=positions,
             first_ordinal=ordinals.start,
@@ -105,15 +105,6 @@ class ExampleDriver:
     def close(self) -> None:
         if self._loop is not None:
             self._loop.close()
-
-
-class ExampleBatch(RolloutBatch):
-    def histograms(self) -> Mapping[str, Sequence[float]]:
-        lengths = [answer.answer_length for group in self.groups for answer in group.trajectories]
-        return {"histograms/learned_tokens": lengths}
-
-    def texts(self, limit: int) -> list[str]:
-        return [f"row {group.ordinal}: {group.trajectories[0].text!r}\n" for group in self.groups[:limit]]
 
 
 def _cost(row: Problem) -> float:

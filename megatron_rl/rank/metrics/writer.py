@@ -1,4 +1,4 @@
-"""Writer of metrics.jsonl, TensorBoard, W&B, Prometheus and one log line per step. Rank 0 alone writes.
+"""Writer of metrics.jsonl, TensorBoard, W&B and one log line per step. Rank 0 alone writes.
 
 On a full disk the record waits for room: a save that fills the disk frees the space when it fails. TensorBoard and the
 timeline, which are only for people, are left out with a warning.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.files import once_there_is_room, write_atomic
@@ -20,35 +20,12 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
 from megatron_rl.contract.window_rules import Watch
 from megatron_rl.rank.metrics.names import check_name
-from megatron_rl.rank.metrics.prometheus import PrometheusFile
 from megatron_rl.rank.metrics.wandb.mirror import Mirror
-from megatron_rl.recipe.logs import LoggingConfig, is_due
+from megatron_rl.recipe.logs import LoggingConfig
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0  # seconds to retry a record that cannot be read at the start, for example on a stale mount
-
-
-class RolloutView(Protocol):
-    """Rollouts of a step, as people look at them."""
-
-    def histograms(self) -> Mapping[str, Sequence[float]]:
-        """TensorBoard name -> values."""
-
-    def texts(self, limit: int) -> list[str]:
-        """Return whole groups as text, at most `limit` of them."""
-
-
-class Tracker(Protocol):
-    """Place where people follow the numbers of a run, beside its record. Methods raise OSError."""
-
-    name: str
-
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step, or of an evaluation after it."""
-
-    def close(self) -> None:
-        """Write what is left."""
 
 
 class Writer:
@@ -62,9 +39,6 @@ class Writer:
 
     def timeline(self, line: TimelineLine) -> None:
         """Write the seconds since the last line."""
-
-    def rollouts(self, step: int, view: RolloutView) -> None:
-        """Write histograms and texts of a step's rollouts, if due."""
 
     def sync(self) -> None:
         """Flush the record to disk: a checkpoint must never be newer than the record."""
@@ -83,36 +57,30 @@ class MetricsWriter(Writer):
         config: LoggingConfig,
         last_step: int,
         evaluated: int,
-        hyperparameters: Mapping[str, Any] | None = None,
     ) -> None:
         """
         last_step: step of the checkpoint to resume from; 0 for a new run.
         evaluated: step of the last evaluation before that checkpoint; -1 for none.
-        hyperparameters: sections of the recipe, for TensorBoard.
         """
         # The import takes a tenth of a second, which the other ranks save.
         from megatron_rl.rank.metrics.tensorboard import TensorBoard
 
         self._run_dir = run_dir
         self._timeline = attempt.timeline
-        self._config = config
         self._left_out: set[str] = set()
         self._watch = Watch()
         for line in cut_back(run_dir.metrics, last_step if last_step > 0 else None):
             self._watch.add(line)
         cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
         self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1 if last_step else 0)
-        if hyperparameters:
-            with self._optional(self._tensorboard.name):
-                self._tensorboard.hyperparameters(hyperparameters)
-        self._trackers: list[Tracker] = [self._tensorboard, PrometheusFile(run_dir, config.prometheus)]
         self._mirror = Mirror(run_dir, attempt) if config.wandb else None
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = _finite(metrics)
         line = MetricsLine(step, values)
         _append(self._run_dir.metrics, line)
-        self._track(step, values)
+        with self._optional("TensorBoard"):
+            self._tensorboard.add(step, values)
         if self._mirror:
             self._mirror.restart_if_ended()
         logger.info(
@@ -128,7 +96,8 @@ class MetricsWriter(Writer):
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         _append(self._run_dir.evaluations, MetricsLine(step, _finite(metrics)))
-        self._track(step, metrics)
+        with self._optional("TensorBoard"):
+            self._tensorboard.add(step, metrics)
         for name, value in metrics.items():
             logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
 
@@ -136,17 +105,9 @@ class MetricsWriter(Writer):
         with self._optional("the timeline"):
             append(self._timeline, line)
 
-    def rollouts(self, step: int, view: RolloutView) -> None:
-        if is_due(step, self._config.histograms_every):
-            with self._optional(self._tensorboard.name):
-                self._tensorboard.histograms(step, view.histograms())
-        if is_due(step, self._config.samples_every):
-            with self._optional(self._tensorboard.name):
-                self._tensorboard.texts(step, view.texts(self._config.samples))
-
     def sync(self) -> None:
         """Also flush TensorBoard's event queue: a killed run would lose events of steps that it never repeats."""
-        with self._optional(self._tensorboard.name):
+        with self._optional("TensorBoard"):
             self._tensorboard.flush()
         for path in (self._run_dir.metrics, self._run_dir.evaluations):
             if path.exists():
@@ -155,9 +116,8 @@ class MetricsWriter(Writer):
 
     def close(self) -> None:
         """Also end the W&B upload, which reads the outcome."""
-        for tracker in self._trackers:
-            with self._optional(tracker.name):
-                tracker.close()
+        with self._optional("TensorBoard"):
+            self._tensorboard.close()
         if self._mirror:
             self._mirror.close()
 
@@ -170,11 +130,6 @@ class MetricsWriter(Writer):
             if what not in self._left_out:
                 logger.warning("%s is left out: %s", what, error)
             self._left_out.add(what)
-
-    def _track(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for tracker in self._trackers:
-            with self._optional(tracker.name):
-                tracker.add(step, metrics)
 
 
 def _append(path: Path, line: MetricsLine) -> None:

@@ -27,7 +27,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -38,14 +37,11 @@ from megatron_rl.contract.attempt_records import MetricsLine, Outcome, TimelineL
 from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, FINISHED
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import RecordTail, Unreadable, if_readable, read, read_lines, write
-from megatron_rl.contract.rollout_records import GroupLine, read_rollouts
 from megatron_rl.contract.run_records import Fork, WandbRun
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.logs import is_due
 
 POLL_S = 5.0
-PATIENCE_S = 30.0  # seconds for a file that cannot be read, and for the groups of a sampled step
-TABLE = ("step", "ordinal", "environment", "prompt", "answer", "reward", "advantage", "tokens", "finish_reason")
+PATIENCE_S = 30.0  # seconds for a file that cannot be read
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SHOW_INFO": "false"}  # no telemetry; errors alone are logged
 USER_VARIABLES = frozenset(
     f"WANDB_{name}"
@@ -96,46 +92,6 @@ class RecordReader:
         return [RecordRow(step, self._at.get(step), self._rows.pop(step)) for step in ready]
 
 
-class RolloutTables:
-    """Tables of the sampled groups of a run. A rank writes its groups up to ten seconds after the metrics of their
-    step, and W&B takes the values of a step only once, so a sampled step waits for them, at most PATIENCE_S."""
-
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self._run, self._every = run, config.logging.samples_every
-        self._groups = min(config.logging.samples, config.groups_per_step)
-        self._since: dict[int, float] = {}
-
-    def ready(self, step: int, complete: bool) -> bool:
-        """Whether the values of a step can be sent.
-
-        complete: whether nothing more will be written.
-        """
-        if complete or step == 0 or not is_due(step, self._every):
-            return True
-        waits = time.monotonic() - self._since.setdefault(step, time.monotonic())
-        return waits > PATIENCE_S or len(self._sampled(step)) >= self._groups
-
-    def of(self, step: int) -> dict[str, Any]:
-        """Return the table of a step by its name; empty for a step without one."""
-        import wandb
-
-        if step == 0 or not is_due(step, self._every):
-            return {}
-        rows = [
-            [step, group.ordinal, group.environment, group.prompt, answer.text, reward, advantage, tokens, reason]
-            for group in self._sampled(step)
-            for answer, reward, advantage, tokens, reason in zip(*_columns(group), strict=True)
-        ]
-        return {"rollouts": wandb.Table(columns=list(TABLE), data=rows)} if rows else {}
-
-    def _sampled(self, step: int) -> list[GroupLine]:
-        return [group for group in read_rollouts(self._run, step, step) if group.answers]
-
-
-def _columns(group: GroupLine) -> tuple[Any, ...]:
-    return group.answers, group.rewards, group.advantages, group.lengths, group.finish_reasons
-
-
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
@@ -150,8 +106,7 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
     import wandb  # takes a second, and is only installed where a recipe asks for it
 
     recipe = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
-    config = RunConfig.model_validate(recipe)
-    asked = config.logging.wandb
+    asked = RunConfig.model_validate(recipe).logging.wandb
     assert asked is not None  # the mirror starts only then
     found = read(WandbRun, run.wandb, PATIENCE_S)
     if isinstance(found, Unreadable):
@@ -185,19 +140,15 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
         leave(" ".join(str(error).split()))
     write(run.wandb, known._replace(url=wandb_run.url))
     record = RecordReader(run, attempt)
-    tables = RolloutTables(run, config) if asked.rollouts else None
-    waiting: deque[RecordRow] = deque()
     outcome = None
     while True:
         ended = over.is_set()  # checked before reading the record, which is then complete
         if ended:
             left = if_readable(read(Outcome, attempt.outcome))
             outcome = left and left.outcome
-        waiting.extend(row for row in record.rows(complete=outcome == FINISHED) if row.step >= wandb_run.starting_step)
-        while waiting and (tables is None or tables.ready(waiting[0].step, ended)):
-            row = waiting.popleft()
-            at = {"_timestamp": row.at} if row.at else {}
-            wandb_run.log(row.values | at | (tables.of(row.step) if tables else {}), step=row.step)
+        for row in record.rows(complete=outcome == FINISHED):
+            if row.step >= wandb_run.starting_step:
+                wandb_run.log(row.values | ({"_timestamp": row.at} if row.at else {}), step=row.step)
         if ended:
             break
         over.wait(POLL_S)

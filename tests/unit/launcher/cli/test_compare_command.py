@@ -21,8 +21,8 @@ MANY = {
     },
     **{f"training.{name}": value for name, value in (("steps", 30), ("seed", 3))},
     **{f"optimizer.{name}": value for name, value in (("warmup_steps", 3), ("min_learning_rate", 0), ("clip_grad", 2))},
-    **{f"logging.{name}": value for name, value in (("samples_every", 5), ("samples", 2), ("histograms_every", 7))},
-    "evaluation.every": 7,
+    **{f"logging.{name}": value for name, value in (("samples_every", 5), ("samples", 2))},
+    **{f"evaluation.{name}": value for name, value in (("every", 7), ("prompts", 9))},
 }
 
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")

@@ -176,13 +176,21 @@ def test_a_removed_key_of_a_file_is_refused_with_its_line(write):
     assert [problem.partition(": inference.engine is server")[0] for problem in problems("my.yaml")] == ["my.yaml:3"]
     Path("my.yaml").write_text(text.replace("  engine: server\n", ""), encoding="utf-8")
     assert [problem.partition(": inference.server: was")[0] for problem in problems("my.yaml")] == ["my.yaml:3"]
+    Path("my.yaml").write_text("extends: demo\nlogging:\n  histograms_every: 5\n", encoding="utf-8")
+    assert problems("my.yaml") == [
+        "my.yaml:3: logging.histograms_every: was removed: `mrl report` and `mrl rollouts` show rewards and lengths of "
+        "answers; leave it out"
+    ]
 
 
 def test_a_run_of_an_earlier_version_keeps_its_recipe(tmp_path):
     values = load_recipe("demo").config.model_dump()
     values["inference"]["server"] = None
+    values["logging"] |= {"histograms_every": 7, "wandb": {"project": "p", "rollouts": True}}
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    assert read_resolved(tmp_path / "resolved.yaml") == load_recipe("demo").config
+    now = load_recipe("demo", ["logging.wandb={project: p}"]).config
+    assert read_resolved(tmp_path / "resolved.yaml") == now
+    assert load_recipe(str(tmp_path / "resolved.yaml")).config == now
 
 
 def test_override_values_are_yaml_and_later_ones_win():

@@ -167,8 +167,8 @@ def test_a_shipped_recipe_names_files_that_come_with_it_and_files_in_the_current
 
 def test_variable_at_the_beginning_of_a_path_is_expanded_as_a_tilde_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    for written in ("$HOME/v/m.prom", "${HOME}/v/m.prom", "~/v/m.prom"):
-        assert load_recipe("demo", [f"logging.prometheus={written}"]).config.logging.prometheus == "/home/me/v/m.prom"
+    for written in ("$HOME/v/file", "${HOME}/v/file", "~/v/file"):
+        assert load_recipe("demo-supervised", [f"data.path={written}"]).config.data.path == "/home/me/v/file"
     monkeypatch.delenv("NOT_SET", raising=False)
-    with pytest.raises(BadInput, match=r"logging\.prometheus.*the variable NOT_SET is not set"):
-        load_recipe("demo", ["logging.prometheus=$NOT_SET/m.prom"])
+    with pytest.raises(BadInput, match=r"data\.path.*the variable NOT_SET is not set"):
+        load_recipe("demo-supervised", ["data.path=$NOT_SET/file"])

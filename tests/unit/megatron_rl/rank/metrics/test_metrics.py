@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from megatron_rl.contract import files
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
@@ -52,9 +51,7 @@ def lines(path: Path) -> list[MetricsLine]:
 
 def writer(folder: Path, resumed_from: int = 0, evaluated: int = -1) -> MetricsWriter:
     run_dir = RunDir(folder)
-    return MetricsWriter(
-        run_dir, run_dir.attempt(1), LoggingConfig(samples_every=2, samples=1), resumed_from, evaluated
-    )
+    return MetricsWriter(run_dir, run_dir.attempt(1), LoggingConfig(), resumed_from, evaluated)
 
 
 # Names
@@ -201,31 +198,11 @@ def test_a_warning_is_logged_when_it_begins_and_not_again_after_a_resume(
     assert warned.startswith("learning-rate: ")
 
 
-class View:
-    """Stands in for the rollouts of a step."""
-
-    def histograms(self) -> dict[str, list[float]]:
-        return {"histograms/rewards": [0.0, 1.0], "histograms/group_means": []}
-
-    def texts(self, limit: int) -> list[str]:
-        """An answer that is hostile Markdown."""
-        return ["prompt 7: '2+2'\n![x](http://evil/x.png)\n\n<script>1</script>"] * limit
-
-
-def test_histograms_are_written_at_their_interval(tmp_path: Path) -> None:
-    record = writer(tmp_path)
-    for step in (1, 2, 3):
-        record.rollouts(step, View())
-    record.close()
-    assert EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload().Tags()["histograms"] == ["histograms/rewards"]
-
-
 def test_the_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     record = Writer()
     record.step(1, line())
     record.evaluation(1, {})
-    record.rollouts(1, View())
     record.sync()
     record.close()
     assert list(tmp_path.iterdir()) == []
@@ -511,22 +488,3 @@ def test_a_record_that_cannot_be_written_for_another_reason_ends_the_run(tmp_pat
     RunDir(tmp_path).metrics.mkdir()
     with pytest.raises(IsADirectoryError):
         record.step(1, line())
-
-
-def test_tensorboard_has_texts_that_load_nothing_and_the_hyperparameters(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    recipe = {"optimizer": {"learning_rate": 0.5}, "model": {"dtype": "bf16"}, "data": None}
-    record = MetricsWriter(run, run.attempt(1), LoggingConfig(samples=2), 0, -1, recipe)
-    record.rollouts(1, View())
-    record.close()
-    events = EventAccumulator(str(run.tensorboard)).Reload()
-    (text,) = events.Tensors("rollouts/text_summary")
-    shown = text.tensor_proto.string_val[0].decode()
-    assert [line for line in shown.splitlines() if line and not line.startswith("    ")] == ["---"]
-    assert "![x](http://evil/x.png)" in shown
-    start = HParamsPluginData.FromString(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
-    found = start.session_start_info.hparams
-    assert found["optimizer.learning_rate"].number_value == 0.5
-    assert (found["model.dtype"].string_value, found["data"].string_value) == ("bf16", "None")
-    end = HParamsPluginData.FromString(events.SummaryMetadata("_hparams_/session_end_info").plugin_data.content)
-    assert end.HasField("session_end_info")
