@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.agent.trajectories import ContrastivePair, Problem, Trajectory, TrajectoryGroup, contrastive_pair
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.api import InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment import EnvironmentConfig
@@ -32,24 +32,6 @@ class GroupRolloutRequest:
     """Key of the group's random numbers: see `GenerationRequest.key`."""
     inference: InferenceInterface
     limits: RolloutLimits
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutRequest:
-    """Requests one answer to each of several problems; the answers do not form a group."""
-
-    problems: Sequence[Problem]
-    sampling: Sampling
-    key: int
-    inference: InferenceInterface
-    limits: RolloutLimits
-
-
-@dataclass(frozen=True, slots=True)
-class ContrastiveResponse:
-    pair: ContrastivePair | None
-    """None if no two answers have different rewards."""
-    failures: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,23 +156,6 @@ class Environment(RegisteredEnvironment, GroupedRolloutGenerator, EvaluationAgen
     @abstractmethod
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         """Build the environment from `config`, an instance of the class's own `Config`."""
-
-    async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
-        return await self.evaluate(
-            EvaluationRequest(
-                problems=request.problems,
-                sampling=request.sampling,
-                samples_per_problem=1,
-                key=request.key,
-                inference=request.inference,
-                limits=request.limits,
-            )
-        )
-
-    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
-        """Answer one problem `group_size` times and choose the best and the worst answer."""
-        group = await self.group_rollout(request)
-        return ContrastiveResponse(contrastive_pair(group), group.failures)
 
     def tracebacks(self) -> Mapping[str, str]:
         """Return tracebacks of errors in the environment's own code that lost answers. The keys are the prefixes of the

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import chain
 
 from megatron_rl.agent.api import (
-    ContrastiveResponse,
     Demonstrator,
     Environment,
     EvaluationRequest,
@@ -104,10 +103,6 @@ class WeightedMultiTask(Environment, Demonstrator):
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         id = request.problem.environment
         return await self._members[id].group_rollout(replace(request, limits=RolloutLimits.of(self._config[id])))
-
-    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
-        id = request.problem.environment
-        return await self._members[id].contrastive_rollout(replace(request, limits=RolloutLimits.of(self._config[id])))
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         import asyncio  # slow import; the launcher imports this module to check a recipe

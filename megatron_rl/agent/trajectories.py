@@ -154,30 +154,6 @@ class TrajectoryGroup:
         return chain.from_iterable(sequence.versions for sequence in sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class ContrastivePair:
-    """A better and a worse answer to one problem. Raises ValueError unless the chosen one has the higher reward."""
-
-    problem: Problem
-    chosen: Trajectory
-    rejected: Trajectory
-
-    def __post_init__(self) -> None:
-        if self.chosen.reward <= self.rejected.reward:
-            raise ValueError(
-                f"the chosen answer has reward {self.chosen.reward:g}, the rejected one {self.rejected.reward:g}"
-            )
-
-
-def contrastive_pair(group: TrajectoryGroup) -> ContrastivePair | None:
-    """Return the best and the worst answer of a group, the first of equal ones; None if no two rewards differ."""
-    if not group.trajectories:
-        return None
-    chosen = max(group.trajectories, key=lambda one: one.reward)
-    rejected = min(group.trajectories, key=lambda one: one.reward)
-    return ContrastivePair(group.problem, chosen, rejected) if chosen.reward > rejected.reward else None
-
-
 class TrajectoryBuilder:
     """Builder of a trajectory, turn by turn.
 

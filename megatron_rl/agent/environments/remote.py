@@ -14,23 +14,24 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from megatron_rl.agent.api import (
-    ContrastiveResponse,
     Demonstrator,
     Environment,
     EvaluationRequest,
     EvaluationResponse,
     GroupRolloutRequest,
-    RolloutRequest,
 )
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.trajectories import ContrastivePair, Problem, TrajectoryGroup
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import LaterPath, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from megatron_rl.agent.remote.agent_wire import ScoredAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,10 @@ class RemoteAgent(Environment, Demonstrator):
         self._vocab_size = tokenizer.vocab_size
         self._client = AgentClient(config.url, read_token(Path(config.token_file).expanduser()), config.patience_s)
         self._served = self._client.fetch(config.start_patience_s)
-        self.prompt_format = self._served.about.prompt_format
-        self.compares_answers = self._served.about.compares_answers  # evaluations return final answers
-        sets = {name: _problems(name, texts) for name, texts in self._served.prompts.items()}
+        self._digest = self._served.digest
+        self.prompt_format = self._served.prompt_format
+        self.compares_answers = self._served.compares_answers  # evaluations return final answers
+        sets = {name: _problems(name, texts) for name, texts in self._served.sets.items()}
         self._trained = sets.pop(TRAINING, [])
         self._evaluated = {name.removeprefix(EVALUATION): problems for name, problems in sets.items()}
 
@@ -82,74 +84,60 @@ class RemoteAgent(Environment, Demonstrator):
         return self._served.demonstrations
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        response = await self._run_group("/grouped_rollouts", request)
-        return TrajectoryGroup(request.ordinal, request.problem, response.trajectories[0], response.failures)
-
-    async def contrastive_rollout(self, request: GroupRolloutRequest) -> ContrastiveResponse:
-        response = await self._run_group("/contrastive_rollouts", request)
-        found = response.trajectories[0]
-        try:
-            pair = ContrastivePair(request.problem, *found) if found else None
-        except (TypeError, ValueError) as error:
-            reason = f"remote {self._served.about.environment}: {error}"[:200]
-            return ContrastiveResponse(None, {reason: request.group_size})
-        return ContrastiveResponse(pair, response.failures)
-
-    async def rollouts(self, request: RolloutRequest) -> EvaluationResponse:
-        return await self._run("/rollouts", request.problems, 1, request, request.key, None)
+        route, samples = "/grouped_rollouts", request.group_size
+        found = await self._run(route, request.problem, samples, request, request.key, request.ordinal)
+        return TrajectoryGroup(request.ordinal, request.problem, found.trajectories, found.failures)
 
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         """Send a request per problem, so that a lost request loses a single problem."""
         import asyncio  # slow import; the launcher imports this module to check a recipe
 
         samples = request.samples_per_problem
-        responses = await asyncio.gather(
+        keys = [stable_key("evaluation", request.key, index) for index in range(len(request.problems))]
+        found = await asyncio.gather(
             *(
-                self._run(
-                    "/evaluation", [problem], samples, request, stable_key("evaluation", request.key, index), None
-                )
-                for index, problem in enumerate(request.problems)
+                self._run("/evaluation", problem, samples, request, key)
+                for problem, key in zip(request.problems, keys, strict=True)
             )
         )
-        failures: Counter[str] = Counter()
-        for response in responses:
-            failures.update(response.failures)
-        finals = {place: its for place, response in enumerate(responses) for its in response.final_answers.values()}
-        return EvaluationResponse([response.trajectories[0] for response in responses], failures, finals)
+        failures = sum((Counter(one.failures) for one in found), Counter[str]())
+        finals = {place: one.final_answers for place, one in enumerate(found) if one.final_answers}
+        return EvaluationResponse([one.trajectories for one in found], failures, finals)
 
     async def close(self) -> None:
         await self._client.close()
 
-    async def _run_group(self, route: str, request: GroupRolloutRequest) -> EvaluationResponse:
-        return await self._run(route, [request.problem], request.group_size, request, request.key, request.ordinal)
-
     async def _run(
         self,
         route: str,
-        problems: Sequence[Problem],
+        problem: Problem,
         samples: int,
-        request: GroupRolloutRequest | RolloutRequest | EvaluationRequest,
+        request: GroupRolloutRequest | EvaluationRequest,
         key: int,
-        ordinal: int | None,
-    ) -> EvaluationResponse:
-        """Return the agent's answers; empty if it fails. Raises the errors of the engine."""
+        ordinal: int | None = None,
+    ) -> ScoredAnswers:
+        """Return the agent's answers; none if it fails. Raises the errors of the engine."""
         from megatron_rl.agent.remote.agent_client import AgentFailed, AgentUnavailable
-        from megatron_rl.agent.remote.agent_wire import AgentRequest, ProblemId
+        from megatron_rl.agent.remote.agent_wire import AgentRequest, ScoredAnswers
 
-        ids = [ProblemId(problem.golden["set"], problem.golden["number"]) for problem in problems]
-        agent_request = AgentRequest(ids, samples, request.sampling, key, ordinal, request.limits)
+        asked = AgentRequest(
+            **problem.golden,
+            samples=samples,
+            sampling=request.sampling,
+            key=key,
+            ordinal=ordinal,
+            limits=request.limits,
+        )
+        generate = request.inference.generate
         for left in reversed(range(request.limits.retries + 1)):
             try:
-                return await self._client.run(
-                    route, agent_request, self._served.about.digest, request.inference.generate, self._vocab_size
-                )
+                return await self._client.run(route, asked, self._digest, generate, self._vocab_size)
             except (AgentFailed, AgentUnavailable) as error:
-                reason = f"remote {self._served.about.environment}: {error}"[:200]
+                reason = f"remote {self._served.environment}: {error}"[:200]
                 if not left or isinstance(error, AgentUnavailable):
                     break
-        lost = samples * len(ids)
-        logger.error("%d answers are lost: %s", lost, reason)
-        return EvaluationResponse([[] for _ in ids], {reason: lost})
+        logger.error("%d answers are lost: %s", samples, reason)
+        return ScoredAnswers([], {reason: samples})
 
 
 def _problems(name: str, prompts: Sequence[str]) -> list[Problem]:

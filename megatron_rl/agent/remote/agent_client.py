@@ -6,24 +6,20 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import httpx
 
-from megatron_rl.agent.api import EvaluationResponse
 from megatron_rl.agent.remote.agent_wire import (
     POLL_S,
     PROTOCOL,
     AgentDescription,
     AgentRequest,
-    decode_about,
+    ScoredAnswers,
     decode_refusal,
-    decode_response,
-    encode_agent_request,
+    decode_result,
     encode_completions,
     encode_refusal,
 )
@@ -57,13 +53,6 @@ class AgentFailed(RuntimeError):
     """The agent failed on this one request."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedAgent:
-    about: AgentDescription
-    prompts: Mapping[str, list[str]]
-    demonstrations: list[tuple[str, str]]
-
-
 class AgentClient:
     def __init__(
         self,
@@ -94,42 +83,31 @@ class AgentClient:
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the client's event loop
 
-    def fetch(self, patience_s: float) -> ServedAgent:
+    def fetch(self, patience_s: float) -> AgentDescription:
         """Fetch description, prompts and demonstrations. Blocks for up to `patience_s` seconds.
 
         Raises ConfigurationError if the server is unavailable or is not an agent of mrl.
         """
         with httpx.Client(**self._options) as client:
-            try:
-                return self._fetch(partial(self._get, client, time.monotonic() + patience_s))
-            except ConfigurationError:
-                raise
-            except (ValueError, KeyError, TypeError) as error:
-                why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-                raise ConfigurationError(f"the server at {self._url} is not an agent of mrl: {why}") from error
-
-    def _fetch(self, get: Callable[..., Any]) -> ServedAgent:
-        body = get("/about")
-        if body["protocol"] != PROTOCOL:  # the other fields may differ too
+            body = self._get(client, "/about", time.monotonic() + patience_s)
+        protocol = body.get("protocol") if isinstance(body, dict) else None
+        if isinstance(protocol, int) and protocol != PROTOCOL:  # the other fields may differ too
             raise ConfigurationError(
-                f"the agent at {self._url}, of {body['environment']!r}, speaks protocol {body['protocol']}, and this "
-                f"mrl {PROTOCOL}: run the same version on both sides"
+                f"the agent at {self._url}, of {body.get('environment')!r}, speaks protocol {protocol}, and this mrl "
+                f"{PROTOCOL}: run the same version on both sides"
             )
-        about = decode_about(body)
-        prompts = {
-            name: _all(count, lambda first, name=name: get("/problems", set=name, first=first)["prompts"])  # type: ignore[misc]
-            for name, count in about.sets.items()
-        }
-        demonstrations = _all(about.demonstrations, lambda first: get("/demonstrations", first=first)["pairs"])
-        return ServedAgent(about, prompts, [(str(prompt), str(answer)) for prompt, answer in demonstrations])
+        try:
+            return AgentDescription.model_validate(body)
+        except ValueError as error:
+            raise ConfigurationError(f"the server at {self._url} is not an agent of mrl: {error}") from error
 
-    def _get(self, client: httpx.Client, give_up: float, path: str, **query: Any) -> Any:
+    def _get(self, client: httpx.Client, path: str, give_up: float) -> Any:
         pause = FIRST_PAUSE_S
         while True:
             left_s = max(pause, give_up - time.monotonic())
             timeout = httpx.Timeout(min(SILENCE_S, left_s), connect=min(CONNECT_S, left_s))
             try:
-                return self._content(client.get(path, params=query, timeout=timeout))
+                return self._content(client.get(path, timeout=timeout))
             except AgentRefused as error:
                 raise ConfigurationError(str(error)) from error
             except (AgentUnavailable, httpx.RequestError) as error:
@@ -143,7 +121,7 @@ class AgentClient:
 
     async def run(
         self, route: str, request: AgentRequest, digest: str, generate: Generate, vocab_size: int
-    ) -> EvaluationResponse:
+    ) -> ScoredAnswers:
         """Run a request and return its result. If the server restarts, the request is sent again, and finished
         completions are reused.
 
@@ -151,17 +129,16 @@ class AgentClient:
         `generate`.
         """
         generated = _Generated(generate)
-        body = {"protocol": PROTOCOL, "digest": digest, "request": encode_agent_request(request)}
+        body = {"protocol": PROTOCOL, "digest": digest, "request": request.model_dump()}
         starts, pause, away_since = 0, FIRST_PAUSE_S, None
         while True:
             try:
                 opened = await self._send("POST", route, body)
                 starts, pause, away_since = starts + 1, FIRST_PAUSE_S, None
-                response = decode_response(await self._serve(str(opened["session"]), generated, request), vocab_size)
-                answers = [*map(len, response.trajectories)]
-                if len(answers) != len(request.problems) or max(answers) > request.samples:
-                    raise Garbled("more or fewer answers than requested")
-                return response
+                result = decode_result(await self._serve(str(opened["session"]), generated, request), vocab_size)
+                if len(result.trajectories) > request.samples:
+                    raise Garbled("more answers than requested")
+                return result
             except (Garbled, KeyError, TypeError) as error:
                 raise AgentFailed(f"invalid response: {error}"[:200]) from error
             except AgentUnavailable as error:
@@ -252,17 +229,6 @@ class AgentClient:
             return response.json()
         except (ValueError, RecursionError) as error:
             raise AgentUnavailable(f"{self._url}: this is not JSON: {response.text[:100]}") from error
-
-
-def _all(count: int, page: Callable[[int], list[Any]]) -> list[Any]:
-    """Return all `count` items, page by page. Raises Garbled if there are fewer."""
-    found: list[Any] = []
-    while len(found) < count:
-        more = page(len(found))
-        if not more:
-            raise Garbled(f"it announced {count} items and sent {len(found)}")
-        found += more
-    return found
 
 
 class _Generated:

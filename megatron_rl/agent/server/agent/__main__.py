@@ -61,7 +61,10 @@ def _build_and_serve(options: argparse.Namespace, tokens: list[str], listener: s
             listener,
             stall_s=STALL_S,
             keep_alive_s=KEEP_ALIVE_S,
-            about={"environment": config.name, "problems": dict(service.about.sets)},
+            about={
+                "environment": config.name,
+                "problems": {name: len(its) for name, its in service.about.sets.items()},
+            },
             leave=_at_once,
         )
     )

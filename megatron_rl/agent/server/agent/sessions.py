@@ -9,15 +9,20 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from megatron_rl.agent.api import EvaluationResponse
-from megatron_rl.agent.remote.agent_wire import decode_completions, decode_refusal, encode_refusal, encode_response
+from megatron_rl.agent.remote.agent_wire import (
+    ScoredAnswers,
+    decode_completions,
+    decode_refusal,
+    encode_refusal,
+    encode_result,
+)
 from megatron_rl.generate.engine.api import Completion, GenerationRequest, InferenceInterface
 from megatron_rl.generate.replicas.wire import REFUSED, encode_request
 
 FORGOTTEN_S = 120.0
 """Seconds without a poll after which a session is dropped: the ranks, which poll every few seconds, have gone."""
 
-Work = Callable[[InferenceInterface], Coroutine[Any, Any, EvaluationResponse]]
+Work = Callable[[InferenceInterface], Coroutine[Any, Any, ScoredAnswers]]
 
 
 class UnknownSession(Exception):
@@ -70,7 +75,7 @@ class AgentSession:
             return {"asks": asks, "withdrawn": [*withdrawn]}
         error = None if self._task.cancelled() else self._task.exception()
         if error is None:
-            return {"result": encode_response(self._task.result())}
+            return {"result": encode_result(self._task.result())}
         if isinstance(error, REFUSED) and any(error is refusal for refusal in self._refusals):
             return {"error": encode_refusal(error)}
         return {"error": {"kind": "error", "message": f"{type(error).__name__}: {error}"[:300]}}

@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_helpers import trajectory
 
-from megatron_rl.agent.trajectories import (
-    Branch,
-    ContrastivePair,
-    Problem,
-    Trajectory,
-    TrajectoryGroup,
-    contrastive_pair,
-)
+from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.api import Completion
 
 
@@ -83,22 +75,3 @@ def test_a_rollout_without_a_sequence_is_rejected() -> None:
 
 
 PROBLEM = Problem("7=", {})
-
-
-def group(*rewards: float) -> TrajectoryGroup:
-    return TrajectoryGroup(0, PROBLEM, [trajectory([1], [number], reward) for number, reward in enumerate(rewards)], {})
-
-
-def test_best_answer_is_chosen_over_the_worst() -> None:
-    made = group(0.5, 1.0, 0.0, 1.0, 0.0)
-    assert contrastive_pair(made) == ContrastivePair(PROBLEM, made.trajectories[1], made.trajectories[2])
-
-
-@pytest.mark.parametrize("rewards", [(), (1.0,), (0.5, 0.5)])
-def test_equal_rewards_make_no_pair(rewards: tuple[float, ...]) -> None:
-    assert contrastive_pair(group(*rewards)) is None
-
-
-def test_reversed_pair_is_rejected() -> None:
-    with pytest.raises(ValueError, match="the chosen answer has reward 0, the rejected one 1"):
-        ContrastivePair(PROBLEM, trajectory([1], [2], 0.0), trajectory([1], [3], 1.0))
