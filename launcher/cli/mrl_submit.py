@@ -71,7 +71,6 @@ Examples:
 )
 @click.option("--script", is_flag=True, help="With --dry-run: print only the sbatch script.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of text.")
-@click.option("--test-only", is_flag=True, help="Ask Slurm when it would start the job; submit nothing.")
 @click.option("--detach", is_flag=True, help="Return once the run has started; it continues. Default on Slurm.")
 @click.option("--follow", is_flag=True, help="Watch the Slurm job.")
 @click.option(

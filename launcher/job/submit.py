@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
-from tempfile import TemporaryDirectory
 
 from launcher.backends.slurm import sbatch as sbatch
 from launcher.backends.slurm.jobs import cluster_name
@@ -157,23 +156,6 @@ def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
             snapshot.take(list(job.sources), run.code)
     except SnapshotError as error:
         raise BadInput(str(error)) from error
-
-
-def estimate(drafted: Draft, after: Sequence[str] = ()) -> tuple[str, str, str]:
-    """Slurm's estimate of the job's start: (time, nodes, partition). Submits nothing. Raises BadInput where Slurm would
-    refuse the job."""
-    refuse_unknown_partitions([drafted.job])
-    flags = [f"--dependency=afterany:{':'.join(after)}"] if after else []
-    with TemporaryDirectory(prefix="mrl-test-only-") as folder:
-        script = Path(folder) / "job.sbatch"
-        script.write_text(drafted.script, encoding="utf-8")
-        try:
-            return sbatch.estimate(script, flags)
-        except sbatch.SubmissionRefused as error:
-            text = translate(str(error), flags_by_name(header(drafted.job)))
-            raise BadInput(f"cluster {drafted.job.cluster}: {text}") from error
-        except SlurmRefused as error:
-            raise BadInput(f"cluster {drafted.job.cluster}: {error}") from error
 
 
 def flags_by_name(options: Sequence[str]) -> dict[str, str]:

@@ -107,7 +107,6 @@ def test_unknown_partition_for_harvested_replicas_is_refused(cluster, tmp_path):
     cluster("sinfo", "echo gold; echo backfill")
     for words in (
         ["harvest.partition='gold,backfil'"],
-        ["harvest.partition=backfil", "--test-only"],
         ["harvest.partition=gold,backfil"],  # a sweep whose first run would be accepted
     ):
         done = submit(*HARVEST, *words, code=2)
@@ -190,13 +189,11 @@ def test_job_does_not_inherit_variables_of_the_job_it_is_submitted_from(cluster,
         assert kept in seen
 
 
-@pytest.mark.parametrize("words", [(), ("--test-only",)])
-def test_variables_of_the_shell_overrule_no_option_of_the_script(cluster, tmp_path, monkeypatch, words):
-    estimate = "sbatch: Job 101 to start at now on nodes n1 in partition gold"
-    cluster("sbatch", f"env >> environment; echo 101; echo '{estimate}' >&2")
+def test_variables_of_the_shell_overrule_no_option_of_the_script(cluster, tmp_path, monkeypatch):
+    cluster("sbatch", "env >> environment; echo 101")
     for name in ("PARTITION", "NO_REQUEUE", "TIMELIMIT", "SIGNAL", "OPEN_MODE", "ARRAY_INX", "EXPORT", "ACCOUNT"):
         monkeypatch.setenv(f"SBATCH_{name}", "7")
-    submit(*words)
+    submit()
     seen = [line for line in (tmp_path / "environment").read_text().splitlines() if line.startswith("SBATCH_")]
     assert seen == ["SBATCH_ACCOUNT=7"], "the profile leaves the account to the user"
 
@@ -265,7 +262,7 @@ def test_run_with_a_live_job_is_not_submitted_again(cluster, tmp_path, squeue, s
     ("words", "expected"),
     [
         (("--script",), "--script: add --dry-run"),
-        (("--dry-run", "--test-only"), "--dry-run and --test-only exclude each other"),
+        (("--dry-run", "--detach"), "--dry-run and --detach exclude each other"),
         (("--follow", "--json"), "--follow and --json exclude each other"),
         (("--in-allocation", "--json"), "--in-allocation and --json exclude each other"),
         (("--follow", "training.seed=1,2"), "a sweep of 2 jobs cannot be followed"),
@@ -297,15 +294,6 @@ def test_job_to_wait_for_counts_once_under_any_name(cluster, tmp_path):
 
 def test_missing_run_to_wait_for_is_named_with_its_option(cluster):
     assert submit("--after", "nope", code=2).stderr.startswith("error: --after nope: no run is called 'nope'")
-
-
-def test_placeholder_estimate_of_slurm_is_ignored(cluster):
-    estimate = "sbatch: Job 7 to start at {} using 2 processors on nodes n1 in partition gold"
-    cluster("sbatch", f"echo '{estimate.format('2128-12-19T10:00:00')}' >&2")
-    assert "cannot estimate its start" in submit("--test-only").stdout
-    assert json.loads(submit("--test-only", "--json").stdout)["start"] is None
-    cluster("sbatch", f"echo '{estimate.format('2020-01-01T10:00:00')}' >&2")
-    assert "at 2020-01-01T10:00:00 on n1, partition gold" in submit("--test-only").stdout
 
 
 def test_printed_commands_are_quoted_for_a_shell(cluster):

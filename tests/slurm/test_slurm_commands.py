@@ -76,15 +76,6 @@ def test_status_says_that_a_held_job_will_not_start(login: Login) -> None:
     assert told(login, "status")["state"] == "cancelled"
 
 
-def test_option_test_only_prints_the_estimated_start_and_submits_nothing(login: Login) -> None:
-    jobs = login.lab.jobs()
-    said = json.loads(login.call("mrl-submit", *STUB, "--test-only", "--json").stdout)
-    assert said["partition"] == "low"
-    assert said["start"].startswith("2")
-    assert login.lab.jobs() == jobs
-    assert not list(login.home.parent.rglob("resolved.yaml"))
-
-
 def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
     link = login.home / "runs"  # containers know the run by this name only
     login.share.mkdir()

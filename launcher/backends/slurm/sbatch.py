@@ -1,4 +1,4 @@
-"""Submission to Slurm by sbatch, and its estimate of the start.
+"""Submission to Slurm by sbatch.
 
 submitit's executor pickles a function, submits it with its own script, and waits for sbatch without a limit. Our script
 is written already and must be what runs after every requeue, so only submitit's handle of a job is used.
@@ -19,8 +19,6 @@ from launcher.host.slurm.queries import text_of_script
 SUBMIT_LIMIT_S = 120.0  # seconds; sbatch itself retries while the controller is busy
 # Errors after which the controller may still accept the job.
 _LATE = re.compile(r"timed out|zero bytes", re.IGNORECASE)
-
-_ESTIMATE = re.compile(r"Job \d+ to start at (\S+) .*?(?:nodes (\S+))? in partition (\S+)")
 
 
 class SubmissionRefused(Exception):
@@ -53,18 +51,3 @@ def submit(script: Path, flags: Sequence[str] = ()) -> SlurmJob[None]:
     if job_id is None:
         raise unclear(command, answer.out)
     return SlurmJob(folder=script.parent, job_id=job_id, tasks=[0])
-
-
-def estimate(script: Path, flags: Sequence[str] = ()) -> tuple[str, str, str]:
-    """Slurm's own estimate for `script`: (start as it writes it, nodes, partition). Submits nothing.
-
-    Raises:
-        SubmissionRefused: Slurm would refuse the job.
-        SlurmSilent: sbatch did not answer in time.
-    """
-    environ = submitting_environment(text_of_script(str(script)))
-    answer = run(["sbatch", "--test-only", *flags, str(script)], SUBMIT_LIMIT_S, environ)
-    found = _ESTIMATE.search(answer.err)
-    if answer.code != 0 or not found:
-        raise SubmissionRefused(answer.err or answer.out)
-    return found[1], found[2] or "", found[3]

@@ -1,13 +1,11 @@
-"""Lines and JSON about runs before they start: a dry run, a submission, an estimated start."""
+"""Lines and JSON about runs before they start: a dry run, a submission."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from launcher.cli.show.origins import origin_lines
-from launcher.host.slurm.formats import time_of
 from launcher.job.draft import Draft
 from launcher.job.script import PlannedJob
 from launcher.plan.placement import Plan
@@ -16,8 +14,6 @@ from launcher.recipe.load import origins
 
 if TYPE_CHECKING:  # a dry run does not need it, and it is slow to import
     from launcher.job.submit import SubmittedJob
-
-FORESIGHT_S = 365 * 86400  # seconds: Slurm estimates a job without a time limit as one year long, and adds these up
 
 
 def job_in_brief(job: PlannedJob) -> str:
@@ -93,27 +89,6 @@ def submitted_json(submitted: SubmittedJob, draft: Draft) -> dict[str, Any]:
         "changes": as_json(submitted.changes),
         "notes": list(submitted.notes),
     }
-
-
-def estimate_line(draft: Draft, start: str, nodes: str, partition: str) -> str:
-    """Describe when a job would start. `start`, `nodes`, `partition`: Slurm's answer; `nodes` may be empty."""
-    if not _foreseen(start):
-        return (
-            f"Slurm would accept {job_in_brief(draft.job)}, partition {partition}, but cannot estimate its start: "
-            "jobs before it have no time limit, or too few nodes are up (sinfo)"
-        )
-    where = f" on {nodes}" if nodes else ""
-    return f"Slurm would start {job_in_brief(draft.job)} at {start}{where}, partition {partition}"
-
-
-def estimate_json(draft: Draft, start: str, nodes: str, partition: str) -> dict[str, Any]:
-    """Return the JSON of an estimate; `start` is null if Slurm cannot estimate it."""
-    when = start if _foreseen(start) else None
-    return {"run_dir": str(draft.job.run_dir), "start": when, "nodes": nodes, "partition": partition}
-
-
-def _foreseen(start: str) -> bool:
-    return (time_of(start) or 0) < time.time() + FORESIGHT_S
 
 
 def _step_lines(plan: Plan) -> list[str]:

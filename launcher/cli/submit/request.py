@@ -34,7 +34,6 @@ class Request:
     dry_run: bool = False
     script: bool = False
     as_json: bool = False
-    test_only: bool = False
     detach: bool = False
     follow: bool = False
     after: tuple[str, ...] = ()
@@ -123,7 +122,7 @@ def why_local(request: Request, clusters: Clusters, planned: PlannedRun) -> str 
 def _refuse_contradictions(request: Request) -> None:
     if request.script and not request.dry_run:
         raise BadInput("--script: add --dry-run")
-    together = ("dry_run", "test_only", "in_allocation", "follow", "detach")
+    together = ("dry_run", "in_allocation", "follow", "detach")
     given = [f"--{name.replace('_', '-')}" for name in together if getattr(request, name)]
     if len(given) > 1:
         raise BadInput(f"{' and '.join(given)} exclude each other")

@@ -1,4 +1,4 @@
-"""mrl-submit on a Slurm cluster: show, estimate, submit, or run inside an allocation."""
+"""mrl-submit on a Slurm cluster: show, submit, or run inside an allocation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import click
 from launcher.cli.show.submission import (
     dry_run_json,
     dry_run_lines,
-    estimate_json,
-    estimate_line,
     submitted_json,
     submitted_lines,
 )
@@ -37,11 +35,10 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
     if len(planned) == 1 and request.max_running is not None:
         raise BadInput("--max-running: only for sweeps, such as training.seed=1,2,3")
     drafts = [_draft(one, profile, request) for one in planned]
-    if request.dry_run or request.test_only:
+    if request.dry_run:
         for one, drafted in zip(planned, drafts, strict=True):
             for changed in check(one.recipe, drafted.job.run_dir, request.change):
                 click.echo(f"change: {changed}", err=True)
-    if request.dry_run:
         _show(drafts, request)
         return EXIT_USAGE if any(one.obstacles for one in drafts) else EXIT_FINISHED
     # What follows imports submitit, which is slow to import.
@@ -50,9 +47,6 @@ def run_on_slurm(planned: Sequence[PlannedRun], request: Request, profile: Profi
 
         return run_in_allocation(drafts[0], planned[0].given, request.change)
     after = list(dict.fromkeys(_job_to_wait_for(text) for text in request.after))
-    if request.test_only:
-        _report_estimates(drafts, after, request)
-        return EXIT_FINISHED
     submitted = _submit_all(planned, drafts, after, request)
     if request.as_json:
         _print_json([submitted_json(one, drafted) for one, drafted in zip(submitted, drafts, strict=True)])
@@ -149,19 +143,6 @@ def _submit_all(
             for line in submitted_lines(submitted, drafted, waits, brief=len(planned) > 1):
                 echo(line)
     return done
-
-
-def _report_estimates(drafts: Sequence[Draft], after: Sequence[str], request: Request) -> None:
-    from launcher.job.submit import estimate
-
-    estimates = []
-    for drafted in drafts:
-        found = estimate(drafted, after)
-        estimates.append(estimate_json(drafted, *found))
-        if not request.as_json:
-            click.echo(estimate_line(drafted, *found))
-    if request.as_json:
-        _print_json(estimates)
 
 
 def _print_json(records: Sequence[object]) -> None:

@@ -48,7 +48,7 @@ RUNS = "runs"
 
 
 def refuse_slurm_only(request: Request, count: int) -> None:
-    slurm_only = ("script", "test_only", "follow", "after", "max_running", "in_allocation", "update_code")
+    slurm_only = ("script", "follow", "after", "max_running", "in_allocation", "update_code")
     given = [f"--{name.replace('_', '-')}" for name in slurm_only if getattr(request, name)]
     if given:
         raise BadInput(
