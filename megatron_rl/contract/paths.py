@@ -54,8 +54,6 @@ class RunDir:
         self.attempts_ledger = self.root / "attempts.jsonl"
         """AttemptStart and AttemptEnd, a line for each start and end of an attempt."""
         self.notifications = self.root / "notifications.jsonl"  # Notification, one per event that was sent, or tried to
-        self.goodput = self.root / "goodput.json"
-        """Use of every GPU-second of all attempts, for people; rewritten at each attempt's end."""
         self.done = self.root / "DONE"  # Done: exists if the run is finished
         self.metrics = self.root / "metrics.jsonl"  # MetricsLine, one per step
         self.lesson = self.root / "lesson.json"  # LessonRecord

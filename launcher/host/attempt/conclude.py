@@ -22,7 +22,6 @@ from launcher.host.judge.replica_restarts import without_replicas
 from launcher.host.judge.sentence import describe_end
 from launcher.host.judge.verdict import Verdict, verdict_of
 from launcher.host.record.evidence import Observed, read_drain, read_evidence, read_replicas
-from launcher.host.record.goodput import write_usage
 from launcher.host.record.ledger import (
     newest_known_checkpoint,
     read_ledger,
@@ -66,7 +65,6 @@ def close(
     end = conclude(run, attempt, verdict, request, facts, EndContext(now, job.job_id, seconds=seconds))
     print(f"attempt {attempt.number}: {describe_end(end, now)}")
     job.bring_back(attempt, end, facts.returning)
-    write_usage(run, now)
     return end
 
 

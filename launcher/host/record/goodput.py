@@ -1,14 +1,10 @@
-"""GPU usage of a run (`accounting`): read from its files, written to RunDir.goodput for people."""
+"""GPU usage of a run (`accounting`): read from its files."""
 
 from __future__ import annotations
-
-import json
-import sys
 
 from launcher.host.record.accounting import AttemptTrace, GpuUsage, gpu_usage, in_queue, is_own
 from launcher.host.record.ledger import ends_in, read_ledger
 from megatron_rl.contract.attempt_records import Drain, Heartbeat, Marks, TimelineLine
-from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import INFER, Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines, write
 from megatron_rl.contract.run_records import Owner, PlanRecord
@@ -25,14 +21,6 @@ def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = Fa
     gpus = (plan.nodes + plan.spare_nodes) * plan.gpus_per_node if plan else 0
     waiting = in_queue(owner.job_id, owner.submitted_at, gpus, now) if owner else None
     return gpu_usage(ledger, traces, now, running, waiting)
-
-
-def write_usage(run: RunDir, now: float) -> None:
-    """Write the usage, at each attempt's end. An error is printed only, since the attempt must end anyway."""
-    try:
-        write_atomic(run.goodput, json.dumps(read_usage(run, now).as_json(), indent=1, sort_keys=True) + "\n")
-    except OSError as error:
-        print(f"{run.goodput}: {error.strerror or error}; mrl status computes it", file=sys.stderr)
 
 
 def mark(attempt: Attempt, **times: float) -> None:

@@ -69,7 +69,6 @@ class World:
         patch.setattr(conclude, "write", self._effect("DONE", write))
         patch.setattr(conclude, "write_line", self._effect("ledger", conclude.write_line))
         patch.setattr(start_again, "write", self._effect("confirm", write))
-        patch.setattr(conclude, "write_usage", lambda run, now: None)
 
     def _effect(self, name: str, act: Callable[..., None] | None = None) -> Callable[..., None]:
         def effect(*given: Any, **named: Any) -> None:

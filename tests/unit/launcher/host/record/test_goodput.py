@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 from run_helpers import make_run
 
 from launcher.cli.show.status_rows import status_json, status_lines
-from launcher.host.record import goodput
 from launcher.host.record.accounting import CATEGORIES, AttemptTrace, AttemptUsage, gpu_usage, in_queue
-from launcher.host.record.goodput import mark, read_usage, write_usage
+from launcher.host.record.goodput import mark, read_usage
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, Heartbeat, Outcome, TimelineLine
 from megatron_rl.contract.paths import RunDir
@@ -285,15 +283,12 @@ def a_run(root: Path) -> RunDir:
     return run
 
 
-def test_the_usage_is_read_from_the_runs_own_files_and_left_in_the_record(tmp_path):
+def test_the_usage_is_read_from_the_runs_own_files(tmp_path):
     run = a_run(tmp_path)
     write(run.attempt(1).drain, Drain("preempted", "me", 245.0))
     write(run.attempt(1).outcome, Outcome("drained", 2))
     append(run.attempts_ledger, LEDGER[1])
-    for _ in range(2):
-        write_usage(run, now=260.0)
-    expected = gpu_usage(LEDGER[:2], {1: TRACES[1]}, now=260.0)
-    assert json.loads(run.goodput.read_text()) == expected.as_json()
+    assert read_usage(run, now=260.0) == gpu_usage(LEDGER[:2], {1: TRACES[1]}, now=260.0)
 
 
 def test_a_run_in_the_queue_asks_for_the_spare_nodes_too(tmp_path):
@@ -310,16 +305,6 @@ def test_a_heartbeat_is_a_sign_of_life(tmp_path):
     write(write_beat, Heartbeat(0, 1, "n1", "train", 1, 1, 255.0, 270.0, 10.0))
     (row,) = read_usage(run, now=9000.0).attempts
     assert row.end == 270.0
-
-
-def test_a_usage_that_cannot_be_written_stops_nothing(tmp_path, capsys, monkeypatch):
-    def full(path: object, text: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    run = a_run(tmp_path)
-    monkeypatch.setattr(goodput, "write_atomic", full)
-    write_usage(run, now=260.0)
-    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_status_tells_it_in_one_line_and_the_whole_table_as_json(tmp_path):
