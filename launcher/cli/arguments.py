@@ -90,13 +90,6 @@ TRUST_POLICY = click.option(
 )
 DTYPE = click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
 DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-TP = click.option(
-    "--tp",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="GPUs, or processes, of one machine that hold the model together (tensor parallelism).",
-)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 SAMPLING_OPTIONS = together(
     click.option(

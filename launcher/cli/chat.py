@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from launcher.backends.child import ModuleProcess
-from launcher.cli.arguments import DEVICE, DTYPE, SAMPLING, SAMPLING_OPTIONS, TP, TRUST_POLICY
+from launcher.cli.arguments import DEVICE, DTYPE, SAMPLING, SAMPLING_OPTIONS, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy_path import prepare_policy
@@ -32,7 +32,6 @@ LEAVE, CLEAR = "/exit", "/clear"
 )
 @DTYPE
 @DEVICE
-@TP
 @TRUST_POLICY
 @click.pass_context
 def command(ctx: click.Context, path: str, **options: Any) -> None:
@@ -50,10 +49,10 @@ def command(ctx: click.Context, path: str, **options: Any) -> None:
       2    PATH or an option cannot be used
       130  ended by Ctrl-C
     """
-    refuse_unready((), options["device"], options["tp"], path)
+    refuse_unready((), options["device"], policy=path)
     path = prepare_policy(path, options["trust"])
     sampling = {name: options[name] for name in SAMPLING if options[name] is not None}
-    asked = {name: options[name] for name in ("system", "dtype", "device", "seed", "tp")}
+    asked = {name: options[name] for name in ("system", "dtype", "device", "seed")}
     with ModuleProcess(MODULE) as child:
         child.send(json.dumps({"path": path, "sampling": sampling, **asked}))
         ctx.exit(_Conversation(child, options["system"]).run())

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from launcher.backends.probe.vllm_probe import probe
-from launcher.cli.arguments import DTYPE, SAMPLING, SAMPLING_OPTIONS, TP, TRUST_POLICY
+from launcher.cli.arguments import DTYPE, SAMPLING, SAMPLING_OPTIONS, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.doctor.preflight import problems, refuse_unready
@@ -62,13 +62,19 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
     help="vllm: start vLLM on this machine, on weights that are exported first if they are a checkpoint.",
 )
 @click.option("--vllm-python", help="Python that has vLLM. Default: the run's inference.vllm.python, else this one.")
-@TP
+@click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="GPUs that hold the model together (tensor parallelism), with --cluster or --engine vllm.",
+)
 @click.option(
     "--replicas",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Copies of the model, of --tp GPUs or processes each, among which the problems are divided.",
+    help="With --cluster: copies of the model, of --tp GPUs each, among which the problems are divided.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each process. Default: all processors.")
 @click.option(
@@ -114,6 +120,11 @@ def command(ctx: click.Context, **options: Any) -> None:
             raise BadInput(f"{given[0]}: this option needs a job; add --cluster")
         evaluation = _evaluation(options, origin, device="cpu")
         device, python = evaluation.device, evaluation.vllm_python
+        if evaluation.ranks > 1:
+            raise BadInput(
+                f"--tp {evaluation.tp} --replicas {evaluation.replicas}: several ranks need a job; add --cluster, or "
+                "let --engine vllm share the model out"
+            )
         refuse_unready(required_extras(evaluation.environment), device, evaluation.tp * evaluation.replicas)
         if python and (wrong := problems(vllm_findings(probe(python), device, "--vllm-python "))):
             raise BadInput(wrong)

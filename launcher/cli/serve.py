@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from launcher.backends.child import ChildInterrupted, interruptible
-from launcher.cli.arguments import DEVICE, DTYPE, TP, TRUST_POLICY
+from launcher.cli.arguments import DEVICE, DTYPE, TRUST_POLICY
 from launcher.cli.completion import complete_run
 from launcher.cli.show.terminal import echo
 from launcher.doctor.preflight import refuse_unready
@@ -65,8 +65,7 @@ AGENT_SERVER, AGENT_PORT = "megatron_rl.agent.server.agent", 8100
 @click.option("--name", help="Name of the model for clients. Default: of the run or directory.")
 @DEVICE
 @DTYPE
-@TP
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads of each process. Default: all processors.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads. Default: all processors.")
 @click.option("--max-length", type=click.IntRange(min=2), help="Largest number of tokens of a prompt with its answer.")
 @click.option(
     "--max-waiting",
@@ -134,7 +133,7 @@ def command(
 
 
 def _policy_words(path: str, options: dict[str, Any]) -> list[str]:
-    refuse_unready(["serve"], options["device"], options["tp"], path)
+    refuse_unready(["serve"], options["device"], policy=path)
     path = prepare_policy(path, options.pop("trust"))
     flags = ["--open-metrics"] if options.pop("open_metrics") else []
     given = {**options, "grace_s": options["grace"]}

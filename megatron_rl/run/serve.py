@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.agent.server.serving import allow_connections, refused, run_server, serve
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
@@ -48,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"])
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--max-length", type=int)
     parser.add_argument("--max-waiting", type=int, default=1024)
     parser.add_argument("--requests-per-minute", type=int)
@@ -62,8 +61,8 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
     import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.source import find_source
     from megatron_rl.contract.manifest import CheckpointError
+    from megatron_rl.generate.engine.opened_policy import open_policy
     from megatron_rl.recipe.errors import ConfigurationError
-    from megatron_rl.run.standalone.followers import open_with_followers
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
@@ -77,13 +76,11 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
         open_metrics=options.open_metrics,
     )
     try:
-        with open_with_followers(
+        with open_policy(
             find_source(options.path, options.dtype),
             device=options.device,
             threads=options.threads,
             max_length=options.max_length,
-            tp=options.tp,
-            lost=_end,
         ) as opened:
             application = Application(
                 opened.engine,
@@ -92,7 +89,6 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                 max_length=opened.engine.max_length,
                 tokens=tokens,
                 limits=limits,
-                failed=None if opened.ranks.alone else _end_of_ranks,
             )
             allow_connections()
             gc.collect()
@@ -108,24 +104,13 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                 )
             )
             if application.thread.computes:
-                os._exit(EXIT_FINISHED)  # other ranks may wait for this thread's next step
+                os._exit(EXIT_FINISHED)  # the engine's thread is in the middle of a step
             return EXIT_FINISHED
     except (ConfigurationError, CheckpointError) as error:
         return refused(str(error), EXIT_USAGE)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return refused(f"{where}{error.strerror or error}", EXIT_CRASHED)
-
-
-def _end(why: str) -> NoReturn:
-    """Report why the process ends, and exit: a normal exit could wait forever for a lost rank."""
-    refused(why, EXIT_CRASHED)
-    os._exit(EXIT_CRASHED)
-
-
-def _end_of_ranks(error: Exception) -> NoReturn:
-    """Exit because a step has failed here: the other ranks may be in the middle of it."""
-    _end(f"a step of the engine has failed: {error}")
 
 
 def _about(opened: OpenedPolicy, options: argparse.Namespace) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -146,38 +145,31 @@ def test_interrupted_evaluation_resumes_with_the_same_result(
 
 
 @pytest.mark.slow
-def test_replicas_share_the_problems_with_the_same_result(
-    run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
-    asked = request(run.root, tmp_path / "r.json")
-    evaluating = Evaluating(asked | {"replicas": 2}, tmp_path)
-    assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
-    assert found(tmp_path / "r.json") == undisturbed
-    progress = [json.loads(line).get("progress") for line in evaluating.said.read_text().splitlines()]
-    done = [each["done"] for each in progress if each]
-    assert done[0] == 0 and max(b - a for a, b in itertools.pairwise(done)) > ROWS // 2, "two blocks at a time"
-
-
-@pytest.mark.slow
 def test_tensor_parallel_ranks_have_the_same_result_up_to_rounding(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    asked = request(run.root, tmp_path / "r.json")
-    evaluating = Evaluating(asked | {"tp": 2}, tmp_path)
-    assert evaluating.code() == EXIT_FINISHED, evaluating.said.read_text()
-    together = found(tmp_path / "r.json")
+    job = job_of(run, tmp_path, tp=2)
+    attempt = Attempt(job, tmp_path, ranks=2)
+    assert attempt.exit_codes() == [EXIT_FINISHED] * 2, attempt.logs()
+    together = found(job.evaluation)
     assert together["settings"] == undisturbed["settings"]
     for name, scores in undisturbed["sets"].items():
         for kind, score in scores["scores"].items():
             assert together["sets"][name]["scores"][kind]["value"] == pytest.approx(score["value"], abs=0.05)
 
 
+def job_of(run: RunDir, folder: Path, **asked: int) -> RunDir:
+    """Directory of a job that evaluates a run on two ranks."""
+    recipe = loop_recipe(job=ALONE | {"gpus_per_node": 2}, environment={"args": {"evaluation_problems": 64}})
+    job = prepare(folder / "job", recipe)
+    job.evaluation_request.write_text(json.dumps(request(run.root, folder) | {"out": None, **asked}))
+    return job
+
+
 def test_job_leaves_on_request_and_its_next_attempt_resumes(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    recipe = loop_recipe(job=ALONE | {"gpus_per_node": 2}, environment={"args": {"evaluation_problems": 64}})
-    job = prepare(tmp_path / "job", recipe)
-    job.evaluation_request.write_text(json.dumps(request(run.root, tmp_path) | {"out": None, "replicas": 2}))
+    job = job_of(run, tmp_path, replicas=2)
     kept = job.evaluation.with_suffix(".answers.jsonl")
     attempt = Attempt(job, tmp_path, ranks=2)
     wait_until(lambda: lines(kept) > 1, "the first answers")

@@ -21,7 +21,7 @@ from loop_helpers import Attempt, loop_recipe, prepare
 from server_helpers import TEMPLATE, byte_backend
 
 from launcher.host.process.processes import start_time
-from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
+from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
 
 READY_S = 180.0
 LONG = 400  # tokens, which take the tiny model seconds
@@ -289,21 +289,6 @@ def test_interrupted_start_leaves_no_process(
     until(lambda: start_time(child) is None)
     if number == signal.SIGINT:
         assert (command.wait(), err) == (EXIT_INTERRUPTED, "interrupted\n")
-
-
-@pytest.mark.slow
-def test_several_ranks_answer_like_one_and_end_when_one_is_lost(
-    served: Served, published: tuple[Path, Any], tmp_path: Path
-) -> None:
-    together = Served(published[0], tmp_path, "--tp", "2")
-    assert greedy(together) == greedy(served)
-    (server,) = _children(together.command.pid)
-    (follower,) = [pid for pid in _children(server) if "megatron_rl.run.standalone.followers" in _words(pid)]
-    os.kill(follower, signal.SIGKILL)
-    _, errors = together.command.communicate(READY_S)
-    assert together.command.returncode == EXIT_CRASHED
-    assert errors.splitlines()[-1] == "error: rank 1 has ended (SIGKILL)"
-    assert not Path(f"/proc/{server}").exists()
 
 
 @pytest.mark.slow

@@ -43,16 +43,14 @@ class Application:
         max_length: int,
         tokens: Sequence[str],
         limits: ServerLimits | None = None,
-        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         """
         model: its name for clients.
         max_length: most tokens of a prompt and its answer together.
         tokens: bearer tokens that give access.
-        failed: see EngineThread.
         """
         limits = limits or ServerLimits()
-        self.thread = EngineThread(engine, failed)
+        self.thread = EngineThread(engine)
         self.metrics = ServerMetrics(lambda: self.thread.load)
         self._limits = limits
         self._model = ServedModel(model, Chat(tokenizer).check(), max_length)

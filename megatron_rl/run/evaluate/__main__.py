@@ -2,8 +2,7 @@
 
     python -m megatron_rl.run.evaluate < EVALUATION.json
 
-It writes its progress and finally its result to stdout, one JSON object per line, and errors to stderr, in one line. If
-there are several ranks it starts the others, with their ranks as an argument (see run/standalone/siblings.py).
+It writes its progress and finally its result to stdout, one JSON object per line, and errors to stderr, in one line.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from megatron_rl.recipe.errors import ConfigurationError
 T = TypeVar("T")
 
 
-def main(world: str | None = None) -> int:
-    """Run the evaluation, and return the exit code. world: only for a rank that another one has started."""
+def main() -> int:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # it would log its configuration and deprecations
     try:
-        _evaluate(sys.stdin.read(), world)
+        _evaluate(sys.stdin.read())
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (CheckpointError, ConfigurationError) as error:
@@ -55,14 +53,12 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _evaluate(text: str, world: str | None) -> None:
+def _evaluate(text: str) -> None:
     """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-    from megatron_rl.checkpoint.source import find_source
     from megatron_rl.recipe.evaluation_job import Evaluation
     from megatron_rl.run.evaluate.blocks import AnsweringEngine, EvaluationProgress
     from megatron_rl.run.evaluate.evaluator import evaluate
-    from megatron_rl.run.standalone.siblings import end_process, siblings, world_of
 
     def report(progress: EvaluationProgress) -> None:
         _say(progress=asdict(progress))
@@ -72,15 +68,7 @@ def _evaluate(text: str, world: str | None) -> None:
         def run(work: Coroutine[Any, Any, T], engine: AnsweringEngine) -> T | None:
             return loop.run(work)
 
-        evaluation = Evaluation.model_validate_json(text)
-        if world is not None:
-            evaluate(evaluation, run, report, world_of(world))
-            return
-        if evaluation.ranks > 1:  # a newer checkpoint must not appear between the starts of two ranks
-            pinned = str(find_source(evaluation.checkpoint, evaluation.dtype).folder)
-            evaluation = evaluation.model_copy(update={"checkpoint": pinned})
-        with siblings("megatron_rl.run.evaluate", evaluation.model_dump_json(), evaluation.ranks, end_process) as first:
-            done = evaluate(evaluation, run, report, first)
+        done = evaluate(Evaluation.model_validate_json(text), run, report)
     assert done is not None, "this rank can only be interrupted by a signal"
     result, out = done
     _say(result=to_json(result), out=str(out))
@@ -92,4 +80,4 @@ def _say(**what: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

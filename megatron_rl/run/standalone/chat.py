@@ -52,21 +52,11 @@ def _converse(asked: dict[str, Any]) -> None:
     """Import late: imports take seconds, and signal handlers must be set before."""
     import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.source import find_source
+    from megatron_rl.generate.engine.opened_policy import open_policy
     from megatron_rl.recipe.inference import InferenceConfig, Sampling
-    from megatron_rl.run.standalone.followers import open_with_followers
-    from megatron_rl.run.standalone.siblings import end_process
 
-    one_at_a_time = InferenceConfig(max_batch=1)
-    with (
-        open_with_followers(
-            find_source(asked["path"], asked["dtype"]),
-            device=asked["device"],
-            inference=one_at_a_time,
-            tp=asked["tp"],
-            lost=end_process,
-        ) as opened,
-        asyncio.Runner() as loop,
-    ):
+    source, one_at_a_time = find_source(asked["path"], asked["dtype"]), InferenceConfig(max_batch=1)
+    with open_policy(source, device=asked["device"], inference=one_at_a_time) as opened, asyncio.Runner() as loop:
         recipe, chats = opened.source.recipe, opened.tokenizer.chat_template is not None
         if asked["system"] and not chats:
             raise ConfigurationError("--system: the model has no chat template, so it cannot get a system message")
