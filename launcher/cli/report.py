@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +20,10 @@ if TYPE_CHECKING:
 @click.option("--by", metavar="METRIC", help="Of several runs: metric that decides which is the best. [mean_reward]")
 @click.option("--lowest", is_flag=True, help="The lowest value of that metric is the best.")
 @click.option("--json", "as_json", is_flag=True, help="Of several runs: {by, lowest, best, keys, runs: [...]}.")
-@click.option("--follow", is_flag=True, help="Serve the page on this machine, and renew it as the run proceeds.")
 @click.option("--open", "opened", is_flag=True, help="Open the page in a browser.")
-def command(
-    runs: tuple[str, ...], out: Path | None, by: str | None, lowest: bool, as_json: bool, follow: bool, opened: bool
-) -> None:
+def command(runs: tuple[str, ...], out: Path | None, by: str | None, lowest: bool, as_json: bool, opened: bool) -> None:
     """Write RUN/report.html, a page of RUN that needs no network and no server: state, curves, rollouts, evaluations,
-    use of the GPUs over time, attempts, recipe and what `mrl explain` finds. Nothing else of the run changes; it may be
+    use of the GPUs, attempts, recipe and what `mrl explain` finds. Nothing else of the run changes; it may be
     running.
 
     RUN is a run's name, its directory, its job id, or nothing for the newest.
@@ -38,28 +34,21 @@ def command(
     these: give the folder of a sweep, or what the names of its runs begin with. Metrics of time, losses and failures
     are best when low.
 
-    --follow serves the page on a port of this machine to those who have its address, which contains a secret, and
-    writes the file too. Ctrl-C ends it; the run is not affected.
-
     \b
     Exit codes: 0 done  1 a record cannot be read, or the page not written  2 no such run or metric, or bad usage
     """
     from launcher.errors import BadInput
     from launcher.report.compared import runs_of
-    from launcher.report.write import follow_run, write_run
+    from launcher.report.write import write_run
     from launcher.runs.find import find, is_run
 
     found = runs_of(runs) if runs else [find(None)]
     if len(found) > 1 or (len(runs) == 1 and not is_run(runs[0]) and Path(runs[0]).is_dir()):
-        if follow or (opened and not out):
-            raise BadInput("--follow shows one run" if follow else "--open needs --out FILE, the page of several runs")
+        if opened and not out:
+            raise BadInput("--open needs --out FILE, the page of several runs")
         _compare(found, out, by or "mean_reward", lowest, as_json)
     elif by or lowest or as_json:
         raise BadInput("--by, --lowest and --json compare several runs, and one was given")
-    elif follow:
-        file = out or found[0].report
-        follow_run(found[0], file, lambda address: _announce(address, file, opened), partial(click.echo, err=True))
-        return
     else:
         out = out or found[0].report
         click.echo(f"{out}  ({write_run(found[0], out) / 1e6:.2g} MB)")
@@ -85,16 +74,6 @@ def _compare(runs: list[RunDir], out: Path | None, by: str, lowest: bool, as_jso
     if out:
         size = write_comparison(comparison, out)
         click.echo(f"{out}  ({size / 1e6:.2g} MB)", err=as_json)
-
-
-def _announce(address: str, file: Path, opened: bool) -> None:
-    import socket
-
-    port = address.partition("127.0.0.1:")[2].partition("/")[0]
-    click.echo(f"{address}\n\nwrites {file} too; Ctrl-C ends this. From another machine, first:")
-    click.echo(f"    ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}")
-    if opened:
-        _open(address)
 
 
 def _open(address: str) -> None:

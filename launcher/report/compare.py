@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 from launcher.explain.record import Record
 from launcher.report.charts import GROUPS, Chart, Group, Spec, evaluation_metrics, make_chart
-from launcher.report.recipe import differing
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number, numbers
+from megatron_rl.recipe.section import flat
 
 SHOWN = ("mean_reward", "right_ratio", "loss", "entropy", "answer_length", "truncated_ratio", "time/step_s")
 LOWER_IS_BETTER = ("time/", "loss", "teacher_kl", "truncated_ratio", "failed_rollouts", "inference_logprob_difference")
 """Beginnings of metrics whose smallest value is the best."""
 LONGEST_LABEL = 32
+WITHOUT_EFFECT = ("name", "cluster")
 
 
 class ComparedRun(NamedTuple):
@@ -74,6 +75,14 @@ def compare(runs: Sequence[ComparedRun], by: str = "mean_reward", lowest: bool |
     known = {name: values for name, values in table.items() if name == by or any(value is not None for value in values)}
     keys = differing([run.record.recipe for run in runs])
     return Comparison(runs, keys, known, by, by.startswith(LOWER_IS_BETTER) if lowest is None else lowest)
+
+
+def differing(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return key -> its value in each recipe, for the keys that are not equal in all; None where a key is absent."""
+    flats = [flat(one) for one in recipes]
+    keys = dict.fromkeys(key for one in flats for key in one)
+    table = {key: [one.get(key) for one in flats] for key in keys if key not in WITHOUT_EFFECT}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
 
 
 def verdict(found: Comparison) -> str:

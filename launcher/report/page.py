@@ -18,14 +18,13 @@ from markupsafe import Markup
 
 from launcher.report.compare import Comparison, overlaid, verdict
 from launcher.report.run_report import RunReport
-from launcher.report.usage import STACKED
 from launcher.runs.find import pasteable_command
 from megatron_rl.recipe.section import flat
 
 FOLDER = Path(__file__).with_name("page")
 STYLES = ("vendor/uPlot.min.css", "page.css")
 SCRIPTS = (
-    *("vendor/uPlot.iife.min.js", "dom.js", "charts.js", "usage.js"),
+    *("vendor/uPlot.iife.min.js", "dom.js", "charts.js"),
     *("text.js", "filter.js", "group.js", "rollouts.js", "start.js"),
 )
 
@@ -39,19 +38,11 @@ UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 """Characters that may end a <script> element, or its line, or that UTF-8 does not have."""
 
 
-def run_page(report: RunReport, now: float, live: bool = False) -> str:
-    """Return the page of a run. `now` is the unix time of the data; a `live` page asks the server of `mrl report
-    --follow` for newer data."""
-    data = {
-        "categories": STACKED,
-        "groups": report.groups,
-        "evaluations": report.evaluations,
-        "timeline": report.timeline,
-    }
+def run_page(report: RunReport, now: float) -> str:
+    """Return the page of a run. `now` is the unix time of the data."""
     return _render(
         "run.html.j2",
-        {"curves": data, "rollouts": report.rollouts},
-        live,
+        {"curves": {"groups": report.groups, "evaluations": report.evaluations}, "rollouts": report.rollouts},
         report=report,
         rollouts=report.rollouts,
         command=pasteable_command("rollouts", report.status.name),
@@ -62,11 +53,11 @@ def run_page(report: RunReport, now: float, live: bool = False) -> str:
 
 def comparison_page(comparison: Comparison, now: float) -> str:
     runs = [comparison.runs[place] for place in comparison.order]
-    data = {"curves": {"groups": overlaid(runs), "evaluations": [], "timeline": None}}
-    return _render("several.html.j2", data, False, comparison=comparison, now=now, verdict=verdict(comparison))
+    data = {"curves": {"groups": overlaid(runs), "evaluations": []}}
+    return _render("several.html.j2", data, comparison=comparison, now=now, verdict=verdict(comparison))
 
 
-def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -> str:
+def _render(template: str, data: Mapping[str, Any], **values: Any) -> str:
     styles = [_file(name) for name in STYLES]
     scripts = [_file(name) for name in SCRIPTS]
     policy = "; ".join(
@@ -75,7 +66,7 @@ def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -
             f"script-src {' '.join(_hash(text) for text in scripts)}",
             f"style-src {' '.join(_hash(text) for text in styles)}",
             "img-src data:",
-            "connect-src 'self'" if live else "connect-src 'none'",
+            "connect-src 'none'",
             "base-uri 'none'",
             "form-action 'none'",
         )
@@ -88,7 +79,6 @@ def _render(template: str, data: Mapping[str, Any], live: bool, **values: Any) -
             styles=[Markup(text) for text in styles],
             scripts=[Markup(text) for text in scripts],
             data={name: Markup(json_block(value)) for name, value in data.items()},
-            live=live,
             **values,
         )
     )

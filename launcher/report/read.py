@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -14,16 +13,13 @@ from launcher.explain.record import Record, read_record
 from launcher.host.record.accounting import GpuUsage, goodput_of, held_of
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import ends_in, read_ledger, starts_in
-from launcher.recipe.located_yaml import read_mapping, read_text
+from launcher.recipe.located_yaml import read_text
 from launcher.recipe.meaning import with_defaults
-from launcher.recipe.written import EXTENDS, RecipeFile, shipped_values, with_base
 from launcher.report.charts import chart_groups, evaluation_charts
 from launcher.report.page_rollouts import collect
-from launcher.report.recipe import Difference, differences, overridden
 from launcher.report.run_report import FirstAndLast, ResultRow, RunCost, RunFact, RunReport, generated_tokens, span
 from launcher.report.shown_lesson import lesson_of
-from launcher.report.usage import attempt_rows, timeline
-from launcher.runs.slow_ranks import read_phase_ranks
+from launcher.report.usage import attempt_rows
 from launcher.runs.state import RunStatus, read_statuses
 from megatron_rl.contract.attempt_records import FabricReport, LedgerLine, NodeHealth, UsedKernels
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
@@ -39,6 +35,8 @@ from megatron_rl.recipe.config import RunConfig
 GREEDY = "greedy_accuracy"
 RECENT = 20
 """Steps whose pace gives the time left."""
+LEAST_SHARE = 0.0005
+"""Share of the time below which the page leaves a kind of work out."""
 
 
 def read_report(run: RunDir, now: float) -> RunReport:
@@ -50,7 +48,6 @@ def read_report(run: RunDir, now: float) -> RunReport:
     unread = [*status.unread, *record.left_out]
     usage, ledger = _gpu_usage(status, now, unread)
     running = status.state in ("running", "saving", "unknown")
-    base, changed = _differences(run, record.recipe, unread)
     total = usage.total
     step = record.lines[-1].step if record.lines else 0
     collected = collect(read_rollouts(run, 1, step))
@@ -80,11 +77,9 @@ def read_report(run: RunDir, now: float) -> RunReport:
         rollouts=collected.rollouts(),
         evaluations=evaluation_charts(record.evaluations),
         results=_results(run, unread),
-        timeline=timeline(usage),
+        shares={name: share for name, share in (usage.as_json()["shares"] or {}).items() if share >= LEAST_SHARE},
         attempts=attempt_rows(usage, ledger, now),
-        phases=read_phase_ranks(run),
-        base=base,
-        differences=changed,
+        written=_written(run, unread),
         changes=_changes(run, unread),
         fork=if_readable(read(Fork, run.fork)),
         values=dict(record.recipe),
@@ -173,32 +168,13 @@ def _changes(run: RunDir, unread: list[str]) -> list[RecipeChange]:
     return found.records
 
 
-def _differences(run: RunDir, recipe: Mapping[str, Any], unread: list[str]) -> tuple[str, list[Difference]]:
-    """Return the name of what the recipe is based on, and the keys that differ from it."""
+def _written(run: RunDir, unread: list[str]) -> str:
+    """Return recipe.yaml: what the run gives itself, with the overrides of the command line as comments."""
     try:
-        text = read_text(run.recipe)
-        own = read_mapping(str(run.recipe), text, "a recipe").value
+        return read_text(run.recipe)
     except BadInput as error:
         unread += error.problems
-        return "", []
-    extended = own.pop(EXTENDS, None)
-    keys = overridden(text)
-    try:
-        if extended is None:
-            base, values = str(own.get("name") or "the recipe"), own
-        else:
-            base, keys = str(extended), [*keys, *own]
-            values = _base_values(run, base)
-    except (BadInput, OSError) as error:
-        unread.append(f"{run.recipe}: {EXTENDS}: {error}")
-        return str(extended), []
-    return base, differences(recipe, with_defaults(values, RunConfig), keys)
-
-
-def _base_values(run: RunDir, name: str) -> dict[str, Any]:
-    if not name.endswith((".yaml", ".yml")) and "/" not in name:
-        return shipped_values(name)
-    return with_base(RecipeFile(name, read_text(run.root / name), None)).values
+        return ""
 
 
 def _facts(run: RunDir, number: int, record: Record) -> list[RunFact]:

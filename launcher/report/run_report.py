@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 from launcher.explain.explanation import Explanation
 from launcher.report.charts import Chart, Group
 from launcher.report.page_rollouts import Rollouts
-from launcher.report.recipe import Difference
 from launcher.report.shown_lesson import ShownLesson
-from launcher.report.usage import AttemptRow, UsageTimeline
-from launcher.runs.slow_ranks import PhaseRank
+from launcher.report.usage import AttemptRow
 from launcher.runs.state import RunStatus
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number, numbers
@@ -73,11 +71,11 @@ class RunReport:
     rollouts: Rollouts
     evaluations: list[Chart]
     results: list[ResultRow]
-    timeline: UsageTimeline | None
+    shares: dict[str, float]
+    """Kind of work -> its share of the time of the GPUs."""
     attempts: list[AttemptRow]
-    phases: list[PhaseRank]
-    base: str
-    differences: list[Difference]
+    written: str
+    """recipe.yaml."""
     changes: list[RecipeChange]
     fork: Fork | None
     values: dict[str, Any]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from statistics import fmean
 from typing import NamedTuple
 
 from launcher.errors import BadInput
@@ -95,59 +94,16 @@ def _again_and_again(
     return SlowRank(phase, of_node.most_common(1)[0][0], name, times, STEPS, lost, whole_node=True)
 
 
-class PhaseRank(NamedTuple):
-    """The slowest rank of a category in the newest steps, whether or not that means anything."""
-
-    phase: str
-    rank: int
-    host: str | None
-    steps: int
-    of: int
-    seconds: float
-    others: float
-
-
-def phase_ranks(lines: Sequence[TimelineLine], generates: bool, host: Callable[[int], str | None]) -> list[PhaseRank]:
-    """Return the slowest rank of each category in which ranks work, the longest category first; those shorter than a
-    hundredth of it are left out."""
-    found: dict[str, list[SlowestRank]] = {}
-    for line in [line for before, line in pairwise(lines) if line.step > before.step][-STEPS:]:
-        for phase, one in (line.slowest or {}).items():
-            found.setdefault(phase, []).append(one)
-    rows = []
-    for phase in found.keys() - {"wait", *(() if generates else WAITING)}:
-        its = found[phase]
-        rank, times = Counter(one.rank for one in its).most_common(1)[0]
-        seconds, others = fmean(one.seconds for one in its), fmean(one.others for one in its)
-        rows.append(PhaseRank(phase, rank, host(rank), times, len(its), seconds, others))
-    longest = max((row.seconds for row in rows), default=0.0)
-    return sorted((row for row in rows if row.seconds >= longest / 100), key=lambda row: -row.seconds)
-
-
-Newest = tuple[list[TimelineLine], bool, Callable[[int], str | None], int]
-"""The arguments of `slow_ranks`, for the newest attempt."""
-
-
 def read_slow_ranks(run: RunDir) -> list[SlowRank]:
-    newest = _read_newest(run)
-    return slow_ranks(*newest) if newest else []
-
-
-def read_phase_ranks(run: RunDir) -> list[PhaseRank]:
-    newest = _read_newest(run)
-    return phase_ranks(*newest[:3]) if newest else []
-
-
-def _read_newest(run: RunDir) -> Newest | None:
     try:
         attempt = run.attempt(run.last_attempt())
         recipe = resolved_values(run)
         generates = recipe["placement"]["mode"] == "colocated"
         nodes = int(str(recipe["job"]["nodes"]).rpartition("-")[2])  # the most of a range
     except (BadInput, OSError, KeyError, TypeError, ValueError):
-        return None
+        return []
     lines = decode_lines(TimelineLine, tail(attempt.timeline, (STEPS + 1) * LONGEST_LINE).encode()).records
-    return lines, generates, lambda rank: _host(attempt, rank), nodes
+    return slow_ranks(lines, generates, lambda rank: _host(attempt, rank), nodes)
 
 
 def _host(attempt: Attempt, rank: int) -> str | None:

@@ -28,20 +28,6 @@ mrl.charts = (() => {
     return card;
   }
 
-  /* Replace the numbers of the charts in a grid by newer ones of the same charts; false if these are others. */
-  function update(cards, charts) {
-    const plots = [...cards.querySelectorAll(".plot")];
-    const same = (plot, chart) =>
-      plot.chart.title === chart.title && columns(plot.chart).length === columns(chart).length && plot.chart.log === chart.log;
-    if (plots.length !== charts.length || !plots.every((plot, at) => same(plot, charts[at]))) return false;
-    plots.forEach((plot, at) => {
-      plot.chart = charts[at];
-      plot.setAttribute("aria-label", summary(charts[at]));
-      if (plot.uplot) plot.uplot.setData(columns(charts[at]), whole(plot.uplot));
-    });
-    return true;
-  }
-
   function columns(data) {
     const edges = data.band ? [data.band[1], data.band[0]] : [];
     return [data.steps, ...data.curves.map((curve) => curve.values), ...data.smooth, ...edges];
@@ -211,5 +197,5 @@ mrl.charts = (() => {
     return mrl.element("div", { class: "charts" }, ...charts.map((one) => chart(one, options)));
   }
 
-  return { chart, grid, update };
+  return { chart, grid };
 })();

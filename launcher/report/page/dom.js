@@ -56,11 +56,4 @@ const mrl = {
   short(value) {
     return Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(2)));
   },
-
-  duration(seconds) {
-    if (seconds >= 172800) return `${(seconds / 86400).toFixed(1)} days`;
-    if (seconds >= 7200) return `${(seconds / 3600).toFixed(1)} h`;
-    if (seconds >= 600) return `${Math.round(seconds / 60)} min`;
-    return seconds >= 120 ? `${(seconds / 60).toFixed(1)} min` : `${Math.round(seconds)} s`;
-  },
 };

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.explain.record import Record
-from launcher.report.compare import ComparedRun, compare, labels, value_at_end, verdict
+from launcher.report.compare import ComparedRun, compare, differing, labels, value_at_end, verdict
 from megatron_rl.contract.attempt_records import MetricsLine
 
 
@@ -77,3 +77,8 @@ def test_of_equally_good_runs_none_is_the_best():
     found = compare([run("a", [0.5] * 10), run("low", [0.1]), run("b", [0.5] * 10), run("new", [])])
     assert found.best is None
     assert verdict(found) == "best by mean_reward (highest, mean of the last 10 steps): a and b are equal, 0.5"
+
+
+def test_keys_that_differ_between_runs_are_listed_with_the_value_of_each():
+    runs = [{"name": "a", "grpo": {"eps": 1}}, {"name": "b", "grpo": {"eps": 2}}, {"grpo": {"eps": 1}, "seed": 3}]
+    assert differing(runs) == {"grpo.eps": [1, 2, 1], "seed": [None, None, 3]}

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from launcher.cli.explain import command as mrl_explain
 from launcher.cli.status import command as mrl_status
 from launcher.recipe.load import dump_resolved, load_recipe
-from launcher.runs.slow_ranks import STEPS, PhaseRank, SlowRank, phase_ranks, read_slow_ranks, slow_ranks
+from launcher.runs.slow_ranks import STEPS, SlowRank, read_slow_ranks, slow_ranks
 from megatron_rl.contract.attempt_records import Heartbeat, MetricsLine, SlowestRank, TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, write
@@ -141,22 +141,3 @@ def test_a_damaged_run_has_no_slow_rank(tmp_path: Path):
     run.root.mkdir()
     run.resolved.write_text("placement: 3\n", encoding="utf-8")
     assert read_slow_ranks(run) == []
-
-
-def test_each_phase_has_a_slowest_rank_in_the_newest_steps_the_longest_phase_first():
-    old = [{"train": SlowestRank(0, 99.0, 1.0)}]
-    steps = [
-        {"train": SlowestRank(1 + step % 4 // 3, 6.0 + step % 2, 5.0), "wait": SlowestRank(2, 0.5, 3.0)}
-        for step in range(STEPS)
-    ]
-    refits = [{**one, "refit": SlowestRank(9, 1.0, 0.5)} for one in steps]
-    assert phase_ranks(lines(*old, *refits), True, node) == [
-        PhaseRank("train", 1, "node0", 15, STEPS, 6.5, 5.0),
-        PhaseRank("refit", 9, "node1", STEPS, STEPS, 1.0, 0.5),
-    ]
-
-
-def test_ranks_that_get_their_answers_from_elsewhere_are_not_compared_by_waiting_for_them():
-    steps = [{"generate": SlowestRank(1, 6.0, 5.0), "train": SlowestRank(1, 6.0, 5.0)}] * 3
-    assert [one.phase for one in phase_ranks(lines(*steps), False, node)] == ["train"]
-    assert phase_ranks(lines(), True, node) == []
