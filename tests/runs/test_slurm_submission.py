@@ -262,7 +262,7 @@ def test_run_with_a_live_job_is_not_submitted_again(cluster, tmp_path, squeue, s
     ("words", "expected"),
     [
         (("--script",), "--script: add --dry-run"),
-        (("--dry-run", "--detach"), "--dry-run and --detach exclude each other"),
+        (("--dry-run", "--follow"), "--dry-run and --follow exclude each other"),
         (("--follow", "--json"), "--follow and --json exclude each other"),
         (("--in-allocation", "--json"), "--in-allocation and --json exclude each other"),
         (("--follow", "training.seed=1,2"), "a sweep of 2 jobs cannot be followed"),

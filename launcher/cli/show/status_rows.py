@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import read_ledger
 from launcher.host.slurm.call import SlurmRefused
 from launcher.host.slurm.queries import avoided_nodes, show_job
-from launcher.plan.idle import Idle, better_split, idle_shares
 from launcher.runs.find import pasteable_command
 from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import RunStatus, last_line, resolved_values
@@ -34,7 +32,6 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     history = HistoryReader(run, run.attempt(status.attempt), status.steps).poll()
     unread = [*status.unread, *history.unread]
     goodput = _goodput(status, unread)
-    idle = idle_shares(history.lines[-RECENT:])
     details = _details(run, job.job_id, unread) if job and job.kind in ("pending", "running") else {}
     rewards = history.rewards()[-RECENT:]
     unfinished = status.state in ("running", "requeued", "queued") and status.steps
@@ -57,7 +54,6 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "eta_s": history.eta_s() if unfinished else None,
         "replicas": replicas_json(run.attempt(status.attempt)) if status.state in ("running", "saving") else [],
         "goodput": goodput,
-        "idle": idle and _idle(run, idle, unread),
         "job": job
         and {
             "id": job.job_id,
@@ -95,26 +91,6 @@ def _goodput(status: RunStatus, unread: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def _idle(run: RunDir, idle: Idle, unread: list[str]) -> dict[str, Any]:
-    """Return the idle shares of a partitioned run, and a split that should be faster, or null. `unread`: gets the
-    reason if it cannot be determined."""
-    better = None
-    try:
-        values = resolved_values(run)
-        nodes, inference_nodes = values["job"]["nodes"], values["placement"]["inference"]["nodes"]
-        better = better_split(idle, nodes, inference_nodes)
-    except BadInput as error:
-        unread += error.problems
-    except (KeyError, TypeError):
-        unread.append(f"{run.resolved} does not say how the nodes are split")
-    return {
-        "training": idle.training,
-        "inference": idle.inference,
-        "steps": idle.steps,
-        "better": better and better._asdict(),
-    }
-
-
 def _details(run: RunDir, job_id: str, unread: list[str]) -> dict[str, Any]:
     """Return facts that squeue does not show: excluded nodes, with the time since when if the run excluded them, and
     whether the job is being preempted. `unread`: gets the reason if they cannot be read."""
@@ -148,8 +124,6 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         rows.append(("left", f"about {clock(data['eta_s'])} of run time"))
     if data["goodput"] and data["goodput"]["shares"]:
         rows.append(("goodput", _shares(data["goodput"])))
-    if data["idle"]:
-        rows.append(("idle", _waiting(data)))
     rows += [("not read", problem) for problem in data["unread"]]
     rows += [("directory", data["run_dir"]), ("logs", data["logs"]), ("next", data["next"])]
     return [f"{data['run']}: {data['state']}", *(f"  {name:<10} {value}" for name, value in rows if value)]
@@ -200,19 +174,6 @@ def _shares(table: dict[str, Any]) -> str:
     queue = table["gpu_seconds"]["queue"]
     waited = f"; and {amount(queue)} in the queue" if queue >= 1 else ""
     return f"{table['goodput']:.0%} of {amount(table['held_gpu_seconds'])}: {parts}{waited}"
-
-
-def _waiting(data: dict[str, Any]) -> str:
-    """Format the idle shares: `training ranks 62%, replicas 31% of the last 20 steps; 3 + 5 nodes might take 12% less:
-    ...`."""
-    idle = data["idle"]
-    text = f"training ranks {idle['training']:.0%}, replicas {idle['inference']:.0%} of the last {idle['steps']} steps"
-    if (better := idle["better"]) is None:
-        return text
-    resolved = shlex.quote(f"{data['run_dir']}/resolved.yaml")
-    command = f"mrl plan {resolved} --measured {shlex.quote(data['run_dir'])}"
-    split = f"{better['training_nodes']} + {better['inference_nodes']} nodes"
-    return f"{text}; {split} might take {better['saves']:.0%} less: {command}"
 
 
 def _next(status: RunStatus) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from launcher.cli.show.origins import origin_lines
 from launcher.job.draft import Draft
 from launcher.job.script import PlannedJob
 from launcher.plan.placement import Plan
@@ -30,7 +29,6 @@ def dry_run_lines(draft: Draft) -> list[str]:
         f"would submit to {draft.job.cluster}: {job_in_brief(draft.job)}",
         f"  directory  {draft.job.run_dir}",
         *(f"  {line}" for line in _step_lines(draft.job.plan)),
-        *origin_lines(draft.job.recipe, draft.job.cluster, draft.job.profile),
     ]
 
 

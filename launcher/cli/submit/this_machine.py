@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.show.origins import origin_lines
 from launcher.cli.show.terminal import Interruptions, echo
 from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
@@ -108,8 +107,6 @@ def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> 
     for one in changed:
         click.echo(f"change: {one}", err=True)
     click.echo(f"would start {_in_brief(config, sizes)} in {target}", err=True)
-    for line in origin_lines(recipe, LOCAL, None):
-        click.echo(line, err=True)
     click.echo(dump_resolved(config).encode(), nl=False)  # UTF-8, independent of the terminal
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from launcher.cli.show.origins import origin_lines
-from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.recipe.load import asked_text, dump_resolved, load_recipe, origins, place_of
 from launcher.recipe.published import MODELS
@@ -150,19 +147,6 @@ def test_a_base_is_extended_and_not_run():
     extending = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned"))]
     assert len(extending) == 10
     assert {shipped_values(name)["optimizer"]["epsilon"] for name in extending} == {1e-8}
-
-
-def test_a_dry_run_has_a_line_for_each_source(folder):
-    profile = load_clusters(environ={"HOME": str(folder)}).profile("h100")
-    lines = origin_lines(load_recipe("../recipes/mine.yaml", ["training.seed=3"]), "h100", profile)
-    rows = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines[1:] if line[2] != " ")
-    assert rows["override"] == "training.seed"
-    assert rows["../recipes/mine.yaml"] == "environment.args.train.path, grpo.{prompts_per_step, global_batch}, name"
-    assert rows["qwen2.5-3b-dapo.yaml"].startswith("job.nodes, placement.training.tp, model.huggingface")
-    assert rows["models.yaml"] == "the shape of the model"
-    assert rows["cluster h100"] == "job.time_limit, image"
-    assert rows["bases/dapo.yaml"].startswith("all other keys of job, placement, ")
-    assert list(rows)[-1] == "default"
 
 
 def test_another_model_drops_the_shape_of_the_base(folder):
