@@ -29,7 +29,7 @@ OF_PREEMPTIONS = ("grace", "queue")
 HOURS = click.FloatRange(min=0, min_open=True)
 
 
-@click.command("plan", short_help="Show the rank on each node and GPU, the memory it needs, and how long steps take.")
+@click.command("plan", short_help="Show the ranks on each node, the memory they need, and how long steps take.")
 @RECIPE
 @click.option("--cluster", help="Cluster profile to plan for, instead of the recipe's.")
 @click.option("--card", help="GPU to estimate times for; default: the GPU of the profile, else H100.")
@@ -82,7 +82,7 @@ def command(
     node_fails_every: float | None,
     as_json: bool,
 ) -> None:
-    """Show the role of each GPU, the arithmetic of batches, memory and checkpoints, how long a step takes: with all
+    """Show the roles of the nodes, the arithmetic of batches, memory and checkpoints, how long a step takes: with all
     nodes training and generating in turn, and with each split of the nodes, and how long the run takes. Asks no
     cluster.
 

@@ -28,25 +28,18 @@ SHOWN = 5
 @click.option("--environment", metavar="ID", help="Only problems of this environment.")
 @click.option("--problem", metavar="DIGEST", help="Only this problem, named as the output names it, or by its start.")
 @click.option("--signal/--no-signal", default=None, help="Only groups whose rewards differ, or only those that do not.")
-@click.option("--lost", is_flag=True, help="Only groups that lost answers.")
 @click.option("--reward", type=Bounds(), help="Only answers with this reward, or from:to.")
 @click.option("--reason", metavar="REASON", help="Only answers with this finish reason: stop, length, ...")
-@click.option("--length", type=Bounds(whole=True), help="Only answers of this many tokens, or from:to.")
-@click.option("--text", help="Only groups with this text in their prompt or, if sampled, in an answer.")
 @click.option("-n", "most", type=click.IntRange(0), default=SHOWN, show_default=True, help="Groups at most; 0: all.")
 @click.option("--tokens", is_flag=True, help="List the tokens of each answer with the log-probs of engine and trainer.")
 @click.option("--full", is_flag=True, help="Show long answers in full.")
-@click.option(
-    "--by-problem", is_flag=True, help="Instead of groups, list the problems: those that never had signal first."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per group, or per problem.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object per group, for jq or grep.")
 def command(
     run: str | None,
     step: tuple[float, float] | None,
     most: int,
     tokens: bool,
     full: bool,
-    by_problem: bool,
     as_json: bool,
     **wanted: Any,
 ) -> None:
@@ -59,32 +52,26 @@ def command(
     \b
     mrl rollouts mine --step 120 --reward 0 -n 5      answers of step 120 that earned nothing
     mrl rollouts mine --step 1: --problem 3fa9 -n 0   one problem over all steps
-    mrl rollouts mine --step 1: --by-problem          which problems never had signal
+    mrl rollouts mine --step 1: -n 0 --json | grep -i pizza      groups with a word in a prompt or an answer
     \b
     Exit codes: 0 printed  1 nothing is recorded, or nothing fits  2 no such run
     """
-    from launcher.cli.show.groups import PROBLEM_HEADING, group_json, group_lines, problem_json, problem_line
+    from launcher.cli.show.groups import group_json, group_lines
     from launcher.errors import Failed
     from launcher.runs.find import find
-    from launcher.runs.rollout_selection import Wanted, histories, selected
+    from launcher.runs.rollout_selection import Wanted, selected
 
     found = find(run)
     newest = _newest_step(found)
-    fitting = selected(_groups(found, newest, step, by_problem), Wanted(**wanted))
-    texts: Iterator[str]
-    heading = ""
-    if by_problem:
-        heading = "" if as_json else PROBLEM_HEADING
-        texts = map(problem_json if as_json else problem_line, histories(group for group, _ in fitting))
-    else:
-        texts = starmap(group_json if as_json else partial(group_lines, tokens=tokens, full=full), fitting)
+    fitting = selected(_groups(found, newest, step), Wanted(**wanted))
+    texts = starmap(group_json if as_json else partial(group_lines, tokens=tokens, full=full), fitting)
     shown = [*islice(texts, most or None)]
     if not shown:
         raise Failed(
             f"{found.root.name}: no recorded group fits. --step asks for other steps, 1 to {newest}; only sampled "
             f"groups have texts (logging.samples_every){_of_parent(found)}"
         )
-    click.echo("\n".join([*([heading] if heading else []), *shown]))
+    click.echo("\n".join(shown))
     if len(shown) == most and next(texts, None) is not None:
         click.echo("more fit: -n 0 shows all", err=True)
 
@@ -102,14 +89,14 @@ def _newest_step(run: RunDir) -> int:
     return line.step
 
 
-def _groups(run: RunDir, newest: int, steps: tuple[float, float] | None, every: bool) -> Iterator[GroupLine]:
-    """Groups of the steps from:to; by default of all steps, or of the newest with sampled groups. Raises Failed."""
+def _groups(run: RunDir, newest: int, steps: tuple[float, float] | None) -> Iterator[GroupLine]:
+    """Groups of the steps from:to; by default of the newest with sampled groups. Raises Failed."""
     from launcher.errors import Failed
     from launcher.runs.rollout_selection import newest_sampled
     from megatron_rl.contract.rollout_records import read_rollouts
 
     if steps is None:
-        return read_rollouts(run, 1, newest) if every else iter(newest_sampled(run, newest))
+        return iter(newest_sampled(run, newest))
     first, last = max(1, steps[0]), min(newest, steps[1])
     if first > last:
         raise Failed(f"{run.root.name} has no step {steps[0]:g} yet: its newest is {newest}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from statistics import fmean
 
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import STEPS_PER_FILE, GroupLine, read_rollouts
@@ -20,17 +19,13 @@ class Wanted:
     problem: str | None = None
     """First characters of the problem's digest."""
     signal: bool | None = None
-    lost: bool = False
     reward: tuple[float, float] | None = None
     """Lowest and highest reward of an answer."""
     reason: str | None = None
-    length: tuple[float, float] | None = None
-    text: str | None = None
-    """Part of the prompt, or of a recorded answer, in upper or lower case."""
 
     @property
     def of_answers(self) -> bool:
-        return (self.reward, self.reason, self.length) != (None, None, None)
+        return (self.reward, self.reason) != (None, None)
 
 
 def has_signal(group: GroupLine) -> bool:
@@ -40,13 +35,9 @@ def has_signal(group: GroupLine) -> bool:
 
 def answers_of(group: GroupLine, wanted: Wanted) -> list[int]:
     lowest, highest = wanted.reward or (-math.inf, math.inf)
-    least, most = wanted.length or (0, math.inf)
+    answers = enumerate(zip(group.rewards, group.finish_reasons, strict=True))
     return [
-        place
-        for place, (reward, length, reason) in enumerate(
-            zip(group.rewards, group.lengths, group.finish_reasons, strict=True)
-        )
-        if lowest <= reward <= highest and least <= length <= most and wanted.reason in (None, reason)
+        place for place, (reward, reason) in answers if lowest <= reward <= highest and wanted.reason in (None, reason)
     ]
 
 
@@ -57,46 +48,11 @@ def selected(groups: Iterable[GroupLine], wanted: Wanted) -> Iterator[tuple[Grou
             continue
         if wanted.problem is not None and not group.problem.startswith(wanted.problem):
             continue
-        if wanted.signal not in (None, has_signal(group)) or (wanted.lost and not group.failures):
-            continue
-        if wanted.text is not None and not _contains(group, wanted.text):
+        if wanted.signal not in (None, has_signal(group)):
             continue
         places = answers_of(group, wanted)
         if places or not wanted.of_answers:
             yield group, places
-
-
-def _contains(group: GroupLine, text: str) -> bool:
-    texts = [group.prompt, *(answer.text for answer in group.answers)]
-    return any(text.casefold() in each.casefold() for each in texts)
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemHistory:
-    problem: str
-    prompt: str
-    steps: Sequence[int]
-    means: Sequence[float]
-    """Mean reward of each group that has answers, in the order of the steps."""
-    with_signal: int
-
-
-def histories(groups: Iterable[GroupLine]) -> list[ProblemHistory]:
-    """Return the history of each problem: those without any signal first, then by the mean reward of the last group."""
-    of: dict[str, list[GroupLine]] = {}
-    for group in groups:
-        of.setdefault(group.problem, []).append(group._replace(answers=[]))
-    found = [
-        ProblemHistory(
-            problem,
-            its[-1].prompt,
-            [group.step for group in its],
-            [fmean(group.rewards) for group in its if group.rewards],
-            sum(map(has_signal, its)),
-        )
-        for problem, its in of.items()
-    ]
-    return sorted(found, key=lambda one: (one.with_signal > 0, one.means[-1] if one.means else -math.inf, one.problem))
 
 
 def newest_sampled(run: RunDir, last: int) -> list[GroupLine]:

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from launcher.runs.rollout_selection import ProblemHistory, has_signal
+from launcher.runs.rollout_selection import has_signal
 from megatron_rl.contract.rollout_records import NOT_FINITE, AnswerLine, GroupLine, SequenceLine
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.contract.text import printable
 
 HEAD, TAIL = 12, 8
-PROMPT_COLUMNS = 60
 
 
 def group_lines(group: GroupLine, places: Sequence[int], *, tokens: bool, full: bool) -> str:
@@ -85,22 +84,5 @@ def _indented(label: str, text: str, full: bool) -> Iterator[str]:
     yield from (f"    {printable(line)}" for line in lines)
 
 
-PROBLEM_HEADING = f"{'problem':<13} {'groups':>6} {'signal':>6} {'first':>7} {'last':>7}  prompt"
-
-
-def problem_line(row: ProblemHistory) -> str:
-    """Return a problem's line below PROBLEM_HEADING: its groups, and the mean reward of the first and the last."""
-    means = (row.means[0], row.means[-1]) if row.means else (None, None)
-    ends = " ".join(f"{'-' if mean is None else format(mean, '.3f'):>7}" for mean in means)
-    prompt = printable(" ".join(row.prompt.split()))
-    short = prompt if len(prompt) <= PROMPT_COLUMNS else prompt[: PROMPT_COLUMNS - 1] + "…"
-    return f"{row.problem:<13} {len(row.steps):>6} {row.with_signal:>6} {ends}  {short}"
-
-
 def group_json(group: GroupLine, places: Sequence[int]) -> str:
     return json.dumps({**to_json(group), "selected": list(places)})
-
-
-def problem_json(row: ProblemHistory) -> str:
-    values = {"problem": row.problem, "prompt": row.prompt, "steps": list(row.steps), "means": list(row.means)}
-    return json.dumps({**values, "with_signal": row.with_signal})

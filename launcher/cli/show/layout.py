@@ -1,4 +1,4 @@
-"""Plans in the terminal: a drawing of nodes by GPUs, then the arithmetic."""
+"""Plans in the terminal: the nodes, then the arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from launcher.cli.show.plan_drawing import FOLD, MARGIN, drawing, legend
+from launcher.cli.show.node_lines import FOLD, MARGIN, legend, node_lines
 from launcher.plan.placement import Plan
 from launcher.plan.summary import TIGHT
 from megatron_rl.contract.text import size
@@ -22,8 +22,8 @@ def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -
     console = Console(highlight=False)
     console.print(Text(f"{config.name} on {cluster}", style="bold"), Text(f"  {_headline(config, plan)}"), sep="")
     console.print()
-    for line in drawing(plan, console.width, "GPU" if config.job.device == "cuda" else "process"):
-        console.print(line, no_wrap=True, crop=False, overflow="ignore")
+    for line in node_lines(plan):
+        console.print(line)
     console.print(Padding(Text(legend(plan), style="dim"), (0, 0, 0, MARGIN)))
     console.print()
     if plan.smaller:

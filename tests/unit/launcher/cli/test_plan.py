@@ -1,4 +1,4 @@
-"""mrl plan: the drawing, the arithmetic, the JSON of plan.json, and refusals."""
+"""mrl plan: the nodes, the arithmetic, the JSON of plan.json, and refusals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from click.testing import CliRunner, Result
 
 from launcher.cli.plan import command
 from launcher.cli.show.layout import warnings
-from launcher.cli.show.plan_drawing import drawing
+from launcher.cli.show.node_lines import node_lines
 from launcher.cluster.choice import load_clusters
-from launcher.plan.placement import Plan, place
+from launcher.plan.placement import Plan
 from launcher.plan.summary import batch, make_plan, plan_json
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.text import size
-from megatron_rl.recipe.job import JobConfig, PlacementConfig
 
 RECIPE = "qwen2.5-32b-dapo"
 IMPOSSIBLE = ("placement.training.tp=5",)
@@ -34,43 +33,21 @@ def plan_of(overrides: Sequence[str] = ()) -> Plan:
     return make_plan(load_recipe(RECIPE, overrides), None)
 
 
-def drawn(plan: Plan, width: int = 80) -> list[str]:
-    return [line.plain for line in drawing(plan, width)]
-
-
-def test_the_drawing_shows_nodes_by_gpus():
+def test_each_node_has_a_line_with_its_groups_of_ranks():
     plan = plan_of(["job.nodes=3", "placement.mode=partitioned", "placement.inference.nodes=1"])
-    assert drawn(plan) == [
-        "       GPU  0   1   2   3   4   5   6   7",
-        "    node 0 [             dp0             ]",
-        "    node 1 [             dp1             ]",
-        "    node 2 [              r0             ]",
-    ]
-
-
-def test_pipeline_stages_and_context_parallel_parts_are_labelled():
-    plan = plan_of(["job.nodes=4", "placement.training.tp=4", "placement.training.pp=2", "placement.training.cp=2"])
-    assert drawn(plan)[1:] == [
-        "    node 0 [  dp0 p0 c0  ] [  dp0 p0 c1  ]",
-        "    node 1 [  dp1 p0 c0  ] [  dp1 p0 c1  ]",
-        "    node 2 [  dp0 p1 c0  ] [  dp0 p1 c1  ]",
-        "    node 3 [  dp1 p1 c0  ] [  dp1 p1 c1  ]",
-    ]
+    assert [*node_lines(plan)] == ["    node 0 dp0", "    node 1 dp1", "    node 2 r0"]
+    deep = ["job.nodes=4", "placement.training.tp=4", "placement.training.pp=2", "placement.training.cp=2"]
+    assert [*node_lines(plan_of(deep))][2:] == ["    node 2 dp0 p1 c0 | dp0 p1 c1", "    node 3 dp1 p1 c0 | dp1 p1 c1"]
 
 
 def test_many_similar_nodes_are_folded():
-    lines = drawn(plan_of(["job.nodes=64", "job.spare_nodes=2"]))
-    assert len(lines) == 7
-    assert lines[4] == "       ... 60 more nodes like these"
-    assert lines[6] == "     spare 2 more nodes, to replace others"
-
-
-@pytest.mark.parametrize("gpus", [1, 8, 16, 64])
-@pytest.mark.parametrize("nodes", [1, 64])
-def test_the_drawing_fits_a_terminal(nodes, gpus):
-    lines = drawn(place(JobConfig(nodes=nodes, gpus_per_node=gpus), PlacementConfig()))
-    assert all(len(line) <= 80 for line in lines)
-    assert len(lines) <= 10
+    lines = [*node_lines(plan_of(["job.nodes=64", "job.spare_nodes=2"]))]
+    assert len(lines) == 6
+    assert lines[3:] == [
+        "       ... 60 more nodes like these",
+        "   node 63 dp63",
+        "     spare 2 more nodes, to replace others",
+    ]
 
 
 def test_the_command_shows_batches_memory_and_checkpoints():

@@ -99,14 +99,10 @@ def test_text_of_the_model_cannot_control_the_terminal(run: RunDir):
         (["--step", "1:"], [0, 1, 2, 3]),
         (["--step", "1:", "--no-signal"], [1, 3]),
         (["--step", "1:", "--signal"], [0, 2]),
-        (["--step", "1:", "--lost"], [3]),
         (["--step", "1:", "--reward", "0.4:0.9"], [2]),
         (["--step", "1:", "--reward", "0"], [0, 1, 3]),
         (["--step", "1:", "--reason", "length"], [0, 1, 2]),
-        (["--step", "1:", "--length", "2:"], [0, 1, 2]),
         (["--step", "1:", "--problem", "000000000039"], [1, 3]),
-        (["--step", "1:", "--text", "SECOND"], [0]),
-        (["--step", ":1", "--text", "9-9"], [1]),
     ],
 )
 def test_conditions_choose_groups(run: RunDir, options: list[str], expected: list[int]):
@@ -124,15 +120,6 @@ def test_tokens_are_listed_with_the_log_probs_of_both_sides(run: RunDir):
     assert row == ["7", "-0.5000", "not", "finite", "3", '"\\u001b["']
 
 
-def test_problems_that_never_had_signal_come_first(run: RunDir):
-    heading, *rows = printed(run, "--by-problem").splitlines()
-    assert heading.split() == ["problem", "groups", "signal", "first", "last", "prompt"]
-    assert [row.split() for row in rows] == [
-        ["000000000039", "2", "0", "0.000", "0.000", "9-9="],
-        ["000000000032", "2", "2", "0.500", "0.750", "2+3="],
-    ]
-
-
 def test_a_limit_says_that_more_fit(run: RunDir):
     assert "more fit" in printed(run, "--step", "1:", "-n", "2")
     assert "more fit" not in printed(run, "--step", "1:", "-n", "4")
@@ -142,7 +129,7 @@ def test_a_limit_says_that_more_fit(run: RunDir):
     ("options", "code", "message"),
     [
         (["--step", "3"], 1, "has no step 3 yet: its newest is 2"),
-        (["--text", "nowhere"], 1, "no recorded group fits"),
+        (["--reason", "nowhere"], 1, "no recorded group fits"),
         (["--step", "two"], 2, "'two' is neither a whole number nor two with a colon between them"),
         (["--reward", "1:0"], 2, "the first number is larger"),
         (["--step", ":"], 2, "neither a whole number"),

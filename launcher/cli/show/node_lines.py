@@ -1,0 +1,50 @@
+"""Nodes of a plan as lines: the groups of ranks on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from launcher.plan.placement import Plan, Rank
+
+FOLD = 8
+"""Number of similar lines above which most are left out."""
+MARGIN = 11
+
+
+def node_lines(plan: Plan) -> Iterator[str]:
+    """Yield `node 3 dp6 p1 | dp7 p1` for each node, with a label for each tensor-parallel group of its GPUs. Of many
+    nodes with one role the first three and the last are shown."""
+    teachers = plan.nodes - plan.sizes.teacher_nodes
+    training = min(plan.sizes.training_nodes, teachers)
+    for nodes in (range(training), range(training, teachers), range(teachers, plan.nodes)):
+        folded = len(nodes) > FOLD
+        for node in [*nodes[:3], nodes[-1]] if folded else nodes:
+            if folded and node == nodes[-1]:
+                yield f"{'...':>{MARGIN - 1}} {len(nodes) - 4} more nodes like these"
+            labels = [label for label, _ in groupby(plan.ranks_of(node), key=lambda rank: _label(plan, rank))]
+            yield f"{f'node {node}':>{MARGIN - 1}} {' | '.join(labels)}"
+    if plan.spare_nodes:
+        yield f"{'spare':>{MARGIN - 1}} {plan.spare_nodes} more node{'s' * (plan.spare_nodes > 1)}, to replace others"
+
+
+def _label(plan: Plan, rank: Rank) -> str:
+    if rank.train is None:
+        assert rank.infer is not None  # every rank trains or belongs to a replica
+        return f"{'t' if rank.role == 'teacher' else 'r'}{rank.infer.replica}"
+    parts = [("p", rank.train.pp, plan.sizes.pp), ("c", rank.train.cp, plan.sizes.cp)]
+    return " ".join([f"dp{rank.train.dp}", *(f"{letter}{number}" for letter, number, of in parts if of > 1)])
+
+
+def legend(plan: Plan) -> str:
+    sizes = plan.sizes
+    what = ["dp: data-parallel replica"]
+    if sizes.partitioned:
+        what.append("r: inference replica")
+    if sizes.teacher_nodes:
+        what.append("t: replica of the teacher")
+    if sizes.pp > 1:
+        what.append("p: pipeline stage")
+    if sizes.cp > 1:
+        what.append("c: context-parallel part")
+    return ", ".join(what)
