@@ -75,10 +75,6 @@ AGENT_SERVER, AGENT_PORT = "megatron_rl.agent.server.agent", 8100
     help="Answers that may wait for a row; further requests are rejected (429).",
 )
 @click.option(
-    "--requests-per-minute", type=click.IntRange(min=1), help="Limit per token; further requests are rejected (429)."
-)
-@click.option("--open-metrics", is_flag=True, help="Answer /metrics without a token, as Prometheus asks by default.")
-@click.option(
     "--grace",
     type=click.FloatRange(min=0),
     default=30.0,
@@ -101,7 +97,7 @@ def command(
     """Serve PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
     cache of the hub, or package:NAME.
 
-    Endpoints: completions, chat completions, models, tokenize, detokenize and metrics with a bearer token; health, ping
+    Endpoints: completions, chat completions, models, tokenize, detokenize and load with a bearer token; health, ping
     and version without.
     Ctrl-C stops the server after it has answered running requests; a second Ctrl-C stops it at once.
 
@@ -135,11 +131,10 @@ def command(
 def _policy_words(path: str, options: dict[str, Any]) -> list[str]:
     refuse_unready(["serve"], options["device"], policy=path)
     path = prepare_policy(path, options.pop("trust"))
-    flags = ["--open-metrics"] if options.pop("open_metrics") else []
     given = {**options, "grace_s": options["grace"]}
     del given["grace"]
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
-    return [*flags, *words, "--", path]
+    return [*words, "--", path]
 
 
 def _environment_words(name: str, asked: str, env_args: tuple[str, ...], options: dict[str, Any]) -> list[str]:

@@ -50,8 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--max-length", type=int)
     parser.add_argument("--max-waiting", type=int, default=1024)
-    parser.add_argument("--requests-per-minute", type=int)
-    parser.add_argument("--open-metrics", action="store_true")
     parser.add_argument("--grace-s", type=float, default=30.0)
     return parser
 
@@ -70,11 +68,7 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
         from megatron_rl.generate.serving.access import ServerLimits
     except ImportError as error:
         return refused(f"serving needs `{install_command('serve')}`: {error}", EXIT_USAGE)
-    limits = ServerLimits(
-        max_waiting=options.max_waiting,
-        requests_per_minute=options.requests_per_minute,
-        open_metrics=options.open_metrics,
-    )
+    limits = ServerLimits(max_waiting=options.max_waiting)
     try:
         with open_policy(
             find_source(options.path, options.dtype),

@@ -18,7 +18,7 @@ from packaging.version import Version
 from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
 
 SCRIPTS = sorted([*CONTAINERS.glob("*.sh"), *CONTAINERS.glob("*.sbatch")])
-OF_THE_IMAGE = {"torch", "numpy", "psutil", "tensorboard", "prometheus-client"}
+OF_THE_IMAGE = {"torch", "numpy", "psutil", "tensorboard"}
 """Packages without a pin, beside those that the launcher needs."""
 
 

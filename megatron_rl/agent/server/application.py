@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +24,6 @@ from megatron_rl.generate.engine.api import SteppedEngine
 from megatron_rl.generate.engine.engine_thread import EngineThread
 from megatron_rl.generate.serving.access import Guard, ServerLimits, read_body
 from megatron_rl.generate.serving.api_errors import ERROR_HANDLERS, ApiError
-from megatron_rl.generate.serving.metrics import ServerMetrics
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -51,10 +51,9 @@ class Application:
         """
         limits = limits or ServerLimits()
         self.thread = EngineThread(engine)
-        self.metrics = ServerMetrics(lambda: self.thread.load)
         self._limits = limits
         self._model = ServedModel(model, Chat(tokenizer).check(), max_length)
-        self._service = GenerationService(self.thread, tokenizer, self.metrics, limits.max_waiting)
+        self._service = GenerationService(self.thread, tokenizer, limits.max_waiting)
         self._created = int(time.time())
         routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
             "/v1/completions": ("POST", self._completions),
@@ -66,15 +65,14 @@ class Application:
             "/health": ("GET", self._health),
             "/ping": ("GET", self._health),
             "/version": ("GET", self._version),
-            "/metrics": ("GET", self._metrics_text),
+            "/load": ("GET", self._load),
         }
         app = Starlette(
             routes=[Route(path, handler, methods=[method]) for path, (method, handler) in routes.items()],
             exception_handlers=ERROR_HANDLERS,
             lifespan=self._lifespan,
         )
-        open_routes = PROBED | {"/metrics"} if limits.open_metrics else PROBED
-        self.guard = Guard(app, tokens, limits, self.metrics, routes, open_routes)
+        self.guard = Guard(app, tokens, limits, PROBED)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.guard(scope, receive, send)
@@ -141,5 +139,5 @@ class Application:
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": version("mrl")})
 
-    async def _metrics_text(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def _load(self, request: Request) -> Response:
+        return JSONResponse({"open_requests": self.guard.open, **asdict(self.thread.load)})

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rl.agent.server.request_parsing import ParsedRequest
 from megatron_rl.agent.server.response_bodies import event
@@ -14,9 +13,6 @@ from megatron_rl.generate.engine.api import Completion, PromptTooLong, Unsupport
 from megatron_rl.generate.engine.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription, as_deltas
 from megatron_rl.generate.serving.api_errors import ApiError, internal_error
 from megatron_rl.model.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from megatron_rl.generate.serving.metrics import ServerMetrics  # needs the extra `serve`
 
 
 def parts_of(
@@ -100,8 +96,8 @@ def _usage(asked: ParsedRequest, completion: int) -> dict[str, Any]:
 
 
 class GenerationService:
-    def __init__(self, thread: EngineThread, tokenizer: Tokenizer, metrics: ServerMetrics, max_waiting: int) -> None:
-        self.thread, self.tokenizer, self.metrics, self.max_waiting = thread, tokenizer, metrics, max_waiting
+    def __init__(self, thread: EngineThread, tokenizer: Tokenizer, max_waiting: int) -> None:
+        self.thread, self.tokenizer, self.max_waiting = thread, tokenizer, max_waiting
 
     async def whole(self, asked: ParsedRequest) -> dict[str, Any]:
         answer = _Answer(self, asked, streamed=False)
@@ -135,8 +131,7 @@ class _Answer:
     """The engine requests of one HTTP request, and their samples, numbered consecutively."""
 
     def __init__(self, service: GenerationService, asked: ParsedRequest, *, streamed: bool) -> None:
-        self._service, self._asked, self._streamed = service, asked, streamed
-        self._begun = time.monotonic()
+        self._asked = asked
         waiting = service.thread.waiting
         if waiting and waiting + len(asked.requests) * asked.body.n > service.max_waiting:
             raise ApiError(
@@ -146,7 +141,6 @@ class _Answer:
                 headers={"Retry-After": "1"},
             )
         self.samples = _samples(asked, service.tokenizer)
-        self._first: dict[int, float] = {}
         self._news = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         try:
@@ -154,7 +148,6 @@ class _Answer:
                 self._subscriptions.append(service.thread.submit(request, streamed, self._news))
         except EngineGone as error:
             raise error_for_client(error) from error
-        service.metrics.prompt_tokens.inc(sum(len(prompt.tokens) for prompt in asked.prompts))
 
     async def batches(self) -> AsyncIterator[dict[int, AnswerPart]]:
         """Yield new parts of the samples, all that are available at a time. Raises ApiError."""
@@ -168,7 +161,6 @@ class _Answer:
                     for delta in subscription.unread():
                         index = number * self._asked.body.n + delta.sample
                         part = self.samples[index].part(delta)
-                        self._measure(index, part)
                         if index in batch:
                             batch[index].add(part)
                         else:
@@ -179,20 +171,6 @@ class _Answer:
                         yield batch
         except Exception as error:  # any error that ends the engine's answer
             raise error_for_client(error) from error
-
-    def _measure(self, index: int, part: AnswerPart) -> None:
-        metrics, now = self._service.metrics, time.monotonic()
-        metrics.generated_tokens.inc(len(part.tokens))
-        if part.finish_reason:
-            metrics.answer.observe(now - self._begun)
-        if not self._streamed:
-            return
-        if index not in self._first:
-            self._first[index] = now
-            metrics.first_token.observe(now - self._begun)
-        tokens = self.samples[index].tokens
-        if part.finish_reason and tokens > 1:
-            metrics.per_token.observe((now - self._first[index]) / (tokens - 1))
 
     def close(self) -> None:
         for subscription in self._subscriptions:

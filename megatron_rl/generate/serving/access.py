@@ -1,27 +1,19 @@
-"""Access of HTTP clients, for every server of this project: who is admitted, how often, and how large a body may be and
-how long it may take."""
+"""Access of HTTP clients, for every server of this project: who is admitted, and how large a body may be."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_rl.generate.serving.api_errors import ApiError
 
-if TYPE_CHECKING:
-    from megatron_rl.generate.serving.metrics import ServerMetrics  # needs the extra `serve`
-
 BODY_S = 60.0
-GAVE_UP = 499
-"""HTTP status, in metrics, of a request whose client has left before it was answered."""
 
 
 class Access:
@@ -131,8 +123,6 @@ def _no_token() -> ApiError:
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     body_bytes: int = 16 * 2**20
-    requests_per_minute: int | None = None
-    """Most requests of one token in a minute; None: unlimited."""
     max_waiting: int = 1024
     """Waiting samples beyond which requests are refused."""
     head_s: int = 30
@@ -140,88 +130,31 @@ class ServerLimits:
     closed."""
     stall_s: float = 30.0
     """Longest time, in seconds, in which the reader of a stream takes nothing."""
-    open_metrics: bool = False
-
-
-class Allowance:
-    """Token bucket of one bearer token: `per_minute` requests a minute, and as many at once."""
-
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._clock = per_minute, clock
-        self._left, self._at = float(per_minute), clock()
-
-    def take(self) -> float:
-        """Use one request. Returns 0, or the seconds until there will be one."""
-        now = self._clock()
-        self._left = min(self._most, self._left + (now - self._at) * self._most / 60)
-        self._at = now
-        if self._left >= 1:
-            self._left -= 1
-            return 0.0
-        return (1 - self._left) * 60 / self._most
 
 
 class Guard:
-    """ASGI middleware of the inference server: access by token, rate and shutdown, and metrics of all requests."""
+    """ASGI middleware of the inference server: access by token and shutdown."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        tokens: Sequence[str],
-        limits: ServerLimits,
-        metrics: ServerMetrics,
-        routes: Collection[str],
-        open_routes: Collection[str] = (),
+        self, app: ASGIApp, tokens: Sequence[str], limits: ServerLimits, open_routes: Collection[str] = ()
     ) -> None:
-        """
-        routes: paths that get a label in the metrics; others share one.
-        open_routes: those that need no token, since they reveal nothing of the model and its answers.
-        """
+        """open_routes: those that need no token, since they reveal nothing of the model and its answers."""
         self._app = Access(app, self._admit, limits.body_bytes)
-        self._limits, self._metrics, self._routes, self._open_routes = limits, metrics, routes, open_routes
+        self._open_routes = open_routes
         self._tokens = [token.encode() for token in tokens]
-        per_minute = limits.requests_per_minute
-        self._allowances = [Allowance(per_minute) for _ in tokens] if per_minute else None
         self.open = 0
         self.closing = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        route = scope["path"] if scope["path"] in self._routes else "other"
-        status = GAVE_UP
-        finished = False
-
-        async def watch(message: Message) -> None:
-            nonlocal status, finished
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                finished = True
-
-        self.open += 1
-        self._metrics.open_requests.inc()
+        self.open += scope["type"] == "http"
         try:
-            await self._app(scope, receive, watch)
+            await self._app(scope, receive, send)
         finally:
-            self.open -= 1
-            self._metrics.open_requests.dec()
-            self._metrics.requests.labels(route, status if finished else GAVE_UP).inc()
+            self.open -= scope["type"] == "http"
 
     def _admit(self, scope: Scope) -> Scope:
-        token = _token_of(scope, self._tokens)
-        is_open = scope["path"] in self._open_routes
-        if token is None and not is_open:
+        if scope["path"] not in self._open_routes and _token_of(scope, self._tokens) is None:
             raise _no_token()
-        if self.closing and scope["path"] != "/metrics":
+        if self.closing:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "10"})
-        if self._allowances and token is not None and not is_open and (wait := self._allowances[token].take()):
-            raise ApiError(
-                429,
-                f"more than {self._limits.requests_per_minute} requests a minute: try again later",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": str(int(wait) + 1)},
-            )
         return scope

@@ -121,12 +121,8 @@ def test_partial_answers_never_go_past_a_stop_string(engine: Engine) -> None:
 def test_ignore_eos_lets_answers_contain_end_tokens(engine: Engine) -> None:
     """Also with min_new_tokens, which then excludes no token."""
     plain, asked = generate(engine, ask()), {"max_new_tokens": 24, "ignore_eos": True}
-    endless, held = (
-        generate(
-            engine, replace(ask(), sampling=ServedSampling(max_new_tokens=24, min_new_tokens=least, ignore_eos=True))
-        )
-        for least in (0, 24)
-    )
+    requests = [replace(ask(), sampling=ServedSampling(**asked, min_new_tokens=least)) for least in (0, 24)]
+    endless, held = (generate(engine, request) for request in requests)
     assert {(one.finish_reason, len(one.tokens)) for one in endless} == {("length", 24)}
     assert any(END in one.tokens[:-1] for one in endless)
     assert [one.tokens[: len(first.tokens)] for one, first in zip(endless, plain, strict=True)] == [
