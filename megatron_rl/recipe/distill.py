@@ -23,16 +23,14 @@ def _one_or_several(given: object) -> object:
 
 
 class TeacherServers(Section):
-    """Servers that compute the teacher's log-probs, started independently of the run."""
+    """Servers that compute the teacher's log-probs, started independently of the run: `vllm serve TEACHER` or
+    `mrl serve TEACHER`. The longest sequence of each must be at least training.sequence_length + 1 tokens."""
 
-    kind: Literal["vllm", "sglang", "mrl"] = "vllm"
-    """vllm: `vllm serve TEACHER`. sglang: a server of SGLang. mrl: `mrl serve TEACHER`. The longest sequence of each
-    must be at least training.sequence_length + 1 tokens."""
     urls: Annotated[tuple[ServerUrl, ...], BeforeValidator(_one_or_several), Field(min_length=1, strict=False)]
     """URLs of the servers, or a single one, each with the version of the API: http://HOST:PORT/v1. All ranks must reach
     them. A request goes to the one with the fewest outstanding tokens."""
     model: Annotated[str, Field(min_length=1)]
-    """Name of the model on the servers: --served-model-name of vLLM and SGLang, --name of `mrl serve`."""
+    """Name of the model on the servers: --served-model-name of vLLM, --name of `mrl serve`."""
     token_file: LaterPath | None = None
     """File with the servers' token, on the nodes of the ranks."""
     token_variable: str | None = None
@@ -46,8 +44,6 @@ class TeacherServers(Section):
     def _are_reached(self) -> Self:
         if self.token_file is not None and self.token_variable is not None:
             raise ValueError("token_file and token_variable are both given: keep the one that holds the server's token")
-        if self.kind == "mrl" and self.token_file is None and self.token_variable is None:
-            raise ValueError("mrl serve refuses requests without its token: give token_file or token_variable")
         if len({*self.urls}) < len(self.urls):
             raise ValueError("urls names a server twice: give each once")
         return self

@@ -14,6 +14,8 @@ REMOVED: Final[Mapping[str, str]] = {
     "evaluate": "`mrl evaluate CHECKPOINT` evaluates, with --cluster in a job; leave the section out",
     "inference.engine=server": _SERVERS,
     "inference.server": _SERVERS,
+    "distill.server.kind=sglang": "SGLang has another API: serve the teacher with vLLM",
+    "distill.server.kind": "vLLM and `mrl serve` are asked in the same way; leave it out",
     "placement.inference.transfer": "replicas get whole versions, or with model.lora the adapters alone; leave it out",
     "logging.histograms_every": "`mrl report` and `mrl rollouts` show rewards and lengths of answers; leave it out",
     "logging.prometheus": "metrics.jsonl has the same numbers, and an exporter that reads its last line is ten lines; "
@@ -22,9 +24,15 @@ REMOVED: Final[Mapping[str, str]] = {
 }
 """Key, or KEY=VALUE -> what does the same today, for the error of a recipe that has it."""
 ONLY_SHOWN: Final = frozenset(
-    {"logging.histograms_every", "logging.prometheus", "logging.wandb.rollouts", "placement.inference.transfer"}
+    {
+        "distill.server.kind",
+        "logging.histograms_every",
+        "logging.prometheus",
+        "logging.wandb.rollouts",
+        "placement.inference.transfer",
+    }
 )
-"""Those of REMOVED that changed only what is shown: a run that has recorded them goes on without them."""
+"""Those of REMOVED on which no result depends: a run that has recorded them goes on without them."""
 
 
 def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:

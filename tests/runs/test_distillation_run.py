@@ -162,7 +162,6 @@ class Server:
     @property
     def keys(self) -> dict[str, Any]:
         return {
-            "kind": "mrl",
             "urls": f"http://127.0.0.1:{self.port}/v1",
             "model": "teacher",
             "token_file": str(self.token),

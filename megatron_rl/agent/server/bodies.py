@@ -120,7 +120,7 @@ class GenerationBody(Body):
             message = f"min_tokens {self.min_tokens} exceeds the {max_new_tokens} tokens that an answer may have"
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
         try:
-            values = {
+            values: dict[str, Any] = {
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "top_k": max(0, self.top_k) if self.top_k >= -1 else self.top_k,

@@ -1,8 +1,5 @@
-"""Client of servers with OpenAI's API: log-probs of texts, and what every client of such a server needs.
-
-mrl, vllm  POST /v1/completions with token ids as the prompt and `prompt_logprobs`
-sglang     POST /generate, its own API: its OpenAI API takes no token ids
-"""
+"""Client of servers with OpenAI's API, `vllm serve` or `mrl serve`: log-probs of texts, by POST /v1/completions with
+token ids as the prompt and `prompt_logprobs`; and what every client of such a server needs."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
@@ -46,7 +43,6 @@ class Endpoint:
     url: str
     """Base URL with the version: http://node:8000/v1"""
     model: str
-    kind: Literal["mrl", "vllm", "sglang"] = "mrl"
     token_file: Path | None = None
     token_variable: str | None = None
     timeout_s: float = 600.0
@@ -59,9 +55,8 @@ class _Server:
         self.outstanding = 0
         self.away_until = 0.0  # monotonic
         self.pause = FIRST_PAUSE_S
-        root = endpoint.url.rstrip("/")
         self._client = httpx.AsyncClient(
-            base_url=root.removesuffix("/v1") if endpoint.kind == "sglang" else root,
+            base_url=endpoint.url,
             headers=authorization(endpoint.token_file, endpoint.token_variable),
             timeout=httpx.Timeout(endpoint.timeout_s, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -77,16 +72,14 @@ class _Server:
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-prob of each token after the first. Raises EndpointError and ConfigurationError."""
-        sglang = self.endpoint.kind == "sglang"
-        content = _sglang_body(tokens) if sglang else scoring_body(tokens, self.endpoint.model)
         try:
-            response = await self._client.post("generate" if sglang else "completions", json=content)
+            response = await self._client.post("completions", json=scoring_body(tokens, self.endpoint.model))
         except httpx.TransportError as gone:
             raise EndpointAway(f"{self.endpoint.url}: {gone!r}") from gone
         if not response.is_success:
             raise self._error(response)
         try:
-            return (_sglang_scores if sglang else scores)(response.json(), tokens)
+            return scores(response.json(), tokens)
         except (KeyError, TypeError, ValueError) as error:
             raise EndpointError(
                 f"{self.endpoint.url}: the log-probs of a prompt are missing ({error!r}): {response.text[:200]}"
@@ -206,22 +199,6 @@ def scores(answer: Any, tokens: Sequence[int]) -> list[float]:
     (choice,) = answer["choices"]
     given = choice["prompt_logprobs"]
     return [float(at[str(token)]["logprob"]) for at, token in zip(given[1:], tokens[1:], strict=True)]
-
-
-def _sglang_body(tokens: Sequence[int]) -> dict[str, Any]:
-    return {
-        "input_ids": [*tokens],
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-    }
-
-
-def _sglang_scores(answer: Any, tokens: Sequence[int]) -> list[float]:
-    found = [(token, logprob) for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"]]
-    if [token for token, _ in found] != [*tokens]:
-        raise ValueError(f"they are of {len(found)} other tokens")
-    return [float(logprob) for _, logprob in found[1:]]
 
 
 def _message(response: httpx.Response) -> str:

@@ -38,8 +38,7 @@ LOOK_S = 1.0
 def endpoints_of(servers: TeacherServers) -> list[Endpoint]:
     token_file = None if servers.token_file is None else Path(servers.token_file).expanduser()
     return [
-        Endpoint(url, servers.model, servers.kind, token_file, servers.token_variable, servers.answer_limit_s)
-        for url in servers.urls
+        Endpoint(url, servers.model, token_file, servers.token_variable, servers.answer_limit_s) for url in servers.urls
     ]
 
 

@@ -1,4 +1,4 @@
-"""Log-probs of texts by servers: which server gets a text, what each kind is asked, and their errors."""
+"""Log-probs of texts by servers: which server gets a text, what it is asked, and their errors."""
 
 from __future__ import annotations
 
@@ -140,14 +140,11 @@ def ask(reply: httpx.Response, endpoint: Endpoint = A) -> tuple[list[float], htt
     return found, *asked
 
 
-def test_each_kind_of_server_is_asked_by_its_own_api() -> None:
+def test_a_server_is_asked_for_log_probs_of_token_ids() -> None:
     found, request = ask(scored(-2.5))
     assert (found, request.url.path) == ([-2.5], "/v1/completions")
     asked = json.loads(request.content)
     assert (asked["model"], asked["prompt"], asked["prompt_logprobs"]) == ("tiny", TEXT, 0)
-    reply = httpx.Response(200, json={"meta_info": {"input_token_logprobs": [[None, 1, None], [-1.5, 2, None]]}})
-    found, request = ask(reply, Endpoint("http://a/v1", "tiny", "sglang"))
-    assert (found, request.url.path, json.loads(request.content)["input_ids"]) == ([-1.5], "/generate", TEXT)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,6 @@ def test_a_judge_elsewhere_may_need_the_proxy(host: str, inside: bool) -> None:
 
 
 def test_a_teacher_is_reached_directly(server: Refusing) -> None:
-    servers = ScoringServers([Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny", "vllm")], 1.0)
+    servers = ScoringServers([Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "tiny")], 1.0)
     refused(servers.score([1, 2]))
     assert server.asked == ["/v1/completions"]

@@ -52,7 +52,7 @@ def numbered(text: str) -> dict[str, int]:
             {"distill": {"server": {"urls": "http://a/v1", "model": "m"}}, "sampling": {"temperature": 0.7}},
             "distill.server is given, and sampling.temperature is 0.7",
         ),
-        ({"distill": {"server": {"urls": "http://a/v1", "model": "m", "kind": "mrl"}}}, "mrl serve refuses requests"),
+        ({"distill": {"server": {"urls": "http://a/v1", "model": "m", "kind": "sglang"}}}, "SGLang has another API"),
         ({"distill": {"weight": 0.0}}, "distill.weight"),
         (
             {"distill": {"replicas": {"nodes": 1}}, "job": {"nodes": 2}, "sampling": {"temperature": 0.7}},
