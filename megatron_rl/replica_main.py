@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = int(os.environ.get(START_VARIABLE, "0"))
 
     def load() -> Work:
-        from megatron_rl.generate.replica.serve import run_start
+        from megatron_rl.generate.replica.lifecycle import run_start
         from megatron_rl.recipe.config import read_config
 
         config = read_config(run_dir)

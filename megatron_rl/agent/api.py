@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.api import InferenceInterface
+from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling

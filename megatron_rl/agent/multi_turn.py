@@ -14,7 +14,7 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder
-from megatron_rl.generate.engine.api import (
+from megatron_rl.generate.engine.interface import (
     Completion,
     FinishReason,
     GenerationRequest,

@@ -17,7 +17,7 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.api import (
+from megatron_rl.generate.engine.interface import (
     Completion,
     FinishReason,
     GenerationRequest,

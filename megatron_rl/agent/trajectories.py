@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from megatron_rl.agent.reward_value import LARGEST_REWARD
-from megatron_rl.generate.engine.api import Completion, FinishReason
+from megatron_rl.generate.engine.interface import Completion, FinishReason
 
 OUTPUT_LIMIT = 4000
 

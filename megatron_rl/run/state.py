@@ -11,7 +11,7 @@ from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
-from megatron_rl.generate.engine.api import ResumableInference
+from megatron_rl.generate.engine.interface import ResumableInference
 from megatron_rl.generate.refit.rank_refit import Refit
 from megatron_rl.learn.rollout.agent_loop import AgentLoop
 from megatron_rl.learn.rollout.batch import RolloutBatch

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.recipe.model import ModelConfig

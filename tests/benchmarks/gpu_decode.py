@@ -21,8 +21,8 @@ import torch
 from gpu_step import RESULTS, SHAPES, machine, write_result
 
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.recipe.inference import InferenceConfig, Sampling

@@ -21,7 +21,7 @@ from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.balance import balance
 from megatron_rl.algorithms.bins import BinLimit, Tree
 from megatron_rl.algorithms.packing import Packing
-from megatron_rl.generate.engine.api import Completion
+from megatron_rl.generate.engine.interface import Completion
 from megatron_rl.learn.rollout.encoding import decode_group, encode_group, joined, parted
 from megatron_rl.learn.rollout.exchange import group_costs
 from megatron_rl.learn.rollout.stream import shares

@@ -40,8 +40,8 @@ from hf_helpers import PUBLISHED, publish
 
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.source import find_source
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.engine.opened_policy import open_policy
 from megatron_rl.recipe.inference import Sampling
 

@@ -16,7 +16,7 @@ from engine import long_tailed, prompts
 from engine_peers import Asked, exactly
 from vllm_replica_sides import ENGINES, Setting, Side, print_table, training
 
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 
 PROMPT, EQUAL = 32, 128
 """Tokens of a prompt, and of an answer of equal length."""

@@ -18,7 +18,7 @@ import megatron_rl.model.platform.megatron_core
 import torch.distributed as dist
 from core_helpers import END, tiny_policy
 from gpu_helpers import DEVICE, gpu_model
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.rank.engine_ranks import EngineRanks

@@ -9,8 +9,8 @@ import torch
 from core_helpers import END, VOCAB, tiny_model, tiny_policy
 from gpu_helpers import DEVICE, NEEDS_GPU
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import InferenceConfig, Sampling

@@ -10,8 +10,8 @@ import torch
 from core_helpers import END, tiny_model, tiny_policy
 from gpu_helpers import NEEDS_CUDA
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, RankEngine
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, RankEngine
 from megatron_rl.generate.engine.megatron_engine import MegatronEngine
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import InferenceConfig, Sampling

@@ -15,8 +15,8 @@ from transformers_witness import in_their_names, witness
 
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.learn.training.pipeline import Pipeline
 from megatron_rl.learn.training.schedule import ModelInput, forward_backward
 from megatron_rl.model.platform.attention import whole_sequences

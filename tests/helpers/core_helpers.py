@@ -18,7 +18,7 @@ import megatron_rl.model.platform.megatron_core  # noqa: F401  before megatron-c
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.generate.engine.api import Completion
+from megatron_rl.generate.engine.interface import Completion
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.platform.cpu import CpuKernels

@@ -17,11 +17,17 @@ import uvicorn
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.records import write
-from megatron_rl.generate.engine.api import Completion, EngineLoad, GenerationRequest, PartialAnswer, PromptTooLong
+from megatron_rl.generate.engine.interface import (
+    Completion,
+    EngineLoad,
+    GenerationRequest,
+    PartialAnswer,
+    PromptTooLong,
+)
 from megatron_rl.generate.engine.transcript import RowAnswer, Transcript
 from megatron_rl.generate.replica.app import ReplicaService
 from megatron_rl.generate.replica.leader import Leader, LedEngineThread
-from megatron_rl.generate.replica.serve import first_of
+from megatron_rl.generate.replica.lifecycle import first_of
 from megatron_rl.generate.replicas.wire import PROTOCOL
 from megatron_rl.rank.activity import Activity
 

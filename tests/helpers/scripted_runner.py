@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.engine.scheduler import Scheduler, StepPlan
 from megatron_rl.generate.engine.transcript import RowAnswer
 

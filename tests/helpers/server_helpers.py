@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_rl.agent.server.application import Application
-from megatron_rl.generate.engine.api import Completion, Delta, EngineLoad, GenerationRequest, PromptScores
+from megatron_rl.generate.engine.interface import Completion, Delta, EngineLoad, GenerationRequest, PromptScores
 from megatron_rl.generate.serving.access import ServerLimits
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 

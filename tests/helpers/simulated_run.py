@@ -41,7 +41,7 @@ from megatron_rl.contract.attempt_records import Drain as DrainRequest
 from megatron_rl.contract.codes import PREEMPTED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.generate.engine.api import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
+from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
 from megatron_rl.generate.refit.rank_refit import SharedWeights
 from megatron_rl.learn.rollout import agent_loop as agent_loop_module
 from megatron_rl.learn.rollout.bank import file

@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from megatron_rl.generate.engine.api import Completion, Delta
+from megatron_rl.generate.engine.interface import Completion, Delta
 
 
 def joined(deltas: Iterable[Delta]) -> list[Completion]:

@@ -20,7 +20,7 @@ from vllm_front import START_S
 
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import PoolControl

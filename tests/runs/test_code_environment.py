@@ -12,7 +12,7 @@ from words import Words
 
 from megatron_rl.agent.environments.code.environment import CodeEnvironment, CodeEnvironmentConfig
 from megatron_rl.agent.scoring import NotJudged
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 
 pytestmark = needs("datasets")
 

@@ -21,9 +21,9 @@ from layout_helpers import fill, wrong_weights
 from megatron.core import parallel_state
 
 from megatron_rl.generate.engine.admission import Prefill
-from megatron_rl.generate.engine.api import Completion, GenerationRequest
 from megatron_rl.generate.engine.broadcast import INLINE, PlanBroadcast
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.engine.scheduler import StepPlan
 from megatron_rl.generate.refit.rank_engine import build_engine
 from megatron_rl.generate.refit.rank_refit import ReshardedWeights

@@ -14,7 +14,7 @@ from core_helpers import END, VOCAB, stir, tiny_model, tiny_run
 from megatron.core import parallel_state
 from megatron_engine_on_cpu import megatron_engine_on_cpu
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, RankEngine
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, RankEngine
 from megatron_rl.generate.refit.rank_engine import build_engine
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.platform.select import select

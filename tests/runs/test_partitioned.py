@@ -18,7 +18,7 @@ from scripted_replica import until
 
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.generate.engine.api import EngineLoad
+from megatron_rl.generate.engine.interface import EngineLoad
 
 STEPS = 4
 

@@ -61,7 +61,7 @@ USED = (
     + ALONE
     + """
 from core_helpers import END
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.model.parallel import _boxes

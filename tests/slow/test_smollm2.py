@@ -18,8 +18,8 @@ from launcher.recipe.load import load_recipe
 from megatron_rl.agent.environments.reasoning_gym import ReasoningGymEnvironment
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.checkpoint.hf.pretrained import load_pretrained
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import conversation_of
 from megatron_rl.model.policy import Policy, build_policy

@@ -106,7 +106,7 @@ def _teacher(config: RunConfig, plan: Plan) -> str:
     if distill is None:
         return ""
     if distill.server:
-        return f"{distill.teacher} at {', '.join(distill.server.urls)} ({distill.server.kind})"
+        return f"{distill.teacher} at {', '.join(distill.server.urls)}"
     if distill.replicas is None:
         return f"{distill.teacher} on the training ranks, frozen"
     ranks = sizes.teacher_nodes * sizes.gpus_per_node

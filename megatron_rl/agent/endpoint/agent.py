@@ -16,7 +16,7 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, as_task_error, run_within_limit
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.api import InferenceInterface
+from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.endpoint import EndpointConfig
 from megatron_rl.recipe.errors import ConfigurationError, task_location, task_traceback

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from megatron_rl.agent.trajectories import Branch, TrajectoryBuilder
-from megatron_rl.generate.engine.api import Completion
+from megatron_rl.generate.engine.interface import Completion
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from megatron_rl.agent.endpoint.routes import Routes
 from megatron_rl.agent.endpoint.session import RolloutSession, session_ended
 from megatron_rl.agent.server.serving import BACKLOG, allow_connections
-from megatron_rl.generate.engine.api import InferenceInterface
+from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.generate.serving.access import Access
 from megatron_rl.generate.serving.api_errors import ApiError
 from megatron_rl.generate.serving.connections import HttpServer

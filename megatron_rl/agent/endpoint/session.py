@@ -20,7 +20,7 @@ from megatron_rl.agent.server.request_parsing import ParsedRequest
 from megatron_rl.agent.server.samples import AnswerPart
 from megatron_rl.agent.server.service import error_for_client, parts_of
 from megatron_rl.agent.trajectories import Trajectory
-from megatron_rl.generate.engine.api import (
+from megatron_rl.generate.engine.interface import (
     Completion,
     GenerationRequest,
     InferenceInterface,

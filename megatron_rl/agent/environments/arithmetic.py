@@ -19,7 +19,7 @@ from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.agent.prompts import template_fields
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import PositiveInt
 

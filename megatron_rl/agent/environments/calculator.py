@@ -17,7 +17,7 @@ from megatron_rl.agent.environments.reasoning_gym import last_number
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.tools import BEGIN, END, Tool, ToolAgent, ToolError, render_tool_prompt
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.chat import ChatConfig

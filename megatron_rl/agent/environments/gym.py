@@ -22,7 +22,7 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.multi_turn import MultiTurnAgent, Reply
 from megatron_rl.agent.prompts import PromptConfig, in_chat, prompt_format, render_prompt
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import NonNegativeInt, PositiveInt
 

@@ -21,7 +21,7 @@ from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.prompts import template_fields
 from megatron_rl.agent.scoring import NotJudged
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import LaterPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 

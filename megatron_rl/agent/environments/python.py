@@ -34,7 +34,7 @@ from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.own_code import defined_names

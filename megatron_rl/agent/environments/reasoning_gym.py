@@ -28,7 +28,7 @@ from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt
 from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits
 from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 

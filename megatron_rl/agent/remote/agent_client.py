@@ -23,7 +23,7 @@ from megatron_rl.agent.remote.agent_wire import (
     encode_completions,
     encode_refusal,
 )
-from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.replicas.wire import REFUSED, Garbled, decode_request, encode_request
 from megatron_rl.recipe.errors import ConfigurationError
 

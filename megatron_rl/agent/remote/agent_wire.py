@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, Strict
 
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Trajectory
-from megatron_rl.generate.engine.api import Completion, FinishReason
+from megatron_rl.generate.engine.interface import Completion, FinishReason
 from megatron_rl.generate.replicas.wire import Garbled, Refusal, kind_of
 from megatron_rl.recipe.inference import Sampling
 

@@ -20,8 +20,8 @@ from megatron_rl.agent.server.bodies import ChatBody, CompletionBody, Detokenize
 from megatron_rl.agent.server.event_stream import EventStream, unless_gone
 from megatron_rl.agent.server.request_parsing import ParsedRequest, ServedModel
 from megatron_rl.agent.server.service import GenerationService
-from megatron_rl.generate.engine.api import SteppedEngine
 from megatron_rl.generate.engine.engine_thread import EngineThread
+from megatron_rl.generate.engine.interface import SteppedEngine
 from megatron_rl.generate.serving.access import Guard, ServerLimits, read_body
 from megatron_rl.generate.serving.api_errors import ERROR_HANDLERS, ApiError
 from megatron_rl.model.chat.chat import Chat

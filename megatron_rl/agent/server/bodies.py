@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from megatron_rl.agent.server.parameters import REFUSED, WITHOUT_EFFECT
-from megatron_rl.generate.engine.api import MOST_TOP_LOGPROBS
+from megatron_rl.generate.engine.interface import MOST_TOP_LOGPROBS
 from megatron_rl.generate.serving.api_errors import ApiError, invalid, invalid_conversation, unsupported
 from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.recipe.inference import Sampling, ServedSampling

@@ -19,7 +19,7 @@ from megatron_rl.agent.server.bodies import (
 )
 from megatron_rl.agent.server.response_bodies import ChatFormat, ChoiceFormat, CompletionFormat
 from megatron_rl.agent.server.samples import Prompt, Reading, TokenNames
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.serving.api_errors import MOST_SAID, ApiError, context_exceeded, invalid_conversation
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import Conversation, ConversationError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.generate.engine.api import Delta, PromptScores, TopLogprobs
+from megatron_rl.generate.engine.interface import Delta, PromptScores, TopLogprobs
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.messages import ToolCall
 from megatron_rl.model.text_stream import StopFilter, TextStream

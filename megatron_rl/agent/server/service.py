@@ -9,8 +9,8 @@ from typing import Any
 from megatron_rl.agent.server.request_parsing import ParsedRequest
 from megatron_rl.agent.server.response_bodies import event
 from megatron_rl.agent.server.samples import AnswerPart, AnswerReader
-from megatron_rl.generate.engine.api import Completion, PromptTooLong, Unsupported
 from megatron_rl.generate.engine.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription, as_deltas
+from megatron_rl.generate.engine.interface import Completion, PromptTooLong, Unsupported
 from megatron_rl.generate.serving.api_errors import ApiError, internal_error
 from megatron_rl.model.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from megatron_rl.generate.engine.api import GenerationRequest, PromptScores
+from megatron_rl.generate.engine.interface import GenerationRequest, PromptScores
 from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.transcript import Transcript
 from megatron_rl.recipe.inference import InferenceConfig, Sampling

@@ -14,8 +14,15 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
-from megatron_rl.generate.engine.api import Completion, Delta, EngineLoad, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.generate.engine.broadcast import PlanBroadcast
+from megatron_rl.generate.engine.interface import (
+    Completion,
+    Delta,
+    EngineLoad,
+    GenerationRequest,
+    PartialAnswer,
+    Unsupported,
+)
 from megatron_rl.generate.engine.loop_driver import LoopCallers
 from megatron_rl.generate.engine.model_runner import ModelRunner
 from megatron_rl.generate.engine.pages import Pages

@@ -20,7 +20,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
 
-from megatron_rl.generate.engine.api import Completion, Delta, GenerationRequest, SteppedEngine
+from megatron_rl.generate.engine.interface import Completion, Delta, GenerationRequest, SteppedEngine
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from megatron_rl.generate.engine.api import Completion, Delta, GenerationRequest, SteppedEngine
+from megatron_rl.generate.engine.interface import Completion, Delta, GenerationRequest, SteppedEngine
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.generate.engine.broadcast import PlanBroadcast
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.generate.engine.loop_driver import LoopDriver
 from megatron_rl.generate.engine.megatron_parts import (
     EngineSizes,

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.generate.engine.admission import Prefill
-from megatron_rl.generate.engine.api import PromptScores
 from megatron_rl.generate.engine.cache import CacheShape, ContinuedLayout, DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.generate.engine.decode_graphs import decode_graphs
+from megatron_rl.generate.engine.interface import PromptScores
 from megatron_rl.generate.engine.row_state import DrawWork, RowState, to_device
 from megatron_rl.generate.engine.scheduler import StepPlan
 from megatron_rl.generate.engine.top_logprobs import prompt_scores

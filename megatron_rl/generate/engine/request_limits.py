@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from megatron_rl.generate.engine.api import GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.generate.engine.interface import GenerationRequest, PromptTooLong, Unsupported
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_rl.generate.engine.admission import Admission, PendingRequest, Prefill, WaitingSamples
-from megatron_rl.generate.engine.api import (
+from megatron_rl.generate.engine.decoded_rows import DecodedRows
+from megatron_rl.generate.engine.interface import (
     Completion,
     Delta,
     EngineLoad,
@@ -26,7 +27,6 @@ from megatron_rl.generate.engine.api import (
     PartialAnswer,
     PromptScores,
 )
-from megatron_rl.generate.engine.decoded_rows import DecodedRows
 from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
 from megatron_rl.generate.engine.transcript import RowAnswer, Transcript

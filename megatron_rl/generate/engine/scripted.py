@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PromptTooLong, Unsupported
 from megatron_rl.generate.engine.transcript import RowAnswer, Transcript
 from megatron_rl.model.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.generate.engine.api import MOST_TOP_LOGPROBS, PromptScores, TopLogprobs
+from megatron_rl.generate.engine.interface import MOST_TOP_LOGPROBS, PromptScores, TopLogprobs
 
 
 class TopLogprobsRows:

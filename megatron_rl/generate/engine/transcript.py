@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_rl.generate.engine.api import (
+from megatron_rl.generate.engine.interface import (
     AnswerPrefix,
     Completion,
     Delta,

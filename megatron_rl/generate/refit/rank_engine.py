@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_rl.generate.engine.api import RankEngine
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import RankEngine
 from megatron_rl.generate.refit.rank_refit import Refit, ReshardedWeights, SharedWeights
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.platform.device import Device

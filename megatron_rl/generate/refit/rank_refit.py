@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.generate.engine.api import RankEngine
+from megatron_rl.generate.engine.interface import RankEngine
 from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
 from megatron_rl.generate.refit.packages import ROUND_BYTES, Package, packages
 from megatron_rl.generate.refit.plan import Move, lasting, plan_moves, rounds_of

@@ -16,11 +16,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
-from megatron_rl.generate.engine.api import EngineLoad, GenerationRequest
 from megatron_rl.generate.engine.engine_thread import EngineGone
+from megatron_rl.generate.engine.interface import EngineLoad, GenerationRequest
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.replica.driver_inbox import DriverInbox, OpenRequest
-from megatron_rl.generate.replica.serve import Running, first_of
+from megatron_rl.generate.replica.lifecycle import Running, first_of
 from megatron_rl.generate.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
 from megatron_rl.generate.serving.access import with_token
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from megatron_rl.generate.engine.api import Delta, GenerationRequest
 from megatron_rl.generate.engine.engine_thread import EngineGone
+from megatron_rl.generate.engine.interface import Delta, GenerationRequest
 from megatron_rl.generate.replicas.wire import OTHER_VERSION, REFUSED, Refusal, kind_of
 
 logger = logging.getLogger(__name__)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megatron_rl.generate.engine.api import Delta, EngineLoad, GenerationRequest
 from megatron_rl.generate.engine.broadcast import PlanBroadcast
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.engine_thread import EngineThread
+from megatron_rl.generate.engine.interface import Delta, EngineLoad, GenerationRequest
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.driver_inbox import OpenRequest
-from megatron_rl.generate.replica.serve import STOP_S, first_of
+from megatron_rl.generate.replica.lifecycle import STOP_S, first_of
 from megatron_rl.generate.replica.weights import ReceivedWeights
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.engine_ranks import EngineRanks

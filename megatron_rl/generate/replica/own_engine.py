@@ -16,8 +16,8 @@ from megatron_rl.generate.refit.rank_engine import build_inference_policy
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.app import ReplicaService
 from megatron_rl.generate.replica.leader import Leader, LedEngineThread, commands_over, follow
-from megatron_rl.generate.replica.scoring import ScoringService
-from megatron_rl.generate.replica.serve import RankWork, ReplicaRank
+from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
+from megatron_rl.generate.replica.scoring_service import ScoringService
 from megatron_rl.generate.replica.weights import ReceivedWeights
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.platform.implementation import choose_implementation

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, PartialAnswer
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PartialAnswer
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
 from megatron_rl.generate.replicas.link import DecodePace, LinkTimings, ReplicaGone, ReplicaLink
 from megatron_rl.generate.replicas.links import ReplicaLinks, Roster, Start

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.replicas.wire import PROTOCOL, About, Garbled, News, decode_about, decode_news, encode_request
 
 logger = logging.getLogger(__name__)

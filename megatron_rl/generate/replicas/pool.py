@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, PartialAnswer, Unsupported
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.generate.replicas.dispatch import Dispatch
 from megatron_rl.generate.replicas.links import Start
 

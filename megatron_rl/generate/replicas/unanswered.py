@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from megatron_rl.generate.engine.api import (
+from megatron_rl.generate.engine.interface import (
     AnswerPrefix,
     Completion,
     Delta,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.contract.files import read_bytes
-from megatron_rl.generate.engine.api import AnswerPrefix, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest, PromptTooLong, Unsupported
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from megatron_rl.generate.engine.api import PromptTooLong
+from megatron_rl.generate.engine.interface import PromptTooLong
 from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmRefused
 from megatron_rl.recipe.inference import Sampling
 

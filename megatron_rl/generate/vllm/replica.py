@@ -15,14 +15,14 @@ from typing import Any
 from megatron_rl.generate.engine.request_limits import RequestLimits
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.app import ReplicaService
-from megatron_rl.generate.replica.serve import RankWork, ReplicaRank
+from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.vllm.client import VllmClient
 from megatron_rl.generate.vllm.command import DTYPES, Served, replica_command, seed_of, vllm_environment
-from megatron_rl.generate.vllm.leader import VllmLeader
 from megatron_rl.generate.vllm.plugin import write_plugin, write_version
 from megatron_rl.generate.vllm.private_folder import private_folder
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.generate.vllm.start import started, version_in
+from megatron_rl.generate.vllm.vllm_leader import VllmLeader
 from megatron_rl.model.platform.transport import offered
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig

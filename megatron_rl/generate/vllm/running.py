@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from megatron_rl.generate.replica.serve import first_of
+from megatron_rl.generate.replica.lifecycle import first_of
 from megatron_rl.generate.vllm.client import CONTROL_S, VllmClient, VllmStats
 from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmProcess, VllmRefused
 from megatron_rl.rank.activity import Activity

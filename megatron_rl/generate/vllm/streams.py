@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
-from megatron_rl.generate.engine.api import Delta, GenerationRequest
+from megatron_rl.generate.engine.interface import Delta, GenerationRequest
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
-from megatron_rl.generate.vllm.answers import VllmAnswer, begun, shared_streams
+from megatron_rl.generate.vllm.checked_answers import VllmAnswer, begun, shared_streams
 from megatron_rl.generate.vllm.client import NewTokens
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.model.tokenizer import Tokenizer

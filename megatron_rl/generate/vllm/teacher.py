@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_rl.generate.engine.engine_thread import EngineGone
-from megatron_rl.generate.replica.scoring import ScoringService
-from megatron_rl.generate.replica.serve import RankWork, ReplicaRank
+from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
+from megatron_rl.generate.replica.scoring_service import ScoringService
 from megatron_rl.generate.vllm.command import Served, ServeSizes, teacher_command
 from megatron_rl.generate.vllm.process import VllmGone, VllmRefused
 from megatron_rl.generate.vllm.replica import started_vllm

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from megatron_rl.generate.engine.api import RankEngine, ResumableInference
+from megatron_rl.generate.engine.interface import RankEngine, ResumableInference
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, ScoringAgent
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.generate.engine.api import ResumableInference
+from megatron_rl.generate.engine.interface import ResumableInference
 from megatron_rl.learn.rollout.agent_loop import AgentLoop
 from megatron_rl.learn.rollout.stream import shares
 from megatron_rl.rank.groups import Groups

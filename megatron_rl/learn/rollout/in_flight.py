@@ -12,7 +12,7 @@ from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.algorithms.answers import usable, with_components
-from megatron_rl.generate.engine.api import PromptTooLong, ResumableInference
+from megatron_rl.generate.engine.interface import PromptTooLong, ResumableInference
 from megatron_rl.learn.rollout.bank.bank import Bank
 from megatron_rl.learn.rollout.window import State
 from megatron_rl.recipe.config import RunConfig

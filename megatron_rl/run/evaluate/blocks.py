@@ -21,7 +21,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.checkpoint.source import PolicySource
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
-from megatron_rl.generate.engine.api import InferenceInterface
+from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.run.evaluate.answer_file import AnswerFile
 

@@ -15,8 +15,8 @@ from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.source import PolicySource
 from megatron_rl.contract.manifest import read_manifest
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, Unsupported
-from megatron_rl.generate.vllm.answers import VllmAnswer, begun, shared_streams
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, Unsupported
+from megatron_rl.generate.vllm.checked_answers import VllmAnswer, begun, shared_streams
 from megatron_rl.generate.vllm.client import VllmClient
 from megatron_rl.generate.vllm.command import Served, ServeSizes, serve_command, vllm_environment
 from megatron_rl.generate.vllm.plugin import write_version

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.generate.engine.api import Completion, GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.refit.rank_engine import build_engine, build_inference_policy
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.training.objective import FirstPass, objective_of

@@ -82,7 +82,7 @@ async def _answer(
     place: seed, and number of the answer.
     """
     from megatron_rl.agent.keys import stable_key
-    from megatron_rl.generate.engine.api import GenerationRequest
+    from megatron_rl.generate.engine.interface import GenerationRequest
     from megatron_rl.model.chat.chat import Chat
     from megatron_rl.model.chat.conversation import conversation_of
     from megatron_rl.model.text_stream import TextStream

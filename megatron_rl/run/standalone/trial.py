@@ -29,7 +29,7 @@ from megatron_rl.agent.scripted_trial import CodePoints, first_problems, traces_
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.manifest import CheckpointError
-from megatron_rl.generate.engine.api import InferenceInterface
+from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.world import die_with_parent

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.recipe.section import PositiveInt, Section
 
 

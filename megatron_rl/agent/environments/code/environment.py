@@ -19,7 +19,7 @@ from megatron_rl.agent.environments.code.test_cases import Test, Tests, parse_te
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
 from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 

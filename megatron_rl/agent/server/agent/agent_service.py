@@ -28,7 +28,7 @@ from megatron_rl.agent.remote.agent_wire import (
 )
 from megatron_rl.agent.server.agent.sessions import AgentSession, Sessions, UnknownSession
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.generate.engine.api import InferenceInterface
+from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.generate.replicas.wire import Garbled
 from megatron_rl.generate.serving.access import read_body, with_token
 from megatron_rl.generate.serving.api_errors import ApiError

@@ -16,7 +16,7 @@ from megatron_rl.agent.remote.agent_wire import (
     encode_refusal,
     encode_result,
 )
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, InferenceInterface
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, InferenceInterface
 from megatron_rl.generate.replicas.wire import REFUSED, encode_request
 
 FORGOTTEN_S = 120.0

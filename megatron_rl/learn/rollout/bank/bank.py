@@ -28,7 +28,7 @@ from itertools import chain, starmap
 from pathlib import Path
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import ResumableInference
+from megatron_rl.generate.engine.interface import ResumableInference
 from megatron_rl.learn.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.learn.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
 from megatron_rl.learn.rollout.bank.records import Lineage, attempt_record, group_record

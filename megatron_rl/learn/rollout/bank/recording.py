@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import AnswerPrefix, Completion, GenerationRequest, ResumableInference
+from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest, ResumableInference
 from megatron_rl.learn.rollout.bank.file import Entry, Record
 from megatron_rl.learn.rollout.bank.records import (
     AnswerKey,

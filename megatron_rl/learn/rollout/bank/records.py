@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import AnswerPrefix, GenerationRequest
+from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest
 from megatron_rl.learn.rollout.bank.file import Record
 from megatron_rl.learn.rollout.encoding import LOG_PROB, TOKEN, VERSION, BodyReader, Head, encode_group
 from megatron_rl.recipe.config import RunConfig

@@ -15,7 +15,7 @@ from words import Words
 
 from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, split
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 
 pytestmark = needs("datasets")
 

@@ -15,7 +15,7 @@ from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.multi_turn import MultiTurnAgent, Reply
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.inference import Sampling

@@ -21,7 +21,7 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.server.agent.agent_service import AgentService, application
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, PromptTooLong
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.api import Completion
+from megatron_rl.generate.engine.interface import Completion
 
 
 def test_single_answer_is_one_turn_after_its_prompt() -> None:

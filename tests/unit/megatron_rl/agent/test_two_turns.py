@@ -16,7 +16,7 @@ from core_helpers import build_run, full_forward, tiny_run
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder, TrajectoryGroup
-from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.run.state import Run

@@ -8,7 +8,7 @@ import sys
 
 MODULES = (
     "megatron_rl.replica_main",
-    "megatron_rl.generate.replica.serve",
+    "megatron_rl.generate.replica.lifecycle",
     "megatron_rl.generate.refit.probe",
     "megatron_rl.generate.refit.transfer",
     "megatron_rl.generate.vllm.replica",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.endpoint.branches import AnswerTree
 from megatron_rl.agent.trajectories import Branch
-from megatron_rl.generate.engine.api import Completion
+from megatron_rl.generate.engine.interface import Completion
 
 
 def answer(*tokens: int) -> Completion:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from endpoint_helpers import SAMPLING, USER, Opened, with_session
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.model.tokenizer import CharacterTokenizer
 
 

@@ -21,7 +21,7 @@ from megatron_rl.agent.environments.math.environment import MathConfig, MathEnvi
 from megatron_rl.agent.environments.math.verifier import MathVerdict
 from megatron_rl.agent.scoring import UNDECIDED, RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import Completion, FinishReason, GenerationRequest
+from megatron_rl.generate.engine.interface import Completion, FinishReason, GenerationRequest
 from megatron_rl.recipe.inference import Sampling
 
 pytestmark = needs("datasets", "math_verify")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_rl.agent.server.samples import TokenNames
-from megatron_rl.generate.engine.api import Delta
+from megatron_rl.generate.engine.interface import Delta
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 from megatron_rl.recipe.inference import Sampling, ServedSampling
 

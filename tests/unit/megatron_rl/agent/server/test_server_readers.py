@@ -13,8 +13,8 @@ from server_helpers import PAGES, TOKEN, SayingEngine, client_of, encode, runnin
 
 from megatron_rl.agent.server.application import Application
 from megatron_rl.generate.engine import engine_thread
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.engine_thread import EngineThread, ReaderTooSlow
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.serving.access import ServerLimits
 from megatron_rl.recipe.inference import Sampling
 

@@ -15,8 +15,8 @@ from examples import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.model.platform import frozen_linear
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import InferenceConfig, Sampling

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from megatron.core.transformer import transformer_block
 from operation_recorder import OperationRecorder
 
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.decode_graphs import MOST_RECORDED, DecodeGraphs, padded_rows, why_not_recorded
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.model.platform.cpu import CpuDevice, CpuKernels
 from megatron_rl.model.platform.layer_kernels import TorchKernels
 from megatron_rl.model.platform.paged_attention import PagedAttention, PagedRows, gathered_attention

@@ -13,8 +13,8 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 

@@ -15,8 +15,8 @@ from flash_attn_stand_in import FLASH_ATTN
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.generate.engine.api import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.generate.engine.transcript import RowAnswer
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.cpu import CPU, CpuDevice, CpuKernels

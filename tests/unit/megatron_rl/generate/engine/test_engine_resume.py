@@ -15,8 +15,8 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.generate.engine.api import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest, PartialAnswer
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 

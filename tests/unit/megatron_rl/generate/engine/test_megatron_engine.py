@@ -13,7 +13,8 @@ import torch
 from core_helpers import END, VOCAB, answer_logprobs, build_run, full_forward, stir, tiny_model, tiny_policy, tiny_run
 from megatron_engine_on_cpu import megatron_engine_on_cpu
 
-from megatron_rl.generate.engine.api import (
+from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import (
     AnswerPrefix,
     Completion,
     GenerationRequest,
@@ -21,7 +22,6 @@ from megatron_rl.generate.engine.api import (
     RankEngine,
     Unsupported,
 )
-from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.megatron_engine import MegatronEngine
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.errors import ConfigurationError

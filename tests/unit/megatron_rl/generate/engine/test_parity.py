@@ -9,8 +9,8 @@ import torch
 from core_helpers import END, PADDED_VOCAB, VOCAB, tiny_model, tiny_policy
 from transformers_witness import witness
 
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 TIE = 1e-4

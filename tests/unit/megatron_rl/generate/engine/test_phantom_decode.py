@@ -13,7 +13,7 @@ from core_helpers import ALPHABET, END, VOCAB, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from megatron_rl.generate.engine import row_state
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.engine.model_runner import ModelRunner
 from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.scheduler import Scheduler, StepPlan

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_runner import END, ScriptedRunner, scripted_answer, step
 
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.scheduler import Scheduler
 from megatron_rl.generate.engine.transcript import RowAnswer

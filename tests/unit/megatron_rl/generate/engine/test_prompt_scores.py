@@ -9,8 +9,8 @@ import torch
 from core_helpers import END, tiny_model, tiny_policy
 
 from megatron_rl.generate.engine import admission
-from megatron_rl.generate.engine.api import Completion, Delta, GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import Completion, Delta, GenerationRequest
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import InferenceConfig, Sampling

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.generate.engine.api import AnswerPrefix, Delta, GenerationRequest
+from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest
 from megatron_rl.generate.replicas.dispatch import MEASURED_S, SLOWER, too_slow
 from megatron_rl.generate.replicas.link import DecodePace
 from megatron_rl.generate.replicas.unanswered import Unanswered

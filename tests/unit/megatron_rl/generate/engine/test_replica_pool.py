@@ -17,7 +17,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.generate.engine.api import GenerationRequest, PromptTooLong
+from megatron_rl.generate.engine.interface import GenerationRequest, PromptTooLong
 from megatron_rl.generate.refit import replica_control
 from megatron_rl.generate.refit.epoch import Epoch, Member
 from megatron_rl.generate.refit.replica_control import PoolControl

@@ -13,7 +13,8 @@ from core_helpers import ALPHABET, END, VOCAB, full_forward, tiny_model, tiny_po
 from pydantic import ValidationError
 from streams import assert_same, joined
 
-from megatron_rl.generate.engine.api import (
+from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import (
     AnswerPrefix,
     Completion,
     Delta,
@@ -21,7 +22,6 @@ from megatron_rl.generate.engine.api import (
     PromptTooLong,
     Unsupported,
 )
-from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.top_logprobs import TopLogprobsRows
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import CharacterTokenizer

@@ -12,7 +12,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.generate.engine.api import AnswerPrefix, GenerationRequest, PartialAnswer
+from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest, PartialAnswer
 from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.scheduler import Scheduler, StepPlan
 from megatron_rl.generate.engine.transcript import RowAnswer

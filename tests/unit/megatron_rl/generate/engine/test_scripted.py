@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.generate.engine.api import AnswerPrefix, Completion, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.generate.engine.interface import (
+    AnswerPrefix,
+    Completion,
+    GenerationRequest,
+    PromptTooLong,
+    Unsupported,
+)
 from megatron_rl.generate.engine.scripted import LOGPROB, ScriptedInference
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.recipe.inference import Sampling

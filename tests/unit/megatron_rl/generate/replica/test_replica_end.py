@@ -14,9 +14,9 @@ import pytest
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.generate.engine.api import EngineLoad
+from megatron_rl.generate.engine.interface import EngineLoad
 from megatron_rl.generate.replica.app import GONE_S, LEFT_S, ReplicaService
-from megatron_rl.generate.replica.serve import ReplicaRank, serve
+from megatron_rl.generate.replica.lifecycle import ReplicaRank, serve
 from megatron_rl.rank.drain import DrainListener
 
 ADDRESS = ReplicaAddress(0, 0, "", 0, 1, "", 1, 0.0)

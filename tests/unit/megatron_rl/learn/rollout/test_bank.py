@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.generate.engine.api import AnswerPrefix, GenerationRequest, PartialAnswer
+from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest, PartialAnswer
 from megatron_rl.generate.engine.model_runner import ModelRunner
 from megatron_rl.generate.engine.scheduler import RowAnswer, StepPlan
 from megatron_rl.learn.rollout.bank import bank as bank_module

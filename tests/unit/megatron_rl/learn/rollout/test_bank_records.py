@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.api import AnswerPrefix, GenerationRequest
+from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest
 from megatron_rl.learn.rollout.bank.file import Record
 from megatron_rl.learn.rollout.bank.records import (
     Lineage,

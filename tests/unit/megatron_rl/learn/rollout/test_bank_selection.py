@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import AnswerPrefix
+from megatron_rl.generate.engine.interface import AnswerPrefix
 from megatron_rl.learn.rollout.bank.file import Entry
 from megatron_rl.learn.rollout.bank.records import answer_key, attempt_record, group_record, part_record
 from megatron_rl.learn.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share

@@ -18,7 +18,7 @@ from thread_ranks import ThreadRanks
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import GenerationRequest, PromptTooLong
+from megatron_rl.generate.engine.interface import GenerationRequest, PromptTooLong
 from megatron_rl.learn.rollout import driver as driver_module
 from megatron_rl.learn.rollout.agent_loop import AgentThread
 from megatron_rl.learn.rollout.batch import RolloutBatch

@@ -23,7 +23,7 @@ from thread_ranks import ThreadRanks
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.api import PromptTooLong
+from megatron_rl.generate.engine.interface import PromptTooLong
 from megatron_rl.learn.rollout import driver as driver_module
 from megatron_rl.learn.rollout.agent_loop import EngineInTurn
 from megatron_rl.learn.rollout.bank import file as file_module

@@ -15,8 +15,8 @@ from core_helpers import quiet_safe_points, tiny_model, tiny_run
 from torch import Tensor
 
 from megatron_rl.agent.api import Demonstrator
-from megatron_rl.generate.engine.api import GenerationRequest
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.learn.supervised.example_rows import token_example
 from megatron_rl.learn.training import warm_up
 from megatron_rl.learn.training.warm_up import NoDemonstrations, cache_path

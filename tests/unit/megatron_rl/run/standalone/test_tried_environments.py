@@ -19,7 +19,7 @@ from megatron_rl.agent.endpoint.session import RolloutSession
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.generate.engine.api import FinishReason
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.recipe.endpoint import EndpointConfig
 from megatron_rl.recipe.environment import EnvironmentConfig
 from megatron_rl.recipe.model import TokenizerConfig

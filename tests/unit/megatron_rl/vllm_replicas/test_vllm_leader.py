@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.generate.engine.api import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.refit.epoch import Epoch, Member
 from megatron_rl.generate.vllm import streams
 from megatron_rl.generate.vllm.client import NewTokens
-from megatron_rl.generate.vllm.leader import VllmLeader
 from megatron_rl.generate.vllm.streams import Streams
+from megatron_rl.generate.vllm.vllm_leader import VllmLeader
 from megatron_rl.recipe.inference import Sampling
 
 SAME, OTHER = "nccl 2.29.7", "nccl 2.27.3"

@@ -15,7 +15,7 @@ from megatron_rl.contract.paths import TEACHER, RunDir
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.openai import scores, scoring_body
 from megatron_rl.generate.replica.leader import Leader, LedEngineThread
-from megatron_rl.generate.replica.scoring import ScoringService
+from megatron_rl.generate.replica.scoring_service import ScoringService
 from megatron_rl.rank.activity import Activity
 from megatron_rl.recipe.inference import InferenceConfig
 

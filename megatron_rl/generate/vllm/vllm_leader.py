@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
 
-from megatron_rl.generate.engine.api import EngineLoad, GenerationRequest
+from megatron_rl.generate.engine.interface import EngineLoad, GenerationRequest
 from megatron_rl.generate.engine.request_limits import RequestLimits
 from megatron_rl.generate.refit.epoch import GLOO, Epoch, TransferFailed
 from megatron_rl.generate.refit.probe import Probe

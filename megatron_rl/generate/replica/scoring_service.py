@@ -14,7 +14,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Replica
 from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.engine.openai import scoring_answer
-from megatron_rl.generate.replica.serve import Running, first_of
+from megatron_rl.generate.replica.lifecycle import Running, first_of
 from megatron_rl.generate.serving.access import with_token
 
 LOOK_S = 1.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.generate.engine.api import AnswerPrefix, Delta, GenerationRequest
-from megatron_rl.generate.vllm.answers import VllmAnswer, begun, shared_streams
+from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest
+from megatron_rl.generate.vllm.checked_answers import VllmAnswer, begun, shared_streams
 from megatron_rl.generate.vllm.client import NewTokens
 from megatron_rl.recipe.inference import Sampling
 

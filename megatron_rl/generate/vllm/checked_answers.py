@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from megatron_rl.generate.engine.api import Delta, GenerationRequest
+from megatron_rl.generate.engine.interface import Delta, GenerationRequest
 from megatron_rl.generate.engine.transcript import RowAnswer, Transcript
 from megatron_rl.generate.vllm.client import NewTokens
 from megatron_rl.model.text_stream import Decode
