@@ -35,6 +35,7 @@ STOPPED = "stopped"  # drained because a user stopped the run
 REPLICA_RUNNING = "running"
 REPLICA_WAITING = "waiting"  # it ended and will be restarted
 REPLICA_GIVEN_UP = "given up"  # it ended too often, or would end the same way again
+REPLICA_FINISHED = "finished"  # the run needs it no more
 
 # Heartbeats
 HEARTBEAT_S = 10.0  # seconds between heartbeats, at most

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.generate.engine.openai import Endpoint
 from megatron_rl.learn.distill.served import ServedTeacher, endpoints_of, replicas_of
 from megatron_rl.learn.training import warm_up
-from megatron_rl.learn.training.objective import FirstPass, Teacher
+from megatron_rl.learn.training.objective import FrozenTeacher, Teacher
 from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.platform.device import Device
@@ -208,7 +207,7 @@ def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teache
     read_initial_weights(policy, model, groups, "distill.teacher")
     safe_points.agree()
     share_weights(policy, groups)
-    return partial(FirstPass.under_another, policy=policy.requires_grad_(False))
+    return FrozenTeacher(policy.requires_grad_(False))
 
 
 def _files(distill: DistillConfig) -> TeacherFiles | None:

@@ -187,7 +187,7 @@ def shown_accuracy(value: float | None) -> str:
 
 
 def replicas_json(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the state of each replica: `state` is answers, starts, waiting or given up; `at` since when
+    """Return the state of each replica: `state` is answers, starts, waiting, finished or given up; `at` since when
     (unix time); `phase` what a start does; `why` how it ended last."""
     return [
         _replica_json(state, attempt.replica(state.replica, kind))

@@ -20,7 +20,7 @@ from launcher.runs.find import pasteable_command
 from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import RunStatus, last_line, resolved_values
 from megatron_rl.contract.attempt_records import AttemptEnd
-from megatron_rl.contract.codes import MISCONFIGURED, REPLICA_GIVEN_UP
+from megatron_rl.contract.codes import MISCONFIGURED, REPLICA_FINISHED, REPLICA_GIVEN_UP
 from megatron_rl.contract.learning import Hindrance
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord
@@ -202,6 +202,8 @@ def replica_lines(data: Sequence[dict[str, Any]], now: float) -> list[str]:
 def _replica_line(one: dict[str, Any], now: float) -> str:
     where = f" at {one['address']}" if one["address"] else f" on {', '.join(one['hosts'])}" if one["hosts"] else ""
     span = f" for {clock(max(0.0, now - one['at']))}" if one["at"] else ""
+    if one["state"] == REPLICA_FINISHED:
+        return "finished"
     if one["state"] == REPLICA_GIVEN_UP:
         return f"given up after {_starts(one)}; {one['why']}"
     again = f", {_starts(one)}; the last one ended: {one['why']}" if one["why"] else ""

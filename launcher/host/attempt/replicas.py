@@ -22,7 +22,9 @@ from launcher.host.record.heartbeats import HangWatch
 from launcher.host.slurm.call import SlurmRefused
 from megatron_rl.contract.attempt_records import Hang, ReplicaState
 from megatron_rl.contract.codes import (
+    FINISHED,
     MISCONFIGURED,
+    REPLICA_FINISHED,
     REPLICA_GIVEN_UP,
     REPLICA_RUNNING,
     REPLICA_WAITING,
@@ -106,6 +108,9 @@ class _Replica:
         verdict = verdict_of(read_evidence(self._files, observed, None))
         ranks.close()
         self.ranks = None
+        if verdict.outcome == FINISHED:
+            self._set_state(REPLICA_FINISHED, now)
+            return
         restart = after_end(self._used, now - self._began, verdict)
         self._used = restart.used
         why = describe(self._files.role, verdict)

@@ -80,6 +80,16 @@ Teacher = Callable[[FirstPass], Tensor]
 """Returns the log-probs of a teacher, [trained tokens]. Collective."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenTeacher:
+    """A teacher whose weights the training ranks hold."""
+
+    policy: Policy
+
+    def __call__(self, first_pass: FirstPass) -> Tensor:
+        return first_pass.under_another(self.policy)
+
+
 class Objective(ABC):
     """Goal of a run's updates."""
 
@@ -132,7 +142,8 @@ class Grpo(Objective):
         """
         grpo = config.grpo
         self.reference = reference
-        self._policy, self._teacher, self._config = policy, teacher, config
+        self.teacher = teacher
+        self._policy, self._config = policy, config
         self.temperature = config.sampling.temperature
         self.entropy = "gradient" if grpo.entropy_coefficient > 0 else "value"
         absent = {
@@ -161,7 +172,7 @@ class Grpo(Objective):
         if self.reference is not None:
             with self.reference.without_adapters():
                 reference = first_pass.under(self.reference)
-        teacher = self._teacher(first_pass) if self._teacher else None
+        teacher = self.teacher(first_pass) if self.teacher else None
         # A ratio needs the token's log-prob at some weights before this step. Those of the weights before the step are
         # at hand, those of older weights only as the engine computed them. For example, with max_lag 1 a token of
         # version 7 in step 9 is compared with the engine's log-prob at version 7, and one of version 8 with the

@@ -8,7 +8,7 @@ from launcher.cli.show.history import HistoryReader, replicas_json
 from launcher.cli.show.progress_lines import ProgressLines
 from launcher.cli.show.status_rows import replica_lines
 from megatron_rl.contract.attempt_records import Progress, ReplicaAddress, ReplicaState
-from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING, REPLICA_WAITING
+from megatron_rl.contract.codes import REPLICA_FINISHED, REPLICA_GIVEN_UP, REPLICA_RUNNING, REPLICA_WAITING
 from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
 from megatron_rl.contract.records import write
 
@@ -36,6 +36,7 @@ def test_each_replica_has_a_line_with_its_address_or_its_failure(tmp_path):
         ReplicaState(1, REPLICA_RUNNING, 3, 900.0, ["n6"], f"infer-1 {BOOM}"),
         ReplicaState(2, REPLICA_WAITING, 1, 995.0, [], f"infer-2 {BOOM}"),
         ReplicaState(3, REPLICA_GIVEN_UP, 6, 500.0, [], f"infer-3 {BOOM}"),
+        ReplicaState(4, REPLICA_FINISHED, 2, 500.0, [], f"infer-4 {BOOM}"),
         addresses=(at(0, 0), at(1, 1)),
     )
     ended = "the last one ended: infer"
@@ -44,6 +45,7 @@ def test_each_replica_has_a_line_with_its_address_or_its_failure(tmp_path):
         f"infer-1: starts on n6 for 1:40, 3 starts; {ended}-1 {BOOM}",  # the address is that of the start before
         f"infer-2: waiting for 0:05, 1 start; {ended}-2 {BOOM}",
         f"infer-3: given up after 6 starts; infer-3 {BOOM}",
+        "infer-4: finished",
     ]
 
 

@@ -11,8 +11,15 @@ from launcher.host.attempt.interfaces import ReplicaRanks
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.judge.verdict import RankExit
 from launcher.host.record.evidence import Observed, read_replicas
-from megatron_rl.contract.attempt_records import Heartbeat, RankError, ReplicaAddress
-from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING, REPLICA_WAITING, STACKS_LIMIT_S
+from megatron_rl.contract.attempt_records import Heartbeat, Outcome, RankError, ReplicaAddress
+from megatron_rl.contract.codes import (
+    FINISHED,
+    REPLICA_FINISHED,
+    REPLICA_GIVEN_UP,
+    REPLICA_RUNNING,
+    REPLICA_WAITING,
+    STACKS_LIMIT_S,
+)
 from megatron_rl.contract.paths import Attempt, Replica, RunDir
 from megatron_rl.contract.records import ABSENT, read, write
 
@@ -106,6 +113,14 @@ def test_a_start_finds_nothing_of_the_one_before(one):
     assert files.errors() == []
     assert not files.heartbeats.exists()
     assert not files.address("world-0").parent.exists()
+
+
+def test_one_that_the_run_needs_no_more_stays_finished(one):
+    one.at(0.0)
+    write(one.attempt.replica(0).outcome, Outcome(FINISHED))
+    one.started[-1][2].exit = RankExit(0, 0)
+    assert one.at(10.0) == one.at(1e6) == [(0, 0)]
+    assert one.states == [(REPLICA_FINISHED, 1)]
 
 
 def test_a_wrong_configuration_gives_it_up(one):
