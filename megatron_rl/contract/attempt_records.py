@@ -154,7 +154,6 @@ class AllReduce(NamedTuple):
     gbps: float | None = None  # bus bandwidth, 1e9 bytes per second
     seconds: float | None = None  # of one all-reduce
     error: str | None = None
-    tflops: float | None = None  # matrix products on this GPU alone, 1e12 operations per second; not on CPUs
     unusable: bool = False  # whether the rank failed before it met others, because it cannot use its own device
 
 

@@ -36,7 +36,6 @@ class Child:
         folder: str | None = None,
         inherited: Sequence[int] = (),
         ends_with_us: int | None = None,
-        life_line: bool = False,
     ) -> None:
         """
         Args:
@@ -46,7 +45,6 @@ class Child:
             folder: working directory; default: this process's.
             inherited: descriptors that it keeps open, such as that of a lock.
             ends_with_us: signal that it gets when this process ends first.
-            life_line: whether its standard input is a pipe that ends with this process or by `let_go`.
 
         Raises:
             OSError: it could not be started.
@@ -58,7 +56,7 @@ class Child:
                 command,
                 env=env,
                 cwd=folder,
-                stdin=subprocess.PIPE if life_line else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=files[0] if output else None,
                 stderr=files[-1] if errors else subprocess.STDOUT if output else None,
                 start_new_session=True,
@@ -90,17 +88,12 @@ class Child:
         """Signal the child alone; a no-op once it has ended."""
         os.kill(self.pid, signum)
 
-    def let_go(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
     def close(self, limit_s: float = KILLED_S) -> None:
         """Kill the child and its process group, and reap it. A child that hangs in the kernel for longer than `limit_s`
         is left behind."""
         if self._process.returncode is not None:  # closed before
             return
         self.exit_code()
-        self.let_go()
         with contextlib.suppress(ProcessLookupError):  # between fork and setsid the group does not exist yet
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()

@@ -35,20 +35,13 @@ class FileRecord:
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    save_id: str
-    """Unique per save; distinguishes saves of the same step."""
-    world_size: int
-    """Number of ranks that wrote it. Any other number can load it."""
-    parent: int | None
-    """Step of the previous checkpoint in the same line of training; None if there was none."""
-    blocked_s: float
-    """Seconds that the save stopped the training loop on rank 0."""
-    total_s: float
-    """Seconds from the start of the save to this manifest."""
-    meta: dict[str, Any]
-    """Object passed to `save` by the caller."""
-    files: dict[str, FileRecord]
-    """Every file except the manifest, by name."""
+    save_id: str  # unique per save; distinguishes saves of the same step
+    world_size: int  # number of ranks that wrote it. Any other number can load it
+    parent: int | None  # step of the previous checkpoint in the same line of training; None if there was none
+    blocked_s: float  # seconds that the save stopped the training loop on rank 0
+    total_s: float  # seconds from the start of the save to this manifest
+    meta: dict[str, Any]  # object passed to `save` by the caller
+    files: dict[str, FileRecord]  # every file except the manifest, by name
 
     @property
     def digest(self) -> str:

@@ -27,12 +27,9 @@ from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.run.standalone.first_rows import Lesson
 
-MOST_COUNTED = 20_000
-"""Prompts that are counted, at most: these take a fraction of a second."""
-TRIED = 8
-"""Problems whose right answer is scored."""
-TRIAL_S = 60.0
-"""Seconds for these scores together. Answers that are not scored by then count as lost."""
+MOST_COUNTED = 20_000  # prompts that are counted, at most: these take a fraction of a second
+TRIED = 8  # problems whose right answer is scored
+TRIAL_S = 60.0  # seconds for these scores together. Answers that are not scored by then count as lost
 
 logger = logging.getLogger("megatron_rl")
 

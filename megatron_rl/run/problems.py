@@ -32,18 +32,15 @@ from megatron_rl.run.standalone.first_rows import Fault, Lesson, faults, open_le
 
 logger = logging.getLogger("megatron_rl")
 
-STALE_MOUNT_S = 30.0
-"""Seconds to retry a file of the run directory that cannot be read, as on a stale mount."""
+STALE_MOUNT_S = 30.0  # seconds to retry a file of the run directory that cannot be read, as on a stale mount
 
-DATA = "data"
-"""Name of the rows of `data` among the digests."""
+DATA = "data"  # name of the rows of `data` among the digests
 
 MOST_TOKENISED = 20_000
 """Prompts of a set that are tokenised at the start, at most; these take some seconds. Other prompts that are too long
 are dropped when their turn comes."""
 
-SPARE = 8
-"""Tokens that a text may have beyond its number of bytes: some tokenizers put a blank first."""
+SPARE = 8  # tokens that a text may have beyond its number of bytes: some tokenizers put a blank first
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,7 @@ class Material:
     lesson: Lesson
     """Tokenizer, environment, and the sets without problems that are too long. Its configuration names the run's copies
     of the user's code."""
-    left_out: Mapping[str, int]
-    """Number of problems that are too long, by environment."""
+    left_out: Mapping[str, int]  # number of problems that are too long, by environment
     digests: Mapping[str, ProblemDigest]
 
     @property

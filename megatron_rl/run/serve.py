@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from megatron_rl.agent.server.application import Application
     from megatron_rl.generate.engine.opened_policy import OpenedPolicy
 
-LOOK_EVERY_S = 0.05
-"""Seconds between two checks whether all requests are answered."""
+LOOK_EVERY_S = 0.05  # seconds between two checks whether all requests are answered
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

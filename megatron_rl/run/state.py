@@ -38,15 +38,11 @@ logger = logging.getLogger("megatron_rl")
 class Counters:
     """Progress of a run, as the numbers in a checkpoint."""
 
-    step: int = 0
-    """Last finished step."""
+    step: int = 0  # last finished step
     next_ordinal: int = 0
-    drawn_below: int = 0
-    """`rollout.window.Drawn.below`."""
-    passed_over: int = 0
-    """`rollout.window.Drawn.passed_over`."""
-    evaluated: int = -1
-    """Step of the last evaluation; -1: none."""
+    drawn_below: int = 0  # `rollout.window.Drawn.below`
+    passed_over: int = 0  # `rollout.window.Drawn.passed_over`
+    evaluated: int = -1  # step of the last evaluation; -1: none
     policy_version: int = 0
     nonfinite_in_a_row: int = 0
     initial_weights: str | None = None
@@ -104,14 +100,11 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    engine: ResumableInference
-    """Engine this rank's driver queries, or its part of the engine on a rank that follows."""
+    engine: ResumableInference  # engine this rank's driver queries, or its part of the engine on a rank that follows
     refit: Refit
     loop: AgentLoop
-    end: Callable[[], None] = lambda: None
-    """Called after the last request."""
-    metrics: Callable[[], dict[str, float]] = dict
-    """Returns the metrics of the newest step, on the first rank."""
+    end: Callable[[], None] = lambda: None  # called after the last request
+    metrics: Callable[[], dict[str, float]] = dict  # returns the metrics of the newest step, on the first rank
 
 
 class NoRefit:
@@ -146,8 +139,7 @@ class Run:
     models: Models
     initial_weights: str | None
     trainer: Trainer
-    generation: Generation | None
-    """None if nothing is sampled."""
+    generation: Generation | None  # none if nothing is sampled
     driver: Driver
     checkpointer: Checkpointer
     exporter: Exporter
@@ -159,10 +151,8 @@ class Run:
     drawn: Drawn
     curriculum: CurriculumState | None
     """State of the curriculum after the last finished step; None without a curriculum, or before its first step."""
-    saved: int
-    """Last step whose checkpoint was begun, or from which the run was restored."""
-    evaluated: int
-    """Step of the last evaluation; -1: none."""
+    saved: int  # last step whose checkpoint was begun, or from which the run was restored
+    evaluated: int  # step of the last evaluation; -1: none
 
     @property
     def groups(self) -> Groups:

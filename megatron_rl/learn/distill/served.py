@@ -29,10 +29,8 @@ from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 64
-"""Most sequences that one data-parallel replica has at the servers at a time."""
-LOOK_S = 1.0
-"""Seconds between two looks for replicas that have started."""
+AT_ONCE = 64  # most sequences that one data-parallel replica has at the servers at a time
+LOOK_S = 1.0  # seconds between two looks for replicas that have started
 
 
 def endpoints_of(servers: TeacherServers) -> list[Endpoint]:

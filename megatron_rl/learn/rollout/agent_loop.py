@@ -17,8 +17,7 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 
-STOP_S = 10.0
-"""Seconds to wait for the end of the agents' thread."""
+STOP_S = 10.0  # seconds to wait for the end of the agents' thread
 
 Result = TypeVar("Result")
 
@@ -31,8 +30,7 @@ class TrainingDriver:
     """A rank's role among those that run agents, where the training ranks generate nothing: the first rank of each
     data-parallel replica drives."""
 
-    index: int
-    """Number of the driver that this rank is or follows, among `count`."""
+    index: int  # number of the driver that this rank is or follows, among `count`
     count: int
     drives: bool
 
@@ -63,8 +61,7 @@ class RemoteRefit(Protocol):
 class AgentLoop(ABC):
     """The asyncio loop of a driver's agents, whose tasks may outlive a step."""
 
-    continues: bool
-    """Whether the agents run while the rank does something else."""
+    continues: bool  # whether the agents run while the rank does something else
     spare_s: float
     """Seconds for which agents continue at a time while this driver's share of a batch is finished and another's is
     not."""

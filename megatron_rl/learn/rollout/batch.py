@@ -18,16 +18,13 @@ class RolloutBatch:
 
     groups: list[TrajectoryGroup]
     """Groups that this rank's training replica trains on, whole, in ordinal order; the same on every rank of it."""
-    positions: list[int]
-    """Position of each of them in the global batch: 0, 1, 2, ... in ordinal order."""
+    positions: list[int]  # position of each of them in the global batch: 0, 1, 2, ... in ordinal order
     first_ordinal: int
     next_ordinal: int
     dropped: Mapping[int, str] = field(default_factory=dict)
     """Ordinal -> reason, for ordinals that this driver settled without training."""
-    passed_over: Sequence[TrajectoryGroup] = ()
-    """Finished groups among `dropped`."""
-    dropped_tokens: int = 0
-    """Tokens of unfinished answers that were cancelled as overdue."""
+    passed_over: Sequence[TrajectoryGroup] = ()  # finished groups among `dropped`
+    dropped_tokens: int = 0  # tokens of unfinished answers that were cancelled as overdue
     failures: Mapping[str, int] = field(default_factory=dict)
     """Answers that this driver lost, by reason, in all groups that the batch settles."""
     rounds: int = 1

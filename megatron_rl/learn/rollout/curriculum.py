@@ -35,10 +35,8 @@ _RATE = np.dtype("<f4")
 
 @dataclass(frozen=True, slots=True)
 class SetState:
-    candidate: int
-    """Number of problems of its stream that were visited or left out so far."""
-    rates: NDArray[np.float32]
-    """[problems] recent pass rate, 0..1; NaN: not known. Never changed in place."""
+    candidate: int  # number of problems of its stream that were visited or left out so far
+    rates: NDArray[np.float32]  # [problems] recent pass rate, 0..1; NaN: not known. Never changed in place
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,14 +45,11 @@ DROP_REASONS = {State.UNUSABLE: PROMPT_TOO_LONG, State.NO_SIGNAL: NO_SIGNAL, Sta
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    groups: Mapping[int, TrajectoryGroup] = field(default_factory=dict)
-    """Groups to train on, by position in the batch."""
-    passed_over: Sequence[TrajectoryGroup] = ()
-    """Finished groups that are not."""
+    groups: Mapping[int, TrajectoryGroup] = field(default_factory=dict)  # groups to train on, by position in the batch
+    passed_over: Sequence[TrajectoryGroup] = ()  # finished groups that are not
     dropped: Mapping[int, str] = field(default_factory=dict)
     """Ordinal -> reason, for all ordinals of this driver that are not trained on."""
-    dropped_tokens: int = 0
-    """Tokens of unfinished answers that were cancelled."""
+    dropped_tokens: int = 0  # tokens of unfinished answers that were cancelled
 
 
 class RolloutDriver:

@@ -38,10 +38,8 @@ where messages take one or two; on a GPU they are negligible, as are steps that 
 @dataclass(frozen=True, slots=True)
 class Offer:
     position: int
-    cost: float
-    """Floating-point operations of a training pass over it."""
-    driver: int
-    """Rank of the driver."""
+    cost: float  # floating-point operations of a training pass over it
+    driver: int  # rank of the driver
 
 
 def exchange(

@@ -19,8 +19,7 @@ from megatron_rl.recipe.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-GroupTask = asyncio.Task[TrajectoryGroup | None]
-"""Results in None if the prompt is too long."""
+GroupTask = asyncio.Task[TrajectoryGroup | None]  # results in None if the prompt is too long
 
 
 class InFlightGroups:

@@ -33,8 +33,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.logs import is_due
 
-FLUSH_S = 10.0
-"""Seconds for which groups may wait for others, with which they are compressed."""
+FLUSH_S = 10.0  # seconds for which groups may wait for others, with which they are compressed
 DIGITS = 4
 
 logger = logging.getLogger(__name__)

@@ -22,14 +22,12 @@ from megatron_rl.algorithms.credit import estimate
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.grpo import GrpoConfig
 
-Gather = Callable[[Tensor], list[Tensor]]
-"""A tensor of this rank -> [ranks] the tensor of each rank, all of one shape."""
+Gather = Callable[[Tensor], list[Tensor]]  # a tensor of this rank -> [ranks] the tensor of each rank, all of one shape
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    positions: list[int]
-    """[groups] position of each group in the global batch."""
+    positions: list[int]  # [groups] position of each group in the global batch
     answers: ScoredAnswers
 
     def encoded(self) -> bytes:

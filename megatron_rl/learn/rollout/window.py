@@ -22,8 +22,7 @@ from itertools import chain, repeat
 
 from megatron_rl.recipe.config import RunConfig
 
-MOST_FOR_ONE = 4
-"""Largest number of prompts drawn at once for each prompt that is missing."""
+MOST_FOR_ONE = 4  # largest number of prompts drawn at once for each prompt that is missing
 
 
 class State(IntEnum):
@@ -31,12 +30,9 @@ class State(IntEnum):
     report UNFINISHED."""
 
     UNFINISHED = 0
-    OVERDUE = 1
-    """Unfinished, though the next step is the last that may train on it; therefore dropped."""
-    UNUSABLE = 2
-    """The prompt is too long."""
-    NO_SIGNAL = 3
-    """All rewards are equal, and dynamic sampling draws another prompt instead."""
+    OVERDUE = 1  # unfinished, though the next step is the last that may train on it; therefore dropped
+    UNUSABLE = 2  # the prompt is too long
+    NO_SIGNAL = 3  # all rewards are equal, and dynamic sampling draws another prompt instead
     USABLE = 4
 
 
@@ -45,10 +41,8 @@ class Drawn:
     """State of dynamic sampling between two steps. It is saved with the weights, so that an interrupted run draws the
     same prompts as an undisturbed one."""
 
-    below: int = 0
-    """Ordinal below which all are drawn. Those not settled yet are surplus groups of the next step."""
-    passed_over: int = 0
-    """Number of ordinals that the last step settled without training."""
+    below: int = 0  # ordinal below which all are drawn. Those not settled yet are surplus groups of the next step
+    passed_over: int = 0  # number of ordinals that the last step settled without training
 
 
 NOTHING_DRAWN = Drawn()
@@ -56,12 +50,9 @@ NOTHING_DRAWN = Drawn()
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice:
-    trained: list[int]
-    """Ordinals, ascending."""
-    next_ordinal: int
-    """Ordinal below which all are settled."""
-    overdue: list[int]
-    """Ordinals dropped because they are unfinished."""
+    trained: list[int]  # ordinals, ascending
+    next_ordinal: int  # ordinal below which all are settled
+    overdue: list[int]  # ordinals dropped because they are unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +67,18 @@ class Window:
     window.trained()                            the weights are those after one more step
     """
 
-    wanted: int
-    """Prompts per step."""
+    wanted: int  # prompts per step
     rounds: int = 1
     """Largest number of batches drawn for one. Once `rounds * wanted` ordinals are finished, the last ones without
     signal fill the batch."""
     max_lag: int = 0
-    drops: bool = False
-    """Whether groups that are unfinished when they are needed are dropped, instead of waited for."""
+    drops: bool = False  # whether groups that are unfinished when they are needed are dropped, instead of waited for
     last: int = 2**62
-    weights: int = 0
-    """Step after which the present weights are the newest."""
-    step: int = 1
-    """Step of the next batch."""
-    first: int = 0
-    """First ordinal of that batch."""
-    below: int = 0
-    """Ordinal below which all are begun."""
-    states: tuple[State, ...] = ()
-    """Last agreed states, from `first` on."""
+    weights: int = 0  # step after which the present weights are the newest
+    step: int = 1  # step of the next batch
+    first: int = 0  # first ordinal of that batch
+    below: int = 0  # ordinal below which all are begun
+    states: tuple[State, ...] = ()  # last agreed states, from `first` on
     drawn: Drawn = NOTHING_DRAWN
 
     @classmethod

@@ -27,8 +27,7 @@ from megatron_rl.recipe.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-BYTES_PER_TOKEN = 4
-"""Rough size of a token of text, to judge the work of a row before it is turned into tokens."""
+BYTES_PER_TOKEN = 4  # rough size of a token of text, to judge the work of a row before it is turned into tokens
 
 
 class ExampleDriver:

@@ -28,8 +28,7 @@ from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-TRIED = 64
-"""Rows that are turned into tokens at the start: the first ones, and others from the whole set."""
+TRIED = 64  # rows that are turned into tokens at the start: the first ones, and others from the whole set
 
 
 class UnusableRow(ValueError):
@@ -62,8 +61,7 @@ class DataRows:
     form: Form
     rows: Sequence[Problem]
     dropped: Mapping[str, int]
-    lacking: int
-    """Rows without a value in a column that is trained on."""
+    lacking: int  # rows without a value in a column that is trained on
 
     @property
     def count(self) -> int:

@@ -40,16 +40,14 @@ INPUTS = {"instruction": ("input", "context")}
 CALLS = ("query", "answers")
 TOOLS = ("tools", "functions")
 SYSTEMS = ("system", "system_prompt")
-HISTORY = "history"
-"""Column of earlier prompts and answers, each a list of both (LLaMA-Factory)."""
+HISTORY = "history"  # column of earlier prompts and answers, each a list of both (LLaMA-Factory)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """Columns of a data set's conversations."""
 
-    messages: str = ""
-    """Column of whole conversations; empty: the rows are prompts and answers."""
+    messages: str = ""  # column of whole conversations; empty: the rows are prompts and answers
     prompt: str = ""
     inputs: tuple[str, ...] = ()
     answer: str = ""

@@ -31,12 +31,10 @@ class AdamShare:
     """The part of one model parameter that this rank's optimizer holds."""
 
     parameter: Parameter
-    start: int
-    """First element of the part, in row-major order."""
+    start: int  # first element of the part, in row-major order
     tensors: dict[str, Tensor]
     """Adam's flat tensors from there on: both moments, and `param`, the fp32 weights of a model that is not fp32."""
-    replicated: bool
-    """Whether every data-parallel rank holds the same part: the optimizer is not distributed."""
+    replicated: bool  # whether every data-parallel rank holds the same part: the optimizer is not distributed
 
 
 def adam_tensors(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[Tensor]:
@@ -161,8 +159,7 @@ def _pieces(key: str, flat: Tensor, share: AdamShare, part: ShardedTensor) -> It
         whole += length
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size, per dimension."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size, per dimension
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:

@@ -34,10 +34,8 @@ class Scores:
     before: Tensor | None = None
     answers: Tensor | None = None
     answer_tokens: Tensor | None = None
-    reference: Tensor | None = None
-    """Log-probs of the reference policy, if there is one."""
-    teacher: Tensor | None = None
-    """Log-probs of the teacher, if there is one."""
+    reference: Tensor | None = None  # log-probs of the reference policy, if there is one
+    teacher: Tensor | None = None  # log-probs of the teacher, if there is one
     current: Tensor | None = None
     """bool, tokens whose ratio is relative to the weights before the step, that of the others to the weights that
     sampled them; None: that of all tokens is relative to the weights before the step."""
@@ -60,11 +58,9 @@ class FirstPass:
 
     batch: TrainingBatch
     microbatches: Sequence[MicroBatch]
-    inputs: Sequence[ModelInput]
-    """The micro-batches as the trained policy reads them."""
+    inputs: Sequence[ModelInput]  # the micro-batches as the trained policy reads them
     context: dist.ProcessGroup
-    score: Callable[[Policy, TrainingBatch, Sequence[ModelInput]], Tensor]
-    """`Trainer.score`"""
+    score: Callable[[Policy, TrainingBatch, Sequence[ModelInput]], Tensor]  # `Trainer.score`
 
     def under(self, policy: Policy) -> Tensor:
         """Score under a policy of the same shape as the trained one. Collective."""
@@ -76,8 +72,7 @@ class FirstPass:
         return self.score(policy, self.batch, inputs)
 
 
-Teacher = Callable[[FirstPass], Tensor]
-"""Returns the log-probs of a teacher, [trained tokens]. Collective."""
+Teacher = Callable[[FirstPass], Tensor]  # returns the log-probs of a teacher, [trained tokens]. Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +88,9 @@ class FrozenTeacher:
 class Objective(ABC):
     """Goal of a run's updates."""
 
-    temperature: float
-    """Temperature of the distributions whose log-probs the loss reads."""
-    entropy: Literal["value", "gradient"] = "value"
-    """Whether the entropy of these distributions has a gradient."""
-    absent: Sequence[str]
-    """Fields of `LossStats` that are None."""
+    temperature: float  # temperature of the distributions whose log-probs the loss reads
+    entropy: Literal["value", "gradient"] = "value"  # whether the entropy of these distributions has a gradient
+    absent: Sequence[str]  # fields of `LossStats` that are None
 
     @abstractmethod
     def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:

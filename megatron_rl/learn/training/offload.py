@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron_rl.model.platform.device import Device
 
-BLOCK_BYTES = 2**30
-"""Size in bytes of host memory blocks: torch rounds pinned allocations up to a power of two."""
+BLOCK_BYTES = 2**30  # size in bytes of host memory blocks: torch rounds pinned allocations up to a power of two
 _ALIGNED = 64
 
 
@@ -41,8 +40,7 @@ class HostState:
 
     def __init__(self, tensors: Sequence[Tensor], platform: Device) -> None:
         self.bytes = sum(tensor.nbytes for tensor in tensors)
-        self.away = False
-        """Whether the values are in host memory only."""
+        self.away = False  # whether the values are in host memory only
         self._synchronize = platform.synchronize
         self._on_device = Unused(tensors)
         self._copies = list(zip(tensors, _host_copies(tensors, platform.host_memory), strict=True))

@@ -29,11 +29,9 @@ from megatron_rl.recipe.training import OptimizerConfig, learning_rate
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    grad_norm: float
-    """Norm over the whole model, before clipping."""
+    grad_norm: float  # norm over the whole model, before clipping
     learning_rate: float
-    applied: bool
-    """False if the gradient was not finite: weights and Adam's state are unchanged."""
+    applied: bool  # false if the gradient was not finite: weights and Adam's state are unchanged
 
 
 class PolicyOptimizer:

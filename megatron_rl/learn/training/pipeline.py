@@ -23,8 +23,7 @@ class Pipeline:
         stage = groups.pipeline.rank() if groups else 0
         self.first = stage == 0
         self.last = stage == stages - 1
-        self.behind = stages - 1 - stage
-        """Stages that follow this one."""
+        self.behind = stages - 1 - stage  # stages that follow this one
         self._groups = groups
         self._ranks = dist.get_process_group_ranks(groups.pipeline) if groups else [0]
         self._stage = stage

@@ -33,15 +33,11 @@ class ModelInput:
     """A micro-batch as a rank's part of the model reads it: all tokens, or the part of a context-parallel rank. On the
     model's device."""
 
-    tokens: Tensor
-    """[part]"""
+    tokens: Tensor  # [part]
     positions: Tensor
-    select: Tensor
-    """[selected] indices into the part: tokens whose logits predict a trained token."""
-    targets: Tensor
-    """[selected] the predicted tokens."""
-    trained: Tensor
-    """[selected] indices of the targets among the batch's trained tokens: see `MicroBatch.trained`."""
+    select: Tensor  # [selected] indices into the part: tokens whose logits predict a trained token
+    targets: Tensor  # [selected] the predicted tokens
+    trained: Tensor  # [selected] indices of the targets among the batch's trained tokens: see `MicroBatch.trained`
     layout: Layout
 
     @classmethod
@@ -60,10 +56,8 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class UpdateInput:
-    inputs: Sequence[ModelInput]
-    """Equally many on every rank."""
-    per_sequence: Tensor
-    """[2, sequences] weight of each token of the sequence in the global mean, and its advantage."""
+    inputs: Sequence[ModelInput]  # equally many on every rank
+    per_sequence: Tensor  # [2, sequences] weight of each token of the sequence in the global mean, and its advantage
 
 
 def forward_backward(
@@ -159,8 +153,7 @@ def _backward(received: Tensor | None, output: Tensor, pipeline: Pipeline) -> No
 class ContextLayout:
     """Attention of this rank's tokens to the tokens of all ranks."""
 
-    part: Layout
-    """Layout of this rank's queries and all keys."""
+    part: Layout  # layout of this rank's queries and all keys
     indices_of_ranks: Tensor
     group: dist.ProcessGroup
 

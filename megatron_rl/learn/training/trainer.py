@@ -69,8 +69,7 @@ class Trainer:
         self.platform, self.groups, self.safe_points = here.platform, here.groups, here.safe_points
         self.policy_version = policy_version
         self.nonfinite_in_a_row = nonfinite_in_a_row
-        self.between_steps = True
-        """False only within a step, when weights and optimizer are between two of its updates."""
+        self.between_steps = True  # false only within a step, when weights and optimizer are between two of its updates
         self._pipeline = Pipeline(here.groups)
 
     def train(

@@ -35,18 +35,12 @@ class TrainingBatch:
 
     trajectories: Sequence[Trajectory]
     credit: Credit
-    sequences: Sequence[Branch]
-    """Sequences of the first trajectory, then of the next ones."""
-    trajectory: Tensor
-    """[sequences] index of the trajectory."""
-    lengths: Tensor
-    """[sequences] trained tokens."""
-    weights: Tensor
-    """[sequences] see `sequence_weights`; 0 if masked as overlong."""
-    sequence_of_token: Tensor
-    """[trained tokens]"""
-    inference_logprobs: Tensor
-    """[trained tokens] log-probs of the engine."""
+    sequences: Sequence[Branch]  # sequences of the first trajectory, then of the next ones
+    trajectory: Tensor  # [sequences] index of the trajectory
+    lengths: Tensor  # [sequences] trained tokens
+    weights: Tensor  # [sequences] see `sequence_weights`; 0 if masked as overlong
+    sequence_of_token: Tensor  # [trained tokens]
+    inference_logprobs: Tensor  # [trained tokens] log-probs of the engine
     current: Tensor | None
     """[trained tokens] whether the current weights sampled the token; None if they sampled all, or nothing is
     sampled."""
@@ -146,13 +140,10 @@ def environment_stats(
 
 @dataclass(frozen=True, slots=True)
 class UpdatePart:
-    packing: Packing
-    """Packing of the chosen sequences with a gradient; the others count as zeros in the mean."""
-    bins: Sequence[Sequence[int]]
-    """Fewest bins found for them: see `Packing.bins`."""
+    packing: Packing  # packing of the chosen sequences with a gradient; the others count as zeros in the mean
+    bins: Sequence[Sequence[int]]  # fewest bins found for them: see `Packing.bins`
     room: BinLimit
-    normaliser: float
-    """This rank's part of the normaliser (`local_normaliser`), over all chosen sequences."""
+    normaliser: float  # this rank's part of the normaliser (`local_normaliser`), over all chosen sequences
 
 
 def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, kernels: Kernels) -> UpdatePart:
@@ -172,10 +163,8 @@ def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    microbatches: int
-    """Largest number that any rank needs."""
-    normaliser: float
-    """Normaliser of the global batch."""
+    microbatches: int  # largest number that any rank needs
+    normaliser: float  # normaliser of the global batch
 
 
 def agree(parts: Sequence[UpdatePart], groups: Groups) -> list[Agreed]:
@@ -195,10 +184,8 @@ def agree(parts: Sequence[UpdatePart], groups: Groups) -> list[Agreed]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
-    microbatches: Sequence[MicroBatch]
-    """Equally many on every rank, padded with empty ones."""
-    normaliser: float
-    """Normaliser of the global batch."""
+    microbatches: Sequence[MicroBatch]  # equally many on every rank, padded with empty ones
+    normaliser: float  # normaliser of the global batch
 
     @property
     def packed_tokens(self) -> int:

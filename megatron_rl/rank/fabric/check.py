@@ -38,7 +38,6 @@ from megatron_rl.rank.fabric.findings import (
     findings,
     is_bad,
     rounds,
-    stragglers,
     summary,
     unusable,
     whole_nodes,
@@ -53,7 +52,6 @@ logger = logging.getLogger("megatron_rl.rank.fabric.check")
 
 MEASURE_S = 10.0
 BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}  # bytes of the reduced fp32 tensor, by device
-PRODUCT, PRODUCTS = 8192, 50  # size and number of the timed matrix products: a tenth of a second on an H100
 FORK = multiprocessing.get_context("fork")  # fast: torch is imported already. Safe: this process has not touched CUDA.
 
 
@@ -95,7 +93,6 @@ def run(
     if rank not in members and rank != 0:  # rank 0 serves the others' board in any case
         return
     began = time.monotonic()
-    slow: dict[str, str] = {}
     broken: dict[str, str] = {}
 
     def reduce(stages: Sequence[Stage]) -> dict[str, AllReduce]:
@@ -105,7 +102,6 @@ def run(
         key = "+".join(stage.name for stage in stages)
         found_by_rank = board.exchange(key, found and to_json(found), members, timeouts.stage + timeouts.slack)
         answers = [None if one is None else from_json(AllReduce, one) for one in found_by_rank]
-        slow.update(stragglers(hosts, answers))
         broken.update(unusable(hosts, answers))
         return {stage.name: worst([answers[one] for one in stage.members]) for stage in stages}
 
@@ -120,7 +116,7 @@ def run(
             found = reduce(list(stages.values()))
             pairs |= {edge: found[stage.name] for edge, stage in stages.items()}
     if rank == 0:
-        report = findings(names, whole, pairs, slower_than, time.monotonic() - began, slow | broken)
+        report = findings(names, whole, pairs, slower_than, time.monotonic() - began, broken)
         write(attempt.fabric, report)
         for line in summary(report):
             logger.info(line)
@@ -226,21 +222,7 @@ def measure(address: Path, job: JobConfig, stage: Stage, rank: int, local_rank: 
     times = max(1, min(200, int(MEASURE_S / slowest.item())))
     seconds = _seconds(tensor, times, platform.synchronize) / times
     gbps = 2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9
-    # On CPUs the ranks share the processors of a node, so a product's speed means nothing.
-    tflops = product_tflops(platform.device, PRODUCT, platform.synchronize) if job.device == "cuda" else None
-    return AllReduce(gbps=gbps, seconds=seconds, tflops=tflops)
-
-
-def product_tflops(device: torch.device, size: int, synchronize: Callable[[], None]) -> float:
-    """Speed of bf16 products of two [size, size] matrices, in 1e12 operations per second."""
-    left = torch.ones(size, size, dtype=torch.bfloat16, device=device)  # [size, size]
-    product = left @ left
-    synchronize()
-    began = time.monotonic()
-    for _ in range(PRODUCTS):
-        torch.matmul(left, left, out=product)
-    synchronize()
-    return PRODUCTS * 2 * size**3 / (time.monotonic() - began) / 1e12
+    return AllReduce(gbps=gbps, seconds=seconds)
 
 
 def _seconds(tensor: torch.Tensor, times: int, synchronize: Callable[[], None]) -> float:

@@ -6,12 +6,10 @@ The nodes form a ring, and each is tested with both neighbours. A node that does
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from statistics import median
 
 from megatron_rl.contract.attempt_records import AllReduce, FabricReport, PairAllReduce
 
 Edge = tuple[int, int]
-STRAGGLER = 0.8  # share of the median speed below which a GPU holds all others up
 
 
 def whole_nodes(hosts: Sequence[str | None]) -> dict[str, tuple[int, ...]]:
@@ -85,19 +83,6 @@ def unusable(hosts: Sequence[str | None], answers: Sequence[AllReduce | None]) -
     return {str(hosts[rank]): str(error) for rank, error in failed.items()}
 
 
-def stragglers(hosts: Sequence[str | None], answers: Sequence[AllReduce | None]) -> dict[str, str]:
-    """Host -> a sentence about its GPU that computes more slowly than all others. hosts, answers: one per rank."""
-    known = {rank: one.tflops for rank, one in enumerate(answers) if one is not None and one.tflops is not None}
-    if len(known) < 2:
-        return {}
-    usual = median(known.values())
-    slow = {rank: tflops for rank, tflops in known.items() if tflops < STRAGGLER * usual}
-    return {
-        str(hosts[rank]): f"its GPU of rank {rank} computes at {tflops:.0f} TFLOP/s, the others at {usual:.0f}"
-        for rank, tflops in slow.items()
-    }
-
-
 def findings(
     names: Sequence[str],
     whole: AllReduce,
@@ -107,7 +92,7 @@ def findings(
     alone: Mapping[str, str],
 ) -> FabricReport:
     """Report of the nodes to blame. Edges are pairs of positions in `names`. alone: host -> what is wrong with it
-    without any other: see `unusable` and `stragglers`."""
+    without any other: see `unusable`."""
     bad_pairs = {edge for edge, found in pairs.items() if is_bad(found, slower_than)}
     named = culprits(len(names), bad_pairs)
     bad = dict(alone)

@@ -24,10 +24,8 @@ from megatron_rl.contract.children import how_ended
 from megatron_rl.rank.processes.guard import END, END_S, code_of
 from megatron_rl.rank.processes.printed import CHUNK, Printed
 
-GIVE_UP_S = 5.0
-"""Seconds in which a coroutine must end when it is cancelled. One that does not has its process killed."""
-CLOSED_S = 1.0
-"""Seconds until a process that has closed its output, and so cannot answer any more, is ended."""
+GIVE_UP_S = 5.0  # seconds in which a coroutine must end when it is cancelled. One that does not has its process killed
+CLOSED_S = 1.0  # seconds until a process that has closed its output, and so cannot answer any more, is ended
 LONGEST_REPLY = 2**26
 
 
@@ -38,8 +36,7 @@ class Late(Exception):
 class Died(Exception):
     """The process ended while it worked on this answer, and perhaps others."""
 
-    printed = ""
-    """Output of a process that ended before its greeting."""
+    printed = ""  # output of a process that ended before its greeting
 
     def __init__(self, how: str, killed: bool) -> None:
         """killed: whether something outside killed it, such as the kernel's out-of-memory killer."""
@@ -59,16 +56,14 @@ class Language:
     cancel_s: float | None = None
     """Seconds in which the process must give up a cancelled request. One that does not is stuck, and is ended. None: it
     may take its time."""
-    grace_s: float = 0.0
-    """Seconds that its guard gives it to end."""
+    grace_s: float = 0.0  # seconds that its guard gives it to end
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     said: Mapping[str, Any]
     printed: str
-    alone: bool
-    """Whether it worked on no other answer meanwhile."""
+    alone: bool  # whether it worked on no other answer meanwhile
 
 
 @dataclass(slots=True)

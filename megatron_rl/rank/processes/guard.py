@@ -29,8 +29,7 @@ from megatron_rl.contract.children import (
 
 END = signal.SIGRTMIN
 """The parent, or the kernel at the parent's death, orders the guard with this signal to end everything."""
-END_S = 5.0
-"""Seconds for the kernel to end killed processes; one that hangs in a file system may need longer."""
+END_S = 5.0  # seconds for the kernel to end killed processes; one that hangs in a file system may need longer
 SIGNALLED = 128
 """The guard's exit code is that of the guarded process, or this plus the number of the signal that ended it."""
 

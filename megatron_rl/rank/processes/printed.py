@@ -31,11 +31,9 @@ class Printed:
     """Standard output and error output of a worker, divided at its marks."""
 
     pattern: re.Pattern[bytes]
-    ends: Callable[[int, str], None]
-    """Called with the number of an answer and with what was printed before its mark."""
+    ends: Callable[[int, str], None]  # called with the number of an answer and with what was printed before its mark
     tail: LastBytes = field(default_factory=lambda: LastBytes(4 * PRINTED_CHARACTERS))
-    _held: bytes = b""
-    """Possible beginning of a mark."""
+    _held: bytes = b""  # possible beginning of a mark
 
     def add(self, part: bytes) -> None:
         self._held += part

@@ -14,8 +14,7 @@ from megatron_rl.contract.files import append_line
 from megatron_rl.contract.records import Unreadable, encode_line, read_lines
 from megatron_rl.recipe.errors import ConfigurationError
 
-ProblemKey = tuple[str, str, int]
-"""Set, mode and number of a problem."""
+ProblemKey = tuple[str, str, int]  # set, mode and number of a problem
 
 
 class AnswerFile:

@@ -29,8 +29,7 @@ T = TypeVar("T")
 
 UNEXPLAINED = "the environment does not say why"
 
-Waits = Callable[[], AbstractContextManager[None]]
-"""Context to enter while this rank waits for others."""
+Waits = Callable[[], AbstractContextManager[None]]  # context to enter while this rank waits for others
 
 
 class AnsweringEngine(InferenceInterface, Protocol):
@@ -54,11 +53,9 @@ class RunBlock(Protocol):
 class EvaluationProgress:
     set: str
     mode: str
-    done: int
-    """Answered problems, over all sets and modes."""
+    done: int  # answered problems, over all sets and modes
     of: int
-    waits_for: str = ""
-    """Work that the first answer waits for."""
+    waits_for: str = ""  # work that the first answer waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +91,7 @@ class OpenedEvaluation:
     engine: AnsweringEngine
     source: PolicySource
     digest: str
-    name: str = "native"
-    """Engine, with its version if it is not of this project."""
+    name: str = "native"  # engine, with its version if it is not of this project
     replica: int = 0
     replicas: int = 1
     leaders: dist.ProcessGroup | None = None

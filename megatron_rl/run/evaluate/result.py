@@ -19,8 +19,7 @@ from megatron_rl.contract.evaluation_records import (
 )
 from megatron_rl.run.evaluate.answer_file import ProblemKey
 
-RIGHT = 1.0
-"""Reward of a correct answer, as in a run's greedy accuracy."""
+RIGHT = 1.0  # reward of a correct answer, as in a run's greedy accuracy
 
 OF_ANSWERS: Mapping[str, Callable[[ScoredAnswer], float]] = {
     "mean_reward": lambda answer: answer.reward,
@@ -33,8 +32,7 @@ OF_ANSWERS: Mapping[str, Callable[[ScoredAnswer], float]] = {
 @dataclass(frozen=True, slots=True)
 class Judged:
     right: bool
-    vote: str | None = None
-    """Key that is equal for equivalent answers; None if the response has no comparable answer."""
+    vote: str | None = None  # key that is equal for equivalent answers; None if the response has no comparable answer
 
 
 def mean_over_problems(values: Sequence[float]) -> MeanScore | None:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from megatron_rl.generate.engine.opened_policy import OpenedPolicy
     from megatron_rl.recipe.inference import Sampling
 
-MAX_NEW_TOKENS = 512
-"""Most tokens of an answer, if neither a run nor the user sets a limit."""
+MAX_NEW_TOKENS = 512  # most tokens of an answer, if neither a run nor the user sets a limit
 
 
 def main() -> int:

@@ -26,8 +26,7 @@ class Lesson:
     config: RunConfig
     tokenizer: Tokenizer
     environment: Environment | None
-    sets: Sequence[TrainingSet]
-    """Rows of data, or problems of each environment."""
+    sets: Sequence[TrainingSet]  # rows of data, or problems of each environment
     unread: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -39,15 +39,12 @@ from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.registry import environment_class, with_samples
 from megatron_rl.recipe.requests import Trial
 
-MAX_NEW_TOKENS = 512
-"""Most tokens of an answer, if neither a run nor the user sets a limit."""
+MAX_NEW_TOKENS = 512  # most tokens of an answer, if neither a run nor the user sets a limit
 
 
-END = "\ufdd0"
-"""End token in a text. A noncharacter of Unicode, so no message should contain it."""
+END = "\ufdd0"  # end token in a text. A noncharacter of Unicode, so no message should contain it
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-TAGS = (CALL, CALL_END, "<think>", "</think>")
-"""Texts that are one token each."""
+TAGS = (CALL, CALL_END, "<think>", "</think>")  # texts that are one token each
 _PIECE = re.compile("|".join(map(re.escape, TAGS)) + "|.", re.DOTALL)
 
 

@@ -37,10 +37,8 @@ from megatron_rl.recipe.rollout import ResumeConfig
 
 logger = logging.getLogger(__name__)
 
-WRITE_TIMEOUT_S = 3.0
-"""Seconds that the last write has when the bank is closed."""
-SECURE_TIMEOUT_S = 60.0
-"""Deadline, in seconds, of the records that a checkpoint needs; after it the checkpoint fails."""
+WRITE_TIMEOUT_S = 3.0  # seconds that the last write has when the bank is closed
+SECURE_TIMEOUT_S = 60.0  # deadline, in seconds, of the records that a checkpoint needs; after it the checkpoint fails
 WORTH_WRITING_S = 1.0
 """Seconds of generation that are worth a write after a batch. Writing every step of a tiny model takes a tenth of
 it."""

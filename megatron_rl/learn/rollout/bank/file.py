@@ -61,8 +61,7 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Scan:
     entries: list[Entry]
-    damaged: int
-    """Stretches of the file that are not a record, including a torn tail."""
+    damaged: int  # stretches of the file that are not a record, including a torn tail
 
 
 def encode(head: Head, body: bytes) -> bytes:

@@ -28,12 +28,9 @@ class EarlierWork:
     """Reusable records of earlier attempts. Their bodies stay on disk until they are needed; work whose body is missing
     or unreadable is generated again."""
 
-    groups: dict[int, Entry]
-    """Ordinal -> record of its scored group."""
-    parts: dict[AnswerKey, list[Entry]]
-    """Answer -> records of its parts, in the order in which they were written."""
-    versions: dict[int, int]
-    """Policy version under which an ordinal with parts was submitted."""
+    groups: dict[int, Entry]  # ordinal -> record of its scored group
+    parts: dict[AnswerKey, list[Entry]]  # answer -> records of its parts, in the order in which they were written
+    versions: dict[int, int]  # policy version under which an ordinal with parts was submitted
 
     @classmethod
     def index(cls, entries: Iterable[Entry], *, with_parts: bool) -> EarlierWork:
@@ -78,8 +75,7 @@ def _body(entry: Entry) -> bytes | None:
 class ScoredGroup:
     group: TrajectoryGroup
     version: int
-    newest: int
-    """Newest policy version that sampled any of its tokens."""
+    newest: int  # newest policy version that sampled any of its tokens
 
 
 @dataclass(slots=True)
@@ -88,10 +84,8 @@ class _OpenRequest:
 
     request: GenerationRequest
     ordinal: int
-    prompt: int
-    """Checksum of the prompt."""
-    written: dict[int, int]
-    """Sample -> number of its tokens that are on disk or being written."""
+    prompt: int  # checksum of the prompt
+    written: dict[int, int]  # sample -> number of its tokens that are on disk or being written
     completions: list[Completion] | None = None
 
 

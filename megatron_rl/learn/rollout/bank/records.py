@@ -36,11 +36,9 @@ class Lineage:
 
     run: str
     attempt: int
-    step: int
-    """Step of the checkpoint that the attempt resumed from; 0: none."""
+    step: int  # step of the checkpoint that the attempt resumed from; 0: none
     policy_version: int
-    recipe: str
-    """Fingerprint of everything in the recipe that answers depend on."""
+    recipe: str  # fingerprint of everything in the recipe that answers depend on
 
 
 def fingerprint(config: RunConfig, problems: Mapping[str, ProblemDigest]) -> str:

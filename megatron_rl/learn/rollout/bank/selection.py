@@ -14,8 +14,7 @@ from megatron_rl.learn.rollout.bank.records import AnswerKey, Lineage, answer_ke
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    entries: list[Entry]
-    """Reusable records; a later one takes precedence over an earlier one."""
+    entries: list[Entry]  # reusable records; a later one takes precedence over an earlier one
     discarded: Counter[str]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 import time
 
 from megatron_rl.contract.child import Child
@@ -53,6 +54,7 @@ class Mirror:
     def restart_if_ended(self) -> None:
         """Restart a child that has ended, at most every RESTART_S. Returns at once."""
         if self._process is not None and self._process.exit_code() is not None:
+            os.close(self._life_line)
             self._end(self._process)
         if self._process is None and time.monotonic() >= self._again:
             self._start()
@@ -61,7 +63,7 @@ class Mirror:
         """End the child of a complete record, within FINISH_S + KILL_S seconds."""
         if self._process is None:
             return
-        self._process.let_go()
+        os.close(self._life_line)
         self._process.wait(FINISH_S + KILL_S)
         self._end(self._process)
 
@@ -70,7 +72,14 @@ class Mirror:
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._log.unlink(missing_ok=True)
-            self._process = Child(self._command, output=self._log, life_line=True)
+            theirs, self._life_line = os.pipe()  # it ends with this process, or in `close`
+            try:
+                command = [*self._command, "--until", str(theirs)]
+                self._process = Child(command, output=self._log, inherited=[theirs])
+            finally:
+                os.close(theirs)
+                if self._process is None:
+                    os.close(self._life_line)
         except OSError as error:
             self._miss(f"does not start: {error}")
 

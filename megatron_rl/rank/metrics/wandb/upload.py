@@ -1,9 +1,8 @@
 """Upload the record of a run to Weights & Biases:
 
-    python -P -m megatron_rl.rank.metrics.wandb.upload RUN_DIR </dev/null
+    python -P -m megatron_rl.rank.metrics.wandb.upload RUN_DIR
 
-mirror.py starts it beside the run; started by hand it uploads what W&B misses of a run that has ended. The record is
-complete when standard input ends or the parent process dies.
+mirror.py starts it beside the run; started by hand it uploads what W&B misses of a run that has ended.
 
 A run that resumes from a checkpoint repeats steps that W&B already has. But the history of a W&B run only grows: a
 resumed W&B run drops steps up to its last one (docs.wandb.ai/models/support/seeing_fewer_data_points_logged); rewinding
@@ -21,7 +20,6 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import select
 import shutil
 import signal
 import sys
@@ -157,10 +155,13 @@ def upload(run: RunDir, attempt: Attempt, over: threading.Event) -> None:
     wandb_run.finish(exit_code=0 if outcome == FINISHED else 1)
 
 
-def end_in_time(owner: int, limit_s: float, over: threading.Event) -> None:
-    """Set `over` once the record is complete or its writer, `owner`, is gone; end this process `limit_s` later."""
-    while os.getppid() == owner and not select.select([sys.stdin], [], [], 1.0)[0]:
-        pass
+def end_in_time(life_line: int | None, limit_s: float, over: threading.Event) -> None:
+    """Set `over` once the record is complete, as its writer says or dies; end this process `limit_s` later.
+
+    life_line: descriptor of a pipe that then ends; None: the record is complete.
+    """
+    if life_line is not None:
+        os.read(life_line, 1)
     over.set()
     time.sleep(limit_s)
     leave(f"W&B took longer than {limit_s:g} s to take the last steps")
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=600.0, help="seconds for the upload after the record is complete"
     )
+    parser.add_argument("--until", type=int, help="descriptor of a pipe that ends with the run; default: it has ended")
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # sent to all processes of a step, but meant for the ranks
@@ -190,9 +192,9 @@ def main() -> None:
         del os.environ[name]
     os.environ |= ENVIRONMENT
     run = RunDir(options.run_dir)
-    over = threading.Event()
-    threading.Thread(target=end_in_time, args=(os.getppid(), options.limit, over), daemon=True).start()
-    upload(run, run.attempt(run.last_attempt()), over)
+    attempt, over = run.attempt(run.last_attempt()), threading.Event()
+    threading.Thread(target=end_in_time, args=(options.until, options.limit, over), daemon=True).start()
+    upload(run, attempt, over)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.contract.attempt_records import AllReduce
-from megatron_rl.rank.fabric.check import product_tflops
-from megatron_rl.rank.fabric.findings import culprits, findings, ring, rounds, stragglers
+from megatron_rl.rank.fabric.findings import culprits, ring, rounds
 
 NODES = st.integers(min_value=2, max_value=40)
 
@@ -55,17 +52,3 @@ def test_a_node_that_does_well_with_a_neighbour_is_never_named(nodes, data):
 
 def test_of_two_nodes_none_can_be_named():
     assert culprits(2, {(0, 1)}) == []
-
-
-def test_a_gpu_that_computes_slowly_beside_the_others_condemns_its_node():
-    hosts = ["a", "a", "b", "b"]
-    answers = [AllReduce(300.0, tflops=tflops) for tflops in (700.0, 690.0, 480.0, 710.0)]
-    slow = stragglers(hosts, answers)
-    assert slow == {"b": "its GPU of rank 2 computes at 480 TFLOP/s, the others at 695"}
-    assert findings(["a", "b"], AllReduce(300.0), {}, 100.0, 1.0, slow).bad == slow
-    assert stragglers(hosts, [*answers[:2], None, AllReduce(error="no end")]) == {}
-    assert stragglers(hosts, [AllReduce(1.0)] * 4) == {}, "on CPUs nothing is measured"
-
-
-def test_the_matrix_products_are_timed():
-    assert 0.0 < product_tflops(torch.device("cpu"), 64, lambda: None) < 100.0
