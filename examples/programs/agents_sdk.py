@@ -1,4 +1,5 @@
-"""The same agent on the OpenAI Agents SDK (`pip install openai-agents`), which asks /v1/responses.
+"""The same agent on the OpenAI Agents SDK (`pip install openai-agents`), whose own default is an API that the
+policy endpoint does not offer: `OpenAIChatCompletionsModel` asks for chat completions.
 
 mrl calls `rollout` in its own process for each rollout, with a client of the policy.
 """
@@ -9,7 +10,7 @@ import os
 import re
 from typing import Any
 
-from agents import Agent, OpenAIResponsesModel, RunConfig, Runner, function_tool
+from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
 
@@ -23,7 +24,7 @@ async def rollout(client: AsyncOpenAI, problem: dict[str, Any]) -> dict[str, flo
     agent = Agent(
         name="calculator",
         tools=[multiply],
-        model=OpenAIResponsesModel(os.environ["OPENAI_MODEL"], client),
+        model=OpenAIChatCompletionsModel(os.environ["OPENAI_MODEL"], client),
     )
     result = await Runner.run(
         agent,

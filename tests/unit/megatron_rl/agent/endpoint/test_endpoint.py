@@ -260,3 +260,45 @@ def test_256_sessions_are_served_at_once() -> None:
         assert await asyncio.gather(*map(rollout, range(256))) == [f"{number}hello" for number in range(256)]
 
     with_session(programs)
+
+
+def test_forms_that_frameworks_ask_for_lose_no_rollout() -> None:
+    """The answer is sampled as the policy gives it, and the response says so."""
+
+    async def program(one: Opened) -> None:
+        forms: Any = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+        create = one.openai.chat.completions.with_raw_response.create
+        raw = await create(model="policy", messages=[USER], **forms)  # type: ignore[list-item]
+        assert raw.headers["x-mrl-not-enforced"] == "tool_choice, response_format"
+        assert [trained for _, trained in one.sequences()] == ["hello<end>"]
+
+    with_session(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
+def test_agent_of_openais_sdk_is_one_sequence(streamed: bool) -> None:
+    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool  # slow
+
+    @function_tool
+    def add(x: int) -> str:
+        """Add one."""
+        return str(x + 1)
+
+    async def program(one: Opened) -> None:
+        model = OpenAIChatCompletionsModel("policy", one.openai)
+        settings = ModelSettings(tool_choice="required")
+        agent = Agent("adder", instructions="Use the tool.", tools=[add], model=model, model_settings=settings)
+        config = RunConfig(tracing_disabled=True)
+        if streamed:
+            stream = Runner.run_streamed(agent, "1+1", run_config=config)
+            async for _ in stream.stream_events():
+                pass
+            result: Any = stream
+        else:
+            result = await Runner.run(agent, "1+1", run_config=config)
+        assert result.final_output == "two"
+        ((whole, trained),) = one.sequences()
+        assert trained == f"{CALL}<end>two<end>" and "[tool]2[assistant]" in whole
+
+    with_session(program, in_turn(CALL, "two"))
