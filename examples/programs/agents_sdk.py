@@ -1,5 +1,4 @@
-"""The same agent on the OpenAI Agents SDK (`pip install openai-agents`), whose own default is an API that the
-policy endpoint does not offer: `OpenAIChatCompletionsModel` asks for chat completions.
+"""The same agent on the OpenAI Agents SDK (`pip install openai-agents`), which asks /v1/responses.
 
 mrl calls `rollout` in its own process for each rollout, with a client of the policy.
 """
@@ -10,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from agents import Agent, OpenAIResponsesModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
 
@@ -24,7 +23,7 @@ async def rollout(client: AsyncOpenAI, problem: dict[str, Any]) -> dict[str, flo
     agent = Agent(
         name="calculator",
         tools=[multiply],
-        model=OpenAIChatCompletionsModel(os.environ["OPENAI_MODEL"], client),
+        model=OpenAIResponsesModel(os.environ["OPENAI_MODEL"], client),
     )
     result = await Runner.run(
         agent,

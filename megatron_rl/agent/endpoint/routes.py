@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,9 +15,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_rl.agent.endpoint.conversations import KnownConversation
+from megatron_rl.agent.endpoint.responses_api import (
+    ResponsesBody,
+    answer_of,
+    as_chat,
+    events_of,
+    new_messages,
+    response_of,
+)
 from megatron_rl.agent.endpoint.session import MODEL, UNLIMITED, RolloutSession
 from megatron_rl.agent.server.bodies import Body, ChatBody, CompletionBody, Items, TokenId, parse
-from megatron_rl.agent.server.event_stream import unless_gone
+from megatron_rl.agent.server.event_stream import EventStream, unless_gone
 from megatron_rl.agent.server.request_parsing import ParsedRequest, ServedModel, no_template
 from megatron_rl.agent.server.response_bodies import ChoiceFormat
 from megatron_rl.agent.server.samples import AnswerPart, Prompt
@@ -35,9 +43,10 @@ from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import ConversationError
 from megatron_rl.recipe.endpoint import EndpointConfig
 
-NO_RESPONSES = (
-    "/v1/responses is not offered here: ask /v1/chat/completions (in the OpenAI Agents SDK, OpenAIChatCompletionsModel)"
-)
+STALL_S = 60.0
+"""Longest time, in seconds, in which the reader of a stream takes nothing."""
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 Answer = Callable[[RolloutSession, bytes], Awaitable[Response]]
 
 
@@ -71,13 +80,17 @@ class Routes:
 
     async def _chat_completions(self, session: RolloutSession, raw: bytes) -> Response:
         body = parse(ChatBody, raw)
+        return self._response(*await self._chatted(session, body))
+
+    async def _chatted(self, session: RolloutSession, body: ChatBody) -> tuple[ParsedRequest, dict[int, AnswerPart]]:
+        """Answer a request of a chat. Raises ApiError."""
         self._check_model(body.model)
         conversation = None
         if not body.prompt_token_ids:
             prompt, conversation = self._prompt(session, body)
             body = body.model_copy(update={"prompt_token_ids": prompt})
         asked = await self._model.chat(body)
-        return self._response(asked, await session.ask(asked, conversation))
+        return asked, await session.ask(asked, conversation)
 
     def _prompt(self, session: RolloutSession, body: ChatBody) -> tuple[list[int], KnownConversation]:
         if not self._chat.has_template:
@@ -92,7 +105,15 @@ class Routes:
             ) from error
 
     async def _responses(self, session: RolloutSession, raw: bytes) -> Response:
-        raise ApiError(404, NO_RESPONSES, code="not_found")
+        body = parsed(ResponsesBody, raw)
+        body.check()
+        messages = [*session.messages_of(body.previous_response_id), *new_messages(body)]
+        asked, parts = await self._chatted(session, as_chat(body, messages))
+        response = response_of(body, whole_body(asked, parts))
+        session.keep_response(response["id"], [*messages, *answer_of(response)])
+        if not body.stream:
+            return JSONResponse(response, headers=asked.headers)
+        return event_stream([*events_of(response)], asked.headers)
 
     async def _completions(self, session: RolloutSession, raw: bytes) -> Response:
         body = parse(CompletionBody, raw)
@@ -105,12 +126,11 @@ class Routes:
         return self._response(asked, await session.ask(asked, texts=texts))
 
     async def _generate(self, session: RolloutSession, raw: bytes) -> Response:
+        asked_for = parsed(GenerateBody, raw)
         try:
-            body = GenerateBody.model_validate(from_json(raw, allow_inf_nan=False)).completion()
+            body = asked_for.completion()
         except ValidationError as error:
             raise invalid(error) from error
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
         self._check_model(body.model)
         asked = await self._model.completion(body)
         form = asked.form
@@ -121,7 +141,7 @@ class Routes:
         if not asked.body.stream:
             return JSONResponse(whole_body(asked, parts), headers=asked.headers)
         events = Events(asked)
-        return Response(events.of(parts) + events.end(), headers=asked.headers, media_type="text/event-stream")
+        return event_stream([events.of(parts), events.end()], asked.headers)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -136,6 +156,24 @@ class Routes:
 
     def _card(self) -> dict[str, Any]:
         return {"id": MODEL, "object": "model", "created": self._created, "owned_by": "mrl"}
+
+
+def parsed(kind: type[AnyModel], raw: bytes) -> AnyModel:
+    """Parse a body that ignores unknown fields. Raises ApiError."""
+    try:
+        return kind.model_validate(from_json(raw, allow_inf_nan=False))
+    except ValidationError as error:
+        raise invalid(error) from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def event_stream(events: Sequence[bytes], headers: Mapping[str, str]) -> EventStream:
+    async def following() -> Any:
+        for event in events[1:]:
+            yield event
+
+    return EventStream(events[0], following(), STALL_S, headers)
 
 
 # vLLM's /inference/v1/generate: token ids in, token ids and log-probs out

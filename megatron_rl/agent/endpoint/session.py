@@ -29,6 +29,7 @@ from megatron_rl.generate.engine.interface import (
 )
 from megatron_rl.generate.serving.api_errors import ApiError, invalid
 from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.messages import Message
 from megatron_rl.model.text_stream import TextStream
 from megatron_rl.recipe.endpoint import EndpointConfig
 from megatron_rl.recipe.inference import Sampling
@@ -75,6 +76,7 @@ class RolloutSession:
         self._branches = AnswerTree()
         self._conversations: list[tuple[KnownConversation, AnswerNode]] = []
         self._texts: list[tuple[str, AnswerNode]] = []
+        self._responses: dict[str, Sequence[Message]] = {}
         self._asked: Counter[bytes] = Counter()  # how often each prompt was asked
         self._coming = 0  # branches that unfinished calls will add
         self._extended: Counter[AnswerNode] = Counter()  # by unfinished calls
@@ -110,6 +112,22 @@ class RolloutSession:
             default=("", None),
         )
         return None if turn is None else turn.tokens + self._tokenizer.encode(text[len(known) :])
+
+    def messages_of(self, response: str | None) -> Sequence[Message]:
+        """Return the messages up to the end of a response of /v1/responses. Raises ApiError."""
+        if response is None:
+            return ()
+        if response not in self._responses:
+            raise ApiError(
+                400,
+                f"previous_response_id: this session has no response {response[:80]!r}",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return self._responses[response]
+
+    def keep_response(self, id: str, messages: Sequence[Message]) -> None:
+        self._responses[id] = messages
 
     # Calls
 

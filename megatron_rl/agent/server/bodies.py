@@ -249,10 +249,7 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     except ValidationError as error:
         raise invalid(error) from error
     if isinstance(body, ChatBody | TokenizeBody):
-        try:
-            _ = body.said
-        except ConversationError as error:
-            raise invalid_conversation(error) from error
+        check_said(body)
     if isinstance(body, ChatBody):
         _check_chat(body)
     if isinstance(body, GenerationBody) and body.stream and body.prompt_logprobs is not None:
@@ -260,7 +257,15 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     return body
 
 
-def _check_tool_choice(choice: str | dict[str, Any], names: Collection[str]) -> None:
+def check_said(body: ChatBody | TokenizeBody) -> None:
+    """Raise ApiError if the messages or tools cannot be understood."""
+    try:
+        _ = body.said
+    except ConversationError as error:
+        raise invalid_conversation(error) from error
+
+
+def check_tool_choice(choice: str | dict[str, Any], names: Collection[str]) -> None:
     """Raise ApiError unless the choice is one that OpenAI knows, of the tools with these names."""
     if choice in ("none", "auto"):
         return
@@ -276,7 +281,7 @@ def _check_tool_choice(choice: str | dict[str, Any], names: Collection[str]) -> 
 def _check_chat(body: ChatBody) -> None:
     if not body.messages and not body.prompt_token_ids:
         raise ApiError(400, "messages: must not be empty", param="messages", code="invalid_value")
-    _check_tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.said.tools])
+    check_tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.said.tools])
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

@@ -1,0 +1,145 @@
+"""/v1/responses, asked by OpenAI's client and by the agents of its SDK."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from endpoint_helpers import Opened, with_session
+
+CALL = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}]
+
+
+def in_turn(*texts: str) -> Any:
+    left = iter(texts)
+    return lambda prompt, sample: next(left)
+
+
+def test_items_that_are_sent_back_continue_the_sequence() -> None:
+    async def program(one: Opened) -> None:
+        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1+1"}]}]
+        first = await one.openai.responses.create(model="policy", input=items, tools=TOOLS, instructions="Be brief.")
+        text, call = first.output
+        assert first.output_text == "Well." and call.type == "function_call" and first.status == "completed"
+        assert (call.name, call.arguments) == ("add", '{"x": 1}')
+        items += [text, call, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+        second = await one.openai.responses.create(model="policy", input=items, tools=TOOLS, instructions="Be brief.")
+        assert second.output_text == "two" and second.usage and second.usage.output_tokens == len("two") + 1
+        ((whole, trained),) = one.sequences()
+        assert trained == f"Well. {CALL}<end>two<end>" and "[system]Be brief.[user]1+1[assistant]" in whole
+        assert whole.endswith("[tool]2[assistant]two<end>")
+
+    with_session(program, in_turn(f"Well. {CALL}", "two"))
+
+
+def test_response_of_this_session_is_continued_by_its_id() -> None:
+    from openai import BadRequestError
+
+    async def program(one: Opened) -> None:
+        create = one.openai.responses.create
+        first = await create(model="policy", input="1+1")
+        await create(model="policy", input="and 1+2", previous_response_id=first.id)
+        assert one.sequences() == [("[user]1+1[assistant]2<end>[user]and 1+2[assistant]3<end>", "2<end>3<end>")]
+        with pytest.raises(BadRequestError, match="this session has no response 'resp_other'"):
+            await create(model="policy", input="x", previous_response_id="resp_other")
+
+    with_session(program, in_turn("2", "3"))
+
+
+def test_stream_gives_the_same_response_as_its_events() -> None:
+    async def program(one: Opened) -> None:
+        async with one.openai.responses.stream(model="policy", input="1+1", tools=TOOLS) as stream:
+            kinds = [event.type async for event in stream]
+            response = await stream.get_final_response()
+        assert response.output_text == "Well."
+        assert [item.type for item in response.output] == ["message", "function_call"]
+        assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+        assert kinds[-1] == "response.completed"
+        assert {"response.output_text.delta", "response.function_call_arguments.done"} < {*kinds}
+
+    with_session(program, [f"Well. {CALL}"])
+
+
+def test_answer_that_is_cut_off_is_incomplete() -> None:
+    async def program(one: Opened) -> None:
+        response = await one.openai.responses.create(model="policy", input="1+1", max_output_tokens=3)
+        assert response.status == "incomplete" and response.output_text == "hel"
+        assert response.incomplete_details and response.incomplete_details.reason == "max_output_tokens"
+
+    with_session(program)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "the model reads text only",
+        ),
+        ({"input": [{"type": "computer_call"}]}, "items of type 'computer_call'"),
+        ({"input": [{"type": "function_call", "name": "add"}]}, "input.0: 'arguments' is missing"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tool_choice": "required"}, "tool_choice asks for tools, but there are none"),
+        ({"tool_choice": {"type": "function", "name": "sub"}, "tools": TOOLS}, "a tool 'sub', but there is none"),
+        ({"tool_choice": {"type": "mcp"}, "tools": TOOLS}, "tool_choice other than none, auto, required"),
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], message: str) -> None:
+    async def program(one: Opened) -> None:
+        response = await one.http.post("responses", json={"input": "x"} | body)
+        assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+    with_session(program)
+
+
+def test_forms_that_frameworks_ask_for_lose_no_rollout() -> None:
+    """The answer is sampled as the policy gives it, and the response says so."""
+    schema: Any = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}, "strict": True}
+
+    async def program(one: Opened) -> None:
+        raw = await one.openai.responses.with_raw_response.create(
+            model="policy", input="1+1", tools=TOOLS, tool_choice="required", text={"format": schema}
+        )
+        response = raw.parse()
+        assert raw.headers["x-mrl-not-enforced"] == "tool_choice, response_format"
+        assert response.tool_choice == "required" and response.text and response.text.format
+        assert response.text.format.type == "json_schema" and response.output_text == "hello"
+        chat = await one.openai.chat.completions.with_raw_response.create(
+            model="policy", messages=[{"role": "user", "content": "1+1"}], response_format={"type": "json_object"}
+        )
+        assert chat.headers["x-mrl-not-enforced"] == "response_format"
+        assert [trained for _, trained in one.sequences()] == ["hello<end>"] * 2
+
+    with_session(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
+def test_agent_of_the_sdk_is_one_sequence(streamed: bool) -> None:
+    from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool  # takes seconds
+
+    @function_tool
+    def add(x: int) -> str:
+        """Add one."""
+        return str(x + 1)
+
+    async def program(one: Opened) -> None:
+        model = OpenAIResponsesModel("policy", one.openai)
+        settings = ModelSettings(tool_choice="required")
+        agent = Agent("adder", instructions="Use the tool.", tools=[add], model=model, model_settings=settings)
+        config = RunConfig(tracing_disabled=True)
+        if streamed:
+            stream = Runner.run_streamed(agent, "1+1", run_config=config)
+            async for _ in stream.stream_events():
+                pass
+            result: Any = stream
+        else:
+            result = await Runner.run(agent, "1+1", run_config=config)
+        assert result.final_output == "two"
+        ((whole, trained),) = one.sequences()
+        assert trained == f"{CALL}<end>two<end>" and "[tool]2[assistant]" in whole
+
+    with_session(program, in_turn(CALL, "two"))
