@@ -188,7 +188,6 @@ class CodeSource(NamedTuple):
     kind: str  # package, metadata, git, directory
     commit: str | None = None
     dirty: bool = False
-    diff: str | None = None  # file with the uncommitted changes, next to the folder
     untracked: list[str] = []  # files unknown to git
     files: int = 0
     bytes: int = 0

@@ -57,17 +57,6 @@ def dirty(path: str) -> bool:
     return bool(_ask(path, "status", "--porcelain", "--untracked-files=normal", "--", "."))
 
 
-def changed(path: str) -> list[str]:
-    """Tracked files below `path`, relative to it, that differ from the commit, deleted ones included."""
-    return _names(_ask(path, "diff", "--name-only", "--relative", "-z", "HEAD", "--", "."))
-
-
-def diff(path: str, without: list[str]) -> bytes:
-    """Tracked changes below `path` against the commit, as text, except those of the files `without`."""
-    left_out = [":(exclude,literal)" + name for name in without]
-    return _ask(path, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", ".", *left_out)
-
-
 def below_a_repository(path: str) -> bool:
     """Whether `path` or a directory above it holds a `.git`. Raises GitError where that is unknown: treated as outside
     git, ignored files would count as code."""

@@ -3,7 +3,7 @@
     code -> code-001            link, which moves only to a complete snapshot
     code-001/SNAPSHOT.json      sources of all files, and the folders for PYTHONPATH
              launcher/  megatron_rl/  mrl-0.1.0.dist-info/
-             1-mine/            files of the first `code.include`, 1-mine.diff its uncommitted changes
+             1-mine/            files of the first `code.include`, with uncommitted changes
     code-002/                   after `mrl resume --update-code`; the earlier one stays, for the attempts that ran it
 
 A snapshot of a git work tree holds the tracked files as they are on disk, and untracked files that git does not ignore;
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from launcher.host.code import git
-from launcher.host.code.listing import Listing, SnapshotError, ask_git, holds_credentials, list_files, tree_of
+from launcher.host.code.listing import Listing, SnapshotError, ask_git, list_files, tree_of
 from launcher.host.process.processes import start_time
 from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import RunDir
@@ -156,47 +156,25 @@ def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
             src = os.path.join(goal, "src")
             if os.path.isdir(src) and not os.path.exists(os.path.join(src, "__init__.py")):
                 pythonpath.append(source.name + "/src")
-        taken.append(_taken(source, listing, folder))
+        taken.append(_taken(source, listing))
     write(os.path.join(folder, RECORD), CodeSnapshot(number, time.time(), taken, pythonpath))
     _flush(folder)
 
 
-def _taken(source: CodeSource, listing: Listing, folder: str) -> CodeSource:
+def _taken(source: CodeSource, listing: Listing) -> CodeSource:
     tree = tree_of(source.path)
     commit = tree.commit if tree else None
-    text = b""
-    if commit:
-        names = ask_git(git.changed, source.path)
-        secret = [name for name in names if holds_credentials(name)]
-        text = ask_git(lambda path: git.diff(path, secret), source.path)
-    if text:
-        private = os.open(os.path.join(folder, source.name + ".diff"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(private, "wb") as file:
-            file.write(text)
-            os.fchmod(file.fileno(), _mode_of_all(source.path, sorted(set(names) - set(secret))))
     notes = list(listing.notes)
     if source.commit is not None and commit != source.commit:
         notes.append(f"was at {source.commit[:12]} when this was submitted")
     return source._replace(
         commit=commit,
-        dirty=bool(text or listing.untracked) or (tree is not None and commit is None),
-        diff=source.name + ".diff" if text else None,
+        dirty=tree is not None and (commit is None or ask_git(git.dirty, source.path)),
         untracked=listing.untracked,
         files=len(listing.files),
         bytes=sum(listing.sizes.values()),
         notes=notes,
     )
-
-
-def _mode_of_all(path: str, names: list[str]) -> int:
-    """Permissions common to all of these files; only the owner's where one of them is gone."""
-    mode = 0o644
-    for name in names:
-        try:
-            mode &= os.lstat(os.path.join(path, name)).st_mode | 0o600
-        except OSError:
-            mode &= 0o600
-    return mode
 
 
 def _copy_modes(source: str, goal: str, name: str) -> None:

@@ -61,7 +61,7 @@ def test_a_clean_repository_is_copied_with_its_commit(tmp_path):
     record, code = shot(tmp_path, mine)
     (source,) = record.sources
     assert names(code) == {"SNAPSHOT.json", "1-mine/pkg/mod.py"}
-    assert (source.kind, source.dirty, source.diff) == ("git", False, None)
+    assert (source.kind, source.dirty) == ("git", False)
     assert source.commit == git(mine, "rev-parse", "HEAD")
     assert record.pythonpath == [".", "1-mine"]
     assert read(CodeSnapshot, code / "SNAPSHOT.json") == record
@@ -78,7 +78,6 @@ def test_what_was_not_committed_is_taken_and_said(tmp_path):
     assert not names(code) & {"1-mine/data.bin", "1-mine/deleted.py"}
     assert source.dirty
     assert source.untracked == ["new.py"]
-    assert "+x = 2" in (code / source.diff).read_text()
 
 
 def test_names_are_arbitrary_bytes_and_links_stay_links(tmp_path):
@@ -179,22 +178,6 @@ def test_credentials_stay_out_and_ordinary_source_does_not(tmp_path, kept):
     assert record.sources[0].notes == said, "once"
 
 
-def test_the_diff_shows_no_credentials_and_is_as_private_as_the_files_that_it_shows(tmp_path):
-    mine = repository(tmp_path / "mine", {"open.py": "", "private.py": "", ".env": "A=1\n", "lib/b.py": ""})
-    write(mine, {"open.py": "x = 1\n", ".env": "A=hunter2\n"})
-    record, code = shot(tmp_path, mine)
-    diff = code / str(record.sources[0].diff)
-    assert "x = 1" in diff.read_text()
-    assert "hunter2" not in diff.read_text()
-    assert diff.stat().st_mode & 0o777 == 0o644
-    (mine / "private.py").write_text("y = 1\n")
-    (mine / "private.py").chmod(0o600)
-    record = update(plan_sources([], [str(mine)]), code)
-    diff = code / str(record.sources[0].diff)
-    assert "y = 1" in diff.read_text()
-    assert diff.stat().st_mode & 0o777 == 0o600
-
-
 def test_files_and_folders_are_as_private_as_they_were(tmp_path):
     mine = repository(tmp_path / "mine", {"a.py": "", "hidden/deep/b.py": ""})
     (mine / "a.py").chmod(0o600)
@@ -237,7 +220,7 @@ def test_a_repository_without_a_commit_is_all_uncommitted(tmp_path):
     write(mine, {"a.py": "x = 1\n"})
     record, code = shot(tmp_path, mine)
     (source,) = record.sources
-    assert (source.kind, source.commit, source.dirty, source.diff) == ("git", None, True, None)
+    assert (source.kind, source.commit, source.dirty) == ("git", None, True)
     assert (code / "1-mine" / "a.py").exists()
 
 
