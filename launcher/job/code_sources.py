@@ -22,7 +22,6 @@ from megatron_rl.recipe.own_code import CodeReference
 from megatron_rl.recipe.registry import entry_points_of
 
 OURS = ("launcher", "megatron_rl")
-HEAVY_BYTES = 20 * 10**6  # a larger snapshot probably holds data that git does not ignore
 
 
 def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
@@ -38,22 +37,6 @@ def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
         return plan_sources([str(path) for path in installed], [str(path) for path in include])
     except SnapshotError as error:
         raise refusal(recipe, [f"code.include: {error}"]) from error
-
-
-def heavy(snapshot: Path) -> str | None:
-    """Note about a snapshot that is large for code, with its size and biggest file."""
-    try:
-        sizes = {path: path.lstat().st_size for path in snapshot.rglob("*") if path.is_symlink() or path.is_file()}
-    except OSError as error:
-        return f"code: the size of the snapshot is unknown: {error.filename or snapshot}: {error.strerror}"
-    total = sum(sizes.values())
-    if total < HEAVY_BYTES:
-        return None
-    biggest = max(sizes, key=lambda path: sizes[path])
-    return (
-        f"code: the snapshot is {total / 1e6:.0f} MB; the biggest file is {biggest.relative_to(snapshot)} "
-        f"({sizes[biggest] / 1e6:.0f} MB). Have git ignore data, or name smaller directories in code.include"
-    )
 
 
 def left_out(run: RunDir) -> str | None:

@@ -115,7 +115,7 @@ def _submit_all(
     planned: Sequence[PlannedRun], drafts: Sequence[Draft], after: Sequence[str], request: Request
 ) -> list[SubmittedJob]:
     """Submit the runs in turn. If Slurm refuses one of a sweep, those before it stay, and the error names the rest."""
-    from launcher.job.code_sources import heavy, left_out
+    from launcher.job.code_sources import left_out
     from launcher.job.submit import refuse_unfit, submit
     from launcher.recipe.sweep import chains
 
@@ -133,9 +133,8 @@ def _submit_all(
             left = f"{len(done)} of {len(planned)} jobs are submitted (`mrl ls`), but not these:"
             names = [f"  {draft.job.run_dir.name}" for draft in drafts[len(done) :]]
             raise type(error)([*error.problems, "\n".join([left, *names])]) from error
-        if submitted.fresh_code:
-            notes = (heavy(submitted.run.code), None if done else left_out(submitted.run))
-            submitted = replace(submitted, notes=(*submitted.notes, *filter(None, notes)))
+        if submitted.fresh_code and not done and (note := left_out(submitted.run)):
+            submitted = replace(submitted, notes=(*submitted.notes, note))
         done.append(submitted)
         if not request.as_json:
             for note in submitted.notes:

@@ -16,7 +16,7 @@ from launcher.host.attempt.slurm_steps import SlurmSteps
 from launcher.host.attempt.start_again import just_excluded
 from launcher.host.image.cache import import_image
 from launcher.host.image.reference import ImageError
-from launcher.host.judge.nodes import NOT_UNPACKED, NotEnoughNodes, assign, not_unpacked, skewed_clocks, unfit_nodes
+from launcher.host.judge.nodes import NOT_UNPACKED, NotEnoughNodes, assign, not_unpacked, unfit_nodes
 from launcher.host.judge.verdict import describe_exit
 from launcher.host.process.processes import ForkedChild
 from launcher.host.record.evidence import read_node_reports
@@ -153,7 +153,6 @@ class Preparation:
         mark(self._attempt, image=time.time())
 
     def _check_and_assign(self, check: str, hosts: list[str]) -> NodeAssignment:
-        began = time.time()
         failure = self._run_step(check, hosts)  # raises if interrupted: the reports would condemn healthy nodes
         if check == "health":
             reports = read_node_reports(self._attempt)
@@ -162,8 +161,6 @@ class Preparation:
                 self._leave_if_asked()
                 why = failure or "it left no report"
                 raise NotReady(f"no node has answered the health check: {why}", hosts)
-            for line in skewed_clocks(reports, began, time.time()):
-                print(f"warning: {line}")
         return self._assign(self._context.hosts)
 
     def _assign(self, checked: list[str]) -> NodeAssignment:

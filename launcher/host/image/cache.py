@@ -136,7 +136,6 @@ def _import(reference: ImageReference, file: Path, entry: Path, report: Report) 
     try:
         enroot.run_import(reference, fresh, log, report)
         _whole(fresh)
-        enroot.check_tables(fresh)
         with fresh.open("rb") as image:
             os.fsync(image.fileno())
             size = os.fstat(image.fileno()).st_size

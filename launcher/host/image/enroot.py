@@ -1,4 +1,4 @@
-"""Calls of enroot and unsquashfs, with time limits."""
+"""Calls of enroot, with time limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from megatron_rl.contract.child import Child
 
 IMPORT_LIMIT = 7200.0  # seconds for one import: tens of GB over a slow link
 DIGEST_LIMIT = 120.0  # seconds for one query to the registry
-LIST_LIMIT = 600.0  # seconds for unsquashfs to read the tables of the file
 TICK = 0.5  # seconds between polls of the import
 SQUASH_OPTIONS = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"  # fast to write, fast to read
 
@@ -82,19 +81,6 @@ def _advice(why: str) -> str:
     if "No space left" in why:
         return "; enroot unpacks in $ENROOT_TEMP_PATH (default $TMPDIR, /tmp): set it in the profile's environment"
     return ""
-
-
-def check_tables(file: Path) -> None:
-    """Read all tables of a squashfs file with unsquashfs, if it is installed. Raises ImageError."""
-    try:
-        listed = run_limited(["unsquashfs", "-l", str(file)], LIST_LIMIT)
-    except FileNotFoundError:
-        return
-    except subprocess.TimeoutExpired:
-        raise ImageError(f"unsquashfs -l {file}: no answer within {LIST_LIMIT:.0f} s") from None
-    if listed.returncode:
-        message = listed.stderr.decode("utf-8", "replace").strip()
-        raise ImageError(f"the imported image is damaged: unsquashfs: {message}")
 
 
 def _no_enroot() -> str:

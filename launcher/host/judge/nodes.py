@@ -13,7 +13,6 @@ from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
 ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
 NOT_UNPACKED = "the image could not be unpacked: "
 DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
-CLOCK_S = 10.0  # seconds that clocks may differ without a warning
 
 
 class NotEnoughNodes(Exception):
@@ -60,18 +59,6 @@ def not_unpacked(hosts: Sequence[str], unpacked: Collection[str], reasons: dict[
         return {}
     silent = "its node does not say why (see unpack.*.log)"
     return {host: NOT_UNPACKED + reasons.get(host, silent) for host in hosts if host not in unpacked}
-
-
-def skewed_clocks(reports: NodeReports, began: float, now: float) -> list[str]:
-    """A sentence for each node whose clock differs from this host's. It is a warning only; but such logs are hard to
-    read, and munge and TLS refuse clocks that differ by minutes. The check lasted from `began` to `now`."""
-    warnings = []
-    for host, report in sorted(reports.nodes.items()):
-        off = max(began - report.at, report.at - now)
-        if off > CLOCK_S:
-            side = "behind" if report.at < began else "ahead of"
-            warnings.append(f"the clock of {host} is {off:.0f} s {side} this host's")
-    return warnings
 
 
 def to_exclude(unfit: dict[str, str], before: Collection[str]) -> list[str]:

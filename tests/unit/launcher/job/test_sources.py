@@ -14,7 +14,7 @@ from launcher.errors import BadInput
 from launcher.host.code import snapshot
 from launcher.host.code.sources import plan_sources
 from launcher.job import code_sources as sources
-from launcher.job.code_sources import code_sources, heavy, left_out
+from launcher.job.code_sources import code_sources, left_out
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.registry import GROUP
@@ -85,13 +85,6 @@ def test_every_named_directory_that_is_missing_is_told_with_its_place(tmp_path):
     ]
     with pytest.raises(BadInput, match=r"^override 'code\.include=\[nowhere\]': code\.include: .*/nowhere: no such"):
         asked(None, tmp_path, "code.include=[nowhere]")
-
-
-def test_a_snapshot_that_is_heavy_for_code_is_told_with_its_biggest_file(tmp_path):
-    (tmp_path / "1-mine").mkdir()
-    assert heavy(tmp_path) is None
-    (tmp_path / "1-mine" / "weights.pt").write_bytes(b"0" * 21_000_000)
-    assert str(heavy(tmp_path)).startswith("code: the snapshot is 21 MB; the biggest file is 1-mine/weights.pt (21 MB)")
 
 
 def test_credentials_that_are_not_taken_along_are_named(tmp_path):

@@ -12,7 +12,6 @@ from launcher.host.judge.nodes import (
     NotEnoughNodes,
     assign,
     replaced,
-    skewed_clocks,
     to_exclude,
     unfit_nodes,
 )
@@ -158,13 +157,3 @@ def test_a_node_whose_network_has_lost_a_link_is_not_used():
     assert unfit_nodes(NodeReports({host: nodes[host] for host in "ad"}), ["a", "d"]) == {}, (
         "of two none is the usual one"
     )
-
-
-def test_clocks_that_differ_are_told():
-    nodes = {
-        host: NodeHealth(host, at, True, []) for host, at in (("a", 105.0), ("b", 3700.0), ("c", 40.0), ("d", 92.0))
-    }
-    assert skewed_clocks(NodeReports(nodes), 100.0, 110.0) == [
-        "the clock of b is 3590 s ahead of this host's",
-        "the clock of c is 60 s behind this host's",
-    ]
