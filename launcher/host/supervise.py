@@ -30,7 +30,6 @@ from launcher.host.process.signals import Signals
 from launcher.host.record.identity import make_token
 from launcher.host.record.ledger import newest_known_checkpoint, point_latest, write_line
 from launcher.host.record.presence import describe_loss
-from launcher.host.record.striping import make_checkpoints
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import INFER, Attempt, RunDir
@@ -68,7 +67,6 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
             return EXIT_FINISHED
         attempt.folder.mkdir(parents=True, exist_ok=True)
         attempt.logs.mkdir(parents=True, exist_ok=True)
-        make_checkpoints(run)
         _write_to(str(attempt.log(0, role="supervisor")))
         point_latest(attempt, str(os.getpid()))
         if attempt.address("train").exists():

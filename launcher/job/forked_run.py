@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import BadInput, Unsure
-from launcher.host.record.striping import make_checkpoints
 from launcher.job.directories import clear, disk_errors, run_directory, run_name
 from launcher.job.run_directory import opened
 from launcher.recipe.changes import Change, as_json, changes
@@ -115,7 +114,6 @@ def fill(fork: PlannedFork, target: RunDir) -> None:
     are copied.
     """
     source, step = fork.source, fork.step
-    make_checkpoints(target)
     shutil.copytree(source.checkpoint(step), target.checkpoint(step), copy_function=_link)
     write_atomic(target.latest_checkpoint, target.checkpoint(step).name + "\n")
     if source.code.exists():

@@ -16,7 +16,6 @@ from launcher.host.code.sources import moved_sources, read_sources
 from launcher.host.judge.policy import STAYS
 from launcher.host.record.goodput import generating_gpus
 from launcher.host.record.ledger import newest_line, point_latest, write_line
-from launcher.host.record.striping import make_checkpoints
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt
@@ -61,7 +60,6 @@ def create(context: JobContext, document: Callable[[str], str]) -> None:
     for file, name in files:
         if not file.exists():
             write_atomic(file, document(name))
-    make_checkpoints(run)
 
 
 def next_attempt(context: JobContext) -> Attempt:

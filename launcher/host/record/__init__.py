@@ -7,5 +7,4 @@ logs        the ends of logs, with errors of srun and slurmstepd
 heartbeats  heartbeats of the ranks, polled for hangs
 presence    whether the run directory still exists
 accounting  pure: the category of every GPU-second; goodput reads it
-striping    the folder of the checkpoints, and its layout on Lustre
 """

@@ -43,7 +43,6 @@ def test_whenever_it_died_all_is_there_after_the_next(tmp_path: Path, last: str)
     create(context, document)
     assert made(context.run) == [f"{name}\n" for name in DOCUMENTS[1:]]
     assert context.run.code_record.is_file()
-    assert context.run.checkpoints.is_dir()
 
 
 def test_what_a_shell_prints_at_its_start_is_no_part_of_a_document(tmp_path: Path, monkeypatch) -> None:
