@@ -26,7 +26,7 @@ from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import notes as notification_notes
 from launcher.job.notifications import refusals as notification_refusals
 from launcher.job.script import PlannedJob, render
-from launcher.job.steps import with_argv
+from launcher.job.steps import with_surroundings
 from launcher.plan.summary import make_plan, plan_json, with_offload
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.contract.paths import RunDir
@@ -98,7 +98,7 @@ def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
     """Return the job for another run directory, whose name is part of the plan too."""
     config, profile = job.recipe.config, job.profile
     seen = to_mount(job.recipe, profile, root)
-    record = with_argv(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root, seen)
+    record = with_surroundings(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root, seen)
     return replace(job, run_dir=root, seen=seen, plan_json=to_json(from_json(PlanRecord, record)))
 
 

@@ -15,8 +15,6 @@ from launcher.errors import BadInput
 from launcher.host.code.sources import sources_text
 from launcher.job.notifications import settings_json
 from launcher.job.steps import (
-    REPLICA,
-    TRAINING,
     Lines,
     binding,
     container,
@@ -38,6 +36,8 @@ from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
 from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, RunDir
 from megatron_rl.contract.run_records import CodeSource
 
+TRAINING = "megatron_rl.rank_main"
+REPLICA = "megatron_rl.replica_main"
 UNPACK_S = 1800  # seconds for a node to unpack an image
 END_S = 30  # seconds for an srun to end cleanly
 RUN = '--run-dir "$MRL_RUN_DIR" --attempt "$MRL_ATTEMPT"'

@@ -1,7 +1,7 @@
-"""Pure: the srun of each step: options, container, command of the ranks, and the exported variables.
+"""Pure: the srun of each step: options, container, and the exported variables.
 
-The same values are written twice: as shell text into the script, where a value that only an attempt knows is a shell
-variable (`"$image"`), and as argv into plan.json, where it is a placeholder (`{image}`; run_records.PlanStep).
+The options of the container are written twice: as shell text into the script, where a value that only an attempt knows
+is a shell variable (`"$image"`), and for `mrl attach` as argv into plan.json, where it is a placeholder (`{image}`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.profile import Profile
-from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
+from launcher.cluster.software import rank_image, replica_image
 from launcher.plan.placement import Plan, Step
 from megatron_rl.contract.codes import (
     CACHE_VARIABLE,
@@ -24,19 +24,8 @@ from megatron_rl.contract.codes import (
     RUN_DIR_VARIABLE,
     SILENCE_VARIABLE,
 )
-from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, TEACHER
-from megatron_rl.contract.run_records import (
-    ATTEMPT,
-    CODE,
-    CONTAINER,
-    CPUS,
-    HOSTS,
-    IMAGE,
-    LOGS,
-    NODES,
-    TASKS,
-    container_name,
-)
+from megatron_rl.contract.paths import INFER, OF_REPLICAS, TEACHER
+from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, container_name
 from megatron_rl.recipe.config import RunConfig
 
 OURS = (
@@ -57,17 +46,13 @@ LIMITS = 'for of in l n; do ulimit -S -$of "$(ulimit -H -$of)"; done 2>/dev/null
 """Shell code that raises the limits of locked memory, which NCCL's network needs, and of open files to the node's hard
 limits: Slurm passes on those of the login node."""
 
-TRAINING = "megatron_rl.rank_main"
-REPLICA = "megatron_rl.replica_main"
-
 
 @dataclass(frozen=True, slots=True)
 class Option:
     name: str
     value: str | None = None
-    """None: a flag."""
     variable: str | None = None
-    """Shell expression of a value that only the attempt knows."""
+    """Shell expression of a value that only the attempt knows. A flag has neither."""
 
     @property
     def argv(self) -> str:
@@ -75,7 +60,8 @@ class Option:
 
     @property
     def shell(self) -> str:
-        return self.argv if self.value is None else f"--{self.name}={self.variable or shlex.quote(self.value)}"
+        value = self.variable or (self.value and shlex.quote(self.value))
+        return f"--{self.name}" if value is None else f"--{self.name}={value}"
 
 
 Lines = list[list[Option]]
@@ -89,18 +75,18 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
     """Options for the nodes, ranks and output of a step. `name`: name of the step in the script; `$1` in the function
     that all replicas share."""
     nodes, ranks = str(len(step.nodes)), str(len(step.nodes) * step.tasks_per_node)
-    counts = [Option("nodes", nodes), Option("nodelist", HOSTS, '"$nodes"'), Option("ntasks", ranks)]
+    counts = [Option("nodes", nodes), Option("nodelist", None, '"$nodes"'), Option("ntasks", ranks)]
     if plan.smaller:
-        counts[0] = Option("nodes", NODES, '"${#hosts[@]}"')
-        counts[2] = Option("ntasks", TASKS, f'"$((${{#hosts[@]}} * {step.tasks_per_node}))"')
-    log = Option("output", f"{LOGS}/{step.name}.%t.log", f'"$logs/{name}.%t.log"')
+        counts[0] = Option("nodes", None, '"${#hosts[@]}"')
+        counts[2] = Option("ntasks", None, f'"$((${{#hosts[@]}} * {step.tasks_per_node}))"')
+    log = Option("output", None, f'"$logs/{name}.%t.log"')
     ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
     # Slurm counts the CPUs of a node as busy for another replica there, and for a while for one that was killed.
     beside = [Option("overlap")] if step.replica is not None else []
     counts += per_node(config, profile, step.tasks_per_node)
     if step.tasks_per_node < step.gpus_per_node:
         cpus = shares_of_cpus(step.gpus_per_node // step.tasks_per_node)
-        counts.append(Option("cpus-per-task", CPUS, f'"{cpus}"'))
+        counts.append(Option("cpus-per-task", None, f'"{cpus}"'))
     return [counts, [*binding(profile, several=step.tasks_per_node < step.gpus_per_node), *ending, *beside]]
 
 
@@ -219,7 +205,7 @@ def _wrapping(profile: Profile) -> list[str]:
     return [f'case $MRL_STEP:$SLURM_PROCID in {of}) set -- {shlex.join(wrapper.command)} "$@" ;; esac']
 
 
-def with_argv(
+def with_surroundings(
     record: dict[str, Any],
     config: RunConfig,
     profile: Profile,
@@ -228,23 +214,22 @@ def with_argv(
     run_dir: Path,
     seen: Sequence[Path],
 ) -> dict[str, Any]:
-    """Content of plan.json: the plan, the exported variables, and each step's argv.
+    """Content of plan.json: the plan, the exported variables, the container and the steps.
 
     Args:
         record: plan without these (launcher.plan.summary.plan_json).
         seen: paths to mount into the container.
     """
+    of_container = [*container(config, profile, seen), *name_of_container(config, profile)]
     exported = {RUN_DIR_VARIABLE: str(run_dir), CLUSTER_VARIABLE: cluster, **variables(config, profile)}
     smaller = zip(record["alternatives"], plan.smaller, strict=True)
     return {
         **record,
         "environment": exported,
         "rank_environment": rank_variables(config, profile),
-        "container": _argv([*container(config, profile, seen), *name_of_container(config, profile)]),
-        "steps": _steps(config, profile, plan, plan.steps, run_dir),
-        "alternatives": [
-            {**other, "steps": _steps(config, profile, plan, its.steps, run_dir)} for other, its in smaller
-        ],
+        "container": [option.argv for line in of_container for option in line],
+        "steps": _steps(config, profile, plan.steps),
+        "alternatives": [{**other, "steps": _steps(config, profile, its.steps)} for other, its in smaller],
     }
 
 
@@ -257,33 +242,5 @@ def image_suffix(config: RunConfig, profile: Profile, kind: str) -> str:
     return OF_REPLICAS if kind in config.started_vllms and replica_image(config, profile) else ""
 
 
-def _steps(
-    config: RunConfig, profile: Profile, plan: Plan, steps: Sequence[Step], run_dir: Path
-) -> list[dict[str, Any]]:
-    return [
-        {
-            **asdict(step),
-            "of": image_suffix(config, profile, kind_of(step)),
-            "srun": _argv(geometry(config, profile, plan, step, step.name)),
-            "command": _command(config, profile, plan, step, run_dir),
-        }
-        for step in steps
-    ]
-
-
-def _argv(lines: Lines) -> list[str]:
-    return [option.argv for line in lines for option in line]
-
-
-def _command(config: RunConfig, profile: Profile, plan: Plan, step: Step, run_dir: Path) -> list[str]:
-    run = ["--run-dir", str(run_dir), "--attempt", ATTEMPT]
-    if step.replica is None:
-        return [rank_python(profile), "-P", "-m", TRAINING, *run]
-    kind = kind_of(step)
-    python, number = replica_python(config, profile, kind), [NUMBER_OPTIONS[kind], str(step.replica)]
-    command = [python, "-P", "-m", REPLICA, *run, *number]
-    if step.gpus_per_node == plan.gpus_per_node:
-        return command
-    # Slurm would give all replicas on a node the same first GPUs.
-    mine = ",".join(str(step.gpu_offset + gpu) for gpu in range(step.gpus_per_node))
-    return ["env", f"CUDA_VISIBLE_DEVICES={mine}", *command]
+def _steps(config: RunConfig, profile: Profile, steps: Sequence[Step]) -> list[dict[str, Any]]:
+    return [{**asdict(step), "of": image_suffix(config, profile, kind_of(step))} for step in steps]

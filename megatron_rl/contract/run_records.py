@@ -37,16 +37,10 @@ class Owner(NamedTuple):
     name: str = ""  # of the job
 
 
-# Placeholders in the argv of a step, replaced by each attempt
+# Placeholders in options of the container, for `mrl attach`
 IMAGE = "{image}"  # path of the container image (Attempt.image)
 CONTAINER = "{container}"  # name of the unpacked image on each node (container_name), and the mode of entering it
 CODE = "{code}"  # path of the snapshot of the code
-HOSTS = "{hosts}"  # hosts of the step (NodeAssignment), joined by commas
-NODES = "{nodes}"  # number of the hosts
-TASKS = "{tasks}"  # ranks of the step
-CPUS = "{cpus}"  # processors of each task, where they are not those of one rank
-LOGS = "{logs}"  # folder of the attempt's logs
-ATTEMPT = "{attempt}"  # its number
 
 
 def container_name(job_id: str, attempt: str, of: str = "") -> str:
@@ -59,15 +53,12 @@ def container_name(job_id: str, attempt: str, of: str = "") -> str:
 
 @record(version=None, rest="rest")
 class PlanStep(NamedTuple):
-    """The processes that one srun starts. The argv is srun, `srun`, the plan's `container`, `command`. Each attempt
-    replaces words that are placeholders, and options whose value begins with one."""
+    """The processes that one srun of the script starts."""
 
     name: str  # train, infer-0, ...
     nodes: list[int]  # indices into the plan's nodes
     tasks_per_node: int
     gpus_per_node: int
-    srun: list[str] = []  # options
-    command: list[str] = []  # of each rank
     of: str = ""  # paths.OF_REPLICAS if it runs in the image of the replicas with vLLM
     rest: dict[str, Any] = {}
 

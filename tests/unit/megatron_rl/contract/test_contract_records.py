@@ -232,8 +232,6 @@ def test_plan_keeps_keys_for_people():
         "nodes": [0, 1],
         "tasks_per_node": 8,
         "gpus_per_node": 8,
-        "srun": ["-N2"],
-        "command": ["true"],
         "of": "",
     }
     plan = {
