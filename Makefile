@@ -78,7 +78,6 @@ bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
 	$(BIN)/python tests/benchmarks/rewards.py
 	$(BIN)/python tests/benchmarks/checkpoint_save.py
 	$(BIN)/python tests/benchmarks/preemption.py
-	$(BIN)/python tests/benchmarks/hf_convert.py
 	$(BIN)/python tests/benchmarks/server.py
 	$(BIN)/python tests/benchmarks/grpo_step.py
 

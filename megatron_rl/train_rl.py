@@ -11,7 +11,6 @@ import logging
 import time
 from contextlib import suppress
 
-from megatron_rl.checkpoint.hf.export import Exported
 from megatron_rl.checkpoint.save import SaveFailed
 from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
@@ -113,7 +112,7 @@ def begin_save(run: Run) -> None:
 
 
 def save_metrics(run: Run) -> dict[str, float]:
-    """Return metrics of checkpoints and exports that have ended. Failures are logged and counted, but do not end the
+    """Return metrics of checkpoints that have ended. Failures are logged and counted, but do not end the
     run: the last checkpoint is untouched."""
     metrics: dict[str, float] = {}
     for outcome in run.checkpointer.poll():
@@ -124,11 +123,4 @@ def save_metrics(run: Run) -> dict[str, float]:
             logger.info("checkpoint of step %d published, %d bytes", outcome.step, outcome.bytes)
             run.driver.end_checkpoint(outcome.step)
             metrics |= {"time/save_blocked_s": outcome.blocked_s, "time/save_s": outcome.total_s}
-    for export in run.exporter.poll():
-        if isinstance(export, Exported):
-            logger.info("checkpoint of step %d exported to Hugging Face's format", export.step)
-            metrics["time/export_s"] = export.seconds
-        else:
-            logger.warning("%s", export)
-            metrics["system/failed_exports"] = metrics.get("system/failed_exports", 0) + 1
     return metrics

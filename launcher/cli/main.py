@@ -54,7 +54,7 @@ EXAMPLES = {
     "attach": "mrl attach demo-run --rank 3 -- nvidia-smi",
     "cancel": "mrl cancel demo-run --drain",
     "chat": "mrl chat runs/mine",
-    "convert": "mrl convert hf-to-megatron Qwen/Qwen2.5-7B /scratch/qwen2.5-7b",
+    "convert": "mrl convert megatron-to-hf runs/mine mine-hf",
     "doctor": "mrl doctor qwen2.5-32b-dapo --cluster mine --deep",
     "environments": "mrl environments try gsm8k -n 2",
     "evaluate": "mrl evaluate runs/mine --env gsm8k",

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,36 +135,22 @@ def _replaced_by(target: Path) -> Path:
 
 def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
     """Delete what the just published `newest` supersedes: in its line of training, all but the newest `keep` good
-    checkpoints, those that stay for good, and those that wait for their export; and all that are newer than its parent,
-    with their exports. The latter were skipped when the run resumed, and the next start must not find them.
+    checkpoints and those that stay for good; and all that are newer than its parent, which were skipped when the run
+    resumed, and which the next start must not find.
 
     On a network file system a check may fail for a moment. So no check makes a checkpoint deleted; a failed one only
     does not count among the kept. The newest is not checked.
     """
     before = newest.step if newest.parent is None else newest.parent
-    for step in run_dir.export_steps():
-        if step > before or step == newest.step:
-            discard(run_dir.export(step))
     kept = 1
-    steps = run_dir.checkpoint_steps()
-    waiting = waiting_for_export(run_dir, steps, config)
-    for step in steps:
+    for step in run_dir.checkpoint_steps():
         if step == newest.step:
             continue
         folder = run_dir.checkpoint(step)
-        stays = config.stays(step) or step in waiting
-        if step > before or (kept >= config.keep and not stays):
+        if step > before or (kept >= config.keep and not config.stays(step)):
             discard(folder)
         elif find_defect(folder) is None:
             kept += 1
-
-
-def waiting_for_export(run_dir: RunDir, steps: Iterable[int], config: SaveConfig) -> list[int]:
-    """Published steps, newest first, that wait for their export: only the newest and the oldest, which is next and may
-    be running. Those in between are skipped if exports take longer than the time between two of them. Otherwise each
-    would lose its checkpoint before it is done."""
-    waiting = [step for step in steps if config.exported(step) and not run_dir.export(step).exists()]
-    return waiting[:1] + waiting[1:][-1:]
 
 
 def sync_names(folder: Path) -> None:

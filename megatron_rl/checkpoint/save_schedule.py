@@ -47,7 +47,7 @@ class SaveSchedule:
         """Whether to save after `step`; the same on all ranks. Every rank must call it once per step, and save if it is
         due. Collective in some steps if `save.every` is auto."""
         config = self._checkpointer.config
-        due = step == self._last or config.stays(step) or config.exported(step) or self._regular(step)
+        due = step == self._last or config.stays(step) or self._regular(step)
         if due:
             self._saved_at = self._clock()
         return due

@@ -11,14 +11,13 @@ from typing import Any, Literal
 import yaml
 
 from megatron_rl.checkpoint.hf.origin import origin_of
-from megatron_rl.checkpoint.hf.to_megatron import CARRIED, check_tokenizer
 from megatron_rl.checkpoint.publish import newest_step
 from megatron_rl.contract.manifest import MANIFEST, CheckpointError, read_manifest
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer, load_pretrained_tokenizer
 from megatron_rl.recipe.config import RunConfig, read_config
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.recipe.hf_config import CONFIG_FILE, UnusableWeights, read_hf_config, shape
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
 
@@ -85,18 +84,12 @@ def _of_run(run: RunDir, dtype: Precision | None, today: str | None, step: int) 
 
 
 def _of_checkpoint(folder: Path, dtype: Precision | None, today: str | None) -> PolicySource:
-    carried = folder / CARRIED
-    if not carried.is_dir():
-        run = RunDir(folder.parent.parent)
-        if folder.parent != run.checkpoints or not run.resolved.is_file():
-            origin_of(folder)  # raises an error that says what is missing
-        with _usable():
-            step = read_manifest(folder).step
-        return _of_run(run, dtype, today, step)
-    precision = dtype or read_hf_config(carried).precision
-    model = origin_of(folder).model.model_copy(update={"dtype": precision})
-    tokenizer = _tokenizer(TokenizerConfig(path=str(carried)), today)
-    return PolicySource(folder.name, "checkpoint", folder, None, None, model, tokenizer)
+    run = RunDir(folder.parent.parent)
+    if folder.parent != run.checkpoints or not run.resolved.is_file():
+        origin_of(folder)  # raises an error that says what is missing
+    with _usable():
+        step = read_manifest(folder).step
+    return _of_run(run, dtype, today, step)
 
 
 def _published(path: str, dtype: Precision | None, today: str | None) -> PolicySource:
@@ -122,3 +115,18 @@ def _published(path: str, dtype: Precision | None, today: str | None) -> PolicyS
 def _tokenizer(config: TokenizerConfig, today: str | None) -> Tokenizer:
     with _usable():
         return build_tokenizer(config.model_copy(update={"date": today or config.date}))
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raise UnusableWeights if the tokenizer is missing or has more tokens than the embedding has rows."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise UnusableWeights(f"{folder} is incomplete: it holds no tokenizer (tokenizer.json)")
+    try:
+        tokens = len(load_pretrained_tokenizer(folder))
+    except (OSError, ValueError) as error:
+        raise UnusableWeights(f"{folder} holds no tokenizer that can be used: {error}") from error
+    if tokens > vocab_size:
+        raise UnusableWeights(
+            f"{folder}: the tokenizer has {tokens} tokens, but the embedding {vocab_size} rows (vocab_size of "
+            f"{CONFIG_FILE}): one of them belongs to another model"
+        )

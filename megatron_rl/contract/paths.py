@@ -18,8 +18,6 @@ FOLDERS = {INFER: "replicas", TEACHER: "teachers"}  # kind of replicas -> folder
 NUMBER_OPTIONS = {INFER: "--replica", TEACHER: "--teacher"}
 """Kind of replicas -> option of `megatron_rl.replica_main` with the number of one."""
 OF_REPLICAS = "-infer"  # suffix of names that belong to an image which only the inference replicas run in
-CARRIED = "huggingface"
-"""Folder in a converted checkpoint: config.json, the tokenizer, and the other files that came with the weights."""
 
 
 class RunDir:
@@ -74,7 +72,6 @@ class RunDir:
         self.checkpoints = self.root / "checkpoints"
         self.latest_checkpoint = self.checkpoints / "latest"
         """Text file with the name of the newest published checkpoint."""
-        self.exports = self.root / "hf"  # folder of all exports: weights in Hugging Face's format
 
     @property
     def batch_log(self) -> Path:
@@ -92,15 +89,7 @@ class RunDir:
     def checkpoint_steps(self) -> list[int]:
         """Return the steps with a published checkpoint, newest first, whether it is intact or not. Raises OSError if
         the folder cannot be listed."""
-        return _steps_in(self.checkpoints)
-
-    def export(self, step: int) -> Path:
-        """Folder of the export of one checkpoint; it exists once it is complete."""
-        return self.exports / f"step-{step:06d}"
-
-    def export_steps(self) -> list[int]:
-        """Return the steps with a complete export, newest first. Raises OSError if the folder cannot be listed."""
-        return _steps_in(self.exports)
+        return _numbers(self.checkpoints, r"step-([0-9]{6,})")[::-1]
 
     def attempt(self, number: int) -> Attempt:
         return Attempt(self, number)
@@ -109,10 +98,6 @@ class RunDir:
         """Return the number of the newest attempt; 0 before the first. Raises OSError if the folder cannot be
         listed."""
         return max(_numbers(self.root / "attempts", r"([0-9]+)"), default=0)
-
-
-def _steps_in(folder: Path) -> list[int]:
-    return _numbers(folder, r"step-([0-9]{6,})")[::-1]
 
 
 def _numbers(folder: Path, pattern: str) -> list[int]:

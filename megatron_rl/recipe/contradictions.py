@@ -84,11 +84,6 @@ def _of_adapters(config: Sections) -> Iterator[str]:
             "model.lora with model.init supervised needs job.device cpu: each start teaches the base again, and a "
             "GPU may round it differently. Start from model.init=checkpoint or huggingface"
         )
-    if config.save.export_hf_every > 0:
-        yield (
-            f"save.export_hf_every merges the adapters of model.lora with their base, and with model.init {init} "
-            "no file has the base: set it to 0, or start from model.init=checkpoint or huggingface"
-        )
 
 
 def _of_objective(config: Sections) -> Iterator[str]:

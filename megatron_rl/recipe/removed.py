@@ -21,6 +21,8 @@ REMOVED: Final[Mapping[str, str]] = {
     "logging.prometheus": "metrics.jsonl has the same numbers, and an exporter that reads its last line is ten lines; "
     "leave it out",
     "logging.wandb.rollouts": "`mrl rollouts` and `mrl report` show the sampled groups; leave it out",
+    "save.export_hf_every": "save.keep_every keeps checkpoints, and `mrl convert megatron-to-hf` exports any of them "
+    "while the run goes on; leave the key out",
 }
 """Key, or KEY=VALUE -> what does the same today, for the error of a recipe that has it."""
 ONLY_SHOWN: Final = frozenset(
@@ -36,8 +38,8 @@ ONLY_SHOWN: Final = frozenset(
 
 
 def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop removed keys that are null or in ONLY_SHOWN, which runs of earlier versions have recorded. Raises ValueError
-    for a removed value."""
+    """Drop removed keys that are null, 0 or in ONLY_SHOWN, as runs of earlier versions have recorded them. Raises
+    ValueError for a removed value."""
     found = dict(values)
     for removed, instead in REMOVED.items():
         key, _, value = removed.partition("=")
@@ -47,7 +49,7 @@ def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if value and inside[name] == value:
             raise ValueError(f"{key} is {value}, which was removed: {instead}")
-        if key in ONLY_SHOWN or (not value and inside[name] is None):
+        if key in ONLY_SHOWN or (not value and not inside[name]):
             found = _without(found, key.split("."))
     return found
 

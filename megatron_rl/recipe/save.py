@@ -9,8 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from megatron_rl.recipe.section import NonNegativeInt, PositiveInt, Section
 
-MOST_WAITING = 2  # checkpoints kept for an unfinished export: the one being exported and the next
-
 
 def _steps_or_auto(value: Any) -> int | Literal["auto"]:
     if value == "auto" or (type(value) is int and value >= 0):
@@ -37,19 +35,12 @@ class SaveConfig(Section):
     keep_every: NonNegativeInt = 0
     """Steps between checkpoints that are kept for good; they are saved at each multiple of this number, whatever
     `every` is. 0: none."""
-    export_hf_every: NonNegativeInt = 0
-    """Steps between exports to Hugging Face's format. A checkpoint is saved at each multiple of this number and
-    converted during training to hf/step-000040 in the run directory, which is kept for good. 0: none."""
     timeout_s: PositiveInt = 600
-    """Longest time for a save, and for an export, in seconds."""
-
-    def exported(self, step: int) -> bool:
-        return self.export_hf_every > 0 and step % self.export_hf_every == 0
+    """Longest time for a save, in seconds."""
 
     def stays(self, step: int) -> bool:
         return self.keep_every > 0 and step % self.keep_every == 0
 
     def most_kept(self, steps: int) -> int:
         """Largest number of checkpoints on disk in a run of `steps` steps, without the one being written."""
-        waiting = MOST_WAITING if self.export_hf_every else 0
-        return self.keep + waiting + (steps // self.keep_every if self.keep_every else 0)
+        return self.keep + (steps // self.keep_every if self.keep_every else 0)

@@ -84,9 +84,6 @@ def run_attempt(
         with safe_points.phase("drain"):
             leave(run, run_dir)
     save_metrics(run)
-    if outcome == FINISHED:
-        finish_export(run)
-    run.exporter.close()
     run.driver.close()
     run.record.flush()
     write_timeline(run)
@@ -147,23 +144,6 @@ def finish_save(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
         checkpointer.wait(until=time.monotonic() + POLL_S)
         safe_points.poll()
     checkpointer.wait(final=True)
-
-
-def finish_export(run: Run) -> None:
-    """Wait for the exports of a finished run, at most save.timeout_s each, unless asked to leave. Failed exports are
-    tried once more; if one fails again, that is logged, and the run is finished nevertheless.
-
-    Collective, in short steps: a rank that waited for rank 0 in another collective could run into its timeout.
-    """
-    run.exporter.retry()
-    flag = torch.ones(1, dtype=torch.int32)
-    with run.safe_points.phase("save"):
-        while flag.item():
-            asked_to_leave = run.safe_points.poll()
-            flag.fill_(run.exporter.busy and not asked_to_leave)
-            dist.broadcast(flag, src=0, group=run.groups.control)
-            time.sleep(POLL_S * flag.item())
-    save_metrics(run)
 
 
 def leave(run: Run, run_dir: RunDir) -> None:

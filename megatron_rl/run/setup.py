@@ -6,7 +6,6 @@ from functools import partial
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.learn.rollout.record import RolloutRecord
 from megatron_rl.learn.training.objective import objective_of
@@ -61,7 +60,6 @@ def set_up(config: RunConfig, here: Here) -> Run:
         generation=generation,
         driver=driver,
         checkpointer=checkpointer,
-        exporter=Exporter(here.run_dir, config.save, leads=rank == 0),
         writer=_writer(config, here, counters),
         record=RolloutRecord(here.attempt, rank, config, tokenizer, right),
         profiler=StepProfiler(here.attempt, rank, config.profile, here.platform),

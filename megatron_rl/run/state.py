@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
-from megatron_rl.checkpoint.hf.export import Exporter
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.generate.engine.interface import ResumableInference
 from megatron_rl.generate.refit.rank_refit import Refit
@@ -142,7 +141,6 @@ class Run:
     generation: Generation | None  # none if nothing is sampled
     driver: Driver
     checkpointer: Checkpointer
-    exporter: Exporter
     writer: Writer
     record: RolloutRecord
     profiler: StepProfiler

@@ -4,14 +4,22 @@ library takes seconds to import, so only `publish` and `tokenizer` import it."""
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
+from checkpoint_helpers import checkpointer, outcome
+from core_helpers import tiny_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
+from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.model.policy import build_policy
 from megatron_rl.recipe.hf_config import read_hf_config, shape
 from megatron_rl.recipe.model import ModelConfig
 
@@ -96,3 +104,26 @@ def usual_mode(folder: Path) -> int:
     mode = stat.S_IMODE(file.stat().st_mode)
     file.unlink()
     return mode
+
+
+def saved_run(published: Path, run: Path, platform: Any, **fields: Any) -> Path:
+    """Write the run directory of a run that starts from published weights, and the checkpoint of its first step, which
+    has these weights. Returns the folder of the checkpoint. fields: of the model."""
+    model = model_of(published, **fields)
+    recipe = tiny_run(model=model.model_dump()).model_dump()
+    recipe["tokenizer"] = {"type": "huggingface", "path": str(published)}
+    run.mkdir(exist_ok=True)
+    RunDir(run).resolved.write_text(yaml.safe_dump(recipe))
+    policy = build_policy(model, VOCAB, platform)
+    load_pretrained(policy, model, published)
+    saving = checkpointer(run)
+    saving.save(1, {"model": policy.sharded_state_dict()}, {})
+    outcome(saving)
+    return RunDir(run).checkpoint(1)
+
+
+def export(run: RunDir, target: Path) -> Path:
+    """Export the newest checkpoint of a run as `mrl convert` does. Returns the folder of the weights."""
+    command = [sys.executable, "-m", "megatron_rl.checkpoint.hf", "--shard-bytes", str(10**9), str(run.root)]
+    subprocess.run([*command, str(target)], check=True)
+    return target

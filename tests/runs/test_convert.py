@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import Command
-from hf_helpers import PUBLISHED, publish
+from hf_helpers import PUBLISHED, publish, saved_run
 from run_helpers import make_run
 from safetensors.torch import load_file
 
@@ -23,7 +23,7 @@ WIDE = PUBLISHED["Qwen2"] | {"hidden_size": 1024, "intermediate_size": 4096, "nu
 
 
 def start(*arguments: str | Path) -> Command:
-    return Command(["mrl", "convert", *arguments])
+    return Command(["mrl", "convert", "megatron-to-hf", *arguments])
 
 
 def convert(*arguments: str | Path) -> tuple[int, str, str]:
@@ -36,76 +36,66 @@ def convert(*arguments: str | Path) -> tuple[int, str, str]:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / "hf"
-    publish(folder, PUBLISHED["Qwen2"], torch.bfloat16)
+    publish(folder, PUBLISHED["Qwen2"])
     return folder
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("large") / "hf"
-    publish(folder, WIDE, shard="200MB")
-    return folder
+def checkpoint(published: Path, platform: Any, groups: Any) -> Path:
+    return saved_run(published, published.parent / "run", platform)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory, platform: Any, groups: Any) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    publish(folder / "hf", WIDE, shard="200MB")
+    return saved_run(folder / "hf", folder / "run", platform)
 
 
 @pytest.mark.slow
-def test_weights_converted_to_a_checkpoint_and_back_are_unchanged(tmp_path: Path, published: Path) -> None:
-    code, out, err = convert("hf-to-megatron", published, tmp_path / "m", "--tp", "2")
-    assert (code, err) == (0, "") and out.startswith(f"{tmp_path / 'm'}: ")
-    code, out, _ = convert("megatron-to-hf", tmp_path / "m", tmp_path / "back", "--shard-size", "20KB", "--json")
+def test_weights_of_a_run_are_those_of_its_checkpoint(tmp_path: Path, published: Path, checkpoint: Path) -> None:
+    code, out, _ = convert(checkpoint, tmp_path / "back", "--shard-size", "20KB", "--json")
     assert code == 0
     said = json.loads(out)
-    assert (said["source"], said["target"]) == (str(tmp_path / "m"), str(tmp_path / "back"))
+    assert (said["source"], said["target"]) == (str(checkpoint), str(tmp_path / "back"))
     before, after = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (published, tmp_path / "back")
     )
     assert said["bytes"] == sum(tensor.nbytes for tensor in before.values())
-    run = make_run(tmp_path / "run")
-    code, _, err = convert("megatron-to-hf", run.root, tmp_path / "of-run")
-    assert (code, "run has no checkpoint yet" in err) == (EXIT_USAGE, True)
-    shutil.copytree(tmp_path / "m", run.checkpoint(4))
-    code, out, err = convert("megatron-to-hf", run.root, tmp_path / "of-run")
-    assert (code, out.rstrip().endswith(f", from {run.checkpoint(4)}")) == (0, True), err
-    assert load_file(tmp_path / "of-run" / "model.safetensors").keys() == before.keys()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    code, out, err = convert(checkpoint.parent.parent, tmp_path / "of-run")
+    assert (code, err) == (0, "") and out.startswith(f"{tmp_path / 'of-run'}: ")
+    assert out.rstrip().endswith(f", from {checkpoint}")
+    assert load_file(tmp_path / "of-run" / "model.safetensors").keys() == before.keys()
+    young = make_run(tmp_path / "run")
+    code, _, err = convert(young.root, tmp_path / "of-young")
+    assert (code, "run has no checkpoint yet" in err) == (EXIT_USAGE, True)
 
 
-@pytest.mark.slow
-def test_incomplete_weights_are_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
-    shards = sorted(published.glob("*.safetensors"))
-    broken = tmp_path / "hf"
-    broken.mkdir()
-    for file in published.iterdir():
-        if file != shards[0]:
-            (broken / file.name).write_bytes(file.read_bytes())
-    said = f"error: {broken} is incomplete: {shards[0].name} is missing\n"
-    assert convert("hf-to-megatron", broken, tmp_path / "m") == (EXIT_USAGE, "", said)
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_missing_size_is_one_line_and_exit_code_2(tmp_path: Path, published: Path) -> None:
-    code, _, err = convert("hf-to-megatron", published, tmp_path / "m", "--shard-size", "5")
+def test_missing_size_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    code, _, err = convert(tmp_path / "run", tmp_path / "m", "--shard-size", "5")
     assert code == EXIT_USAGE and "'5' is not a size such as 5GB" in err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_missing_directory_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    said = f"error: SRC {tmp_path / 'none'}: no such directory; give one that holds config.json\n"
-    assert convert("hf-to-megatron", tmp_path / "none", tmp_path / "m") == (EXIT_USAGE, "", said)
+    said = f"error: {tmp_path / 'none'}: no such directory; give a checkpoint\n"
+    assert convert(tmp_path / "none", tmp_path / "m") == (EXIT_USAGE, "", said)
 
 
 @pytest.mark.slow
 def test_full_disk_leaves_no_output(small_disk: Path, large: Path) -> None:
     """The command sees the full disk before it writes; a test of the conversion itself fills the disk in the middle."""
-    code, _, err = convert("hf-to-megatron", large, small_disk / "m")
+    code, _, err = convert(large, small_disk / "m")
     assert code == EXIT_USAGE and "needs 0.3 GB" in err
     assert not list(small_disk.iterdir())
 
 
 def wait_for_writing(folder: Path, process: Command) -> None:
     deadline = time.monotonic() + 120
-    while not any(path.is_file() and path.stat().st_size > 10**6 for path in folder.rglob("*.distcp")):
+    while not any(path.is_file() and path.stat().st_size > 10**6 for path in folder.rglob("*.safetensors")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "nothing is written"
         time.sleep(0.005)
@@ -114,9 +104,9 @@ def wait_for_writing(folder: Path, process: Command) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "TERM", "KILL"])
 def test_interrupted_conversion_leaves_no_output(
-    tmp_path: Path, large: Path, published: Path, number: signal.Signals
+    tmp_path: Path, large: Path, checkpoint: Path, number: signal.Signals
 ) -> None:
-    process = start("hf-to-megatron", large, tmp_path / "m", "--shard-size", "50MB")
+    process = start(large, tmp_path / "m", "--shard-size", "50MB")
     wait_for_writing(tmp_path, process)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
@@ -132,7 +122,7 @@ def test_interrupted_conversion_leaves_no_output(
         foreign = tmp_path / ".m.0123abcd.tmp"
         foreign.mkdir()
         (foreign / ".writer").write_text("another-host")
-        code, _, err = convert("hf-to-megatron", published, tmp_path / "m")
+        code, _, err = convert(checkpoint, tmp_path / "m")
         assert (code, err.count("warning: "), str(foreign) in err) == (0, 1, True), err
         assert {path.name for path in tmp_path.iterdir()} == {"m", foreign.name}, "it left files of its own"
 
@@ -152,7 +142,7 @@ def command_of(process: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_unwritable_folder_is_a_failure(tmp_path: Path, published: Path) -> None:
+def test_unwritable_folder_is_a_failure(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "file").touch()
-    code, _, err = convert("hf-to-megatron", published, tmp_path / "file" / "m")
+    code, _, err = convert(checkpoint, tmp_path / "file" / "m")
     assert code == EXIT_CRASHED and "Not a directory" in err

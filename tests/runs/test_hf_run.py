@@ -1,4 +1,4 @@
-"""Whole runs that start from published weights and export theirs: `model.init: huggingface`, `save.export_hf_every`."""
+"""Whole runs that start from published weights (`model.init: huggingface`), and exports of what they learned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_helpers import PUBLISHED, SENTENCE, model_of, publish
+from hf_helpers import PUBLISHED, SENTENCE, export, model_of, publish
 from loop_helpers import Attempt, lines_of, loop_recipe, prepare
 from safetensors.torch import load_file
 
@@ -30,38 +30,26 @@ def run_from(published: Path, root: Path, **sections: dict[str, Any]) -> RunDir:
         "training": {"steps": 6},
         "evaluation": {"every": 0},
         "grpo": {"entropy_coefficient": 0.05},  # a random model is never right, so nothing else would change it
-        "save": {"every": 0, "keep": 1, "export_hf_every": 3},
+        "save": {"every": 0, "keep": 1},
     }
     return prepare(root, loop_recipe(**defaults | sections))
 
 
-def exports(run: RunDir) -> list[str]:
-    return sorted(path.name for path in run.exports.iterdir())
-
-
 @pytest.mark.slow
-def test_run_starts_from_published_weights_and_exports_its_own(tmp_path: Path, published: Path) -> None:
+def test_run_starts_from_published_weights_and_is_exported(tmp_path: Path, published: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     run = run_from(published, tmp_path / "run")
-    first = Attempt(run, tmp_path / "cache")
-    assert first.exit_codes() == [0, 0], first.logs()
+    attempt = Attempt(run, tmp_path / "cache")
+    assert attempt.exit_codes() == [0, 0], attempt.logs()
     assert len(lines_of(run.metrics)) == 6
-    assert exports(run) == ["step-000003", "step-000006"]
-    before, after = load_file_of(published), load_file_of(run.export(6))
+    before, after = load_file_of(published), load_file_of(export(run, tmp_path / "hf"))
     assert before.keys() == after.keys()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert changed
     assert all((before[name] - after[name]).abs().max() < 0.1 for name in changed)
-    logits = AutoModelForCausalLM.from_pretrained(run.export(6))(torch.tensor([SENTENCE])).logits
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(torch.tensor([SENTENCE])).logits
     assert logits.isfinite().all()
-
-    shutil.rmtree(run.export(6))
-    (run.exports / ".step-000006.0.tmp").mkdir()  # left by a kill
-    second = Attempt(run, tmp_path / "cache")
-    assert second.exit_codes() == [0, 0], second.logs()
-    assert "step-000006" in exports(run) and not list(run.exports.glob(".*"))
-    assert all(torch.equal(weight, after[name]) for name, weight in load_file_of(run.export(6)).items())
 
 
 def load_file_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,22 +64,11 @@ def test_tensor_parallel_run_that_learns_nothing_exports_its_initial_weights(tmp
         placement={"training": {"tp": 2}},
         optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
         training={"steps": 1},
-        save={"every": 0, "export_hf_every": 1},
     )
     attempt = Attempt(run, tmp_path / "cache")
     assert attempt.exit_codes() == [0, 0], attempt.logs()
-    before, after = load_file_of(published), load_file_of(run.export(1))
+    before, after = load_file_of(published), load_file_of(export(run, tmp_path / "hf"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.slow
-def test_failed_export_is_counted_and_affects_nothing_else(tmp_path: Path, published: Path) -> None:
-    run = run_from(published, tmp_path / "run", save={"every": 0, "export_hf_every": 6}, training={"steps": 6})
-    run.exports.write_text("in the way")
-    attempt = Attempt(run, tmp_path / "cache")
-    assert attempt.exit_codes() == [0, 0], attempt.logs()
-    assert "the checkpoint of step 6 was not exported" in attempt.logs()
-    assert run.checkpoint_steps() == [6]
 
 
 def test_incomplete_weights_end_every_rank_with_the_reason(tmp_path: Path, published: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from core_helpers import ALPHABET, VOCAB
-from hf_helpers import publish
+from hf_helpers import export, publish
 from loop_helpers import Attempt, lines_of
 from vllm_front import START_S, Front
 from vllm_training import CLOSE, SERVED, greedily, prepare_run, record_answers
@@ -36,7 +36,7 @@ def test_vllm_answers_with_the_adapters_of_each_version(tmp_path: Path) -> None:
         optimizer={"learning_rate": 0.03},
         training={"steps": STEPS},
         evaluation={"every": 0},
-        save={"every": 0, "export_hf_every": STEPS},
+        save={"every": 0},
     )
     training = Attempt(run, tmp_path / "cache", ranks=1, sabotage=partial(record_answers, heard))
     with Front(run) as front:
@@ -47,8 +47,9 @@ def test_vllm_answers_with_the_adapters_of_each_version(tmp_path: Path) -> None:
     answers = [json.loads(line) for line in heard.read_text().splitlines()]
     last = [answer for answer in answers if answer["temperature"] == 0 and {*answer["versions"]} == {STEPS}]
     assert last
+    export(run, tmp_path / "trained")
     for answer in last:
-        tokens, logprobs = continued(run.export(STEPS), answer)
+        tokens, logprobs = continued(tmp_path / "trained", answer)
         assert answer["tokens"] == tokens
         assert answer["logprobs"] == pytest.approx(logprobs, abs=CLOSE)
     assert any(abs(continued(base, answer)[1][0] - answer["logprobs"][0]) > 100 * CLOSE for answer in last)

@@ -1,7 +1,6 @@
-"""Conversion in a separate process, for `mrl convert` and for exports of a run:
+"""Export in a separate process, for `mrl convert`:
 
-    python -m megatron_rl.checkpoint.hf hf-to-megatron SRC DST
-    python -m megatron_rl.checkpoint.hf megatron-to-hf SRC DST
+    python -m megatron_rl.checkpoint.hf SRC DST
 
 Prints the result on stdout as one JSON object, and errors on stderr in one line.
 """
@@ -25,21 +24,15 @@ from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE
-from megatron_rl.recipe.hub import local_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.checkpoint.hf", description="Convert weights.")
-    parser.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.checkpoint.hf", description="Export weights.")
     parser.add_argument("source")
     parser.add_argument("target", type=Path)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--format", choices=["torch_dist", "torch"], default="torch_dist")
     parser.add_argument("--shard-bytes", type=int, required=True)
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--adapters", action="store_true", help="write adapters alone, without their base")
-    parser.add_argument("--trust", action="store_true", help="do not compare the checkpoint with its checksums")
     options = parser.parse_args(arguments)
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -69,39 +62,21 @@ def _convert(options: argparse.Namespace) -> dict[str, Any]:
     """Convert, with imports that take seconds and so come after the signal handlers."""
     import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
     from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
-    from megatron_rl.checkpoint.hf.to_megatron import to_megatron
     from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    if options.direction == "hf-to-megatron":
-        try:
-            source = local_folder(options.source, "SRC", CONFIG_FILE)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
-        with connected(StandaloneWorld.single()) as (platform, _):
-            done = to_megatron(
-                source,
-                options.target,
-                platform,
-                tp=options.tp,
-                kind=options.format,
-                shard_bytes=options.shard_bytes,
-                replace=options.force,
-            )
-    else:
-        run = RunDir(options.source)
-        if run.resolved.is_file():
-            options.source = str(run.checkpoint(newest_step(run)))
-        with connected(StandaloneWorld.single()) as (platform, _):
-            done = to_hugging_face(
-                Path(options.source),
-                options.target,
-                platform,
-                shard_bytes=options.shard_bytes,
-                replace=options.force,
-                verify=not options.trust,
-                adapters_only=options.adapters,
-            )
+    run = RunDir(options.source)
+    if run.resolved.is_file():
+        options.source = str(run.checkpoint(newest_step(run)))
+    with connected(StandaloneWorld.single()) as (platform, _):
+        done = to_hugging_face(
+            Path(options.source),
+            options.target,
+            platform,
+            shard_bytes=options.shard_bytes,
+            replace=options.force,
+            adapters_only=options.adapters,
+        )
     return {"source": options.source, "target": str(options.target), **asdict(done)}
 
 

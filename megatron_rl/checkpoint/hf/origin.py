@@ -1,20 +1,17 @@
-"""CheckpointOrigin of a checkpoint: the model's shape, and its Hugging Face files."""
+"""Origin of a checkpoint: the model's shape, and its Hugging Face files."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.checkpoint.hf.to_megatron import CARRIED, NOTES
-from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.chat.turn_end import turn_end
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe import hf_config
 from megatron_rl.recipe.config import read_config
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE, KEYS, read_hf_config, shape
+from megatron_rl.recipe.hf_config import CONFIG_FILE, KEYS
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig
 
@@ -27,23 +24,18 @@ class CheckpointOrigin:
     published: Path | None  # directory of config.json, generation config and chat template; None without one
     tokenizer: Path | None  # directory of the tokenizer; None if it has no Hugging Face form
     ends: frozenset[int] = frozenset()  # tokens that end an answer; empty if only the published files know
-    output_layer_stored: bool = False  # in the published files, although the embeddings are tied
 
 
 def origin_of(checkpoint: Path) -> CheckpointOrigin:
-    """Find the origin of a checkpoint: a conversion or a run.
+    """Find the origin of a checkpoint in its run.
 
-    Raises ConfigurationError if it has neither, or if its files are missing on this machine.
+    Raises ConfigurationError if it has no run, or if files are missing on this machine.
     """
-    carried = checkpoint / CARRIED
-    if carried.is_dir():
-        model = ModelConfig(**shape(read_hf_config(carried)), init="from-scratch")
-        return CheckpointOrigin(model, carried, carried, output_layer_stored=_output_layer_stored(carried / NOTES))
     run = _run_of(checkpoint)
     if run is None:
         raise ConfigurationError(
-            f"{checkpoint} is neither a checkpoint of a run (.../checkpoints/step-000040) nor one that "
-            "`mrl convert hf-to-megatron` made"
+            f"{checkpoint} is not a checkpoint in the directory of its run (.../checkpoints/step-000040), which says "
+            "the shape of the model"
         )
     return _of_run(run)
 
@@ -57,9 +49,6 @@ def contradictions(model: ModelConfig, checkpoint: Path) -> list[str]:
 
     Raises ConfigurationError if a file with that information cannot be read.
     """
-    carried = checkpoint / CARRIED
-    if carried.is_dir():
-        return hf_config.contradictions(model, read_hf_config(carried), carried / CONFIG_FILE)
     run = _run_of(checkpoint)
     if run is None:
         return []
@@ -70,15 +59,6 @@ def _run_of(checkpoint: Path) -> RunDir | None:
     """The run that a checkpoint belongs to; None without one."""
     run = RunDir(checkpoint.absolute().parent.parent)
     return run if checkpoint.absolute().parent == run.checkpoints and run.resolved.is_file() else None
-
-
-def _output_layer_stored(notes: Path) -> bool:
-    try:
-        return bool(json.loads(read_bytes(notes))["output_layer_stored"])
-    except OSError as error:
-        raise ConfigurationError(f"{notes} cannot be read: {error.strerror}; convert the weights again") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigurationError(f"{notes} is damaged ({error!r}); convert the weights again") from error
 
 
 def _of_run(run: RunDir) -> CheckpointOrigin:

@@ -6,20 +6,20 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE
-from megatron_rl.checkpoint.hf.megatron_lm import MegatronLMReader
 from megatron_rl.checkpoint.hf.origin import CheckpointOrigin, origin_of
 from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, CheckpointReader, MergedReader, save
 from megatron_rl.checkpoint.hf.staging import carry, staged
-from megatron_rl.checkpoint.hf.to_megatron import NOTES, Converted, batches
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
-from megatron_rl.contract.manifest import MANIFEST, find_corruption, find_defect, read_manifest
-from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, Weight, weights
+from megatron_rl.contract.manifest import find_corruption, read_manifest
+from megatron_rl.model.hf_mapping import EMBEDDING, weights
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY
 from megatron_rl.recipe.errors import ConfigurationError
@@ -27,6 +27,13 @@ from megatron_rl.recipe.hf_config import CONFIG_FILE, to_hf_config
 from megatron_rl.recipe.model import ModelConfig
 
 GENERATION = "generation_config.json"
+SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    bytes: int  # bytes of the weights
+    seconds: float
 
 
 def to_hugging_face(
@@ -34,16 +41,14 @@ def to_hugging_face(
     target: Path,
     platform: Device,
     *,
-    shard_bytes: int,
+    shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
-    verify: bool = True,
     adapters_only: bool = False,
 ) -> Converted:
     """Convert the weights of a checkpoint in their stored dtypes. Holds one file of `shard_bytes` in memory, or the
     largest weight if that is more. Adapters are merged into their base, and written beside it in PEFT's format.
 
     Args:
-        verify: compare every byte of the checkpoint with its checksums instead of only names and sizes.
         adapters_only: write the adapters alone.
 
     Raises:
@@ -56,7 +61,7 @@ def to_hugging_face(
         raise ConfigurationError(f"{checkpoint}: no such directory; give a checkpoint")
     origin = origin_of(checkpoint)
     wanted = weights(origin.model)
-    reader, adapters = _reader(checkpoint, origin.model, wanted, platform, verify, adapters_only=adapters_only)
+    reader, adapters = _reader(checkpoint, origin.model, platform, adapters_only=adapters_only)
     if adapters_only and adapters is not None:
         with staged(target, adapters.manifest.bytes, replace=replace) as folder:
             written = adapters.write(folder)
@@ -65,8 +70,6 @@ def to_hugging_face(
         name: sum(math.prod(source.shape) for source in wanted[name].sources) * reader.dtype(name).itemsize
         for name in reader.names
     }
-    if origin.output_layer_stored:
-        sizes[HF_OUTPUT] = sizes[EMBEDDING]
     files = list(batches(sizes, shard_bytes))
     with staged(target, sum(sizes.values()), replace=replace) as folder:
         file_of: dict[str, str] = {}
@@ -74,7 +77,7 @@ def to_hugging_face(
             file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors: dict[str, Tensor] = {}
             for name in names:
-                tensors |= _tensors(name, wanted, reader)
+                tensors |= {theirs: each.contiguous() for theirs, each in reader.read(name, wanted[name]).items()}
             save(folder / file, tensors)
             file_of |= dict.fromkeys(tensors, file)
         if len(files) > 1:
@@ -89,20 +92,11 @@ def to_hugging_face(
 
 
 def _reader(
-    checkpoint: Path,
-    model: ModelConfig,
-    wanted: dict[str, Weight],
-    platform: Device,
-    verify: bool,
-    *,
-    adapters_only: bool,
+    checkpoint: Path, model: ModelConfig, platform: Device, *, adapters_only: bool
 ) -> tuple[CheckpointReader, AdapterReader | None]:
-    """CheckpointReader of the weights, and that of the adapters if the checkpoint has some."""
-    if not (checkpoint / MANIFEST).exists() and (checkpoint / "release").is_dir():
-        return MegatronLMReader(checkpoint, model, wanted), None
+    """Return readers of the weights, and of the adapters if the checkpoint has some."""
     manifest = read_manifest(checkpoint)
-    defect = find_corruption(checkpoint, manifest.files) if verify else find_defect(checkpoint)
-    if defect:
+    if defect := find_corruption(checkpoint, manifest.files):
         raise ConfigurationError(f"{defect}: use another checkpoint")
     if manifest.meta.get(KEY) or adapters_only:
         adapters = AdapterReader.of(checkpoint, model, platform)
@@ -110,10 +104,18 @@ def _reader(
     return TorchDistReader(checkpoint, skeleton(model, platform)), None
 
 
-def _tensors(name: str, wanted: dict[str, Weight], reader: CheckpointReader) -> dict[str, Tensor]:
-    if name == HF_OUTPUT:  # tied, but published twice
-        return {HF_OUTPUT: reader.read(EMBEDDING, wanted[EMBEDDING])[HF_EMBEDDING]}
-    return {theirs: tensor.contiguous() for theirs, tensor in reader.read(name, wanted[name]).items()}
+def batches(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
+    """Split names, without reordering, into the fewest batches of `limit` bytes. A larger weight has its own batch."""
+    batch: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if batch and held + size > limit:
+            yield batch
+            batch, held = [], 0
+        batch.append(name)
+        held += size
+    if batch:
+        yield batch
 
 
 def _describe(folder: Path, origin: CheckpointOrigin, dtype: torch.dtype) -> None:
@@ -121,7 +123,6 @@ def _describe(folder: Path, origin: CheckpointOrigin, dtype: torch.dtype) -> Non
     for source in dict.fromkeys([origin.published, origin.tokenizer]):
         if source is not None:
             carry(source, folder)
-    (folder / NOTES).unlink(missing_ok=True)
     _describe_ends(folder / GENERATION, origin.ends)
     name = str(dtype).removeprefix("torch.")
     if origin.published is None:  # a config.json beside the tokenizer does not describe the weights

@@ -126,15 +126,6 @@ MACHINES: dict[str, Metric] = {
         good="0",
         advice="Make room on the disk; `save.keep` and `save.keep_every` need less.",
     ),
-    "time/export_s": Metric(
-        "seconds of the newest export to Hugging Face's format, which runs beside the training", unit="s"
-    ),
-    "system/failed_exports": Metric(
-        "exports of checkpoints that failed; each is retried",
-        unit="exports",
-        good="0",
-        advice="The log of rank 0 has the reason; the disk may be full.",
-    ),
     "system/refit_bytes": Metric(
         "bytes that ranks sent one another to give the engine the new weights; absent if it shares the trainer's",
         lambda step: step.refit_bytes or None,

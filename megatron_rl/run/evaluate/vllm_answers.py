@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 
-from megatron_rl.checkpoint.hf.export import SHARD_BYTES
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.source import PolicySource
@@ -86,7 +85,7 @@ def _published(source: PolicySource, folder: Path) -> tuple[Path, str]:
     if source.kind == "huggingface":
         return source.folder, WeightsFolder(source.folder).digest
     with connected(StandaloneWorld.single()) as (platform, _):
-        to_hugging_face(source.folder, folder / "weights", platform, shard_bytes=SHARD_BYTES)
+        to_hugging_face(source.folder, folder / "weights", platform)
     return folder / "weights", read_manifest(source.folder).digest
 
 

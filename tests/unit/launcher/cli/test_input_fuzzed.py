@@ -305,14 +305,13 @@ class Process:
 
 TYPED = WORD.filter(lambda word: "\0" not in word)  # which no program can be given
 SIZE = st.sampled_from(["5GB", "0.1kb", "infGB", "nanGB", "1e400TB", "1e300GB", "-1GB", "GB", "5", ""]) | TYPED
-SWITCHES = st.sampled_from([["--tp", "2"], ["--format", "torch"], ["--force"], ["--json"]]) | st.tuples(TYPED)
+SWITCHES = st.sampled_from([["--adapters"], ["--force"], ["--json"]]) | st.tuples(TYPED)
 PATH = st.sampled_from(["m", "one", ".", "..", "/", "-x", "--force", "a/b/c", "~"]) | TYPED
 CONVERTED = '{"source": "a", "target": "b", "bytes": 1, "seconds": 0.5, "peak_memory_bytes": 1}\n'
 
 
 @examples(40)
 @given(
-    direction=st.sampled_from(["hf-to-megatron", "megatron-to-hf"]),
     switches=st.lists(SWITCHES, max_size=2),
     size=st.just("5GB") | SIZE,
     paths=st.lists(PATH, min_size=2, max_size=2) | st.lists(PATH, max_size=3),
@@ -320,7 +319,7 @@ CONVERTED = '{"source": "a", "target": "b", "bytes": 1, "seconds": 0.5, "peak_me
     said=st.tuples(SAID, SAID),
     is_there=st.booleans(),
 )
-def test_arguments_of_convert(home, direction, switches, size, paths, code, said, is_there):
+def test_arguments_of_convert(home, switches, size, paths, code, said, is_there):
     out = f"{said[0]}\n{CONVERTED}" if code == 0 else said[0]
 
     def start(command: list[str], **options: Any) -> Process:
@@ -330,7 +329,7 @@ def test_arguments_of_convert(home, direction, switches, size, paths, code, said
         return Process(code, out, said[1])
 
     with mock.patch.object(child.subprocess, "Popen", start):
-        tried(main, ["convert", direction, *chain(*switches), "--shard-size", size, "--", *paths])
+        tried(main, ["convert", "megatron-to-hf", *chain(*switches), "--shard-size", size, "--", *paths])
 
 
 REHEARSED = '{"parameters": 1, "phases": {"start": {"weights": 1}}, "failure": null}\n'

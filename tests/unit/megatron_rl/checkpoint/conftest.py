@@ -1,4 +1,4 @@
-"""A published model and its conversion, shared by several files."""
+"""A published model and a checkpoint with its weights, shared by several files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def converted(published: Path, platform: Any, groups: Any) -> Path:
-    from hf_helpers import SHARD
+def saved(published: Path, platform: Any, groups: Any) -> Path:
+    from hf_helpers import saved_run
 
-    from megatron_rl.checkpoint.hf.to_megatron import to_megatron
-
-    to_megatron(published, published.parent / "megatron", platform, shard_bytes=SHARD)
-    return published.parent / "megatron"
+    return saved_run(published, published.parent / "run", platform)

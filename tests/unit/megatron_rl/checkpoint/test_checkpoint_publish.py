@@ -82,23 +82,6 @@ def test_a_permanent_checkpoint_is_deleted_with_its_line(run_dir: RunDir) -> Non
     assert run_dir.checkpoint_steps() == [50, 20]
 
 
-def test_checkpoints_that_wait_for_their_export_stay_until_it_exists(run_dir: RunDir) -> None:
-    for step in range(10, 101, 10):
-        make(run_dir, step, keep=1, export_hf_every=20)
-    assert run_dir.checkpoint_steps() == [100, 20], "the newest, and the oldest, whose export may be unfinished"
-    run_dir.export(20).mkdir(parents=True)
-    make(run_dir, 110, keep=1, export_hf_every=20)
-    assert run_dir.checkpoint_steps() == [110, 100]
-
-
-def test_exports_of_an_abandoned_line_are_deleted_with_it(run_dir: RunDir) -> None:
-    for step in (20, 40, 60):
-        make(run_dir, step)
-        run_dir.export(step).mkdir(parents=True)
-    make(run_dir, 40, parent=20)
-    assert run_dir.export_steps() == [20]
-
-
 def test_a_damaged_checkpoint_does_not_count_as_kept_and_is_deleted_when_superseded(run_dir: RunDir) -> None:
     make(run_dir, 20)
     (make(run_dir, 40) / "__0_0.distcp").unlink()

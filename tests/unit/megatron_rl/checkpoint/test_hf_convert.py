@@ -1,11 +1,10 @@
-"""Hugging Face weights to checkpoints and back: every tensor, name, dtype and bit is kept, and nothing is half done."""
+"""Checkpoints to Hugging Face's weights: every tensor, name, dtype and bit is kept, and nothing is half done."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
-import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,17 +15,25 @@ import torch
 import yaml
 from checkpoint_helpers import checkpointer, outcome
 from core_helpers import full_forward, tiny_model, tiny_policy, tiny_run
-from hf_helpers import PUBLISHED, SENTENCE, SHARD, TOKENS, VOCAB, model_of, publish, tokenizer, usual_mode
-from safetensors.torch import load_file, save_file
+from hf_helpers import (
+    PUBLISHED,
+    SENTENCE,
+    SHARD,
+    TOKENS,
+    VOCAB,
+    model_of,
+    publish,
+    saved_run,
+    tokenizer,
+    usual_mode,
+)
+from safetensors.torch import load_file
 from supervised_helpers import supervised_recipe
 
 from megatron_rl.checkpoint.hf.origin import contradictions, origin_of
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
-from megatron_rl.checkpoint.hf.to_megatron import to_megatron
-from megatron_rl.checkpoint.load import read, verify
+from megatron_rl.checkpoint.source import find_source
 from megatron_rl.contract.manifest import CheckpointError
-from megatron_rl.model.policy import build_policy
 from megatron_rl.recipe.errors import ConfigurationError
 
 
@@ -49,7 +56,6 @@ def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("torch_dist", 1), ("torch", 2)])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -58,96 +64,30 @@ def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
         ("Qwen3, wider heads", torch.bfloat16),
         ("Llama 3.1", torch.float32),
         ("Llama, one key for all", torch.float32),
-        ("Mistral", torch.float16),
+        ("Mistral", torch.bfloat16),
         ("Qwen3 MoE", torch.bfloat16),
     ],
 )
-def test_a_round_trip_changes_no_bit(
-    tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype, kind: Any, tp: int
-) -> None:
+def test_a_round_trip_changes_no_bit(tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype) -> None:
     publish(tmp_path / "hf", PUBLISHED[name], dtype)
-    to_megatron(tmp_path / "hf", tmp_path / "megatron", platform, tp=tp, kind=kind, shard_bytes=SHARD)
-    to_hugging_face(tmp_path / "megatron", tmp_path / "back", platform, shard_bytes=SHARD)
+    checkpoint = saved_run(
+        tmp_path / "hf", tmp_path / "run", platform, dtype="fp32" if dtype == torch.float32 else "bf16"
+    )
+    to_hugging_face(checkpoint, tmp_path / "back", platform, shard_bytes=SHARD)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     assert same_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "back").iterdir()}
     assert {*modes.values()} == {usual_mode(tmp_path)}, f"another user's server reads them: {modes}"
-    files = "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-    for file in files:
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {"hf", "megatron", "back"}
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "back"}
 
 
-def test_a_run_starts_from_a_conversion(published: Path, converted: Path, platform: Any, groups: Any) -> None:
-    model = model_of(published, init="from-scratch", vocab_multiple=32)  # 64 rows; the checkpoint has 128
-    policy = build_policy(model, VOCAB, platform)
-    state, _ = read(verify(converted, groups.control), {"model": policy.sharded_state_dict()}, groups.data)
-    policy.load_state_dict(state["model"])
-    torch.testing.assert_close(full_forward(policy, SENTENCE), logits_of(published), rtol=1e-4, atol=1e-4)
-
-
-def test_a_recipe_must_not_contradict_the_conversion(published: Path, converted: Path) -> None:
+def test_a_recipe_must_not_contradict_the_checkpoint_that_it_starts_from(published: Path, saved: Path) -> None:
     model = model_of(published)
-    assert contradictions(model, converted) == []
-    (wrong,) = contradictions(model.model_copy(update={"layernorm_epsilon": 1e-6}), converted)
-    assert wrong.startswith("model.layernorm_epsilon 1e-06 contradicts 1e-05 (rms_norm_eps) of ")
-
-
-def test_transformers_computes_the_same_after_a_round_trip(
-    tmp_path: Path, published: Path, converted: Path, platform: Any, groups: Any
-) -> None:
-    to_hugging_face(converted, tmp_path / "back", platform, shard_bytes=10**9)
-    assert [path.name for path in (tmp_path / "back").glob("*.safetensors*")] == ["model.safetensors"]
-    assert torch.equal(logits_of(tmp_path / "back"), logits_of(published))
-
-
-def test_shards_for_megatron_lm_hold_the_groups_of_their_rank(
-    tmp_path: Path, published: Path, platform: Any, groups: Any
-) -> None:
-    to_megatron(published, tmp_path / "m", platform, tp=2, kind="torch", shard_bytes=SHARD)
-    assert (tmp_path / "m" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    shards = [
-        torch.load(tmp_path / "m" / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
-        for rank in (0, 1)
-    ]
-    args = shards[1]["args"]
-    assert (args.tensor_model_parallel_size, args.padded_vocab_size, args.num_query_groups) == (2, 256, 2)
-    theirs, ours = tensors_of(published), shards[1]["model"]
-    q, k, v = (theirs[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")  # heads of 8 rows
-    qkv = ours["decoder.layers.1.self_attention.linear_qkv.weight"]
-    assert torch.equal(qkv, torch.cat((q[16:32], k[8:16], v[8:16])))
-    gate, up = (theirs[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
-    assert torch.equal(ours["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat((gate[24:], up[24:])))
-    down = theirs["model.layers.0.mlp.down_proj.weight"]
-    assert torch.equal(ours["decoder.layers.0.mlp.linear_fc2.weight"], down[:, 24:])
-    norm = theirs["model.layers.0.post_attention_layernorm.weight"]
-    assert torch.equal(ours["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"], norm)
-    table = torch.cat([shard["model"]["embedding.word_embeddings.weight"] for shard in shards])
-    assert torch.equal(table[:VOCAB], theirs["model.embed_tokens.weight"]) and not table[VOCAB:].any()
-
-
-def with_output_layer(folder: Path, change: float) -> Path:
-    """Tied weights that are published twice, as in some models."""
-    publish(folder, PUBLISHED["Qwen2, tied"], shard="1GB")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def test_tied_weights_published_twice_stay_so(tmp_path: Path, platform: Any, groups: Any) -> None:
-    source = with_output_layer(tmp_path / "hf", 0.0)
-    to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
-    to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
-    assert same_bits(tensors_of(source), tensors_of(tmp_path / "back"))
-
-
-def test_tied_weights_that_differ_are_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"lm_head.weight is not model.embed_tokens.weight"):
-        to_megatron(with_output_layer(tmp_path / "hf", 0.1), tmp_path / "m", platform, shard_bytes=SHARD)
-    model = model_of(tmp_path / "hf")
-    with pytest.raises(ConfigurationError, match=r"lm_head.weight is not model.embed_tokens.weight"):
-        load_pretrained(build_policy(model, VOCAB, platform), model, tmp_path / "hf")
+    assert contradictions(model, saved) == []
+    (wrong,) = contradictions(model.model_copy(update={"layernorm_epsilon": 1e-6}), saved)
+    assert wrong.startswith("model.layernorm_epsilon 1e-06 contradicts 1e-05 (model.layernorm_epsilon) of ")
 
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 1, "expert_ffn_hidden_size": 16}
@@ -180,18 +120,11 @@ def test_a_checkpoint_of_a_run_from_scratch_loads_in_transformers(
 def test_config_json_names_the_dtype_of_the_weights(tmp_path: Path, platform: Any, groups: Any) -> None:
     """The run is in fp32 and started from bf16 weights."""
     publish(tmp_path / "hf", PUBLISHED["Qwen2"], torch.bfloat16)
-    model = model_of(tmp_path / "hf")
-    policy = build_policy(model, VOCAB, platform)
-    values = tiny_run(model=model.model_dump()).model_dump()
-    values["tokenizer"] = {"type": "huggingface", "path": str(tmp_path / "hf")}
-    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
-    saving = checkpointer(tmp_path)
-    saving.save(1, {"model": policy.sharded_state_dict()}, {})
-    outcome(saving)
-    to_hugging_face(tmp_path / "checkpoints" / "step-000001", tmp_path / "back", platform, shard_bytes=SHARD)
+    checkpoint = saved_run(tmp_path / "hf", tmp_path / "run", platform)
+    to_hugging_face(checkpoint, tmp_path / "back", platform, shard_bytes=10**9)
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
     assert after == before | {"dtype": "float32"}
-    assert (tmp_path / "back" / "chat_template.jinja").exists()
+    assert [path.name for path in (tmp_path / "back").glob("*.safetensors*")] == ["model.safetensors"]
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "back").values()} == {torch.float32}
 
 
@@ -203,14 +136,8 @@ def test_generation_from_an_export_ends_where_the_model_was_trained_to_end(
     publish(tmp_path / "hf", PUBLISHED["Qwen2"])
     ends = {} if published is None else {"eos_token_id": published}
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"top_k": 20, **ends}))
-    model = model_of(tmp_path / "hf")
-    values = tiny_run(model=model.model_dump()).model_dump()
-    values["tokenizer"] = {"type": "huggingface", "path": str(tmp_path / "hf")}
-    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
-    saving = checkpointer(tmp_path)
-    saving.save(1, {"model": build_policy(model, VOCAB, platform).sharded_state_dict()}, {})
-    outcome(saving)
-    to_hugging_face(tmp_path / "checkpoints" / "step-000001", tmp_path / "back", platform, shard_bytes=10**9)
+    checkpoint = saved_run(tmp_path / "hf", tmp_path / "run", platform)
+    to_hugging_face(checkpoint, tmp_path / "back", platform, shard_bytes=10**9)
     found = json.loads((tmp_path / "back" / "generation_config.json").read_text())
     assert found == {"top_k": 20, "eos_token_id": exported}
 
@@ -241,12 +168,6 @@ def test_the_end_of_a_chat_template_counts_if_it_was_sampled_or_learned(
     assert origin_of(tmp_path / "checkpoints" / "step-000001").ends == {0} | further
 
 
-def spoil(folder: Path, name: str) -> None:
-    content = bytearray((folder / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / name).write_bytes(content)
-
-
 def copied(source: Path, target: Path) -> Path:
     for file in source.rglob("*"):
         if file.is_file():
@@ -268,130 +189,80 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize(("harm", "said"), REFUSED.values(), ids=REFUSED)
 def test_weights_that_would_not_work_later_are_refused(
-    tmp_path: Path, published: Path, platform: Any, groups: Any, harm: Callable[[Path], Any], said: str
+    tmp_path: Path, published: Path, harm: Callable[[Path], Any], said: str
 ) -> None:
     folder = copied(published, tmp_path / "hf")
     harm(folder)
     with pytest.raises(ConfigurationError, match=said):
-        to_megatron(folder, tmp_path / "m", platform, shard_bytes=SHARD)
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_tensor_parallelism_that_does_not_divide_is_refused(
-    tmp_path: Path, published: Path, platform: Any, groups: Any
-) -> None:
-    with pytest.raises(ConfigurationError, match=r"tp 3 does not divide model.num_attention_heads 4"):
-        to_megatron(published, tmp_path / "m", platform, tp=3, shard_bytes=SHARD)
+        find_source(str(folder))
 
 
 def test_an_existing_target_is_replaced_only_on_demand(
-    tmp_path: Path, published: Path, converted: Path, platform: Any, groups: Any
+    tmp_path: Path, published: Path, saved: Path, platform: Any, groups: Any
 ) -> None:
     target = tmp_path / "back"
     target.mkdir()
     (target / "mine").touch()
     with pytest.raises(ConfigurationError, match="exists: give another path, or --force"):
-        to_hugging_face(converted, target, platform, shard_bytes=SHARD)
+        to_hugging_face(saved, target, platform, shard_bytes=SHARD)
     assert [path.name for path in target.iterdir()] == ["mine"]
-    to_hugging_face(converted, target, platform, shard_bytes=SHARD, replace=True)
+    to_hugging_face(saved, target, platform, shard_bytes=SHARD, replace=True)
     assert not (target / "mine").exists()
     assert same_bits(tensors_of(published), tensors_of(target))
     assert [path.name for path in tmp_path.iterdir()] == ["back"]
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, converted: Path, platform: Any, groups: Any) -> None:
-    folder = copied(converted, tmp_path / "m")
-    spoil(folder, "__1_0.distcp")
-    with pytest.raises((CheckpointError, ConfigurationError), match=r"__1_0.distcp is not what was written"):
-        to_hugging_face(folder, tmp_path / "back", platform, shard_bytes=SHARD)
+def run_of(saved: Path, folder: Path) -> Path:
+    """Copy the run of a checkpoint, to damage it. Returns the checkpoint."""
+    return copied(saved.parent.parent, folder) / "checkpoints" / saved.name
 
 
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        (["mp_rank_00"], r"mp_rank_00.model_optim_rng.pt is missing"),
-        (["mp_rank_01"], r"mp_rank_00.* is \[.*but should be .* in one of 1 shards. Is a shard missing\?"),
-        (["mp_rank_00", "mp_rank_01"], "release holds no shard"),
-    ],
-)
-def test_a_lost_shard_for_megatron_lm_is_reported(
-    tmp_path: Path, published: Path, platform: Any, groups: Any, lost: list[str], said: str
-) -> None:
-    to_megatron(published, tmp_path / "m", platform, tp=2, kind="torch", shard_bytes=SHARD)
-    for name in lost:
-        shutil.rmtree(tmp_path / "m" / "release" / name)
-    with pytest.raises(CheckpointError, match=said):
-        to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
-
-
-@pytest.mark.parametrize("content", [b"", b"no shard at all", {"args": getattr, "model": {}}, ["model"]], ids=str)
-def test_a_file_that_is_no_shard_for_megatron_lm_is_named(
-    tmp_path: Path, published: Path, platform: Any, groups: Any, content: Any
-) -> None:
-    to_megatron(published, tmp_path / "m", platform, kind="torch", shard_bytes=SHARD)
-    shard = tmp_path / "m" / "release" / "mp_rank_00" / "model_optim_rng.pt"
-    if isinstance(content, bytes):
-        shard.write_bytes(content)
-    else:
-        torch.save(content, shard)
-    with pytest.raises(CheckpointError, match=r"mp_rank_00.* is damaged or no shard of Megatron-LM's"):
-        to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, saved: Path, platform: Any, groups: Any) -> None:
+    checkpoint = run_of(saved, tmp_path / "run")
+    content = bytearray((checkpoint / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / "__0_0.distcp").write_bytes(content)
+    with pytest.raises((CheckpointError, ConfigurationError), match=r"__0_0.distcp is not what was written"):
+        to_hugging_face(checkpoint, tmp_path / "back", platform, shard_bytes=SHARD)
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
-    with pytest.raises(ConfigurationError, match="is neither a checkpoint of a run"):
+    with pytest.raises(ConfigurationError, match="is not a checkpoint in the directory of its run"):
         to_hugging_face(tmp_path, tmp_path / "back", platform, shard_bytes=SHARD)
     with pytest.raises(ConfigurationError, match="no such directory"):
         to_hugging_face(tmp_path / "none", tmp_path / "back", platform, shard_bytes=SHARD)
 
 
-@pytest.fixture
-def small_files() -> Any:
-    """Limit the size of files to that of the files beside the weights, as if the disk filled up while writing
-    weights."""
+def test_a_failed_export_leaves_nothing(tmp_path: Path, saved: Path, platform: Any, groups: Any) -> None:
+    """Files are limited to the size of those beside the weights, as if the disk filled up while writing weights."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
-def test_a_failed_conversion_leaves_nothing(
-    tmp_path: Path, published: Path, platform: Any, groups: Any, small_files: Any, kind: Any
-) -> None:
-    with pytest.raises(OSError):
-        to_megatron(published, tmp_path / "m", platform, kind=kind, shard_bytes=SHARD)
+    try:
+        with pytest.raises(OSError):
+            to_hugging_face(saved, tmp_path / "back", platform, shard_bytes=SHARD)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_export_leaves_nothing(
-    tmp_path: Path, converted: Path, platform: Any, groups: Any, small_files: Any
-) -> None:
-    with pytest.raises(OSError):
-        to_hugging_face(converted, tmp_path / "back", platform, shard_bytes=SHARD)
-    assert not list(tmp_path.iterdir())
-
-
-def test_too_small_a_disk_is_noticed_in_advance(converted: Path, platform: Any, groups: Any, monkeypatch: Any) -> None:
-    target = converted.parent / "back"
+def test_too_small_a_disk_is_noticed_in_advance(saved: Path, platform: Any, groups: Any, monkeypatch: Any) -> None:
+    target = saved.parent / "back"
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(ConfigurationError, match=r"needs 0.0 GB, and .* has 0.0 GB left"):
-        to_hugging_face(converted, target, platform, shard_bytes=SHARD)
+        to_hugging_face(saved, target, platform, shard_bytes=SHARD)
     assert not target.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"[" * 5000, None])
-@pytest.mark.parametrize("file", ["huggingface/conversion.json", "huggingface/config.json", "manifest.json"])
-def test_a_damaged_file_of_a_checkpoint_is_named(
-    tmp_path: Path, published: Path, platform: Any, groups: Any, file: str, content: bytes | None
+def test_a_damaged_manifest_is_named(
+    tmp_path: Path, saved: Path, platform: Any, groups: Any, content: bytes | None
 ) -> None:
-    to_megatron(published, tmp_path / "m", platform, shard_bytes=SHARD)
-    damaged = tmp_path / "m" / file
-    damaged.unlink()
+    checkpoint = run_of(saved, tmp_path / "run")
+    (checkpoint / "manifest.json").unlink()
     if content is None:
-        os.mkfifo(damaged)  # opening it would block
+        os.mkfifo(checkpoint / "manifest.json")  # opening it would block
     else:
-        damaged.write_bytes(content)
-    with pytest.raises((ConfigurationError, CheckpointError), match=damaged.name):
-        to_hugging_face(tmp_path / "m", tmp_path / "hf", platform, shard_bytes=SHARD)
-    assert {path.name for path in tmp_path.iterdir()} == {"m"}
+        (checkpoint / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        to_hugging_face(checkpoint, tmp_path / "hf", platform, shard_bytes=SHARD)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hf_helpers import SHARD
 
+from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
-from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
@@ -39,56 +39,45 @@ def replace(request: pytest.FixtureRequest) -> Callable[[Path], Path]:
     return replace
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "model.safetensors.index.json", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", [WEIGHTS, "model.safetensors.index.json", "config.json"])
 def test_irregular_files_are_refused_as_weights(
-    tmp_path: Path, published: Path, platform: Any, groups: Any, name: str, replace: Callable[[Path], Path]
+    tmp_path: Path, published: Path, name: str, replace: Callable[[Path], Path]
 ) -> None:
     source = shutil.copytree(published, tmp_path / "hf")
     replace(source / name)
     with pytest.raises(ConfigurationError, match=str(source)) as refused:
-        to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
+        WeightsFolder(source)
     assert name in str(refused.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/a.jinja"])
-def test_irregular_files_are_refused_in_a_tokenizer(
-    tmp_path: Path, published: Path, platform: Any, groups: Any, name: str
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/a.jinja"],
+)
+def test_irregular_files_are_refused_in_a_tokenizer(tmp_path: Path, published: Path, name: str) -> None:
     """transformers itself would open the pipe."""
     source = shutil.copytree(published, tmp_path / "hf")
     (source / name).parent.mkdir(exist_ok=True)
     (source / name).unlink(missing_ok=True)
     os.mkfifo(source / name)
-    with pytest.raises(ConfigurationError, match=f"is not a regular file: '{source / name}'"):
-        to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
     with pytest.raises(ValueError, match=f"tokenizer.path .*{name}"):
         build_tokenizer(TokenizerConfig(path=str(source)))
 
 
-def test_links_to_files_are_files(tmp_path: Path, published: Path, platform: Any, groups: Any) -> None:
+def test_links_to_files_are_files(tmp_path: Path, published: Path) -> None:
     """The hub's cache consists of such links."""
     linked = tmp_path / "hf"
     linked.mkdir()
     for file in published.iterdir():
         (linked / file.name).symlink_to(file)
-    to_megatron(linked, tmp_path / "m", platform, shard_bytes=SHARD)
+    assert WeightsFolder(linked).tensors
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "huggingface/config.json", "manifest.json"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt", "manifest.json"])
 def test_irregular_files_are_refused_in_a_checkpoint(
-    tmp_path: Path, converted: Path, platform: Any, groups: Any, name: str, replace: Callable[[Path], Path]
+    tmp_path: Path, saved: Path, platform: Any, groups: Any, name: str, replace: Callable[[Path], Path]
 ) -> None:
-    checkpoint = shutil.copytree(converted, tmp_path / "m")
-    file = replace(checkpoint / name)
+    run = shutil.copytree(saved.parent.parent, tmp_path / "run")
+    file = replace(run / "checkpoints" / saved.name / name)
     with pytest.raises((ConfigurationError, CheckpointError), match=f"{file}.* not a regular file"):
-        to_hugging_face(checkpoint, tmp_path / "hf", platform, shard_bytes=SHARD)
-
-
-def test_a_pipe_is_refused_as_a_shard_of_megatron_lm(
-    tmp_path: Path, published: Path, platform: Any, groups: Any, replace: Callable[[Path], Path]
-) -> None:
-    to_megatron(published, tmp_path / "m", platform, kind="torch", shard_bytes=SHARD)
-    shard = replace(tmp_path / "m" / "release" / "mp_rank_00" / "model_optim_rng.pt")
-    with pytest.raises(CheckpointError, match=f"{shard} .*not a regular file"):
-        to_hugging_face(tmp_path / "m", tmp_path / "hf", platform, shard_bytes=SHARD)
+        to_hugging_face(file.parent, tmp_path / "hf", platform, shard_bytes=SHARD)

@@ -156,6 +156,6 @@ def test_another_base_of_the_same_shape_is_refused(tmp_path: Path, platform: Any
         load_policy(find_source(str(tmp_path / "run")), platform, groups)
 
 
-def test_all_weights_have_no_adapters_to_write(tmp_path: Path, platform: Any, groups: Any, converted: Path) -> None:
+def test_all_weights_have_no_adapters_to_write(tmp_path: Path, platform: Any, groups: Any, saved: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"--adapters: .* has no adapters, but all weights"):
-        to_hugging_face(converted, tmp_path / "alone", platform, shard_bytes=SHARD, adapters_only=True)
+        to_hugging_face(saved, tmp_path / "alone", platform, shard_bytes=SHARD, adapters_only=True)

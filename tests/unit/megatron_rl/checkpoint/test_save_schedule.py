@@ -64,10 +64,6 @@ def test_permanent_checkpoints_are_always_made(tmp_path: Path) -> None:
     assert saved_steps(tmp_path, 12, every=0, keep_every=5) == [5, 10, 12]
 
 
-def test_exported_checkpoints_are_always_made(tmp_path: Path) -> None:
-    assert saved_steps(tmp_path, 12, every=0, export_hf_every=5) == [5, 10, 12]
-
-
 def test_auto_saves_the_first_step_to_measure_the_cost_and_then_at_the_optimum(tmp_path: Path) -> None:
     """Young's sqrt(2 * 3 s * 1 day) is 720 s, 72 steps of 10 s."""
     found = saved_steps(tmp_path, 1000, every="auto", then=SaveCost(3.0, 30.0))

@@ -158,7 +158,6 @@ def test_a_wrong_key_is_refused(fields: dict[str, Any], message: str) -> None:
             },
             "model.lora.dropout 0.1 with training.recompute full needs placement.training.pp 1",
         ),
-        ({"save": {"every": 1, "export_hf_every": 1}}, "save.export_hf_every merges the adapters of model.lora"),
     ],
 )
 def test_a_recipe_that_contradicts_adapters_is_refused(sections: dict[str, Any], message: str) -> None:

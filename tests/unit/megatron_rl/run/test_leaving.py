@@ -133,7 +133,7 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
     attempt.folder.mkdir(parents=True)
     nothing = SimpleNamespace(close=lambda: None, stop=lambda: None)
     saved = SimpleNamespace(saving=None, wait=lambda final: None)
-    run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing, exporter=nothing)
+    run = SimpleNamespace(step=4, checkpointer=saved, driver=nothing, writer=nothing)
     run.record = SimpleNamespace(flush=lambda: None)
     run.generation = SimpleNamespace(end=lambda: None)
     events: list[tuple[str, bool]] = []
@@ -146,7 +146,6 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
         "connect": lambda *args: SimpleNamespace(control=world()),
         "set_up": lambda *args: run,
         "train": lambda run: FINISHED,
-        "finish_export": lambda run: None,
         "save_metrics": lambda run: None,
         "write_timeline": lambda run, resumed=None: None,
         "disconnect": lambda platform: events.append(("disconnects", attempt.outcome.exists())),
