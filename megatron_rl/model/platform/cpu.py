@@ -20,9 +20,8 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.dense_attention import dense_layout
-from megatron_rl.model.platform.device import AnyModule, DeviceUse, GraphRecorder, Kernels, Linears, UnsupportedPlatform
-from megatron_rl.model.platform.layer_kernels import LayerKernels
-from megatron_rl.model.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
+from megatron_rl.model.platform.device import AnyModule, Device, Kernels, Linears, UnsupportedPlatform
+from megatron_rl.model.platform.paged_attention import PagedAttention, PagedRows
 from megatron_rl.model.platform.part_attention import part_layout
 from megatron_rl.model.platform.sparse_attention import sparse_attention
 from megatron_rl.model.platform.tensor_sum import CollectiveSum, OneRank, TensorSum
@@ -46,14 +45,13 @@ _MODULES_NAMING_CUDA = {
 }
 
 
-class CpuKernels:
+class CpuKernels(Kernels):
     attention_kernels = "torch's scaled_dot_product_attention, in buckets of one length"
     tokens_between_syncs = 1
     # MKL (2024.2) sums the terms of few rows in another order than those of many: up to 3 rows per thread with AVX2,
     # more than 4 with AVX-512 and in its compatible mode. Seen in fp32; bf16 shows no difference.
     rows_multiple = 16
     computes_on_host = True
-    layer_kernels: LayerKernels | None = None  # FrozenPolicy generates
     page_tokens = 16
     transformer_overrides: dict[str, Any] = {
         "use_cpu_initialization": True,
@@ -69,38 +67,20 @@ class CpuKernels:
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return sparse_attention(rows)
 
-    def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
-        return None
-
     def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
         return OneRank() if group.size() == 1 else CollectiveSum(group)
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32  # required by torch's sparse kernels
 
-    def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        return True
-
-    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
-        return None
-
     def against_grouped_products(self, dtype: torch.dtype) -> str | None:
         return "a CPU multiplies by one expert after the other"
-
-    def release_graphs(self) -> None:
-        pass
-
-    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
-        return True
-
-    def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return tokens.index_select(0, rows)
 
     def linears(self, config: TransformerConfig) -> Linears | None:
         return whole_linears(config)
 
 
-class CpuDevice:
+class CpuDevice(Device):
     backend = "gloo"
     transfers_beside_collectives = True
 
@@ -116,34 +96,10 @@ class CpuDevice:
     def host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def synchronize(self) -> None:
-        pass
-
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def watch_memory(self, watch: bool) -> None:
-        pass
-
-    def memory_snapshot(self) -> bytes | None:
-        return None
-
-    def device_use(self) -> DeviceUse | None:
-        return None
-
-    def peak_flops(self, dtype: str) -> float | None:
-        return None
-
     def seed(self, seed: int) -> None:
         # The tracker's CUDA generators do not exist here; dropout, their only user, is 0.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         torch.manual_seed(seed)
-
-    def rng_state(self) -> dict[str, torch.Tensor]:
-        return {"cpu": torch.get_rng_state()}
-
-    def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(state["cpu"])
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 from megatron_rl.model.platform.cuda_kernels import CudaKernels
-from megatron_rl.model.platform.device import AnyModule, DeviceUse, Kernels, UnsupportedPlatform
+from megatron_rl.model.platform.device import AnyModule, Device, DeviceUse, Kernels, UnsupportedPlatform
 from megatron_rl.model.platform.implementation import UNASKED, Implementation
 from megatron_rl.model.platform.transport import on_stream
 from megatron_rl.recipe.cards import find_card, without_fp8
@@ -21,7 +21,7 @@ MEMORY_EVENTS = 200_000
 """Newest allocations and frees in a snapshot of memory: some 100 MB with their stacks."""
 
 
-class CudaDevice:
+class CudaDevice(Device):
     backend = "nccl"
     transfers_beside_collectives = False
 
@@ -91,10 +91,10 @@ class CudaDevice:
         model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
 
     def rng_state(self) -> dict[str, torch.Tensor]:
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}
+        return {**super().rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(state["cpu"])
+        super().set_rng_state(state)
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.cuda_attention import CudaAttention
 from megatron_rl.model.platform.dense_attention import FanOut
-from megatron_rl.model.platform.device import GraphRecorder, Linears, UnsupportedPlatform
+from megatron_rl.model.platform.device import GraphRecorder, Kernels, Linears, UnsupportedPlatform
 from megatron_rl.model.platform.flash_kernels import find_paged_kernels, find_varlen_kernel
 from megatron_rl.model.platform.grouped_product import against_grouped_products
 from megatron_rl.model.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
@@ -73,7 +73,7 @@ class CudaGraphs:
         self._pool = None  # a pool without graphs cannot be reused
 
 
-class CudaKernels:
+class CudaKernels(Kernels):
     # A check copies twice, the finished rows and their tokens: at most one wait per 8 tokens. The last row of a batch
     # is computed up to 15 times too often, which is negligible for answers of thousands of tokens.
     tokens_between_syncs = 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -65,7 +65,8 @@ class GraphRecorder(Protocol):
 
 
 class Kernels(Protocol):
-    """Operations of the model on a device: attention, linears, sums over ranks, and recorded graphs of them."""
+    """Operations of the model on a device: attention, linears, sums over ranks, and recorded graphs of them. Methods
+    with a body are those of a device without kernels of its own for them."""
 
     transformer_overrides: dict[str, Any]
     """Fields of TransformerConfig required by this device."""
@@ -93,16 +94,19 @@ class Kernels(Protocol):
     def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
         """Return the attention of several new tokens to a paged cache; None if no kernel of this device supports it,
         and `attention_layout` of a part must attend to keys and values that are read from the cache."""
+        return None
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of cached keys and values for a model of this dtype."""
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
         """Whether pages of this size store the tokens of a head contiguously, which is best for gathering."""
+        return True
 
     @property
     def layer_kernels(self) -> LayerKernels | None:
         """Kernels between the products of a layer in generation; None if the training layers generate as well."""
+        return None
 
     def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
         """Return the sum of products over the ranks of a group in generation, the same for each engine. Collective the
@@ -111,6 +115,7 @@ class Kernels(Protocol):
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         """Recorder of decode steps for a model of this dtype; None if the device has none or if `paged_attention`
         depends on values that only the host knows."""
+        return None
 
     def against_grouped_products(self, dtype: torch.dtype) -> str | None:
         """Return why this device multiplies the experts of a layer one by one; None if it multiplies all at once: see
@@ -119,12 +124,14 @@ class Kernels(Protocol):
     def release_graphs(self) -> None:
         """Free all recordings of this process, which may not be replayed again, and with them what they hold of the
         communicators whose collectives they contain."""
+        return
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         """Whether layouts may copy shared tokens for each branch of a tree, so that packing must count that memory.
 
         in_parts: whether the layouts are for parts of the packed tokens.
         """
+        return True
 
     @property
     def attention_kernels(self) -> str:
@@ -133,6 +140,7 @@ class Kernels(Protocol):
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[tokens, ...] -> [rows, ...], with repetitions. The gradient of a repeated token is summed in a fixed order,
         and not in bf16."""
+        return tokens.index_select(0, rows)
 
     def linears(self, config: TransformerConfig) -> Linears | None: ...
 
@@ -144,9 +152,7 @@ class Device(Protocol):
     backend: str
     transfers_beside_collectives: bool
     """Whether weights may be transferred between worlds while the ranks of one run collectives on the device."""
-
-    @property
-    def kernels(self) -> Kernels: ...
+    kernels: Kernels
 
     def build(self, make: Callable[[], AnyModule], dtype: torch.dtype) -> AnyModule: ...
 
@@ -155,27 +161,35 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait for queued device work, so that clock readings are meaningful."""
+        return
 
     def beside(self) -> AbstractContextManager[None]:
         """Context of a thread whose device copies run beside other work. Exit waits for the copies."""
+        return nullcontext()
 
     def watch_memory(self, watch: bool) -> None:
         """Record each allocation of the device's memory, or stop that; no-op for devices without such a history."""
+        return
 
     def memory_snapshot(self) -> bytes | None:
         """Return the recorded allocations, pickled for torch's viewer of memory; None without a history."""
+        return None
 
     def device_use(self) -> DeviceUse | None:
         """Peak memory and power of the device, without waiting for it; None if unknown."""
+        return None
 
     def peak_flops(self, dtype: str) -> float | None:
         """Peak floating-point operations per second for the model's dtype; None if unknown."""
+        return None
 
     def seed(self, seed: int) -> None:
         """Seed the generators of initial weights. Needs megatron-core's parallel state."""
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """Return the states of this device's generators, as CPU tensors."""
+        return {"cpu": torch.get_rng_state()}
 
     def set_rng_state(self, state: dict[str, torch.Tensor]) -> None:
         """Set the generators of this device that `state` contains. It may come from another kind of device."""
+        torch.set_rng_state(state["cpu"])
