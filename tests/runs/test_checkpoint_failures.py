@@ -67,20 +67,6 @@ def test_full_disk_leaves_the_previous_checkpoint_and_the_run_continues(small_di
     assert names(small_disk) == ["latest", "step-000060"]
 
 
-@pytest.mark.parametrize("free_kib", [0, 4, 8, 16, 24])
-def test_disk_that_fills_up_during_the_small_files_fails_the_save(small_disk: Path, free_kib: int) -> None:
-    """Space for the shards, or for some of common.pt, .metadata, manifest.json and `latest`, but not for all."""
-    saver = checkpointer(small_disk, keep=1)
-    saver.save(20, sharded_state(1.0), {})
-    assert isinstance(outcome(saver), Manifest)
-    _fill(small_disk / "ballast", leave=free_kib << 10)
-    saver.save(40, sharded_state(2.0), {})
-    assert isinstance(outcome(saver), SaveFailed)
-    assert names(small_disk) == ["latest", "step-000020"]
-    assert RunDir(small_disk).latest_checkpoint.read_text() == "step-000020\n"
-    assert intact(RunDir(small_disk).checkpoint(20))
-
-
 def test_full_disk_at_the_final_save_is_one_clear_error(small_disk: Path) -> None:
     saver = checkpointer(small_disk)
     saver.save(20, sharded_state(1.0), {})
@@ -99,23 +85,6 @@ def _fill(ballast: Path, leave: int) -> None:
         except OSError as error:
             assert error.errno == errno.ENOSPC
         file.truncate(max(0, file.tell() // 4096 * 4096 - leave))
-
-
-def _full_disk_on_two_ranks(rank: int, world_size: int, folder: Path) -> Any:
-    saver = checkpointer(folder, keep=1)
-    kinds = []
-    for step, mib in ((20, 2), (40, 40), (60, 2)):
-        saver.save(step, big_state(float(step), mib, rank, world_size), {})
-        saver.wait()
-        dist.barrier()  # every training step between two saves has one
-        kinds += [(type(event).__name__, event.step) for event in saver.poll()]
-    return kinds
-
-
-def test_two_ranks_that_fill_the_disk_agree_on_the_failure_and_continue(small_disk: Path) -> None:
-    agreed = [("Manifest", 20), ("SaveFailed", 40), ("Manifest", 60)]
-    assert run_ranks(small_disk, 2, _full_disk_on_two_ranks, small_disk) == [agreed, agreed]
-    assert names(small_disk) == ["latest", "step-000060"]
 
 
 def _one_rank_fails(rank: int, world_size: int, folder: Path) -> Any:
@@ -140,12 +109,6 @@ def test_failure_of_any_rank_is_reported_by_rank_0_at_once(tmp_path: Path) -> No
     assert "rank 1: Input/output error: the disk of rank 1" in first[1]
     assert "Input/output error" in second[1]
     assert find_latest(RunDir(tmp_path)).step == 20
-
-
-def test_start_deletes_the_marker_of_a_withdrawn_save(tmp_path: Path) -> None:
-    run_ranks(tmp_path, 2, _one_rank_fails, tmp_path)
-    checkpointer(tmp_path)
-    assert names(tmp_path) == ["latest", "step-000020"]
 
 
 def _one_rank_dies(rank: int, world_size: int, folder: Path) -> Any:

@@ -87,7 +87,8 @@ def _selected(moments: list[str]) -> list[int]:
     return sorted({*others, *writes[:: max(1, len(writes) // 3)]})
 
 
-@pytest.mark.parametrize("again", [40, 20])
+# test_exactly_once.py tries all moments of a whole run in one process; here they are real.
+@pytest.mark.parametrize("again", [pytest.param(40, marks=pytest.mark.slow), 20])
 def test_single_rank_may_die_at_any_moment(tmp_path: Path, again: int) -> None:
     """The save is of a later step, or replaces a checkpoint of the same step."""
     (moments,) = run_ranks(tmp_path, 1, _two_saves, tmp_path / "whole", again, 0, 0)

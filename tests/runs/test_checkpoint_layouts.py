@@ -133,7 +133,7 @@ QUICK = (
     *(Continued("bf16", layout, "one") for layout in ("cp2", "tp2-pp2", "tp2-dp2-plain")),  # copies, each optimizer
     *(Continued("bf16", *pair) for pair in (("dp2", "dp2"), ("dp2-plain", "dp2-plain"), ("dp2-plain", "dp3-plain"))),
     Continued("bf16", "tp2-dp2", "pp2"),
-    Continued("fp32", "one", "tp2"),
+    *(Continued("fp32", *pair) for pair in (("one", "tp2"), ("dp2", "dp2"))),
     Continued("tied", "tp2-pp2", "one"),  # the last stage of a pipeline has a copy of the embeddings
     *(Continued("experts", "tp2-ep2", layout) for layout in ("one", "dp4-ep2-plain")),
     *(Continued("adapters", "tp2-ep2", layout) for layout in ("one", "pp2")),

@@ -24,6 +24,12 @@ from megatron_rl.contract.records import append
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check again at once what seems to be damaged."""
+    monkeypatch.setattr(load_module, "CHECK_AGAIN_S", 0.0)
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     """Directory of a run with checkpoints of steps 20, 40 and 60, each of which contains its step number."""
@@ -194,7 +200,7 @@ def _damaged_for_one_rank(rank: int, world_size: int, folder: Path) -> tuple[int
     def bad_node(checkpoint: Path, files: Any) -> str | None:
         return "its node reads badly" if rank == 1 and checkpoint.name == "step-000040" else look(checkpoint, files)
 
-    load_module.find_corruption = bad_node
+    load_module.find_corruption, load_module.CHECK_AGAIN_S = bad_node, 0.0
     model = Model(rank, world_size)
     return restored_step(checkpointer(folder), model), model.holds(20)
 

@@ -16,7 +16,7 @@ import yaml
 from commands import Command
 from core_helpers import tiny_model, tiny_run
 from hf_helpers import PUBLISHED, publish
-from loop_helpers import Attempt, lines_of, prepare, reproducible
+from loop_helpers import Attempt, lines_of, prepare
 from server_helpers import byte_backend
 
 from launcher.host.record.evidence import read_replicas
@@ -76,15 +76,6 @@ def test_the_divergence_from_the_teacher_falls(undisturbed: RunDir) -> None:
     found = [line["teacher_kl"] for line in lines_of(undisturbed.metrics)]
     assert sum(found[-4:]) < 0.7 * sum(found[:4])
     assert all(line["mean_reward"] < 0.2 for line in lines_of(undisturbed.metrics))  # nothing else teaches
-
-
-@pytest.mark.slow  # a teacher has no state; test_loop.py shows the rest
-def test_a_killed_attempt_changes_no_bit_of_the_record(folder: Path, undisturbed: RunDir) -> None:
-    run_dir = prepare(folder / "interrupted", recipe(folder, 2, {}))
-    killed = Attempt(run_dir, folder / "cache")
-    killed.wait_for_step(6)
-    killed.kill()
-    assert reproducible(finished(run_dir, folder, 2)) == reproducible(undisturbed)
 
 
 @pytest.mark.parametrize(

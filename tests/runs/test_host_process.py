@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 from run_helpers import FAKE_RANK
 
-from launcher.host.record.ledger import ends_in, read_ledger, starts_in
+from launcher.host.record.ledger import ends_in, read_ledger
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
 from megatron_rl.contract.run_records import Done
 
-ROOT = Path(__file__).parents[2]
 SCONTROL = """#!/bin/sh
 echo "${0##*/} $*" >>"$TOLD"
 case "${0##*/} $*" in
@@ -157,19 +156,6 @@ def test_one_process_creates_trains_and_finishes_a_run(job):
     assert [line.split(" ")[2] for line in job.told("python -m")] == ["launcher.host.job", "launcher.host.health"]
 
 
-def test_signal_drains_the_run_and_requeues_the_job(job):
-    job.start(job.write_script("long", health_check="false"))
-    job.wait_for(lambda: (job.run.attempt(1).folder / "pid.0").exists())
-    job.process.send_signal(signal.SIGUSR1)
-    job.wait_for(lambda: "scancel --signal=USR1 7" in job.told("scancel"))
-    os.kill(int((job.run.attempt(1).folder / "pid.0").read_text()), signal.SIGUSR1)  # Slurm does the same
-    code, said = job.finish()
-    assert code == 75, said
-    (end,) = job.ends()
-    assert (end.outcome, end.cause, end.then) == ("drained", "signal", "requeue")
-    assert "scontrol requeue 7" in job.told("scontrol")
-
-
 def test_ranks_end_with_a_killed_host_process(job):
     job.start(job.write_script("long", health_check="false"))
     pid = job.run.attempt(1).folder / "pid.0"
@@ -178,61 +164,9 @@ def test_ranks_end_with_a_killed_host_process(job):
     job.wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), limit=10)
 
 
-def several(*values: str) -> list[object]:
-    """Further values, marked slow: unit tests show which reader meets which."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 def test_run_finishes_although_its_output_cannot_be_written(job):
     with Path("/dev/full").open("w") as full:
         job.start(job.write_script("crash", health_check="false"), output=full)
         assert job.finish()[0] == 1
     assert "scontrol requeue 7" in job.told("scontrol")
     assert job.ends()[-1].then == "requeue"
-
-
-@pytest.mark.parametrize("file", ["drain.json", *several("outcome.json", "error.0.json", "hang.json", "nodes.json")])
-def test_run_survives_an_empty_file_of_an_attempt(job, file):
-    job.start(job.write_script("long", health_check="false"))
-    job.wait_for(lambda: (job.run.attempt(1).folder / "pid.0").exists())
-    (job.run.attempt(1).folder / file).write_text("")
-    os.kill(int((job.run.attempt(1).folder / "pid.0").read_text()), signal.SIGKILL)
-    code, said = job.finish()
-    assert code in (1, 75), said
-    assert "scontrol requeue 7" in job.told("scontrol"), said
-    assert "Traceback" not in said
-    assert len(job.ends()) == 1
-
-
-@pytest.mark.parametrize("line", ["\\xff\\x00", *several("5", "{}", '{"attempt": 1')])
-def test_run_survives_a_damaged_line_of_the_ledger(job, line):
-    script = job.write_script("train", health_check="false")
-    job.start(script)
-    job.finish()
-    job.run.done.unlink()
-    with job.run.attempts_ledger.open("ab") as ledger:
-        ledger.write(line.encode().decode("unicode_escape").encode("latin-1") + b"\n")
-    job.start(script, SLURM_JOB_ID="8")
-    code, said = job.finish()
-    assert code == 0, said
-    assert [start.attempt for start in starts_in(read_ledger(job.run))] == [1, 2]
-
-
-@pytest.mark.slow  # the process retries the read for twenty seconds
-@pytest.mark.parametrize("file", ["attempts.jsonl", "job.json"])
-def test_unreadable_file_moves_the_job_to_another_host(job, file):
-    script = job.write_script("train", health_check="false")
-    job.start(script)
-    job.finish()
-    job.run.done.unlink()
-    (job.run.root / file).unlink()
-    (job.run.root / file).mkdir()  # a directory fails every read
-    job.told_file.unlink()
-    job.start(script, restarts=1)
-    code, said = job.finish(90)
-    assert code == 75, said
-    assert "nothing is lost: the job comes back without this host" in said
-    assert job.told("scontrol requeue", "scontrol update") == [
-        "scontrol requeue 7",
-        "scontrol update JobId=7 ExcNodeList=node01",
-    ]

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from launcher.job.forked_run import PlannedFork, fill
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.attempt_records import Outcome
-from megatron_rl.contract.codes import DRAINED, EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, FINISHED
+from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED, EXIT_DRAINED, FINISHED
 from megatron_rl.contract.manifest import read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import read_rollouts
@@ -150,36 +150,6 @@ def test_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, tm
     assert traces == {f"{name}.step-0000{step}.json.gz" for name in names for step in (14, 15)}
     events = EventAccumulator(str(run_dir.tensorboard), size_guidance={"scalars": 0}).Reload().Scalars("mean_reward")
     assert [event.step for event in events] == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow  # test_loop_layouts.py covers four ranks that depend on each other
-def test_run_on_four_ranks_survives_a_kill_and_a_drain(tmp_path: Path, cache: Path) -> None:
-    """Four ranks have different shares of the prompts. Without KL penalty each trains only on answers with an
-    advantage, and groups move to ranks with less work."""
-    grpo = {"kl_beta": 0.0, "prompts_per_step": 14, "group_size": 8}
-    recipe = loop_recipe(job={"gpus_per_node": 4}, grpo=grpo, training={"steps": 8}, save={"every": 2})
-    undisturbed, interrupted = (prepare(tmp_path / name, recipe) for name in ("undisturbed", "interrupted"))
-    whole = Attempt(undisturbed, cache, ranks=4, sabotage=_move_groups_for_any_gain)
-    assert whole.exit_codes() == [0] * 4, whole.logs()
-    assert whole.logs().count("moved") > 4, whole.logs()
-    killed = Attempt(interrupted, cache, ranks=4, sabotage=_move_groups_for_any_gain)
-    killed.wait_for_step(3)
-    killed.kill()
-    drained = Attempt(interrupted, cache, ranks=4, sabotage=_move_groups_for_any_gain)
-    drained.wait_for_step(5)
-    os.kill(drained.processes[2].pid, signal.SIGUSR1)
-    assert drained.exit_codes() == [EXIT_DRAINED] * 4, drained.logs()
-    outcome = outcome_of(drained.files)
-    assert outcome is not None
-    assert outcome.outcome == DRAINED
-    assert outcome.step is not None
-    assert 5 <= outcome.step < 8
-    assert interrupted.checkpoint_steps()[0] == outcome.step
-    assert lines_of(interrupted.metrics)[-1]["step"] == outcome.step  # no step was trained twice
-    last = Attempt(interrupted, cache, ranks=4, sabotage=_move_groups_for_any_gain)
-    assert last.exit_codes() == [0] * 4, last.logs()
-    assert reproducible(interrupted) == reproducible(undisturbed)
-    assert "was not saved" not in "".join(path.read_text() for path in interrupted.root.glob("log.*"))
 
 
 @needs("datasets", "math_verify")
@@ -318,22 +288,6 @@ def _spoil_gradients_from_step_3(rank: int) -> None:
         return train(self, batch, step, **others)
 
     Trainer.train = spoiled  # type: ignore[method-assign]
-
-
-def _move_groups_for_any_gain(rank: int) -> None:
-    from megatron_rl.learn.rollout import driver
-    from megatron_rl.learn.rollout import exchange as exchange_module
-
-    exchange_module.NEGLIGIBLE_FLOPS = 0.0
-    exchange = exchange_module.exchange
-
-    def report(made: Any, *args: Any) -> Any:
-        trained_here = exchange(made, *args)
-        if trained_here.keys() != made.keys():
-            os.write(2, b"moved\n")
-        return trained_here
-
-    driver.exchange = report
 
 
 def _expect_another_megatron_core(rank: int) -> None:

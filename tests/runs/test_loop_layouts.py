@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, read_error, reproducible
 
 from launcher.host.record.heartbeats import HangWatch
@@ -125,22 +124,6 @@ def test_dropped_groups_and_rewards_of_drivers_are_counted_once(tmp_path: Path, 
 # Interruptions
 
 
-@pytest.mark.slow  # the other tests show agreement with one rank, and test_exactly_once.py all moments
-@pytest.mark.parametrize(
-    ("ranks", "placement", "asked"),
-    [(4, TP2_PP2, [0, 1, 3]), (2, CP2, [1])],
-    ids=["driver, follower and last stage", "second driver"],
-)
-def test_record_is_the_same_bit_for_bit_after_any_interruption(
-    ranks: int, placement: dict[str, Any], asked: list[int], alone: RunDir, tmp_path: Path, cache: Path
-) -> None:
-    """After the run on one rank, which has taught the base model."""
-    undisturbed = finished(prepare(tmp_path / "undisturbed", recipe(ranks, placement)), cache, ranks)
-    for rank in asked:
-        run_dir = interrupt(prepare(tmp_path / f"interrupted-{rank}", recipe(ranks, placement)), cache, ranks, rank)
-        assert reproducible(finished(run_dir, cache, ranks)) == reproducible(undisturbed), rank
-
-
 def interrupt(run_dir: RunDir, cache: Path, ranks: int, asked: int) -> RunDir:
     """Kill a run, start it again, and ask one of its ranks to leave."""
     killed = Attempt(run_dir, cache, ranks=ranks)
@@ -163,24 +146,6 @@ def test_context_parallel_run_that_is_interrupted_agrees_with_one_rank(
     """Both ranks are drivers, and each trains on the groups of both. The second is asked to leave."""
     run_dir = interrupt(prepare(tmp_path / "interrupted", recipe(2, CP2)), cache, 2, asked=1)
     agree(finished(run_dir, cache, 2), alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [((4, TP2_PP2), (2, TP2)), ((2, CP2), (1, {})), ((2, TP2), (4, CP2))],
-    ids=["TP2 x PP2 -> TP2", "CP2 -> one rank", "TP2 -> CP2 x DP2"],
-)
-def test_run_resumes_in_another_layout(
-    before: tuple[int, Any], after: tuple[int, Any], alone: RunDir, tmp_path: Path, cache: Path
-) -> None:
-    run_dir = prepare(tmp_path / "run", recipe(*before))
-    drained = Attempt(run_dir, cache, ranks=before[0])
-    drained.wait_for_step(3)
-    os.kill(drained.processes[0].pid, signal.SIGUSR1)
-    assert drained.exit_codes() == [EXIT_DRAINED] * before[0], drained.logs()
-    run_dir.resolved.write_text(yaml.safe_dump(recipe(*after)), encoding="utf-8")
-    agree(finished(run_dir, cache, after[0]), alone)
 
 
 # Failures

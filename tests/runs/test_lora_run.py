@@ -39,17 +39,6 @@ def test_the_policy_starts_as_its_base_and_leaves_it(undisturbed: RunDir) -> Non
     assert kls[0] < 0.01 < kls[-1]
 
 
-@pytest.mark.slow  # test_checkpoint_layouts.py shows that adapters resume bit for bit
-def test_a_killed_run_has_the_record_of_an_undisturbed_one(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
-    killed = prepare(tmp_path / "killed", recipe())
-    first = Attempt(killed, cache)
-    first.wait_for_step(3)
-    first.kill()
-    again = Attempt(killed, cache)
-    assert again.exit_codes() == [0, 0], again.logs()
-    assert reproducible(killed) == reproducible(undisturbed)
-
-
 def test_a_checkpoint_holds_adapters_and_their_base(undisturbed: RunDir) -> None:
     folder = undisturbed.checkpoint(STEPS)
     names = FileSystemReader(folder).read_metadata().state_dict_metadata

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from commands import Command, run
+from commands import Command
 from hf_helpers import PUBLISHED, publish
 from loop_helpers import Attempt, loop_recipe, prepare
 from server_helpers import TEMPLATE, byte_backend
@@ -288,18 +288,6 @@ def test_interrupted_start_leaves_no_process(
     until(lambda: start_time(child) is None)
     if number == signal.SIGINT:
         assert (command.wait(), err) == (EXIT_INTERRUPTED, "interrupted\n")
-
-
-@pytest.mark.slow
-def test_incomplete_weights_are_one_error(published: tuple[Path, Any], tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    first, *others = sorted(published[0].iterdir(), key=lambda file: file.suffix != ".safetensors")
-    for file in others:
-        (broken / file.name).write_bytes(file.read_bytes())
-    done = run(["mrl", "serve", broken, "--port", "0", "--token-file", tmp_path / "token"], READY_S)
-    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
-    assert done.stderr == f"error: {broken} is incomplete: {first.name} is missing\n"
 
 
 def _children(pid: int) -> list[int]:

@@ -167,14 +167,6 @@ def test_closed_pipe_does_not_end_the_run(submit):
     assert RunDir("r").done.exists()
 
 
-def test_dry_run_writes_nothing(submit, tmp_path):
-    before = sorted(tmp_path.rglob("*"))
-    code, output = finish(submit("crash", "demo", "--dry-run", "grpo.group_size=8"))
-    assert code == 0
-    assert "group_size: 8" in output
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_bad_input_is_one_message_per_problem_and_code_2(submit, tmp_path):
     code, output = finish(submit("crash", "demo", "grpo.group_sizes=8", "training.stepz=1"))
     assert code == 2
@@ -183,8 +175,3 @@ def test_bad_input_is_one_message_per_problem_and_code_2(submit, tmp_path):
         "error: override 'training.stepz=1': training.stepz: unknown key (did you mean steps?)",
     ]
     assert not (tmp_path / "runs").exists()
-
-
-def test_unknown_cluster_is_refused(submit):
-    code, output = finish(submit("crash", "demo", "--cluster", "moon"))
-    assert (code, "--cluster: no cluster is called 'moon'" in output) == (2, True)

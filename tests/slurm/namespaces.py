@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
-SYSTEM_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # Debian keeps the daemons off a user's PATH
+PYTHON = str(Path(sys.executable).resolve().parent)  # a shim such as pyenv's takes longer to start than Python
+SYSTEM_PATH = f"{PYTHON}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # Debian keeps the daemons off a user's PATH
 
 
 @cache

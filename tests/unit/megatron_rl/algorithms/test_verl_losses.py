@@ -1,5 +1,5 @@
 """Losses and gradients equal those that verl's own functions returned for the same log-probs and advantages. They were
-recorded by tests/helpers/record_verl_losses.py."""
+recorded with verl 0.9.1 by tests/helpers/record_verl_losses.py of commit d143081d."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_learning_rate_of_zero_changes_nothing(platform: Any, groups: Any) -> 
     assert all(torch.equal(a, b) for a, b in zip(before, weights(optimizer), strict=True))
 
 
-# Save and load (on several ranks and in other formats: test_checkpoint_resume.py)
+# Save and load (on several ranks and in other formats: test_checkpoint_layouts.py)
 
 
 def state_of(optimizer: PolicyOptimizer) -> dict[str, Any]:
