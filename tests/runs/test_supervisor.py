@@ -36,7 +36,7 @@ class Supervised:
         command += ["--", sys.executable, FAKE_RANK, script]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
-    def wait(self, limit: float = 20) -> int:
+    def wait(self, limit: float = 60) -> int:
         return self.process.wait(timeout=limit)
 
     def wait_for(self, what: Callable[[], object], limit: float = 15) -> None:
@@ -72,6 +72,45 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
     for one in started:
         one.process.kill()
         one.process.communicate()
+
+
+BOOM = "RuntimeError: boom"
+FAILURES = {
+    "long,crash": (1, "crashed", 1, BOOM),
+    "consequence,crash": (1, "crashed", 1, BOOM),  # the first of several errors is the cause
+    "stubborn,crash": (1, "crashed", 1, BOOM),  # a hanging rank that ignores SIGTERM is killed
+    "misconfigured": (78, "misconfigured", None, ""),
+    "long,segfault": (1, "crashed", 1, "SIGSEGV"),
+    "liar": (1, "crashed", None, "without recording an outcome"),  # exit code 75
+}
+"""Behaviour of the ranks -> exit code; outcome, rank (None: any) and words of the error on record."""
+PATIENT = {"consequence,crash": ("--grace", "30")}
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervised]]:
+    """Supervisors of failing ranks. All run at the same time, since they mostly wait."""
+    folders = {script: tmp_path_factory.mktemp("run") for script in FAILURES}
+    started = {
+        script: Supervised(RunDir(folder), 1, script, *PATIENT.get(script, ())) for script, folder in folders.items()
+    }
+    yield started
+    for one in started.values():
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.mark.parametrize("script", FAILURES)
+def test_failure_of_a_rank_ends_all_and_is_the_verdict(failures, script):
+    run, (code, outcome, rank, error) = failures[script], FAILURES[script]
+    assert run.wait() == code
+    assert run.end.outcome == outcome
+    assert rank in (None, run.end.rank)
+    assert error in (run.end.error or "")
+    assert run.survivors() == []
+    assert not run.run.done.exists()
+    if script == "consequence,crash":
+        assert len(run.attempt.errors()) == 2
 
 
 def test_finished_attempt_is_recorded_and_writes_the_done_file(supervise):
@@ -112,47 +151,6 @@ def test_gpus_chosen_by_the_user_reach_the_ranks(supervise, monkeypatch):
     assert json.loads((run.attempt.folder / "env.0.json").read_text())["CUDA_VISIBLE_DEVICES"] == "5,3"
 
 
-def test_failing_rank_ends_all_and_its_error_is_the_verdict(supervise):
-    run = supervise("long,crash")
-    assert run.wait() == 1
-    assert (run.end.outcome, run.end.rank, run.end.error) == ("crashed", 1, "RuntimeError: boom")
-    assert run.survivors() == []
-    assert not run.run.done.exists()
-
-
-def test_first_of_several_errors_is_the_cause(supervise):
-    run = supervise("consequence,crash", "--grace", "3")
-    run.wait()
-    assert len(run.attempt.errors()) == 2
-    assert run.end.error == "RuntimeError: boom"
-
-
-def test_bad_configuration_has_its_own_exit_code(supervise):
-    run = supervise("misconfigured")
-    assert run.wait() == 78
-    assert run.end.outcome == "misconfigured"
-
-
-def test_signal_is_named_if_a_rank_left_no_error(supervise):
-    run = supervise("long,segfault")
-    assert run.wait() == 1
-    assert run.end.rank == 1
-    assert "SIGSEGV" in run.end.error
-
-
-def test_exit_code_75_without_an_outcome_is_a_crash(supervise):
-    run = supervise("liar")
-    assert run.wait() == 1
-    assert "without recording an outcome" in run.end.error
-
-
-def test_hanging_rank_that_ignores_sigterm_is_killed_after_another_rank_fails(supervise):
-    run = supervise("stubborn,crash")
-    assert run.wait() == 1
-    assert run.survivors() == []
-    assert run.end.error == "RuntimeError: boom"
-
-
 def test_children_of_a_rank_end_with_it(supervise):
     run = supervise("parent")
     assert run.wait() == 0
@@ -160,7 +158,7 @@ def test_children_of_a_rank_end_with_it(supervise):
     run.wait_for(lambda: run.survivors() == [], limit=2)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_drains_the_run(supervise, signum):
     run = supervise("long")
     run.wait_for_ranks()
@@ -283,22 +281,24 @@ def test_zombie_has_no_start_time():
     assert json.dumps(start_time(child.pid)) == "null"
 
 
-@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-def test_ranks_end_with_the_directory_of_their_run(supervise, how, tmp_path):
-    root = tmp_path / "runs" / "mine"
-    root.mkdir(parents=True)
-    (root / "resolved.yaml").touch()
-    run = supervise("stubborn", root=root)
-    pids = run.wait_for_ranks()
-    if how == "removed":
-        shutil.rmtree(root)
-    else:
-        root.rename(tmp_path / "elsewhere")
-        if how == "replaced":
-            root.mkdir()
-            (root / "resolved.yaml").touch()
-    assert run.wait() == 1
-    assert [pid for pid in pids if start_time(pid) is not None] == []
-    said = root.with_name("mine.log").read_text()
-    assert f"{root}: the directory of this run was removed, moved or replaced while it ran" in said
-    assert [path.name for path in root.iterdir()] == ["resolved.yaml"] if how == "replaced" else not root.exists()
+def test_ranks_end_with_the_directory_of_their_run(supervise, tmp_path):
+    """A directory that was removed, moved or replaced; all at the same time, since they mostly wait."""
+    started = {}
+    for how in ("removed", "moved", "replaced"):
+        root = tmp_path / how / "mine"
+        root.mkdir(parents=True)
+        (root / "resolved.yaml").touch()
+        run = supervise("stubborn", root=root)
+        started[root] = run, run.wait_for_ranks()
+    shutil.rmtree(tmp_path / "removed" / "mine")
+    (tmp_path / "moved" / "mine").rename(tmp_path / "elsewhere")
+    replaced = tmp_path / "replaced" / "mine"
+    replaced.rename(tmp_path / "also elsewhere")
+    replaced.mkdir()
+    (replaced / "resolved.yaml").touch()
+    for root, (run, pids) in started.items():
+        assert run.wait() == 1
+        assert [pid for pid in pids if start_time(pid) is not None] == []
+        said = root.with_name("mine.log").read_text()
+        assert f"{root}: the directory of this run was removed, moved or replaced while it ran" in said
+        assert [path.name for path in root.iterdir()] == ["resolved.yaml"] if root == replaced else not root.exists()
