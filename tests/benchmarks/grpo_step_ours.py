@@ -6,7 +6,7 @@ python grpo_step_ours.py FOLDER      FOLDER has size.txt; rank 0 writes base.pt 
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from grpo_step_sizes import SIZES
 from grpo_step_turns import Turns
 from grpo_step_weights import as_qwen2, lengthen
 
+from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.contract.attempt_records import TimelineLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.platform.attention import whole_sequences
@@ -24,7 +26,7 @@ from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.groups import connect
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.timeline import Timeline
-from megatron_rl.rank.metrics.writer import MetricsWriter, RolloutView
+from megatron_rl.rank.metrics.writer import MetricsWriter
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.rank.world import World, die_with_parent
 from megatron_rl.run.setup import set_up
@@ -35,20 +37,27 @@ PROMPTS = 4096
 
 
 class TakingTurns(MetricsWriter):
-    """The run's usual record. `rollouts` is the last call of a step in the loop."""
+    """The run's usual record. `timeline` is the last call of a step in the loop."""
 
     def __init__(self, run_dir: RunDir, run: Run, turns: Turns) -> None:
         super().__init__(run_dir, run_dir.attempt(1), run.config.logging, last_step=0, evaluated=-1)
         self._turns = turns
         self._metrics: Mapping[str, Any] = {}
+        self._groups: Sequence[TrajectoryGroup] = ()
+        self._collect = run.driver.collect
+        run.driver.collect = self._keep  # type: ignore[method-assign]
+
+    def _keep(self, first_ordinal: int) -> RolloutBatch:
+        batch = self._collect(first_ordinal)
+        self._groups = batch.groups
+        return batch
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         super().step(step, metrics)
         self._metrics = metrics
 
-    def rollouts(self, step: int, view: RolloutView) -> None:
-        super().rollouts(step, view)
-        assert isinstance(view, RolloutBatch)
+    def timeline(self, line: TimelineLine) -> None:
+        super().timeline(line)
         self._turns.step_ended(
             answer_length=self._metrics["answer_length"],
             generate_s=self._metrics["time/generate_s"],
@@ -56,7 +65,7 @@ class TakingTurns(MetricsWriter):
             # Only rank 0's answers: its share of the batch represents all.
             groups=[
                 (group.trajectories[0].prompt_length, [answer.answer_length for answer in group.trajectories])
-                for group in view.groups
+                for group in self._groups
             ],
         )
 
