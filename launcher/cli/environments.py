@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,35 +61,27 @@ def command(ctx: click.Context, as_json: bool, every: bool) -> None:
     if as_json:
         click.echo(json.dumps({"environments": [one._asdict() for one in found]}, indent=2))
         return
-    for line in environment_lines(found, every, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns):
-        click.echo(line)
+    click.echo(environment_list(found, every, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns), nl=False)
 
 
-def environment_lines(found: Sequence[EnvironmentInfo], every: bool, width: int) -> list[str]:
-    """Return the list of environments for people.
-
-    Args:
-        every: whether to list the variants of an environment, too.
-        width: columns of the terminal.
-    """
+def environment_list(found: Sequence[EnvironmentInfo], every: bool, width: int) -> str:
+    """Return the list of environments for people. `every`: whether to list their variants, too."""
     names = {one.name for one in found}
     variants = Counter(parent for one in found if (parent := one.name.rpartition("/")[0]) in names)
-    listed = [one for one in found if every or one.name.rpartition("/")[0] not in names]
-    first = [one for one in listed if one.name in OF_THE_USER]
-    column = max((len(one.name) for one in listed), default=0) + 2
-    lines: list[str] = []
-    for heading, group in (("of your own", first), ("with problems", [one for one in listed if one not in first])):
-        lines += [*([""] if lines else []), *([f"{heading}:"] if group else [])]
-        for one in group:
-            package = one.source.partition(" ")[0]
-            text = one.description if package == OURS else f"{one.description} ({package})"
-            if count := 0 if every else variants[one.name]:
-                text += f"; {one.name}/NAME for each of {count} (--all lists them)"
-            start = f"  {one.name:<{column}}"
-            lines += textwrap.wrap(
-                text, max(width, 60), initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
-            )
-    return lines
+    rows: dict[str, list[tuple[str, str]]] = {"of your own": [], "with problems": []}
+    for one in found:
+        if not every and one.name.rpartition("/")[0] in names:
+            continue
+        package = one.source.partition(" ")[0]
+        text = one.description if package == OURS else f"{one.description} ({package})"
+        if count := 0 if every else variants[one.name]:
+            text += f"; {one.name}/NAME for each of {count} (--all lists them)"
+        rows["of your own" if one.name in OF_THE_USER else "with problems"].append((one.name, text))
+    formatter = click.HelpFormatter(width=width)
+    for heading, group in rows.items():
+        with formatter.section(heading):
+            formatter.write_dl(group)
+    return formatter.getvalue().lstrip("\n")
 
 
 @command.command("try", short_help="Try the first problems of an environment, with or without a model.")

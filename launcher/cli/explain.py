@@ -32,9 +32,8 @@ SHOWN = {
 
 @click.command("explain", short_help="Say why a run does not learn, with evidence and what to try.")
 @RUN
-@click.option("--all", "every", is_flag=True, help="Also name the rules that found nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: {run, step, failure, findings, rules}.")
-def command(run: str | None, every: bool, as_json: bool) -> None:
+def command(run: str | None, as_json: bool) -> None:
     """Print how RUN failed, if it did, and what may keep it from learning by rules over its recipe and its record:
     evidence, and keys to try. Nothing of the run changes; it may be running.
 
@@ -49,12 +48,11 @@ def command(run: str | None, every: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(explanation_json(found, explanation)))
     else:
-        click.echo("\n".join(explanation_lines(found, record, explanation, every=every)))
+        click.echo("\n".join(explanation_lines(found, record, explanation)))
 
 
-def explanation_lines(run: RunDir, record: Record, explanation: Explanation, *, every: bool) -> list[str]:
-    """Return the text for people: how the run failed, what the rules find, and what they compare. `every`: whether to
-    name the rules that found nothing."""
+def explanation_lines(run: RunDir, record: Record, explanation: Explanation) -> list[str]:
+    """Return the text for people: how the run failed, what the rules find, and what they compare."""
     lines = [f"{run.root.name}: {explanation.steps} of {record.key('training.steps')} steps"]
     if explanation.failure is not None:
         lines += ["", *failure_lines(explanation.failure), ""]
@@ -68,8 +66,6 @@ def explanation_lines(run: RunDir, record: Record, explanation: Explanation, *, 
         lines += [*_wrapped("seen", one.seen + "."), *_wrapped("try", one.advice)]
     if explanation.remark:
         lines += ["", *_wrapped("", explanation.remark)]
-    if every:
-        lines += ["", "without a finding:", *_wrapped("", ", ".join(explanation.quiet))]
     return lines
 
 

@@ -29,7 +29,6 @@ class Explanation:
     failure: RunFailure | None
     """How the newest attempt failed; None if it did not."""
     findings: Sequence[Hindrance]
-    quiet: Sequence[str]
 
     @property
     def heading(self) -> str:
@@ -45,7 +44,7 @@ class Explanation:
             )
         if self.findings or self.failure is not None:
             return ""
-        return f"None of {len(self.quiet)} rules finds anything that keeps this run from learning."
+        return f"None of {len(RULES)} rules finds anything that keeps this run from learning."
 
 
 def findings(record: Record) -> list[Hindrance]:
@@ -55,7 +54,4 @@ def findings(record: Record) -> list[Hindrance]:
 
 
 def explain(run: RunDir, record: Record) -> Explanation:
-    found = findings(record)
-    named = {one.name for one in found}
-    quiet = [name for name in RULES if name not in named]
-    return Explanation(len(record.lines), failure_of_run(run), found, quiet)
+    return Explanation(len(record.lines), failure_of_run(run), findings(record))

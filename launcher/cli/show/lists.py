@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -12,6 +12,7 @@ import click
 
 from launcher.cli.show.history import newest_line
 from launcher.cli.show.scores import brief, result_of, scores_json
+from launcher.cli.show.terminal import columns
 from launcher.recipe.load import Recipe, load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from launcher.runs.find import at_once, newest_first
@@ -24,12 +25,6 @@ from megatron_rl.contract.records import Found, Unreadable, if_readable
 from megatron_rl.contract.run_records import Submission
 
 COLUMNS = ("run", "state", "step", "last reward", "cluster", "job", "submitted")
-
-
-def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def list_runs(limit: int | None, as_json: bool) -> None:
