@@ -30,8 +30,6 @@ class RunDirectory(click.Path):
 
 
 class Lags(click.ParamType):
-    """Lags separated by commas: `0,1,2`."""
-
     name = "lags"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:

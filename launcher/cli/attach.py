@@ -53,7 +53,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     Exit codes: those of the shell or COMMAND  1 the run has no ranks now  2 bad usage
     """
     from launcher.host.slurm.call import submitting_environment
-    from launcher.runs.beside_ranks import command_line, completed, harvested, host_of, of_step
+    from launcher.runs.beside_ranks import command_line, completed, host_of, of_step
     from launcher.runs.find import find
     from launcher.runs.state import read_statuses
     from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE
@@ -64,11 +64,9 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     job, assignment = _running(status)
     plan = _known(read(PlanRecord, found.plan), status.name)
     snapshot = _known(read(CodeSnapshot, found.code_record), status.name)
-    replica = harvested(role, attempt)
-    job_id = str(replica.job) if replica is not None else job.job_id
-    of = of_step(role, plan, harvested=replica is not None) if attempt.replica_image.exists() else ""
+    of = of_step(role, plan) if attempt.replica_image.exists() else ""
     try:
-        host = replica.hosts[0] if replica is not None else host_of(rank, role, plan, assignment)
+        host = host_of(rank, role, plan, assignment)
     except LookupError as error:
         raise BadInput(f"--role {role} --rank {rank}: {error}") from error
     try:
@@ -79,13 +77,11 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     except OSError as error:
         raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
     name = container_name(job.job_id, str(attempt.number), of) + ":exec"
-    # The container of a harvested replica has no name; this one is new, with the same image.
-    options = [option for option in plan.container if replica is None or not option.startswith("--container-name=")]
-    container = completed(options, {IMAGE: image, CODE: str(code), CONTAINER: name})
+    container = completed(plan.container, {IMAGE: image, CODE: str(code), CONTAINER: name})
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    line = command_line(job_id, host, container, plan.rank_environment, context.meta[COMMAND], terminal)
+    line = command_line(job.job_id, host, container, plan.rank_environment, context.meta[COMMAND], terminal)
     if as_json:
-        click.echo(json.dumps({"run": status.name, "job_id": job_id, "host": host, "command": line}))
+        click.echo(json.dumps({"run": status.name, "job_id": job.job_id, "host": host, "command": line}))
         return
     variables = {
         **plan.environment,
@@ -93,7 +89,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         STEP_VARIABLE: role,
         "PYTHONPATH": ":".join(os.path.normpath(code / part) for part in snapshot.pythonpath),
     }
-    click.echo(f"{host}, job {job_id}: next to rank {rank} of {role}", err=True)
+    click.echo(f"{host}, job {job.job_id}: next to rank {rank} of {role}", err=True)
     try:
         os.chdir(code)
         os.execvpe(line[0], line, {**submitting_environment(""), **variables})

@@ -168,16 +168,13 @@ def _make_folder_of(out: Path) -> None:
 
 def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
     from launcher.backends.child import ChildInterrupted, evaluate  # not needed to submit a job
-    from launcher.cli.show.scores import ProgressLine, lines
+    from launcher.cli.show.scores import EvaluationProgress, lines
 
-    progress = ProgressLine()
     try:
-        result, out = evaluate(evaluation, progress.report)
+        result, out = evaluate(evaluation, EvaluationProgress().report)
     except ChildInterrupted:
         click.echo("interrupted; answers so far are kept, and the same command continues", err=True)
         return EXIT_INTERRUPTED
-    finally:
-        progress.end()
     if as_json:
         click.echo(json.dumps({**to_json(result), "out": out}))
     else:

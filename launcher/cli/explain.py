@@ -52,7 +52,6 @@ def command(run: str | None, as_json: bool) -> None:
 
 
 def explanation_lines(run: RunDir, record: Record, explanation: Explanation) -> list[str]:
-    """Return the text for people: how the run failed, what the rules find, and what they compare."""
     lines = [f"{run.root.name}: {explanation.steps} of {record.key('training.steps')} steps"]
     if explanation.failure is not None:
         lines += ["", *failure_lines(explanation.failure), ""]

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_rl.recipe.config import RunConfig
 
 OF_PREEMPTIONS = ("grace", "queue")
-"""Options that describe preemptions."""
 HOURS = click.FloatRange(min=0, min_open=True)
 
 

@@ -103,12 +103,10 @@ def _row(one: RehearsedRank, planned: int) -> dict[str, Any]:
     return row if one.failure is None else {**row, "failure": asdict(one.failure)}
 
 
-TRIFLE = 0.005
-"""Share of a phase's peak below which a holder is not named."""
+TRIFLE = 0.005  # share of a phase's peak below which a holder is not named
 
 
 def show(config: RunConfig, cluster: str, ranks: Sequence[dict[str, Any]], limit: int | None) -> None:
-    """ranks: as in `mrl rehearse --json`. limit: bytes of a GPU; None: unknown."""
     from rich.console import Console  # slow to import
     from rich.text import Text
 

@@ -148,26 +148,20 @@ def _environment_words(name: str, asked: str, env_args: tuple[str, ...], options
 
 
 def _usage(ready: dict[str, Any]) -> str:
-    """Return the address and commands to paste. The token stays out of every command's arguments, which other users
+    """Return the address and a command to paste. The token stays out of every command's arguments, which other users
     see."""
     address, model, token = ready["address"], ready["model"], shlex.quote(ready["token_file"])
     step = "" if ready["step"] is None else f" after step {ready['step']}"
     asked: dict[str, Any]
     if ready["chat"]:
         route, asked = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
-        call = f'client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello"}}])'
     else:
         route, asked = "completions", {"prompt": "1+2="}
-        call = f'client.completions.create(model="{model}", prompt="1+2=")'
     body = shlex.quote(json.dumps(asked))
     return f"""\
 {model}{step} at {address}, {ready["max_length"]} tokens of context; Ctrl-C stops it
 
     echo "Authorization: Bearer $(head -n 1 {token})" | curl -H @- {address}/v1/{route} -d {body}
-
-    from openai import OpenAI
-    client = OpenAI(base_url="{address}/v1", api_key=open({ready["token_file"]!r}).readline().strip())
-    {call}
 """
 
 

@@ -36,7 +36,6 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 @dataclass(frozen=True, slots=True)
 class Clusters:
     file: str
-    """File of the user's profiles, which may not exist."""
     default: str | None
     own: Mapping[str, Profile]
     """The user's profiles as written; `profile` expands variables."""

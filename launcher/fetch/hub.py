@@ -24,7 +24,6 @@ from megatron_rl.recipe.extras import install_command
 
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 NEVER = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "onnx/*", "original/*", "*.tflite"]
-"""The same weights for other frameworks."""
 TORCH_PICKLES = ["*.bin", "*.pt", "*.pth"]
 """The same weights again, if the repository has safetensors."""
 

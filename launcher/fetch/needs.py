@@ -37,8 +37,6 @@ Kind = Literal["image", "model", "tokenizer", "dataset"]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One item that a job reads and does not fetch itself."""
-
     kind: Kind
     name: str
 

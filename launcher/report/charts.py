@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -54,12 +54,9 @@ class Group:
     charts: list[Chart] = field(default_factory=list)
 
 
-REWARD = "Reward"
-LENGTH = "Length of answers"
-
 GROUPS: dict[str, tuple[Spec, ...]] = {
     "Learning": (
-        Spec(REWARD, (("mean_reward", "mean of the step"),)),
+        Spec("Reward", (("mean_reward", "mean of the step"),)),
         Spec("Right answers", (("right_ratio", "reward 1"),)),
         Spec("Components of the reward", (("reward/*", ""),), "Mean of each component, as scored."),
         Spec("Reward by environment", (("environments/*/mean_reward", ""),), "Mean reward of each environment."),
@@ -74,7 +71,7 @@ GROUPS: dict[str, tuple[Spec, ...]] = {
     ),
     "Answers": (
         Spec(
-            LENGTH,
+            "Length of answers",
             (("answer_length", "mean"),),
             band=("answer_length_min", "answer_length_max", "The band is from the shortest to the longest answer."),
         ),
@@ -137,9 +134,8 @@ LOGARITHMIC = ("Trainer against engine",)
 IN_NO_CHART = ("step", "first_ordinal", "next_ordinal", "policy_version", "answers", "clip_fraction", "reward_std")
 
 
-def chart_groups(lines: Sequence[MetricsLine], bands: Mapping[str, Band] = {}) -> list[Group]:
-    """Return the charts whose metrics the record has, some with a band from the rollouts, and one for each other
-    number."""
+def chart_groups(lines: Sequence[MetricsLine]) -> list[Group]:
+    """Return the charts whose metrics the record has, and one for each other number."""
     names = numeric_names(lines)
     groups = []
     shown = set(IN_NO_CHART)
@@ -148,21 +144,15 @@ def chart_groups(lines: Sequence[MetricsLine], bands: Mapping[str, Band] = {}) -
         for spec in specs:
             curves = _curves(spec, names)
             shown |= {name for name, _ in curves} | set((spec.band or ())[:2])
-            if curves and (chart := make_chart(spec, curves, lines, bands.get(spec.title))):
+            if curves and (chart := make_chart(spec, curves, lines)):
                 charts.append(chart)
         if charts:
             groups.append(Group(title, charts))
     others = [Spec(name, ((name, name.rpartition("/")[2]),)) for name in names if name not in shown]
-    made = [make_chart(spec, list(spec.metrics), lines, None) for spec in others]
+    made = [make_chart(spec, list(spec.metrics), lines) for spec in others]
     if found := [chart for chart in made if chart]:
         groups.append(Group("Other numbers", found))
     return groups
-
-
-class Band(NamedTuple):
-    low: Mapping[int, float]
-    high: Mapping[int, float]
-    meaning: str
 
 
 def numeric_names(lines: Iterable[MetricsLine]) -> list[str]:
@@ -203,7 +193,7 @@ def evaluation_charts(lines: Sequence[MetricsLine]) -> list[Chart]:
     for score, names in sorted(scores.items(), key=lambda one: (not one[0].startswith("greedy"), one[0])):
         metrics = [(name, name[len("eval/") : -len(score) - 1].replace("_", " ")) for name in names]
         title = score if "@" in score else score.replace("_", " ").capitalize()
-        if chart := make_chart(Spec(title, ()), metrics, lines, None, markers=True):
+        if chart := make_chart(Spec(title, ()), metrics, lines, markers=True):
             charts.append(chart)
     return charts
 
@@ -224,7 +214,6 @@ def make_chart(
     spec: Spec,
     curves: Sequence[tuple[str, str]],
     lines: Sequence[MetricsLine],
-    band: Band | None,
     markers: bool = False,
     metric: str | None = None,
 ) -> Chart | None:
@@ -243,11 +232,9 @@ def make_chart(
     if len(shown) > MOST_RAW and smooth:
         columns, smooth = smooth, []
     edges: list[list[Value]] = []
-    if band:
-        edges = [[band.low.get(step) for step in steps], [band.high.get(step) for step in steps]]
-    elif spec.band:
+    if spec.band:
         edges = [[number(line, name) for line, _ in rows] for name in spec.band[:2]]
-    of_band = band.meaning if band else spec.band[2] if spec.band else ""
+    of_band = spec.band[2] if spec.band else ""
     units = {unit_of(metric or name) for name, _ in curves}
     meaning = spec.meaning or meaning_of(metric or curves[0][0])
     points = downsample(steps, [*columns, *smooth, *edges])

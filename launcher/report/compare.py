@@ -180,4 +180,4 @@ def _chart(
             if (value := number(line, metric)) is not None:
                 values.setdefault(line.step, {})[str(place)] = value
     together = [MetricsLine(step, dict(values[step])) for step in sorted(values)]
-    return make_chart(spec, [(str(place), name) for place, name in enumerate(names)], together, None, markers, metric)
+    return make_chart(spec, [(str(place), name) for place, name in enumerate(names)], together, markers, metric)

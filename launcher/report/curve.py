@@ -14,8 +14,7 @@ SMOOTHED_OVER = 25
 """A smoothed curve averages one of so many parts of a run."""
 SHORTEST = 7
 """Steps that are averaged at least, in a run of four times as many."""
-DIGITS = 5
-"""Significant digits of a number in the page."""
+DIGITS = 5  # significant digits of a number in the page
 
 Value = float | None
 
@@ -73,11 +72,3 @@ def rounded(value: Value) -> Value:
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{DIGITS}g}")
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

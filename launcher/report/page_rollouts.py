@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
 
-from launcher.report.charts import LENGTH, REWARD, Band
-from launcher.report.curve import quantile
 from launcher.report.tokens import ShownSequence, shown_sequence
 from launcher.runs.rollout_selection import has_signal
 from megatron_rl.contract.rollout_records import GroupLine
@@ -19,7 +17,6 @@ MOST_TOKENS = 80_000
 """Tokens of sampled answers in a page: about 4 MB."""
 MOST_PROBLEMS = 3_000
 SHORT_PROMPT = 120
-DECILES = (0.1, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,6 @@ class Rollouts:
     reasons: list[list[int]] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
-    """Lowest and highest policy version of the sampled tokens."""
     passed_over: list[int] = field(default_factory=list)
     sample: list[int] = field(default_factory=list)
     """Place in `samples`, -1 for a group without tokens."""
@@ -80,7 +76,6 @@ class Rollouts:
     problems: list[list[str]] = field(default_factory=list)
     """Digest and prompt of each problem."""
     names: list[str] = field(default_factory=list)
-    """Texts of `environment`, `reasons` and `passed_over`."""
     history: list[ProblemRow] = field(default_factory=list)
     all_groups: int = 0
     all_sampled: int = 0
@@ -104,7 +99,6 @@ class RolloutCollector:
         self._groups: list[GroupLine] = []
         self._sampled: dict[tuple[int, int], GroupLine] = {}
         self._visits: dict[str, _Visits] = {}
-        self._of_step: dict[int, tuple[list[float], list[int]]] = {}
         self._answers = self._tokens = self._all = self._all_sampled = 0
         self.first: list[GroupLine] = []
         """Groups with tokens of the first step that has some."""
@@ -113,14 +107,11 @@ class RolloutCollector:
 
     def add(self, group: GroupLine) -> None:
         self._all += 1
-        means, lengths = self._of_step.setdefault(group.step, ([], []))
-        lengths += group.lengths
         visits = self._visits.setdefault(group.problem, _Visits(group.prompt))
         visits.groups += 1
         visits.with_signal += has_signal(group)
         if group.rewards:
             mean = fmean(group.rewards)
-            means.append(mean)
             visits.first = mean if visits.first is None else visits.first
             visits.last = mean
         if group.answers:
@@ -135,17 +126,6 @@ class RolloutCollector:
         self._answers += len(group.rewards)
         if self._answers > 2 * self._most_answers:
             self._thin_groups()
-
-    def bands(self) -> dict[str, Band]:
-        """Title of a chart -> first to ninth decile of the groups' mean rewards, and of the answers' lengths."""
-        rewards = {step: means for step, (means, _) in self._of_step.items() if len(means) > 1}
-        lengths = {step: lengths for step, (_, lengths) in self._of_step.items() if len(lengths) > 1}
-        found = {}
-        if rewards:
-            found[REWARD] = _band(rewards, "The band holds eight of ten groups.")
-        if lengths:
-            found[LENGTH] = _band(lengths, "The band holds eight of ten answers.")
-        return found
 
     def rollouts(self) -> Rollouts:
         """The groups that a page holds: the newest ones, and evenly spaced ones before them."""
@@ -224,11 +204,6 @@ def collect(groups: Iterable[GroupLine]) -> RolloutCollector:
 @cache
 def _rounded(reward: float) -> float:
     return float(f"{reward:.4g}")
-
-
-def _band(values: dict[int, list[float]] | dict[int, list[int]], meaning: str) -> Band:
-    low, high = ({step: quantile(its, share) for step, its in values.items()} for share in DECILES)
-    return Band(low, high, meaning)
 
 
 def _sample(group: GroupLine) -> SampledGroup:

@@ -33,8 +33,7 @@ from megatron_rl.contract.run_records import Fork, RecipeChange
 from megatron_rl.recipe.config import RunConfig
 
 GREEDY = "greedy_accuracy"
-RECENT = 20
-"""Steps whose pace gives the time left."""
+RECENT = 20  # steps whose pace gives the time left
 LEAST_SHARE = 0.0005
 """Share of the time below which the page leaves a kind of work out."""
 
@@ -71,7 +70,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
         accuracies=_accuracies(record),
         eta_s=_eta(record, status) if running else None,
         explanation=explain(run, record),
-        groups=chart_groups(record.lines, collected.bands()),
+        groups=chart_groups(record.lines),
         lesson=lesson_of(collected.first, collected.last),
         right_answers=record.lesson.right if record.lesson else [],
         rollouts=collected.rollouts(),

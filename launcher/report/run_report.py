@@ -50,7 +50,6 @@ class RunReport:
     recipe: str
     step: int
     began: float | None
-    """Unix time of the first attempt."""
     ended: float | None
     """None while it runs."""
     device: str
@@ -72,10 +71,8 @@ class RunReport:
     evaluations: list[Chart]
     results: list[ResultRow]
     shares: dict[str, float]
-    """Kind of work -> its share of the time of the GPUs."""
     attempts: list[AttemptRow]
     written: str
-    """recipe.yaml."""
     changes: list[RecipeChange]
     fork: Fork | None
     values: dict[str, Any]

@@ -24,7 +24,6 @@ class SequencePart(NamedTuple):
     kind: str
     start: int
     end: int
-    """Place after the last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.contract.attempt_records import NodeAssignment, ReplicaState
-from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.records import if_readable, read
+from megatron_rl.contract.attempt_records import NodeAssignment
 from megatron_rl.contract.run_records import PlanRecord
 
 SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash; exec sh")
@@ -27,19 +25,9 @@ def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> st
     return hosts[rank // tasks]
 
 
-def of_step(role: str, plan: PlanRecord, *, harvested: bool) -> str:
-    """OF_REPLICAS for a step in the image of the replicas with vLLM, else "". Harvested replicas run as all others."""
-    same = "infer-0" if harvested else role
-    return next((step.of for step in plan.steps if step.name == same), "")
-
-
-def harvested(role: str, attempt: Attempt) -> ReplicaState | None:
-    """State of a replica that runs in a separate job; None: the role is not such a replica."""
-    kind, _, number = role.partition("-")
-    if kind != "infer" or not number.isdecimal():
-        return None
-    state = if_readable(read(ReplicaState, attempt.replica(int(number)).state))
-    return state if state is not None and state.job is not None and state.hosts else None
+def of_step(role: str, plan: PlanRecord) -> str:
+    """OF_REPLICAS for a step in the image of the replicas with vLLM, else ""."""
+    return next((step.of for step in plan.steps if step.name == role), "")
 
 
 def completed(options: Sequence[str], values: Mapping[str, str]) -> list[str]:

@@ -26,7 +26,6 @@ class RunFailure(NamedTuple):
     shown: Sequence[str]
     """End of the traceback if the rank left one, else the end of its log; empty where no rank is to blame."""
     log: Path
-    """The rank's log, or the folder of all logs."""
 
 
 def failure_of_run(run: RunDir) -> RunFailure | None:

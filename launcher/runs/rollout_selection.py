@@ -17,10 +17,8 @@ class Wanted:
 
     environment: str | None = None
     problem: str | None = None
-    """First characters of the problem's digest."""
     signal: bool | None = None
     reward: tuple[float, float] | None = None
-    """Lowest and highest reward of an answer."""
     reason: str | None = None
 
     @property

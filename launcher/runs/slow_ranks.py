@@ -18,8 +18,7 @@ from megatron_rl.contract.text import printable
 STEPS = 20
 """Newest steps that are looked at. With two equal ranks one of them is slowest in 18 of 20 steps by chance in one of
 2,500 cases; with more ranks it is rarer."""
-OFTEN = 18
-"""Number of these steps in which the same rank, or node, must be slowest."""
+OFTEN = 18  # of these steps, in which the same rank, or node, must be slowest
 SHARE = 0.05
 """Share of the time of these steps that the others lose by it."""
 LONGEST_LINE = 4096

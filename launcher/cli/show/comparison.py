@@ -33,7 +33,6 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
 
 
 def show_comparison(found: Comparison) -> None:
-    """Print a line for each run: its state, its metrics, and the keys in which it differs."""
     runs, keys = [found.runs[at] for at in found.order], list(found.keys)[:MOST_KEYS]
     metrics = [found.by, *(name for name in found.metrics if name != found.by)]
     names = labels([run.name for run in found.runs], LONGEST_NAME)

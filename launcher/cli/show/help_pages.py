@@ -84,7 +84,6 @@ class Keys:
         return any(len(key) > len(path) and key[: len(path)] == path for key in self.known)
 
     def _head(self, path: KeyPath) -> str:
-        """`grpo.kl_beta: a number >= 0; default 0.0`"""
         kind, default = self._type(path)
         return f"{_name(path)}: {kind}" + (f"; {default}" if default else "")
 

@@ -13,7 +13,7 @@ from typing import Any
 from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.attempt_records import MetricsLine, Progress, ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_RUNNING
-from megatron_rl.contract.learning import Hindrance, number
+from megatron_rl.contract.learning import Hindrance, number, numbers
 from megatron_rl.contract.paths import FOLDERS, Attempt, Replica, RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, if_readable, read
 from megatron_rl.contract.window_rules import Watch
@@ -30,9 +30,7 @@ class History:
     steps: int
     phase: str = "starting"
     lines: list[MetricsLine] = field(default_factory=list)
-    """Lines of metrics.jsonl, one per step."""
     evaluations: list[MetricsLine] = field(default_factory=list)
-    """Lines of evaluations.jsonl, one per evaluation."""
     warnings: list[Hindrance] = field(default_factory=list)
     waits_for: list[dict[str, Any]] = field(default_factory=list)
     """Replicas that the run waits for, and those that have ended, as `replicas_json` returns them."""
@@ -157,10 +155,6 @@ def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
     return Unreadable(str(path), "no line can be read") if lines else ABSENT
 
 
-def numbers(lines: Sequence[MetricsLine], name: str) -> list[float]:
-    return [value for line in lines if (value := number(line, name)) is not None]
-
-
 def evaluation_values(line: MetricsLine, metric: str) -> dict[str, float]:
     """Return {evaluation set: value} of a metric, such as greedy_accuracy, in one evaluation."""
     parts = ((name.split("/"), number(line, name)) for name in line.values)
@@ -182,7 +176,6 @@ def clock(seconds: float) -> str:
 
 
 def shown_accuracy(value: float | None) -> str:
-    """Format the greedy accuracy on a set; None: all answers were lost."""
     return "unknown (no answer has a reward)" if value is None else f"{value:.3f}"
 
 

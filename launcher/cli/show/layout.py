@@ -18,7 +18,6 @@ from megatron_rl.recipe.config import RunConfig
 
 
 def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -> None:
-    """Print a plan. summary: from `launcher.plan.summary.summarize`."""
     console = Console(highlight=False)
     console.print(Text(f"{config.name} on {cluster}", style="bold"), Text(f"  {_headline(config, plan)}"), sep="")
     console.print()
@@ -101,7 +100,6 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
 
 
 def _teacher(config: RunConfig, plan: Plan) -> str:
-    """Place of the teacher; empty without one."""
     sizes, distill = plan.sizes, config.distill
     if distill is None:
         return ""
@@ -232,7 +230,6 @@ OFFLOADS = {
     "optimizer": "gradients are in GPU memory only while training, the KV cache only while generating, optimizer state "
     "only during updates",
 }
-"""Description of each `placement.offload`."""
 CURES = {
     "weights": "raise tp or pp",
     "gradients": "raise tp or pp",
@@ -251,4 +248,3 @@ CURES = {
     "prefill": "lower inference.prefill_tokens",
     "context": "use larger GPUs",
 }
-"""Remedies for each term that is too large."""

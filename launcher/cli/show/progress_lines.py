@@ -13,8 +13,7 @@ from megatron_rl.contract.learning import number
 
 LINE_EVERY_STEPS = 20
 LINE_EVERY_S = 5.0
-WAIT_EVERY_S = 30.0
-"""Seconds between two lines that say what the run waits for."""
+WAIT_EVERY_S = 30.0  # seconds between two lines that say what the run waits for
 MOST_WAITS = 3
 
 

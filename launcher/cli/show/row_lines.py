@@ -18,7 +18,6 @@ INDENT = "  "
 
 
 def row_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of one row or problem: see `megatron_rl.run.standalone.rows.shown`."""
     if "row" in found:
         yield from _row(found)
     elif "line" in found:

@@ -1,9 +1,8 @@
-"""Evaluations in the terminal: a progress line and a table of scores."""
+"""Evaluations in the terminal: lines of progress and a table of scores."""
 
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,33 +18,23 @@ SHARES = ("greedy", "pass@", "avg@", "maj@", "cut_off")
 NAMES = {"mean_reward": "mean reward", "tokens": "tokens per answer", "cut_off": "cut off at the limit"}
 
 
-LINE_EVERY_S = 30.0
-"""Seconds between two lines of progress where stderr is not a terminal."""
+LINE_EVERY_S = 10.0  # seconds between two lines of progress
 
 
-class ProgressLine:
-    """A line on stderr that is overwritten; where stderr is not a terminal, a line now and then, and when something
-    else begins."""
+class EvaluationProgress:
+    """A line on stderr now and then, and when something else begins."""
 
     def __init__(self) -> None:
-        self._overwrites = sys.stderr.isatty()
-        self._began = time.monotonic()
-        self._due = self._began
+        self._began = self._due = time.monotonic()
         self._doing: str | None = None  # what the last line said, without its numbers
 
     def report(self, progress: Mapping[str, Any]) -> None:
         what = " ".join(filter(None, (progress["set"], progress["mode"])))
         text = progress["waits_for"] or f"{progress['done']} of {progress['of']} problems answered  {what}".strip()
         now, doing = time.monotonic(), re.sub(r"\d+", "", progress["waits_for"])
-        if self._overwrites:
-            echo(f"\r\033[K{text}", err=True, nl=False)
-        elif now >= self._due or doing != self._doing:
+        if now >= self._due or doing != self._doing:
             self._due, self._doing = now + LINE_EVERY_S, doing
             echo(f"[{clock(now - self._began)}] {text}", err=True)
-
-    def end(self) -> None:
-        if self._overwrites:
-            echo("\r\033[K", err=True, nl=False)
 
 
 def result_of(run: RunDir) -> EvaluationResult | None:
@@ -83,7 +72,6 @@ def scores_json(result: EvaluationResult) -> dict[str, dict[str, float]]:
 
 
 def brief(scores: Mapping[str, float]) -> str:
-    """Format the most important scores of a set: `greedy 0.975, pass@1 0.951`."""
     chosen = [name for name in ("greedy", "pass@1", "mean_reward") if name in scores][:2]
     return ", ".join(f"{NAMES.get(name, name)} {scores[name]:.3f}" for name in chosen)
 

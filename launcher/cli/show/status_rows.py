@@ -148,7 +148,6 @@ def _job(data: dict[str, Any]) -> str | None:
 
 
 def _avoids(data: dict[str, Any]) -> str | None:
-    """Format excluded nodes: `node02 since 21 November 14:03, 7 nodes as submitted`."""
     avoids = (data["job"] or {}).get("avoids") or {}
     ours = {host: since for host, since in avoids.items() if since is not None}
     parts = [f"{host} since {time.strftime('%d %B %H:%M', time.localtime(since))}" for host, since in ours.items()]

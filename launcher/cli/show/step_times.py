@@ -16,13 +16,11 @@ from launcher.plan.splits import Assumptions, Candidate, best
 
 Runs = Sequence[tuple[Scenario, ExpectedRun]]
 PACE = ("step_s", "tokens_per_s", "train_s", "refit_s", "generate_s", "idle_training", "idle_inference")
-"""Attributes of a steady state that --json prints."""
 
 
 def show_estimates(
     assumed: Assumptions, candidates: Sequence[Candidate], lags: Sequence[int], faults: Faults, runs: Runs
 ) -> None:
-    """Print the step times, with the fastest split at each lag marked, and the runs."""
     console = Console(highlight=False)
     _show_splits(console, assumed, candidates, lags)
     if runs:
@@ -118,7 +116,6 @@ def _failures(faults: Faults) -> Iterator[str]:
 
 
 def _table(*heads: str) -> Table:
-    """A table whose first column is text and whose others are numbers."""
     table = Table.grid(padding=(0, 1))
     for number in range(len(heads)):
         table.add_column(justify="right" if number else "left", no_wrap=True)

@@ -72,7 +72,7 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     if recipe.config.harvest is not None:
         refused += refusal(recipe, ["harvest.partition needs Slurm, but this run is local: remove harvest"]).problems
     if request.dry_run and not facts.refusals:
-        _show(recipe, make_plan(recipe, None).sizes, planned.given, request)
+        _show(recipe, planned.given, request)
         for note in verdict.notes:
             click.echo(f"note: {note}", err=True)
         for one in refused:
@@ -94,7 +94,7 @@ def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     return _start(recipe, sizes, prepared, prepared.attempt, request)
 
 
-def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> None:
+def _show(recipe: Recipe, root: Path | None, request: Request) -> None:
     """Show the dry run: the resolved recipe on stdout, everything else on stderr."""
     config = recipe.config
     changed = check(recipe, root, request.change) if root else []
@@ -106,26 +106,14 @@ def _show(recipe: Recipe, sizes: Sizes, root: Path | None, request: Request) -> 
         return
     for one in changed:
         click.echo(f"change: {one}", err=True)
-    click.echo(f"would start {_in_brief(config, sizes)} in {target}", err=True)
+    click.echo(f"would start {_in_brief(config)} in {target}", err=True)
     click.echo(dump_resolved(config).encode(), nl=False)  # UTF-8, independent of the terminal
 
 
-def _in_brief(config: RunConfig, sizes: Sizes) -> str:
-    """Describe a run: `demo on 2 CPU processes of this machine`; with replicas: `demo on 4 CPU processes of this
-    machine, 2 of which train, 1 only generates and 1 only holds the teacher`."""
+def _in_brief(config: RunConfig) -> str:
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
-    text = f"{config.name} on {config.job.world_size} {kind} of this machine"
-    generate, teach = sizes.generating * sizes.partitioned, sizes.teacher_nodes * sizes.gpus_per_node
-    apart = [
-        f"{count} only {verb + 's' * (count == 1)}{what}"
-        for count, verb, what in ((generate, "generate", ""), (teach, "hold", " the teacher"))
-        if count
-    ]
-    if not apart:
-        return text
-    train = sizes.training_world
-    first, last = [f"{train} of which {'trains' if train == 1 else 'train'}", *apart[:-1]], apart[-1]
-    return f"{text}, {', '.join(first)} and {last}"
+    apart = ", partitioned" if config.placement.mode == "partitioned" else ""
+    return f"{config.name} on {config.job.world_size} {kind} of this machine{apart}"
 
 
 def _report_finished(config: RunConfig, run: RunDir) -> int:
@@ -160,7 +148,7 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: OpenedRun, attempt: Attempt, 
     for one in prepared.changes:
         echo(f"changed: {one}", err=request.as_json)
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"
-    echo(f"starting {_in_brief(config, sizes)} in {run.root}{number}", err=request.as_json)
+    echo(f"starting {_in_brief(config)} in {run.root}{number}", err=request.as_json)
     if complaint := note_submission(run, LOCAL, None):
         echo(f"note: {complaint}", err=True)
     drain_limit_s = config.save.timeout_s + DRAIN_MARGIN_S

@@ -12,7 +12,7 @@ from run_helpers import begin, end, make_run, submitted
 from launcher.cli.main import main
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import History
-from launcher.cli.show.scores import ProgressLine
+from launcher.cli.show.scores import EvaluationProgress
 from launcher.runs.state import result_file
 from megatron_rl.contract.attempt_records import AttemptEnd
 from megatron_rl.contract.codes import DRAINED, FINISHED
@@ -74,16 +74,15 @@ def test_the_result_file_is_the_requested_one_and_a_training_run_has_none(tmp_pa
     assert result_file(asked) == tmp_path / "r.json"
 
 
-def test_progress_is_a_line_now_and_then_where_nobody_overwrites_it(capsys, monkeypatch):
+def test_progress_is_a_line_now_and_then_and_when_something_else_begins(capsys, monkeypatch):
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    line = ProgressLine()
+    line = EvaluationProgress()
     answering = {"set": "test", "mode": "greedy", "done": 3, "of": 40, "waits_for": ""}
     line.report({**answering, "waits_for": "reading the weights"})
     for seconds in (4, 10, 34, 35, 40, 41):
         now = 100.0 + seconds
         line.report({**answering, "waits_for": f"starting vLLM for {seconds} s"} if seconds < 40 else answering)
-    line.end()
     assert capsys.readouterr().err.splitlines() == [
         "[0:00] reading the weights",
         "[0:04] starting vLLM for 4 s",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.report.charts import GROUPS, MOST_CURVES, Band, Chart, chart_groups, evaluation_charts
+from launcher.report.charts import GROUPS, MOST_CURVES, Chart, chart_groups, evaluation_charts
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.rank.metrics.names import STEP_METRICS
 
@@ -14,8 +14,8 @@ def record(steps: int = 30, **values: Any) -> list[MetricsLine]:
     return [MetricsLine(step, dict(named)) for step in range(1, steps + 1)]
 
 
-def charts(lines: list[MetricsLine], **bands: Band) -> dict[str, Chart]:
-    return {chart.title: chart for group in chart_groups(lines, bands) for chart in group.charts}
+def charts(lines: list[MetricsLine]) -> dict[str, Chart]:
+    return {chart.title: chart for group in chart_groups(lines) for chart in group.charts}
 
 
 def test_a_chart_is_shown_for_each_metric_that_the_record_has():
@@ -71,12 +71,6 @@ def test_a_new_number_of_the_record_has_a_chart_of_its_own():
 def test_lengths_have_a_band_from_the_shortest_to_the_longest_answer():
     chart = charts(record(answer_length=10.0, answer_length_min=2.0, answer_length_max=30.0))["Length of answers"]
     assert chart.band == ([2.0] * 30, [30.0] * 30)
-
-
-def test_a_band_of_the_rollouts_is_drawn_at_the_steps_that_have_one():
-    chart = charts(record(3, mean_reward=0.5), Reward=Band({2: 0.1}, {2: 0.9}, "Tenth to ninth decile."))["Reward"]
-    assert chart.band == ([None, 0.1, None], [None, 0.9, None])
-    assert chart.meaning.endswith("Tenth to ninth decile.")
 
 
 def test_numbers_that_are_absent_in_some_steps_leave_a_gap():

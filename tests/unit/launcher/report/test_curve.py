@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.report.curve import downsample, quantile, rounded, smoothed
+from launcher.report.curve import downsample, rounded, smoothed
 
 VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6).map(rounded))
 
@@ -49,9 +49,3 @@ def test_numbers_that_are_not_finite_are_left_out():
     assert rounded(math.inf) is None
     assert rounded(math.nan) is None
     assert rounded(0.123456789) == 0.12346
-
-
-def test_quantiles_are_interpolated():
-    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert quantile([0.0, 1.0], 0.1) == 0.1
-    assert quantile([4.0], 0.9) == 4.0

@@ -71,15 +71,3 @@ def test_what_is_kept_fits_and_has_the_newest(sizes, most):
         assert kept[-1] == len(sizes) - 1
     if sum(sizes) <= most:
         assert kept == list(range(len(sizes)))
-
-
-def test_bands_are_the_deciles_of_groups_and_of_answers():
-    collector = RolloutCollector()
-    for place in range(11):
-        collector.add(group(7, place, (place / 10,) * 2, lengths=[place * 10] * 2))
-    bands = collector.bands()
-    assert (round(bands["Reward"].low[7], 6), round(bands["Reward"].high[7], 6)) == (0.1, 0.9)
-    assert (bands["Length of answers"].low[7], bands["Length of answers"].high[7]) == (10.0, 90.0)
-    alone = RolloutCollector()
-    alone.add(group(7))
-    assert "Reward" not in alone.bands()

@@ -6,11 +6,8 @@ import subprocess
 
 import pytest
 
-from launcher.runs.beside_ranks import IGNORING_DRAIN, SHELL, command_line, completed, harvested, host_of
-from megatron_rl.contract.attempt_records import NodeAssignment, ReplicaState
-from megatron_rl.contract.codes import REPLICA_RUNNING
-from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import write
+from launcher.runs.beside_ranks import IGNORING_DRAIN, SHELL, command_line, completed, host_of
+from megatron_rl.contract.attempt_records import NodeAssignment
 from megatron_rl.contract.run_records import CODE, IMAGE, PlanRecord, PlanStep
 
 CONTAINER = ["--container-image={image}", "--no-container-mount-home", "--container-workdir={code}"]
@@ -33,16 +30,6 @@ def test_a_rank_or_step_that_does_not_exist_is_named():
         host_of(16, "train", PLAN, NODES)
     with pytest.raises(LookupError, match="there are train, infer-0"):
         host_of(0, "infer-1", PLAN, NODES)
-
-
-def test_a_harvested_replica_is_found_in_its_own_job(tmp_path):
-    attempt = RunDir(tmp_path).attempt(1)
-    for number, job in ((0, None), (1, "77")):
-        attempt.replica(number).folder.mkdir(parents=True)
-        write(attempt.replica(number).state, ReplicaState(number, REPLICA_RUNNING, 1, 0.0, ["n9"], job=job))
-    found = harvested("infer-1", attempt)
-    assert found is not None and (found.job, found.hosts) == ("77", ["n9"])
-    assert [harvested(role, attempt) for role in ("infer-0", "infer-2", "infer-x", "train")] == [None] * 4
 
 
 def test_what_only_the_attempt_knows_takes_the_place_of_its_name():
