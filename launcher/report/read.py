@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -10,18 +11,34 @@ from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.errors import BadInput
 from launcher.explain.explanation import explain
 from launcher.explain.record import Record, read_record
-from launcher.host.record.accounting import GpuUsage, goodput_of, held_of
+from launcher.host.judge.sentence import describe_end
+from launcher.host.record.accounting import LOST, GpuUsage, goodput_of, held_of
 from launcher.host.record.goodput import read_usage
 from launcher.host.record.ledger import ends_in, read_ledger, starts_in
 from launcher.recipe.located_yaml import read_text
 from launcher.recipe.meaning import with_defaults
 from launcher.report.charts import chart_groups, evaluation_charts
 from launcher.report.page_rollouts import collect
-from launcher.report.run_report import FirstAndLast, ResultRow, RunCost, RunFact, RunReport, generated_tokens, span
+from launcher.report.run_report import (
+    AttemptRow,
+    FirstAndLast,
+    ResultRow,
+    RunCost,
+    RunFact,
+    RunReport,
+    generated_tokens,
+    span,
+)
 from launcher.report.shown_lesson import lesson_of
-from launcher.report.usage import attempt_rows
 from launcher.runs.state import RunStatus, read_statuses
-from megatron_rl.contract.attempt_records import FabricReport, LedgerLine, NodeHealth, UsedKernels
+from megatron_rl.contract.attempt_records import (
+    AttemptEnd,
+    AttemptStart,
+    FabricReport,
+    LedgerLine,
+    NodeHealth,
+    UsedKernels,
+)
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.files import names_in
@@ -97,6 +114,32 @@ def _gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsa
     except OSError as error:
         unread.append(f"{error.filename or status.run.root}: {error.strerror}")
     return GpuUsage([]), []
+
+
+def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> list[AttemptRow]:
+    starts = {line.attempt: line for line in ledger if isinstance(line, AttemptStart)}
+    ends = {line.attempt: line for line in ledger if isinstance(line, AttemptEnd)}
+    rows = []
+    for one in usage.attempts:
+        if one.attempt is None:
+            continue
+        end = ends.get(one.attempt)
+        held = held_of(one.seconds)
+        rows.append(
+            AttemptRow(
+                one.attempt,
+                one.start,
+                one.end - one.start,
+                one.start - one.queued_at,
+                one.gpus,
+                list(starts[one.attempt].nodes),
+                goodput_of(one.seconds),
+                one.seconds[LOST] / held if held else None,
+                end.outcome if end else "",
+                describe_end(end, now) if end else "",
+            )
+        )
+    return rows
 
 
 def _cost(cluster: str, seconds: float, unread: list[str]) -> RunCost | None:

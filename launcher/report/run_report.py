@@ -10,7 +10,6 @@ from launcher.explain.explanation import Explanation
 from launcher.report.charts import Chart, Group
 from launcher.report.page_rollouts import Rollouts
 from launcher.report.shown_lesson import ShownLesson
-from launcher.report.usage import AttemptRow
 from launcher.runs.state import RunStatus
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, number, numbers
@@ -41,6 +40,19 @@ class ResultRow(NamedTuple):
 class RunFact(NamedTuple):
     label: str
     text: str
+
+
+class AttemptRow(NamedTuple):
+    attempt: int
+    start: float
+    seconds: float
+    queued_s: float
+    gpus: int
+    nodes: list[str]
+    goodput: float | None
+    lost: float | None
+    outcome: str
+    ending: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.job.draft import Draft
 from launcher.job.script import PlannedJob
-from launcher.plan.placement import Plan
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import origins
 
@@ -28,7 +27,6 @@ def dry_run_lines(draft: Draft) -> list[str]:
     return [
         f"would submit to {draft.job.cluster}: {job_in_brief(draft.job)}",
         f"  directory  {draft.job.run_dir}",
-        *(f"  {line}" for line in _step_lines(draft.job.plan)),
     ]
 
 
@@ -87,17 +85,6 @@ def submitted_json(submitted: SubmittedJob, draft: Draft) -> dict[str, Any]:
         "changes": as_json(submitted.changes),
         "notes": list(submitted.notes),
     }
-
-
-def _step_lines(plan: Plan) -> list[str]:
-    train = next(step for step in plan.steps if step.replica is None)
-    replicas = [step for step in plan.steps if step.replica is not None]
-    lines = [f"train      {len(train.nodes) * train.tasks_per_node} ranks on {_nodes(len(train.nodes))}"]
-    if replicas:
-        ranks = len(replicas[0].nodes) * replicas[0].gpus_per_node
-        nodes = len({node for step in replicas for node in step.nodes})
-        lines.append(f"inference  {len(replicas)} replicas of {ranks} ranks on {_nodes(nodes)}")
-    return lines
 
 
 def _nodes(count: int) -> str:

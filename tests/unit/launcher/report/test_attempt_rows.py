@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.host.record.accounting import AttemptTrace, gpu_usage
-from launcher.report.usage import attempt_rows
+from launcher.report.read import attempt_rows
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, TimelineLine
 
 LEDGER = [

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launcher.runs.beside_ranks import IGNORING_DRAIN, SHELL, command_line, completed, host_of
+from launcher.cli.attach import IGNORING_DRAIN, SHELL, command_line, completed, host_of
 from megatron_rl.contract.attempt_records import NodeAssignment
 from megatron_rl.contract.run_records import CODE, IMAGE, PlanRecord, PlanStep
 
