@@ -164,9 +164,7 @@ class ScriptedReplica:
         *,
         version: int | None = 0,
         digest: str = DIGEST,
-        protocol: int = PROTOCOL,
         token: str = TOKEN,
-        published_digest: str | None = None,
         transport: str = "gloo",
     ) -> None:
         self.engine = ScriptedEngine()
@@ -177,7 +175,7 @@ class ScriptedReplica:
         replica.folder.mkdir(parents=True, exist_ok=True)
         self.leader = Leader(self.engine, self.weights, None, Activity(replica, published=False), report_every_s=0.0)
         self.leader.version = version
-        address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, protocol, 0.0, transport)
+        address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, PROTOCOL, 0.0, transport)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.service = ReplicaService(LedEngineThread(self.leader), address, token)
         self._loop = asyncio.new_event_loop()
@@ -189,7 +187,7 @@ class ScriptedReplica:
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), daemon=True)
         self._published: tuple[Path, ReplicaAddress] = (
             replica.listener,
-            address._replace(port=self._listener.getsockname()[1], digest=published_digest or digest),
+            address._replace(port=self._listener.getsockname()[1]),
         )
 
     def __enter__(self) -> ScriptedReplica:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.agent.server.request_parsing import ParsedRequest
 from megatron_rl.agent.server.response_bodies import event
 from megatron_rl.agent.server.samples import AnswerPart, AnswerReader
-from megatron_rl.generate.engine.engine_thread import EngineGone, EngineThread, ReaderTooSlow, Subscription, as_deltas
+from megatron_rl.generate.engine.engine_thread import EngineGone, EngineThread, Subscription, as_deltas
 from megatron_rl.generate.engine.interface import Completion, PromptTooLong, Unsupported
 from megatron_rl.generate.serving.api_errors import ApiError, internal_error
 from megatron_rl.model.tokenizer import Tokenizer
@@ -76,8 +76,6 @@ def error_for_client(error: Exception) -> Exception:
         return ApiError(400, str(error), code="unsupported_parameter")
     if isinstance(error, EngineGone):
         return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "10"})
-    if isinstance(error, ReaderTooSlow):
-        return ApiError(408, str(error), code="reader_too_slow")
     return error
 
 

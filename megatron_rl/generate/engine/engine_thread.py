@@ -4,8 +4,7 @@
     engine's thread: run the queued calls, compute one step, pass on its results; and again
 
 One wake-up of the HTTP loop passes on all results that are available, for all requests. A request that is not streamed
-has a single result, its answer. The engine never waits for a reader: unread results are kept up to a limit, beyond
-which the request is cancelled.
+has a single result, its answer. The engine never waits for a reader: results are kept until they are read.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from megatron_rl.generate.engine.interface import Completion, Delta, GenerationR
 
 T = TypeVar("T")
 
-MOST_UNREAD = 4096
-"""Most deltas that wait for a reader; each has about one token."""
 STOP_S = 30.0
 """Limit, in seconds, for the thread to end: a step of the engine cannot be interrupted."""
 
@@ -34,10 +31,6 @@ _News = list[tuple["Subscription", Sequence[Delta] | Exception]]
 
 class EngineGone(RuntimeError):
     """The engine, or the server around it, has stopped; the message says why."""
-
-
-class ReaderTooSlow(RuntimeError):
-    """A reader has left more unread than the limit allows."""
 
 
 class Subscription:
@@ -58,13 +51,9 @@ class Subscription:
             return
         if isinstance(news, Exception):
             self._error = news
-        elif len(self._unread) + len(news) <= MOST_UNREAD:
+        else:
             self._unread += news
             self._unfinished -= sum(delta.finish_reason is not None for delta in news)
-        else:
-            self._error = ReaderTooSlow("the client reads too slowly: too many tokens were left unread")
-            self._unread.clear()
-            self._thread.forget(self)
         self._news.set()
 
     def unread(self) -> list[Delta]:

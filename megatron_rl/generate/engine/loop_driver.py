@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -10,52 +11,54 @@ from megatron_rl.generate.engine.interface import Completion, Delta, GenerationR
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
 
 
-class DrivenEngine(Protocol):
+class LoopDriver(ABC):
+    """Runs the steps of an engine in the asyncio loop of its caller. That loop may change: the loop of an earlier phase
+    may have ended with unfinished work."""
+
+    _task: asyncio.Task[None] | None = None
+
     @property
+    @abstractmethod
     def busy(self) -> bool: ...
 
+    @abstractmethod
     def step(self) -> None: ...
 
-    def deliver(self) -> None: ...
+    @abstractmethod
+    def deliver(self) -> None:
+        """Give callers the answers that are finished."""
 
-    def fail(self, error: Exception) -> None: ...
+    @abstractmethod
+    def fail(self, error: Exception) -> None:
+        """Give all callers the error of a step."""
 
-
-class LoopDriver:
-    """Runs the steps of one engine in the asyncio loop of its caller. That loop may change: the loop of an earlier
-    phase may have ended with unfinished work."""
-
-    def __init__(self, engine: DrivenEngine) -> None:
-        self._engine = engine
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
+    def drive(self) -> None:
+        """Begin to run steps until the engine has no more work, unless that has begun."""
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done() or self._task.get_loop() is not loop:
             self._task = loop.create_task(self._work())
 
     async def _work(self) -> None:
-        self._engine.deliver()  # answers that the known tokens complete
-        while self._engine.busy:
+        self.deliver()  # answers that the known tokens complete
+        while self.busy:
             await asyncio.sleep(0)
             try:
-                self._engine.step()
+                self.step()
             except Exception as error:  # noqa: BLE001 - nobody awaits this task: each caller raises the error
-                self._engine.fail(error)
+                self.fail(error)
                 return
-            self._engine.deliver()
+            self.deliver()
 
 
 class CheckedEngine(SteppedEngine, Protocol):
     def check(self, request: GenerationRequest) -> None: ...
 
 
-class LoopCallers:
-    """Callers of one engine, which is driven in their loop. Implements `DrivenEngine`."""
+class LoopCallers(LoopDriver):
+    """Callers of one engine, which is driven in their loop."""
 
     def __init__(self, engine: CheckedEngine) -> None:
         self._engine = engine
-        self._driver = LoopDriver(self)
         self._answers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
 
@@ -63,7 +66,7 @@ class LoopCallers:
         self._refuse_duplicate(request)
         self._engine.submit(request)
         answer = self._answers[request.id] = asyncio.get_running_loop().create_future()
-        self._driver.start()
+        self.drive()
         try:
             return await answer
         finally:
@@ -81,7 +84,7 @@ class LoopCallers:
         self._refuse_duplicate(request)
         self._engine.submit(request, streamed=True)
         deltas = self._streams[request.id] = asyncio.Queue()
-        self._driver.start()
+        self.drive()
         unfinished = request.num_samples
         try:
             while unfinished:

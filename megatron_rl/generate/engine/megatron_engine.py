@@ -64,7 +64,7 @@ class _UnansweredRequest:
     answer: asyncio.Future[list[Completion]]
 
 
-class MegatronEngine:
+class MegatronEngine(LoopDriver):
     """Implements `RankEngine` with the policy's own weights, in this process or on all ranks of a replica together.
 
     Each phase builds an engine of megatron-core, so that nothing of it stays in memory while the ranks train.
@@ -105,7 +105,6 @@ class MegatronEngine:
         self._numbers = itertools.count()
         self._seed = 0
         self._core: Any = None
-        self._driver = LoopDriver(self)
         self.profiler: GenerationProfiler | None = None
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -127,7 +126,7 @@ class MegatronEngine:
         self._asked[request.id] = _UnansweredRequest(transcripts, answer)
         self._open |= mine
         self._begun += mine
-        self._driver.start()
+        self.drive()
         try:
             return await answer
         finally:

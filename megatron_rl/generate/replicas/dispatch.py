@@ -92,7 +92,7 @@ class Dispatch:
         self.given_up: str | None = None
         self._resumes, self._limit_s, self._timings = resumes, limit_s, timings or LinkTimings()
         self._links = ReplicaLinks(
-            Roster(attempt.replicas, digest),
+            Roster(attempt.replicas),
             lambda address: ReplicaLink(address, token, digest, driver, self._timings, self._take_news),
             self._spawn,
             self._ask_elsewhere,

@@ -14,7 +14,6 @@ from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.paths import Replica
 from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
 from megatron_rl.generate.replicas.link import ReplicaGone, ReplicaLink, ReplicaRefuses
-from megatron_rl.generate.replicas.wire import PROTOCOL
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +116,13 @@ class ReplicaLinks:
 class Roster:
     """Addresses and states that replicas and the host side write. Reading files may be slow, so it needs a thread."""
 
-    def __init__(self, listed: Callable[[], Sequence[Replica]], digest: str) -> None:
-        """
-        listed: files of the replicas, as `Attempt.replicas` returns them.
-        digest: see `wire.digest_of`.
-        """
-        self._listed, self._digest = listed, digest
-        self._refused: set[Start] = set()
+    def __init__(self, listed: Callable[[], Sequence[Replica]]) -> None:
+        """listed: files of the replicas, as `Attempt.replicas` returns them."""
+        self._listed = listed
         self._complained: set[str] = set()
 
     def read(self) -> tuple[list[ReplicaAddress], str | None]:
-        """Return the addresses of usable replicas, and why there will be none any more; None if there may be. Problems
+        """Return the addresses of replicas, and why there will be none any more; None if there may be. Problems
         are logged once."""
         addresses: list[ReplicaAddress] = []
         states: list[ReplicaState | None] = []
@@ -136,26 +131,12 @@ class Roster:
                 found = read(ReplicaAddress, replica.listener)
                 if isinstance(found, Unreadable):
                     self._complain(str(found))
-                elif not isinstance(found, Absent) and self._accepts(found):
+                elif not isinstance(found, Absent):
                     addresses.append(found)
                 states.append(if_readable(read(ReplicaState, replica.state)))
         except OSError as error:
             self._complain(f"the replicas cannot be listed: {error}")
         return addresses, _all_given_up(states)
-
-    def _accepts(self, address: ReplicaAddress) -> bool:
-        start = (address.replica, address.start)
-        if start not in self._refused and (why := self._mismatch(address)) is not None:
-            self._refused.add(start)
-            logger.error("replica %d (start %d) is not used: %s", *start, why)
-        return start not in self._refused
-
-    def _mismatch(self, address: ReplicaAddress) -> str | None:
-        if address.protocol != PROTOCOL:
-            return f"it uses protocol {address.protocol}, this rank {PROTOCOL}: they run different code"
-        if address.digest != self._digest:
-            return f"its configuration is {address.digest[:12]}, that of this rank {self._digest[:12]}"
-        return None
 
     def _complain(self, what: str) -> None:
         if what not in self._complained:

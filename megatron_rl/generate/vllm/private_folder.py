@@ -1,19 +1,23 @@
-"""Folders of one vLLM that only this user can enter: short enough for sockets, and locked while their owner lives."""
+"""Folders of one vLLM that only this user can enter: short enough for sockets, and locked while their owner lives.
+
+Shared memory of vLLM's processes stays behind when all of them are killed, so it is noted in their folder while they
+live, and removed with it.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import socket
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_rl.generate.vllm.shared_memory import remove_segments
 from megatron_rl.recipe.errors import ConfigurationError
 
 SOCKET_BYTES = 107
@@ -22,6 +26,11 @@ SOCKET_NAME_BYTES = 36
 """Bytes of the names that vLLM gives its sockets."""
 MOST_BYTES = SOCKET_BYTES - SOCKET_NAME_BYTES - 1
 """Bytes of a folder's path with which its sockets still have valid paths."""
+PLACE = "/dev/shm/"
+NAMES = ("psm_", "vllm_dist_")
+"""Beginnings of the names that Python and vLLM give their segments."""
+NOTE = "shared-memory.json"
+"""File in the folder of a vLLM: name of each segment -> its inode."""
 
 
 @contextmanager
@@ -97,3 +106,47 @@ def _remove_ownerless(base: Path, prefix: str) -> None:
             continue  # its owner lives
         finally:
             os.close(lock)
+
+
+def note_segments(folder: Path, processes: Iterable[int]) -> None:
+    """Note all segments that processes use, in addition to those noted before. Raises OSError.
+
+    processes: process ids.
+    """
+    before = _noted(folder)
+    found = before | {name: inode for process in processes for name, inode in _segments(process).items()}
+    if found != before:
+        temporary = folder / f"{NOTE}.new"
+        temporary.write_text(json.dumps(found), encoding="ascii")
+        temporary.rename(folder / NOTE)
+
+
+def remove_segments(folder: Path) -> None:
+    """Remove the segments that were noted. One that somebody else has created under the same name stays."""
+    for name, inode in _noted(folder).items():
+        with suppress(OSError):
+            segment = Path(PLACE + name)
+            found = segment.stat()
+            if (found.st_ino, found.st_uid) == (inode, os.geteuid()):
+                segment.unlink()
+
+
+def _segments(process: int) -> dict[str, int]:
+    try:
+        lines = Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}  # it has ended
+    found = {}
+    for line in lines:
+        _, _, name = line.partition(PLACE)
+        if name.startswith(NAMES) and not name.endswith("(deleted)"):
+            found[name] = int(line.split()[4])
+    return found
+
+
+def _noted(folder: Path) -> dict[str, int]:
+    try:
+        found: dict[str, int] = json.loads((folder / NOTE).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return {}
+    return found

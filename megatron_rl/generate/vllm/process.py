@@ -17,7 +17,7 @@ from typing import TextIO
 import psutil
 
 from megatron_rl.generate.vllm.deaths import Deaths
-from megatron_rl.generate.vllm.shared_memory import note_segments
+from megatron_rl.generate.vllm.private_folder import note_segments
 from megatron_rl.rank.processes.guard import END, code_of, guarded
 
 PREFIX = "vllm | "

@@ -12,16 +12,19 @@ from typing import Any
 from megatron_rl.generate.engine.interface import EngineLoad, GenerationRequest
 from megatron_rl.generate.engine.request_limits import RequestLimits
 from megatron_rl.generate.refit.epoch import GLOO, Epoch, TransferFailed
-from megatron_rl.generate.refit.probe import Probe
+from megatron_rl.generate.refit.probe import EngineProbes, Probe, ProbeFailed
 from megatron_rl.generate.vllm.client import CONTROL_S
 from megatron_rl.generate.vllm.process import VllmGone, VllmRefused
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.generate.vllm.streams import AskedVllm, Streams
-from megatron_rl.generate.vllm.swap import WeightSwap
 from megatron_rl.model.tokenizer import Tokenizer
 
 logger = logging.getLogger("megatron_rl")
 
+QUEUED_S = 0.05
+"""Seconds in which vLLM queues a request. A probe that comes later waits for one answer to end."""
+LOADS = 2
+"""Attempts to load a version until its probe passes."""
 NEXT_S = 120.0
 """Seconds that generation stays paused for weights on their way, if it pauses for those."""
 
@@ -51,7 +54,7 @@ class VllmLeader:
         self._setting, self._holds, self._profiled = setting, holds, profiled
         self._over_nccl = True  # whether the transfers of this epoch are
         self._streams = Streams(vllm, tokenizer, most_samples)
-        self._weights = WeightSwap(self._client, self._streams)
+        self._probes = EngineProbes()
         self._swaps = False  # whether a swap is unfinished
         self._paused: asyncio.TimerHandle | None = None  # resumes if the swap is not requested
         self._tasks: set[asyncio.Future[None]] = set()
@@ -90,12 +93,16 @@ class VllmLeader:
 
     async def swap(self, version: int, probe: Probe | None) -> None:
         """Use a version once it has arrived. Raises RuntimeError: TransferFailed if it has not, and then vLLM
-        continues with its weights; any other error ends the replica."""
+        continues with its weights; any other error ends the replica.
+
+        vLLM pauses between two tokens, loads the weights, forgets all cached keys and values, and continues; the tokens
+        that it samples from then on stay here until a probe has shown that its weights are the trainer's.
+        """
         self._forget_pause()
         self._swaps = True
         try:
             async with asyncio.timeout(CONTROL_S):
-                await self._weights.to(version, probe)
+                await self._load(version, probe)
         except TransferFailed:
             raise
         except Exception as error:  # whatever it is, the weights may be half loaded
@@ -107,6 +114,50 @@ class VllmLeader:
         if version in self._profiled or before in self._profiled:
             self._begin(self._profile(before in self._profiled, self._profiled.get(version)))
         self._vllm.activity.beat()
+
+    async def _load(self, version: int, probe: Probe | None) -> None:
+        await self._client.pause()
+        try:
+            await self._client.start_update()
+            await self._client.update(version, load=False)
+        except VllmRefused as error:
+            await self._client.resume()
+            raise TransferFailed(str(error)) from error
+        for left in reversed(range(LOADS)):
+            await self._client.update(version, load=True)
+            await self._client.finish_update(version)
+            await self._client.forget_prefixes()
+            self._streams.label(version, checked=probe is None)
+            if probe is None:
+                await self._client.resume()
+                return
+            try:
+                self._probes.check(probe, await self._score(probe))
+                break
+            except ProbeFailed as error:
+                if not left:
+                    raise
+                logger.warning("version %d is loaded again: %s", version, error)
+            await self._client.pause()
+            await self._streams.restart()
+            await self._client.start_update()
+        self._streams.check()
+
+    async def _score(self, probe: Probe) -> list[float]:
+        """Resume with the probe in front of all answers, which lost their places when their cache was dropped."""
+        # vLLM admits nothing while it is paused, but it queues requests by priority. A probe that is in the queue when
+        # generation resumes is therefore computed in the first step; one that comes after finds the rows taken again by
+        # the answers, and waits until one of them ends, while all their tokens are held back:
+        #
+        #     queue, pause ends, score     one step
+        #     pause ends, queue, score     up to the length of an answer
+        scored = asyncio.ensure_future(self._client.score(probe.tokens))
+        try:
+            await asyncio.sleep(QUEUED_S)
+            await self._client.resume()
+            return await scored
+        finally:
+            scored.cancel()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         """Do some work of vLLM. If it does not answer, the replica ends: a server whose engine has died refuses new

@@ -17,9 +17,8 @@ import pytest
 
 from megatron_rl.generate.vllm import deaths
 from megatron_rl.generate.vllm.command import Served, vllm_environment
-from megatron_rl.generate.vllm.private_folder import private_folder
+from megatron_rl.generate.vllm.private_folder import note_segments, private_folder
 from megatron_rl.generate.vllm.process import VllmGone, VllmProcess
-from megatron_rl.generate.vllm.shared_memory import note_segments
 from megatron_rl.generate.vllm.start import started
 from megatron_rl.recipe.errors import ConfigurationError
 

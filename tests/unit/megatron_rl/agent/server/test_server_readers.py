@@ -12,8 +12,7 @@ import pytest
 from server_helpers import PAGES, TOKEN, SayingEngine, client_of, encode, running
 
 from megatron_rl.agent.server.application import Application
-from megatron_rl.generate.engine import engine_thread
-from megatron_rl.generate.engine.engine_thread import EngineThread, ReaderTooSlow
+from megatron_rl.generate.engine.engine_thread import EngineThread
 from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.serving.access import ServerLimits
 from megatron_rl.recipe.inference import Sampling
@@ -114,26 +113,6 @@ async def test_slow_reader_does_not_delay_another() -> None:
         slow.takes.set()
         await reading
         assert b"[DONE]" in slow.got[-2]["body"]
-
-
-def test_unread_deltas_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "MOST_UNREAD", 20)
-
-    async def neglect() -> None:
-        engine = SayingEngine(LONG)
-        thread = EngineThread(engine)
-        thread.start()
-        unread = thread.submit(
-            GenerationRequest(encode("x"), 1, Sampling(max_new_tokens=300), 0), True, asyncio.Event()
-        )
-        await until(lambda: unread._error is not None)  # nothing is read in the meantime
-        with pytest.raises(ReaderTooSlow):
-            unread.unread()
-        await until(lambda: engine.running == 0)
-        thread.stop("enough")
-        assert await asyncio.to_thread(thread.join)
-
-    asyncio.run(asyncio.wait_for(neglect(), 60))
 
 
 @pytest.mark.parametrize("streamed", [False, True])

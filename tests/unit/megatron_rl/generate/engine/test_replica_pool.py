@@ -203,19 +203,25 @@ def test_wait_ends_when_all_replicas_are_given_up(attempt: Attempt) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"digest": "of another start"}, "its configuration is of another"),
-        ({"digest": "of another start", "published_digest": DIGEST}, "belongs to another start of the run"),
-        ({"protocol": 99}, "uses protocol 99"),
+        ({"digest": "of another start"}, "belongs to another start of the run"),
+        ({}, "protocol 99: this replica uses"),
         ({"token": "another-token-of-32-characters-or-more"}, "refuses the run's token"),
     ],
     ids=str,
 )
 def test_replica_of_another_run_is_never_asked(
-    attempt: Attempt, caplog: pytest.LogCaptureFixture, wrong: dict[str, str], said: str
+    attempt: Attempt,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: dict[str, str],
+    said: str,
 ) -> None:
     asked = request(5)
+    if not wrong:
+        monkeypatch.setattr("megatron_rl.generate.replicas.link.PROTOCOL", 99)
     with ScriptedReplica(attempt, 0, **wrong) as stranger, pool_of(attempt) as pool:
         until(lambda: said in caplog.text, said)
+        monkeypatch.undo()
         with ScriptedReplica(attempt, 1):
             assert asking(pool, [asked]) == [answers(asked)]
         assert not stranger.engine.requests
