@@ -82,12 +82,10 @@ class WaitingSamples:
 class DecodedRow:
     pending: PendingRequest
     answer: Transcript
-    """Tokens as far as the host has seen them."""
     pages: list[int]
     most_pages: int
     age: int
     cached: int
-    """Number of its tokens in the cache when it started."""
     current: bool = True
     """Whether the present weights computed everything in its pages."""
     ended: bool = False
@@ -140,7 +138,6 @@ class Admission:
         self._waiting = deque(branch for branch in self._waiting if branch.pending is not pending)
 
     def release_pages(self) -> None:
-        """Release the pages of the first branch. Its prefix is recomputed, unless it is found in the cache again."""
         if self._waiting:
             self._pages.release(self._waiting[0].pages)
             self._waiting[0].pages = []

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 Plan = TypeVar("Plan")
-"""Plan of one engine: frozen dataclasses and built-in types, which pickle."""
 
 INLINE = 1024
 """Bytes of the first message. It holds the whole plan of a decoding step; the rest of a prompt needs a second one."""

@@ -74,7 +74,6 @@ class DecodeGraphs:
             return step
 
     def keep_for_weights(self) -> None:
-        """Drop all recordings if the new weights have other addresses than the previous ones."""
         if self._addresses and self._addresses != _addresses(self._policy):
             self.drop()
 

@@ -65,7 +65,6 @@ class DecodedRows:
             self._due.clear()
 
     def extend(self, answers: Iterable[RowAnswer], version: int) -> None:
-        """Append new tokens to the answers of the rows, which go on."""
         for each in answers:
             self._rows[each.row].answer.extend(each, version)
 
@@ -82,7 +81,6 @@ class DecodedRows:
 
     @property
     def pages_due(self) -> int:
-        """Number of pages that the next decoding step needs."""
         return sum(not row.ended for row in self._due.get(self._decoded + 1, ()))
 
     def begin_step(self) -> list[tuple[int, int, int]]:

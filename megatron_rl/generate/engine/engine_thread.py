@@ -137,7 +137,6 @@ class EngineThread:
             self._calls.put(partial(self._cancel, subscription.request.id))
 
     def stop(self, why: str) -> None:
-        """Fail all open requests, and make the thread end."""
         if self._stopped is not None:
             return
         self._stopped = why
@@ -152,7 +151,6 @@ class EngineThread:
         return self._thread.is_alive()
 
     def join(self) -> bool:
-        """Wait for the end of the thread after `stop`, in any other thread. Returns whether it has ended."""
         self._thread.join(STOP_S)
         return not self._thread.is_alive()
 

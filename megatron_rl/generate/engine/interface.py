@@ -126,7 +126,6 @@ class Delta:
     versions: list[int]
     top_logprobs: list[TopLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    """Set in the last delta of a sample."""
     stop: str | None = None
     prompt: PromptScores | None = None
     """Scores of the prompt, in a sample's first delta, if the request asks for them."""
@@ -134,8 +133,6 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is, for metrics and for turning requests away."""
-
     running: int
     waiting: int
     free_pages: int

@@ -42,7 +42,6 @@ from megatron_rl.recipe.model import ModelConfig
 class Begun:
     id: int
     tokens: list[int]
-    """Its prompt, and the known tokens of its answer."""
     tokens_left: int
     sampling: Sampling
 
@@ -52,10 +51,8 @@ class MegatronPlan:
     """Next action of all ranks of a replica: add new samples, and compute a step."""
 
     seed: int
-    """Seed of all random numbers of this phase."""
     begun: list[Begun]
     ended: list[int]
-    """Numbers of samples that need no more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,6 @@ class MegatronEngine(LoopDriver):
 
     @torch.inference_mode()
     def _take(self, turn: MegatronPlan) -> dict[int, Any]:
-        """Execute a turn, on every rank. Return megatron-core's records of the samples that it has ended."""
         started = time.perf_counter()
         if self._core is None:
             self._core = build_dynamic_engine(self._gpt, self.policy.vocabulary, self._sizes, turn.seed)

@@ -202,8 +202,6 @@ class _Context_0_19(_Context_0_16):
 
 
 class _NoText:
-    """Replaces a tokenizer: prompts are tokens, and nobody reads the text of answers."""
-
     bos = None
     eod = -1
 

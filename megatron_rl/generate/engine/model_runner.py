@@ -75,7 +75,6 @@ class ModelRunner:
         self.scores: PromptScores | None = None
         """Scores of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None
-        """Allocated when it is first needed."""
         self._frozen: FrozenPolicy | FusedPolicy | None = None  # built when it is first needed
         self._tokens_until_sync = policy.kernels.tokens_between_syncs
 
@@ -217,7 +216,6 @@ def slots_written(prefills: Sequence[Prefill], page_tokens: int) -> tuple[NDArra
 
 
 def paged_chunks(prefills: Sequence[Prefill], page_tokens: int) -> PagedChunks:
-    """Return the sequences in pages whose last tokens these prefills compute."""
     pages = [(*prefill.pages, *prefill.own[:1]) for prefill in prefills]
     table = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
     for row, of_sequence in zip(table, pages, strict=True):

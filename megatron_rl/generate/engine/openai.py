@@ -185,10 +185,6 @@ def scoring_body(tokens: Sequence[int], model: str) -> dict[str, Any]:
 
 
 def scoring_answer(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Return the part of a response to `scoring_body` that `scores` reads.
-
-    logprobs: of each token after the first.
-    """
     scored = [{str(token): {"logprob": logprob}} for token, logprob in zip(tokens[1:], logprobs, strict=True)]
     return {"choices": [{"index": 0, "prompt_logprobs": [None, *scored]}]}
 

@@ -47,8 +47,6 @@ nothing."""
 
 @dataclass(frozen=True, slots=True)
 class OpenedPolicy:
-    """An open policy, as far as this rank holds it, and its engine."""
-
     engine: Engine
     """Takes requests if `ranks.drives`; on other ranks it follows."""
     ranks: EngineRanks

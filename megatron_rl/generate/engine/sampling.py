@@ -43,7 +43,6 @@ class SamplingWork:
     floor: bool
     holds: bool
     ends: int
-    """Number of columns of `SamplingParameters.ends` that differ."""
 
 
 class SamplingParameters(NamedTuple):

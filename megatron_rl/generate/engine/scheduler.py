@@ -116,7 +116,6 @@ class Scheduler:
         self.forget()
 
     def forget(self) -> None:
-        """Forget cached prefixes: requests from here on recompute them."""
         self._waiting.release_pages()
         self._pages.forget()
 

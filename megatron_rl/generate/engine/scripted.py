@@ -25,7 +25,6 @@ class ScriptedInference:
     def __init__(self, tokenizer: Tokenizer, answers: Answers, max_length: int | None = None) -> None:
         self.requests: list[GenerationRequest] = []
         self.unanswered = 0
-        """Number of requests that are being answered."""
         self.policy_version = 0
         self._tokenizer = tokenizer
         self._answers = answers

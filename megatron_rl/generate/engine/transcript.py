@@ -40,7 +40,6 @@ class Transcript:
     stop: str | None = None
     """The stop string that was completed; later tokens are ignored."""
     reported: int = 0
-    """Number of tokens that deltas have reported."""
 
     @classmethod
     def begin(

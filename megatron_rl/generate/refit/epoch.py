@@ -21,8 +21,6 @@ GLOO = "gloo"
 
 
 class Member(NamedTuple):
-    """A replica of an epoch."""
-
     replica: int
     start: int
     ranks: int

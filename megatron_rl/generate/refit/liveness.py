@@ -37,7 +37,6 @@ BEAT_S = 1.0
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which a member counts as gone."""
 JOIN_S = 10.0
-"""Seconds that `close` waits for `on_loss` to return."""
 _KEEP_ALIVE = {
     "TCP_KEEPIDLE": 4,  # seconds without traffic before the first probe
     "TCP_KEEPINTVL": 2,

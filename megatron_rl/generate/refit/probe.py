@@ -74,7 +74,6 @@ class EngineProbes:
         self._before: tuple[Probe, tuple[float, ...]] | None = None  # of the last version that passed
 
     def check(self, probe: Probe, found: Sequence[float]) -> None:
-        """Raise ProbeFailed if the log-probs that the engine reports are of other weights."""
         probe.check(found)
         if self._before is not None:
             before, reported = self._before

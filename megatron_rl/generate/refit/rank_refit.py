@@ -18,8 +18,6 @@ from megatron_rl.rank.groups import Groups
 
 
 class Refit(Protocol):
-    """Gives the trainer's weights to the engine."""
-
     @property
     def moved_bytes(self) -> int:
         """Bytes that all ranks together send with a version."""

@@ -65,7 +65,6 @@ class Receiving:
         self._leave()
 
     def _begin(self, step: Callable[[], None]) -> Future[None]:
-        """Receive once the previous version has ended, whatever its result."""
         before, self._newest = self._newest, Future()
         # A thread for each: one that waits for members that are gone must not keep the process from ending.
         threading.Thread(target=self._run, args=(step, before, self._newest), name="weights", daemon=True).start()

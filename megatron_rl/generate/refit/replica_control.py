@@ -50,7 +50,6 @@ class PoolControl:
         return self._members - self._call("swap", body, self._timeout_s).keys()
 
     def _call(self, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> dict[ReplicaStart, ReplicaGone]:
-        """Replicas of the epoch that fail a request, and why."""
         answers = {started: self._pool.call(started, path, body, timeout_s) for started in sorted(self._members)}
         failed = {}
         for started, answer in answers.items():

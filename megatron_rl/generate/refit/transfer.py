@@ -132,7 +132,6 @@ class Receiver:
         self._received, self._has_once = version, True
 
     def _take(self, own: Sequence[tuple[Package, Tensor | None]], sums: Checksums) -> None:
-        """Receive and stage the packages of a round."""
         device = self._group.device
         contents = [
             place
@@ -179,7 +178,6 @@ class Checksums:
         """[2] version and checksum of all packages so far. They stay on the device, so that the host does not wait."""
 
     def add(self, peer: int, packed: Tensor) -> None:
-        """Add a package [bytes]."""
         sums = self.of_peers[peer]
         sums[1] = sums[1] * _FACTOR + checksum(packed)
 

@@ -131,8 +131,6 @@ class TransferGroup:
 
 
 class Agreement(NamedTuple):
-    """Moves of each round, which are equal on all members."""
-
     needed: list[Box]
     once: list[list[Move]]
     """Rounds of the first version only: the base of adapters."""

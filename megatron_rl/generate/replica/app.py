@@ -47,9 +47,7 @@ class ReplicaLeader(Running, Protocol):
     def load(self) -> EngineLoad: ...
 
     @property
-    def busy_s(self) -> float:
-        """Seconds that the engine has computed so far."""
-        ...
+    def busy_s(self) -> float: ...
 
     def submit(self, request: GenerationRequest, news: asyncio.Event) -> OpenRequest:
         """Begin to answer a request. Raises one of REFUSED, or EngineGone.
@@ -86,10 +84,6 @@ class ReplicaService:
     """A replica that generates, as ranks of the run use it. Implements `Service`."""
 
     def __init__(self, leader: ReplicaLeader, address: ReplicaAddress, token: str) -> None:
-        """
-        address: identifies the replica; its host and port are ignored.
-        token: the run's token.
-        """
         self.address = address
         self.app = application(self, token)
         self.heard_at: float | None = None
@@ -97,7 +91,6 @@ class ReplicaService:
         self.attended = 0
         """Open requests of that rank; while it lives there is always one."""
         self.ended = asyncio.Event()
-        """Set when the run no longer needs the replica."""
         self.engine = leader
         self._inbox = DriverInbox(leader.submit)
         self._transfer: asyncio.Future[None] | None = None  # of the newest weights

@@ -17,12 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class OpenRequest(Protocol):
-    """A request that an engine answers."""
-
     @property
-    def answered(self) -> bool:
-        """Whether all results have come and were read."""
-        ...
+    def answered(self) -> bool: ...
 
     def unread(self) -> list[Delta]:
         """Return all new results since the last call. Raises the engine's error when there are no more."""
@@ -36,7 +32,6 @@ class OpenRequest(Protocol):
 @dataclass(slots=True)
 class _Driver:
     asked: dict[str, OpenRequest] = field(default_factory=dict)
-    """Requests that are not answered yet."""
     unseen: list[tuple[int, tuple[str, Delta] | Refusal]] = field(default_factory=list)
     """News with their numbers, which start at 1."""
     last: int = 0
@@ -52,7 +47,6 @@ class DriverInbox:
     """Passes requests of drivers to the engine, and keeps its news for them. All methods belong to the HTTP loop."""
 
     def __init__(self, submit: Callable[[GenerationRequest, asyncio.Event], OpenRequest]) -> None:
-        """submit: of a `ReplicaLeader`."""
         self._submit = submit
         self._drivers: defaultdict[int, _Driver] = defaultdict(_Driver)
         self._news = asyncio.Event()
@@ -110,7 +104,6 @@ class DriverInbox:
             its.news.set()
 
     def close(self) -> None:
-        """End all waits for news, from now on."""
         self._closed = True
         self.wake()
 

@@ -99,7 +99,6 @@ class Leader:
         holds: whether the engine pauses while weights are on their way, see generate/refit/overlapped.py.
         """
         self.version: int | None = None
-        """Policy version of the weights; None before the first ones."""
         self._engine, self._weights, self._commands, self._activity = engine, weights, commands, activity
         self._report_every_s = report_every_s
         self._holds = holds
@@ -154,7 +153,6 @@ class Leader:
             self._have_follow(False)
 
     def take_deltas(self) -> list[tuple[str, Delta]]:
-        """Return the new tokens of all requests since the last report."""
         deltas = []
         for request_id in [*self._engine.answered]:
             answers = self._engine.take(request_id) or ()
@@ -259,7 +257,6 @@ class LedEngineThread:
             await asyncio.sleep(WAIT_EVERY_S)
 
     def _fail(self, error: Exception) -> None:
-        """Note the error of a step. In the engine's thread."""
         self._failure.get_loop().call_soon_threadsafe(self._note, error)
 
     def _note(self, error: Exception) -> None:

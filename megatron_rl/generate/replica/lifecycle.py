@@ -48,8 +48,6 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRank:
-    """One rank of one start of a replica."""
-
     replica: Replica
     number: int
     """Earlier starts of this replica in this attempt."""

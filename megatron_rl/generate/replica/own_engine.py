@@ -103,7 +103,6 @@ def open_teacher(here: ReplicaRank) -> Iterator[RankWork]:
 
 @contextmanager
 def _teachers_faults() -> Iterator[None]:
-    """Name the key of weights that cannot be used."""
     try:
         yield
     except (ConfigurationError, CheckpointError) as error:

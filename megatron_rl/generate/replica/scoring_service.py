@@ -22,8 +22,6 @@ LOOK_S = 1.0
 
 
 class Scorer(Running, Protocol):
-    """An engine that scores prompts."""
-
     async def score(self, tokens: list[int]) -> list[float]:
         """Log-prob of each token after the first, given those before it. Raises ValueError for tokens that the model
         does not have, and EngineGone."""
@@ -34,7 +32,6 @@ class ScoringService:
     """Implements `Service`."""
 
     def __init__(self, scorer: Scorer, replica: Replica, address: ReplicaAddress, token: str) -> None:
-        """token: the run's, which every request must carry."""
         self.address = address
         self.app = with_token(
             Starlette(routes=[Route("/v1/completions", self._completions, methods=["POST"])]), [token]

@@ -16,8 +16,6 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 
 
 class ReceivedWeights(Receiving):
-    """Received weights that the engine uses after a swap."""
-
     def __init__(
         self,
         engine: Engine,

@@ -39,14 +39,12 @@ class _Work:
         self.link: ReplicaLink | None = None
         """Link of the replica that was asked; None while the request waits."""
         self.counted = 0
-        """Tokens of this request in `link.outstanding`."""
 
     @property
     def waiting(self) -> bool:
         return self.link is None and not self.answer.done()
 
     def awaits(self, link: ReplicaLink) -> bool:
-        """Whether its caller still waits for this replica's answer."""
         return self.link is link and not self.answer.done()
 
     def count(self) -> None:

@@ -79,7 +79,6 @@ class ReplicaLink:
         """Tokens of this driver's requests that remain to be computed."""
         self.pace = DecodePace()
         self.progressed = time.monotonic()
-        """Time of its last tokens for this driver."""
         self.busy: tuple[float, float] | None = None
         """Time of its last news, and the seconds that it had computed by then."""
         self.slow = False

@@ -59,7 +59,6 @@ class ReplicaLinks:
         return given_up
 
     def give_up_stuck(self, limit_s: float) -> None:
-        """Disconnect from replicas that respond, but have sampled nothing for `limit_s` seconds."""
         now = time.monotonic()
         for start, link in self._links.items():
             if link.outstanding and now - link.progressed > limit_s:
@@ -97,7 +96,6 @@ class ReplicaLinks:
             self._keepers[start] = self._spawn(self._keep(start, link))
 
     async def _keep(self, start: Start, link: ReplicaLink) -> None:
-        """Keep in contact with a replica until it is lost."""
         try:
             await link.run()
         except ReplicaRefuses as error:
@@ -117,7 +115,6 @@ class Roster:
     """Addresses and states that replicas and the host side write. Reading files may be slow, so it needs a thread."""
 
     def __init__(self, listed: Callable[[], Sequence[Replica]]) -> None:
-        """listed: files of the replicas, as `Attempt.replicas` returns them."""
         self._listed = listed
         self._complained: set[str] = set()
 

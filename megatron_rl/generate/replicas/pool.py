@@ -53,7 +53,6 @@ class ReplicaPool:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that sample its answers."""
         return self._dispatch.policy_version
 
     @policy_version.setter
@@ -90,7 +89,6 @@ class ReplicaPool:
         return self._dispatch.starved
 
     def starts(self) -> dict[Start, ReplicaAddress]:
-        """Return the replicas that respond now."""
         return self._in_thread(self._dispatch.starts()).result()
 
     def metrics(self) -> dict[str, float]:

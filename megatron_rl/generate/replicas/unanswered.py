@@ -71,7 +71,6 @@ class Unanswered:
         return left + (len(self.request.prompt_tokens) if left else 0)
 
     def completions(self) -> list[Completion]:
-        """Return the completions in sample order; all samples have ended."""
         found = []
         for each in self._samples:
             assert each.finish_reason is not None

@@ -52,7 +52,6 @@ class About:
 
     replica: int
     start: int
-    """Number of earlier starts in this attempt."""
     ranks: int
     version: int | None
     """Policy version of its weights; None before the first ones."""
@@ -68,8 +67,6 @@ class About:
 
 
 class Refusal(NamedTuple):
-    """Reason why a request is not answered."""
-
     request_id: str
     kind: str
     message: str
@@ -80,8 +77,6 @@ class Refusal(NamedTuple):
 
 
 class News(NamedTuple):
-    """Tokens and refusals that a driver has not seen yet."""
-
     about: About
     last: int
     """Number of the newest item."""
@@ -108,7 +103,6 @@ def read_token(file: Path) -> str:
 
 
 def kind_of(error: Exception) -> str:
-    """Return the kind under which a refusal reports an error, one of REFUSED."""
     return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
 
 

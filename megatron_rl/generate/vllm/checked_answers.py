@@ -14,8 +14,6 @@ from megatron_rl.recipe.inference import ends_of
 
 @dataclass(slots=True)
 class VllmAnswer:
-    """One sample of a request."""
-
     transcript: Transcript
     """Its checked tokens, those of an earlier attempt included."""
     known: int
@@ -30,7 +28,6 @@ class VllmAnswer:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt and all checked tokens, which vLLM continues."""
         return [*self.transcript.request.prompt_tokens, *self.transcript.tokens]
 
     @property
@@ -45,7 +42,6 @@ class VllmAnswer:
             self.check()
 
     def check(self) -> None:
-        """Let all tokens so far leave."""
         for answer, version in self.unchecked:
             if not self.ended:  # vLLM does not know of stop strings
                 self.transcript.extend(answer, version)

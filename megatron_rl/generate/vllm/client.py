@@ -29,7 +29,6 @@ LOWEST_LOGPROB = -9999.0
 @dataclass(frozen=True, slots=True)
 class NewTokens:
     sample: int
-    """Number of the answer among those to one prompt."""
     tokens: list[int]
     logprobs: list[float]
     versions: list[int] | None = None
@@ -38,8 +37,6 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class VllmStats:
-    """vLLM's own figures, since its start or at this moment."""
-
     running: int = 0
     waiting: int = 0
     cache_used: float = 0.0
@@ -67,7 +64,6 @@ class VllmClient:
         await self._client.aclose()
 
     async def healthy(self) -> bool:
-        """Whether it has started and answers."""
         try:
             return (await self._client.get("/health", timeout=CONNECT_S)).is_success
         except httpx.HTTPError:
@@ -138,7 +134,6 @@ class VllmClient:
         await self._post("/resume")
 
     async def begin_receive(self, version: int, epoch: dict[str, Any] | None, setting: dict[str, Any]) -> None:
-        """Begin to receive a version, see `weight_engine.Version`."""
         asked = {"version": version, "epoch": epoch, "setting": setting}
         await self._post("/init_weight_transfer_engine", {"init_info": asked})
 
@@ -146,7 +141,6 @@ class VllmClient:
         await self._post("/start_weight_update")
 
     async def update(self, version: int, *, load: bool) -> None:
-        """Wait for a version, or load it. See `weight_engine.Update`."""
         await self._post("/update_weights", {"update_info": {"version": version, "load": load}})
 
     async def finish_update(self, version: int) -> None:

@@ -29,9 +29,7 @@ STREAM_INTERVAL = 16
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the front's own world, which vLLM's workers would mistake for theirs."""
 BYTES = {"fp32": 4, "bf16": 2}
-"""Bytes of a value by `model.dtype`."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""vLLM's name of each `model.dtype`."""
 
 
 Options = Mapping[str, str | bool]
@@ -51,7 +49,6 @@ class Served:
 
     @property
     def temporary(self) -> Path:
-        """Folder of vLLM's temporary files, which it leaves behind."""
         return self.folder / "tmp"
 
     @property
@@ -70,7 +67,6 @@ class ServeSizes:
     rows: int
     """Answers decoded at once."""
     prefill_tokens: int
-    """Tokens of prompts computed at once."""
     cache_tokens: int | None = None
     """Tokens of the cache; default: `rows` sequences of full length on a CPU, and what is left of a GPU's memory."""
     page_tokens: int | None = None
@@ -81,7 +77,6 @@ class ServeSizes:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one step of the model."""
         return max(self.prefill_tokens, self.rows if self.splits else self.longest)
 
     @property

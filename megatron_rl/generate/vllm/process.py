@@ -133,7 +133,6 @@ class VllmProcess:
                 note_segments(self._folder, processes)
 
     def end(self) -> None:
-        """End it with all processes that it has started."""
         self._deaths.close()
         with suppress(psutil.Error):
             self._note_segments([each.pid for each in psutil.Process(self._guard.pid).children(recursive=True)])

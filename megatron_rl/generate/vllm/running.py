@@ -24,7 +24,6 @@ class RunningVllm:
         """silence_limit_s: seconds after which idle workers that do not react count as gone."""
         self.client, self.activity = client, activity
         self.stats = VllmStats()
-        """Figures of a few seconds ago."""
         self._process, self._silence_limit_s = process, min(CONTROL_S, silence_limit_s)
         self._error: Exception | None = None
         self._failed = asyncio.Event()

@@ -26,8 +26,6 @@ from megatron_rl.recipe.model import ModelConfig
 
 
 class Workers(Protocol):
-    """The tensor-parallel workers of a replica."""
-
     rank: int
     size: int
 

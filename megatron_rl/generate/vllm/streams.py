@@ -41,8 +41,6 @@ class AskedVllm:
 
 
 class Streams:
-    """All requests of a replica that are not answered."""
-
     def __init__(self, vllm: RunningVllm, tokenizer: Tokenizer, most_samples: int) -> None:
         """
         vllm: fails if a stream does, since another replica can continue its answers.
@@ -59,7 +57,6 @@ class Streams:
 
     @property
     def busy(self) -> bool:
-        """Whether answers have not left."""
         return any(not answer.left for answer in self._answers())
 
     @property
@@ -84,7 +81,6 @@ class Streams:
         self._label, self._checked = version, checked
 
     def check(self) -> None:
-        """The weights are the trainer's: all tokens may leave."""
         self._checked = True
         for answer in self._answers():
             answer.check()
@@ -113,7 +109,6 @@ class Streams:
         return (answer for asked in self._asked.values() for answer in asked.answers)
 
     def _drop(self, request_id: str) -> None:
-        """Forget a request, and cancel what vLLM has not answered."""
         if (asked := self._asked.pop(request_id, None)) is not None:
             for answer in asked.answers:
                 if not answer.ended and (task := self._tasks.get(id(answer))) is not None:
@@ -132,7 +127,6 @@ class Streams:
                 del self._tasks[id(answer)]
 
     async def _stream(self, answers: Sequence[VllmAnswer]) -> None:
-        """Take the tokens of answers that continue one prompt."""
         first = answers[0]
         sampling = first.transcript.request.sampling
         ends = ends_of(sampling, self._tokenizer.end_ids)

@@ -30,13 +30,10 @@ from megatron_rl.recipe.model import ModelConfig
 
 @dataclass
 class Version(WeightTransferInitInfo):
-    """A version to receive while vLLM generates."""
-
     version: int
     epoch: dict[str, Any] | None
     """Epoch whose group to join before; None: the group remains."""
     setting: dict[str, Any]
-    """Facts of the run that a worker needs, see `setting_of`."""
 
 
 @dataclass
@@ -117,7 +114,6 @@ class _TensorParallel:
 
 
 def setting_of(content: dict[str, Any]) -> Setting:
-    """The setting in the JSON of `encode_setting`."""
     return Setting(
         replica=(content["replica"], content["start"]),
         timeout=timedelta(seconds=content["timeout_s"]),
