@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from exactly_once import NotExactlyOnce, fates
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
@@ -31,19 +29,6 @@ def run_of(folder, *lines: MetricsLine) -> RunDir:
 def test_prompt_is_trained_on_in_its_step_or_dropped_for_a_reason(tmp_path):
     run = run_of(tmp_path, step(1, 0, 2), step(2, 2, 4, o3="too long"))
     assert fates(run) == {0: 1, 1: 1, 2: 2, 3: "too long"}
-
-
-def test_run_without_a_record_has_drawn_nothing(tmp_path):
-    assert fates(RunDir(tmp_path)) == {}
-
-
-@given(sizes=st.lists(st.integers(0, 3), max_size=5))
-def test_ordinals_have_no_gaps(tmp_path_factory, sizes):
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-    lines = [step(number, end - size, end) for number, (size, end) in enumerate(zip(sizes, ends, strict=True), 1)]
-    found = fates(run_of(tmp_path_factory.mktemp("run"), *lines))
-    assert list(found) == list(range(sum(sizes)))
-    assert all(ends[fate - 1] > ordinal for ordinal, fate in found.items())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from megatron_rl.contract import files
-from megatron_rl.contract.files import append_line, names_in, once_there_is_room, read_bytes, write_atomic
+from megatron_rl.contract.files import names_in, once_there_is_room, write_atomic
 from megatron_rl.contract.paths import RunDir
 
 
@@ -60,24 +60,6 @@ def test_failed_write_leaves_only_the_old_file(tmp_path, monkeypatch):
     assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
 
 
-def test_first_error_is_raised_even_if_the_cleanup_fails(tmp_path, monkeypatch):
-    def refuse(*arguments: object) -> None:
-        raise OSError(errno.EIO if arguments[0] == "fsync" else errno.ESTALE, "refused")
-
-    monkeypatch.setattr(files.os, "fsync", lambda descriptor: refuse("fsync"))
-    monkeypatch.setattr(files.os, "unlink", refuse)
-    with pytest.raises(OSError, match="refused") as found:
-        write_atomic(tmp_path / "job.json", "text")
-    assert found.value.errno == errno.EIO
-
-
-def test_missing_folder_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_atomic(tmp_path / "none" / "job.json", "text")
-    with pytest.raises(FileNotFoundError):
-        append_line(tmp_path / "none" / "lines.jsonl", "line")
-
-
 def test_only_a_full_disk_is_waited_for(monkeypatch):
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
     errors = [OSError(errno.ENOSPC, "full"), OSError(errno.EDQUOT, "quota")]
@@ -112,11 +94,6 @@ def test_wait_for_a_full_disk_ends_at_its_limit(monkeypatch):
     with pytest.raises(OSError, match="full"):
         once_there_is_room("f", write, patience=0.0)
     assert sum(slept) == 2.5
-
-
-def test_bytes_are_read_completely(tmp_path):
-    (tmp_path / "file").write_bytes(b"x" * 100_000)
-    assert read_bytes(tmp_path / "file") == b"x" * 100_000
 
 
 def test_missing_folder_is_empty_and_unlistable_folder_is_an_error(tmp_path, monkeypatch):

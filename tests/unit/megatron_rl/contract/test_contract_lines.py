@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 
 import pytest
 from contract_strategies import LINES, records
@@ -16,7 +14,6 @@ from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStar
 from megatron_rl.contract.records import (
     Damage,
     Lines,
-    Unreadable,
     append,
     decode_lines,
     encode_line,
@@ -124,27 +121,6 @@ def test_torn_last_line_is_terminated_before_the_next_one(tmp_path_factory, cut,
     found = whole(read_lines(MetricsLine, path))
     assert found.records == [GOOD, *after]
     assert [damage.line for damage in found.damaged] == [2]
-
-
-def test_line_without_line_break_counts_before_and_after_the_next_one(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(encode_line(GOOD))
-    assert whole(read_lines(MetricsLine, path)).records == [GOOD]
-    append(path, GOOD)
-    found = whole(read_lines(MetricsLine, path))
-    assert (found.records, found.damaged) == ([GOOD, GOOD], [])
-
-
-def test_missing_file_has_no_lines_and_unreadable_file_is_unreadable(tmp_path, monkeypatch):
-    found = whole(read_lines(LEDGER, tmp_path / "attempts.jsonl"))
-    assert (found.records, found.damaged, found.absent) == ([], [], True)
-
-    def refuse(*arguments: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "open", refuse)
-    path = tmp_path / "attempts.jsonl"
-    assert read_lines(LEDGER, path) == Unreadable(str(path), "Input/output error")
 
 
 @few

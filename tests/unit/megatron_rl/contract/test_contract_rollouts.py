@@ -68,10 +68,6 @@ def test_the_newest_attempt_counts_for_steps_that_several_trained(run: RunDir):
     assert [each.rewards[0] for each in read_rollouts(run, 1, 3)] == [1.0, 0.2, 0.3]
 
 
-def test_a_run_without_groups_has_none(run: RunDir):
-    assert [*read_rollouts(run, 1, 9)] == []
-
-
 def test_a_torn_member_costs_the_groups_in_it(run: RunDir, caplog: pytest.LogCaptureFixture):
     path = write(run, 1, group(1, 0), group(1, 1))
     torn = member("".join(group_json(group(1, ordinal)) + "\n" for ordinal in range(2, 400)))

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from megatron_rl.rank import addresses as addresses_module
-from megatron_rl.rank.addresses import address_towards, is_named, node_names, own_address, pin_gloo_interface
+from megatron_rl.rank.addresses import address_towards, node_names, own_address, pin_gloo_interface
 from megatron_rl.recipe.errors import ConfigurationError
 
 INTERFACES = {"lo": "127.0.0.1", "eno1": "10.0.0.5", "eth0": "10.1.0.5", "eth1": "10.2.0.5", "docker0": "172.17.0.1"}
@@ -110,24 +110,9 @@ def test_the_users_interface_is_preferred(node, variable, names, address):
     assert own_address() == address
 
 
-def test_the_route_chooses_among_several_interfaces_of_the_user(node):
-    node("127.0.1.1", {"10.1.0.1": "10.1.0.5"}, **TWO, SLURM_LAUNCH_NODE_IPADDR="10.1.0.1", NCCL_SOCKET_IFNAME="^lo")
-    assert own_address() == "10.1.0.5"
-
-
 def test_gloos_own_variable_overrides_nccls(node):
     node("127.0.1.1", **TWO, GLOO_SOCKET_IFNAME="eth0", NCCL_SOCKET_IFNAME="eno1")
     assert own_address() == "10.1.0.5"
-
-
-def test_interface_names_match_as_in_nccl():
-    assert is_named("eth10", "eth1")
-    assert not is_named("eth10", "=eth1")
-    assert is_named("ib0", "=eth0,ib0")
-    assert is_named("ib0", "^eth,lo")
-    assert not is_named("eth0", "^eth,lo")
-    assert is_named("eth01", "^=eth0")
-    assert not is_named("eth0", "")
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,11 @@ from megatron.core import parallel_state
 from parsed import parsed
 
 from megatron_rl.model.platform.cuda_kernels import CudaKernels
-from megatron_rl.rank import standalone_world
 from megatron_rl.rank.groups import FLIGHT_RECORDER_VARIABLES, Groups, check_divides, disconnect, watch_collectives
-from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.job import TrainingLayout
 
 ROOT = Path(__file__).parents[4]
-
-
-def test_a_gloo_world_is_its_own_control_group(groups: Groups) -> None:
-    assert groups.control is groups.world
-    assert dist.get_world_size(groups.data) == dist.get_world_size(groups.tensor) == 1
 
 
 def test_an_nccl_world_gets_a_gloo_control_group_with_its_own_timeout(
@@ -80,10 +73,6 @@ def test_layouts_that_do_not_divide_the_ranks_are_refused(ranks: int, layout: di
         check_divides(ranks, TrainingLayout(**layout))
 
 
-def test_a_layout_that_divides_the_ranks_is_accepted() -> None:
-    check_divides(8, TrainingLayout(tp=2, pp=2, ep=2, sequence_parallel=True))
-
-
 class GraphsAndGroups:
     """Order in which recordings and communicators of a stand-in for CUDA and torch.distributed come to their end."""
 
@@ -126,24 +115,6 @@ def test_recorded_graphs_end_before_the_communicators_that_they_contain(monkeypa
     replays = record(platform, times=2)
     disconnect(platform)
     assert order.calls == ["wait for the device", "reset a graph", "reset a graph", "destroy the groups"]
-    del replays
-
-
-def test_a_device_without_recordings_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = GraphsAndGroups(monkeypatch)
-    disconnect(cuda_platform())
-    assert order.calls == ["destroy the groups"]
-
-
-def test_a_served_policy_with_recordings_leaves_in_that_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mrl serve`, `evaluate` and `chat` open a world and keep their engine until the end."""
-    order = GraphsAndGroups(monkeypatch)
-    monkeypatch.setattr(standalone_world, "select", lambda *_: cuda_platform())
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(standalone_world, "cut", lambda *_: None)
-    with standalone_world.connected(StandaloneWorld.single(), "cuda") as (opened, _):
-        replays = record(opened, times=1)
-    assert order.calls[-2:] == ["reset a graph", "destroy the groups"]
     del replays
 
 

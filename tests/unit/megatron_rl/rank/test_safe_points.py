@@ -94,15 +94,6 @@ def test_rank_0s_clock_decides_whether_there_is_time_to_finish(
     assert flags == [said, [1, 0]]
 
 
-def test_the_maximum_notifies_ranks_of_a_request_to_another_rank(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them then agree to leave; one that did not would wait for numbers that never come."""
-    safe_points = quiet_safe_points()
-    safe_points.connect(groups)
-    monkeypatch.setattr(dist, "all_reduce", lambda flags, **_: flags.fill_(1))
-    with pytest.raises(LeaveAgreed):
-        safe_points.maximum(torch.tensor([0]))
-
-
 def test_after_an_error_the_heartbeat_names_the_innermost_phase() -> None:
     safe_points = quiet_safe_points()
     safe_points.activity.enter("training", 3)

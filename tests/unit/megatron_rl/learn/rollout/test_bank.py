@@ -33,26 +33,17 @@ REGENERATE = ResumeConfig(partial="regenerate")
 PROMPTS, SAMPLES = 4, 4
 
 
-def run_of(platform: Any, groups: Any, **sampling: Any) -> Run:
+@pytest.fixture(scope="module")
+def run(platform: Any, groups: Any) -> Iterator[Run]:
     """A run with long answers, and an engine that decodes six at a time."""
     config = tiny_run(
-        sampling={"max_new_tokens": 16} | sampling,
+        sampling={"max_new_tokens": 16},
         inference={"max_batch": 6},
         grpo={"prompts_per_step": PROMPTS, "group_size": SAMPLES},
     )
-    return build_run(config, platform, groups, scale=0.15)
-
-
-@pytest.fixture(scope="module")
-def run(platform: Any, groups: Any) -> Iterator[Run]:
-    built = run_of(platform, groups)
+    built = build_run(config, platform, groups, scale=0.15)
     yield built
     built.generation.loop.close()
-
-
-@pytest.fixture(scope="module")
-def greedy(platform: Any, groups: Any) -> Run:
-    return run_of(platform, groups, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +81,10 @@ def banked_tokens(folder: Path) -> int:
 # resume.partial: keep
 
 
-@pytest.mark.parametrize("kind", ["run", "greedy"])
-@pytest.mark.parametrize("stop_after", [1, 6, 14, 20])
+@pytest.mark.parametrize("stop_after", [1, 14, 20])
 def test_an_interrupted_step_resumes_to_the_same_answers(
-    request: pytest.FixtureRequest, tmp_path: Path, stop_after: int, kind: str
+    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path, stop_after: int
 ) -> None:
-    run: Run = request.getfixturevalue(kind)
-    run.engine.policy_version = 0
-    undisturbed = collect(run)
     assert collect(run, bank_of(run, tmp_path, 1), stop_after=stop_after) == []
     assert banked_tokens(tmp_path) > 0
     assert_equal(collect(run, bank_of(run, tmp_path, 2)), undisturbed)
@@ -134,10 +121,15 @@ def test_no_token_is_generated_twice(run: Run, undisturbed: list[TrajectoryGroup
     assert needed <= sampled <= needed + 3 * 3 * 6
 
 
+@pytest.mark.parametrize("resume", [KEEP, REGENERATE], ids=["keep", "regenerate"])
 def test_a_finished_step_is_neither_generated_nor_scored_again(
-    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    undisturbed: list[TrajectoryGroup],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    resume: ResumeConfig,
 ) -> None:
-    first = collect(run, bank_of(run, tmp_path, 1))
+    first = collect(run, bank_of(run, tmp_path, 1, resume))
     assert first == undisturbed  # with the same neighbours, bits are equal
 
     def refuses(*_: Any) -> None:
@@ -145,7 +137,7 @@ def test_a_finished_step_is_neither_generated_nor_scored_again(
 
     monkeypatch.setattr(run.environment, "get_reward", refuses)
     monkeypatch.setattr(run.engine, "generate", refuses)
-    assert collect(run, bank_of(run, tmp_path, 2)) == undisturbed
+    assert collect(run, bank_of(run, tmp_path, 2, resume)) == undisturbed
 
 
 def test_unfinished_answers_are_written_regularly(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,20 +225,6 @@ def test_regenerated_answers_are_bit_equal(run: Run, undisturbed: list[Trajector
     assert collect(run, bank_of(run, tmp_path, 4, REGENERATE)) == undisturbed
 
 
-def test_a_whole_share_is_not_generated_again(
-    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collect(run, bank_of(run, tmp_path, 1, REGENERATE))
-    monkeypatch.delattr(run.engine.__class__, "generate")
-    assert collect(run, bank_of(run, tmp_path, 2, REGENERATE)) == undisturbed
-
-
-def test_logprobs_on_the_cpu_do_not_depend_on_the_neighbours(run: Run, undisturbed: list[TrajectoryGroup]) -> None:
-    """Elsewhere they may (on a GPU, among experts, with a cached prefix), so a share is used whole or not at all."""
-    (alone,) = collect(run, share=range(1))
-    assert alone == undisturbed[0]
-
-
 # Checkpoints
 
 
@@ -257,13 +235,6 @@ def test_groups_of_newer_weights_are_generated_again_or_reused(run: Run, tmp_pat
     assert tokens(expected) != tokens(newer)  # other keys
     assert collect(run, bank_of(run, tmp_path, 2, ResumeConfig(newer="reuse"), version=5)) == newer
     assert collect(run, bank_of(run, tmp_path, 2, version=5)) == expected
-
-
-def test_unfinished_answers_of_newer_weights_are_never_resumed(run: Run, tmp_path: Path) -> None:
-    for resume in (KEEP, ResumeConfig(newer="reuse")):
-        collect(run, bank_of(run, tmp_path, 1, version=7), stop_after=10)
-        run.engine.policy_version = 5
-        assert collect(run, bank_of(run, tmp_path, 2, resume, version=5)) == collect(run)
 
 
 def test_tokens_of_a_replica_that_has_the_next_weights_are_newer(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +17,6 @@ from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Traj
 from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest
 from megatron_rl.learn.rollout.bank.file import Record
 from megatron_rl.learn.rollout.bank.records import (
-    Lineage,
-    answer_key,
-    attempt_record,
     fingerprint,
     group_record,
     join,
@@ -96,13 +92,6 @@ def test_parts_of_any_length_make_the_answer(cuts: list[int]) -> None:
     assert join(part(start, end) for start, end in pairwise(edges)) == whole_answer(30)
 
 
-def test_a_part_names_its_answer_and_its_origin() -> None:
-    head, _ = part(4, 9, attempt=6)
-    assert (head["ordinal"], head["start"], head["count"]) == (5, 4, 5)
-    assert answer_key(head) == (11, 22, 3)
-    assert head["lineage"] == asdict(lineage(6))
-
-
 def test_parts_after_a_gap_are_ignored() -> None:
     assert join([part(0, 10), part(20, 30)]) == whole_answer(10)
     assert join([part(0, 10), (part(10, 20)[0], None), part(20, 30)]) == whole_answer(10)
@@ -150,9 +139,3 @@ def test_a_change_of_the_recipe_matters_if_answers_depend_on_it(changed: dict[st
 def test_a_change_of_the_problems_matters() -> None:
     other = {"sums": ProblemDigest(10, "b")}
     assert fingerprint(tiny_run(), other) != fingerprint(tiny_run(), PROBLEMS)
-
-
-def test_a_lineage_names_the_run_and_its_checkpoint() -> None:
-    head, _ = attempt_record(Lineage("demo-3", 4, 20, 40, "f"))
-    expected = {"run": "demo-3", "attempt": 4, "step": 20, "policy_version": 40, "recipe": "f"}
-    assert head == {"kind": "attempt", "lineage": expected}

@@ -34,13 +34,6 @@ def test_records_of_the_restored_weights_and_older_ones_are_reused() -> None:
     assert found.discarded == {"newer than the checkpoint": 1}
 
 
-def test_an_abandoned_line_stays_abandoned() -> None:
-    """Attempt 1 reached version 47, and attempt 2 resumed from 40. Version 45 of attempt 2 is not that of attempt 1."""
-    stale, current = group_entry(1, 0, 45), group_entry(2, 40, 45)
-    assert reusable_records([stale, current], lineage(3, 45), 0).entries == [current]
-    assert reusable_records([group_entry(1, 0, 40), current], lineage(3, 45), 0).entries[0].head["newest"] == 40
-
-
 def test_an_attempt_that_left_only_its_own_record_cuts_the_line_too() -> None:
     """All its groups may be settled and forgotten."""
     begun = entry(attempt_record(lineage(2, 40))[0])

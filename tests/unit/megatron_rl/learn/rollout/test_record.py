@@ -88,10 +88,6 @@ def test_sampled_groups_have_the_log_probs_of_engine_and_trainer_for_each_token(
     assert groups[8].answers[1].text == "4"
 
 
-def test_a_step_between_samples_has_no_tokens(run: RunDir):
-    assert [step for step in range(1, 21) if recorder(run).is_sampled(step)] == [1, 10, 20]
-
-
 def test_a_rank_that_does_not_report_records_what_it_passed_over(run: RunDir):
     record = recorder(run)
     record.add(1, BATCH, False, ADVANTAGES, LOGPROBS)

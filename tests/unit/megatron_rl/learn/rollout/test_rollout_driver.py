@@ -336,14 +336,3 @@ def test_a_prompt_that_is_too_long_is_dropped(
     positions = sorted(position for batch in step for position in batch.positions)
     assert positions == [*range(len(ordinals(step)))]
     assert len(positions) == prompts or len(drawn) == prompts * (rounds if dynamic_ else 1)
-
-
-def test_an_error_of_an_agent_is_raised() -> None:
-    class Broken(Agent):
-        async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-            raise RuntimeError("no such tool")
-
-    with pytest.MonkeyPatch.context() as patch, driver_of(Broken(), tiny_run()) as driver:
-        patch.setattr(safe_points_module, "dist", ThreadRanks(1))
-        with pytest.raises(RuntimeError, match="no such tool"):
-            driver.collect(0)

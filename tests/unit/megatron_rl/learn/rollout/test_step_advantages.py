@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.answers import scored_answers
 from megatron_rl.algorithms.credit import estimate
-from megatron_rl.learn.rollout.step_advantages import Table, gathered_bytes, of_positions, of_tables, step_advantages
+from megatron_rl.learn.rollout.step_advantages import Table, gathered_bytes, of_positions, of_tables
 from megatron_rl.recipe.config import RunConfig
 
 STYLE = {"name": "arithmetic", "reward_weights": {"right": 1.0, "length": -0.1}}
@@ -57,32 +56,6 @@ def test_the_split_over_ranks_changes_no_bit(grpo: dict[str, Any], owners: list[
     assert [*split] == [*range(6)]
     assert torch.equal(torch.cat([*split.values()]), whole)
     assert whole.any()
-
-
-def test_every_rank_gets_those_of_all_groups_through_the_collective() -> None:
-    config, ranks = configured({"baseline": "batch"}), 3
-    barrier, shared = threading.Barrier(ranks), [torch.zeros(0)] * ranks
-    found: list[Any] = [None] * ranks
-
-    def drive(rank: int) -> None:
-        def gather(own: torch.Tensor) -> list[torch.Tensor]:
-            shared[rank] = own
-            barrier.wait(10)
-            result = [*shared]
-            barrier.wait(10)
-            return result
-
-        own = {position: GROUPS[position] for position in range(6) if position % 2 == rank}  # rank 2 drives nothing
-        found[rank] = step_advantages(own, config, gather)
-
-    threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    expected = estimate(scored_answers(GROUPS, config), config.grpo)
-    for each in found:
-        assert torch.equal(torch.cat([*each.values()]), expected)
 
 
 def test_messages_of_any_length_arrive_whole() -> None:

@@ -39,18 +39,6 @@ def test_order_is_pinned_across_machines_and_python_versions() -> None:
     assert epoch_order(8, seed=0, epoch=1) == (4, 6, 3, 1, 2, 0, 7, 5)
 
 
-def test_every_problem_is_equally_likely_first() -> None:
-    first = [epoch_order(4, 7, epoch)[0] for epoch in range(2000)]
-    assert all(400 < first.count(index) < 600 for index in range(4))
-
-
-def test_stream_follows_the_order_of_each_pass() -> None:
-    problems = [Problem(str(index), {}) for index in range(5)]
-    stream = PromptStream(problems, seed=3)
-    expected = [problems[index] for epoch in range(3) for index in epoch_order(5, 3, epoch)]
-    assert [stream.problem(ordinal) for ordinal in range(12)] == expected[:12]
-
-
 # Several sets
 
 
@@ -107,12 +95,6 @@ def test_each_set_is_visited_in_passes_and_each_step_has_the_same_split(
         assert all(len({problem.prompt for problem in one}) == len(one) for one in passes)
         stream = PromptStream(each.problems, 7, each.environment)
         assert its == [stream.problem(number) for number in range(len(its))]
-
-
-def test_mixture_of_one_set_is_its_stream() -> None:
-    one = training_set("", 1.0, 5)
-    mixture, stream = Mixture([one], 3, 4), PromptStream(one.problems, 3)
-    assert [mixture.problem(ordinal) for ordinal in range(20)] == [stream.problem(ordinal) for ordinal in range(20)]
 
 
 def test_sets_take_turns_within_a_step() -> None:

@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 from supervised_helpers import supervised_recipe, supervised_run
 
-from megatron_rl.learn.training.objective import objective_of
 from megatron_rl.recipe.config import RunConfig
 
 ENVIRONMENT = {"name": "arithmetic", "args": {}}
@@ -27,12 +26,6 @@ def test_an_environment_is_for_evaluation_or_for_its_worked_examples() -> None:
     assert taught.rows.path is None
     with pytest.raises(ValidationError, match="sampling"):
         supervised_run(data=None, environment=ENVIRONMENT)
-
-
-def test_the_loss_reads_the_distribution_at_temperature_one() -> None:
-    config = supervised_run(data=None, environment=ENVIRONMENT, sampling={"max_new_tokens": 3, "temperature": 0.5})
-    unused: Any = None  # supervised learning needs neither a policy that samples nor a reference
-    assert objective_of(config, unused, unused).temperature == 1.0
 
 
 def test_null_removes_the_section_of_an_extended_recipe() -> None:

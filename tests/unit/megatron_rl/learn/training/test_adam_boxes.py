@@ -38,7 +38,3 @@ def test_boxes_are_few_and_none_is_empty(of: tuple[list[int], int, int]) -> None
 
 def test_a_range_of_a_matrix_is_an_end_of_a_row_whole_rows_and_a_start_of_a_row() -> None:
     assert list(boxes((5, 4), 3, 14)) == [((0, 3), (1, 1)), ((1, 0), (2, 4)), ((3, 0), (1, 2))]
-
-
-def test_whole_rows_are_one_box() -> None:
-    assert list(boxes((5, 4), 4, 16)) == [((1, 0), (3, 4))]

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.learn.training import optimizer as optimizer_module
 from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.recipe.training import OptimizerConfig, learning_rate
 
@@ -169,22 +168,6 @@ def test_adam_resumes_where_it_was(platform: Any, groups: Any, tmp_path: Path, d
         steps = [state["step"] for state in part.optimizer.state.values()]
         assert {float(step) for step in steps} == {6.0}
         assert len({step.data_ptr() for step in steps}) == len(steps) > 1
-
-
-def share_one_step(adam: torch.optim.Optimizer, step: int) -> None:
-    """Share one step tensor, as DistributedOptimizer.load_state_dict (0.16.1, 0.19.2) does without TE and Apex."""
-    one = torch.tensor(float(step))
-    for state in adam.state.values():
-        state["step"] = one
-
-
-def test_one_step_for_all_parameters_would_break_it(
-    platform: Any, groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Control: every parameter's update would count for all."""
-    expected = undisturbed(platform, tmp_path, distributed=True)
-    monkeypatch.setattr(optimizer_module, "set_step", share_one_step)
-    assert not equal(resumed(platform, tmp_path, distributed=True), expected)
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -275,9 +275,9 @@ def test_loss_and_gradient_equal_those_of_a_padded_implementation(
     assert_like_padded(build_run(config, platform, groups), GROUPS, config)
 
 
-@pytest.mark.parametrize("grpo", OPTIONS.values(), ids=OPTIONS)
-def test_only_the_models_turns_within_the_mask_are_trained_on(platform: Any, groups: Any, grpo: dict[str, Any]) -> None:
-    config, conversations = one_update(grpo), in_two_turns(GROUPS)
+@pytest.mark.parametrize("name", ["token mean", "overlong penalty", "importance of answers", "constant"])
+def test_only_the_models_turns_within_the_mask_are_trained_on(platform: Any, groups: Any, name: str) -> None:
+    config, conversations = one_update(OPTIONS[name]), in_two_turns(GROUPS)
     stats = assert_like_padded(build_run(config, platform, groups), conversations, config)
     batch = training_batch_of(conversations, config)
     assert of_loss(stats).tokens == batch.lengths[torch.tensor(batch.credit.has_gradient)].sum()
@@ -285,9 +285,7 @@ def test_only_the_models_turns_within_the_mask_are_trained_on(platform: Any, gro
 
 
 @pytest.mark.parametrize("branches", ["mean", "sum"])
-@pytest.mark.parametrize(
-    "name", ["token mean", "sequence mean", "cut answers masked", "overlong penalty", "importance of answers", "kl"]
-)
+@pytest.mark.parametrize("name", ["token mean", "sequence mean", "cut answers masked", "importance of answers"])
 def test_all_branches_of_a_rollout_are_trained_with_its_advantage(
     platform: Any, groups: Any, name: str, branches: str
 ) -> None:
@@ -362,31 +360,6 @@ def test_an_empty_micro_batch_adds_nothing_and_has_all_statistics(
     assert trained(filled, GROUPS) == expected
     pairs = zip(plain.trainer.policy.parameters(), filled.trainer.policy.parameters(), strict=True)
     assert all(torch.equal(one.main_grad, other.main_grad) for one, other in pairs)
-
-
-def test_the_first_update_is_adams(platform: Any, groups: Any) -> None:
-    """Its size is the learning rate for every non-zero gradient (1412.6980, section 2.1), and it goes downhill."""
-    run = build_run(tiny_run(optimizer={"learning_rate": 1e-3, "epsilon": 1e-12}), platform, groups)
-    before = [weight.detach().clone() for weight in run.trainer.policy.parameters()]
-    trained(run, GROUPS)
-    for weight, old in zip(run.trainer.policy.parameters(), before, strict=True):
-        there = weight.main_grad.abs() > 1e-6
-        torch.testing.assert_close((weight - old)[there], -1e-3 * weight.main_grad.sign()[there], rtol=0, atol=2e-6)
-
-
-def test_training_makes_the_good_answers_of_a_batch_likelier(platform: Any, groups: Any) -> None:
-    config = tiny_run(grpo={"iterations": 3, "global_batch": 8}, optimizer={"learning_rate": 3e-3})
-    run = build_run(config, platform, groups)
-
-    def advantage_weighted() -> float:
-        with torch.no_grad():
-            logprobs, _, mask = padded_logprobs(witness(run.trainer.policy, config.model), GROUPS, 1.0)
-        return float(((logprobs * mask).sum(1) * training_batch_of(GROUPS, config).credit.advantages).sum())
-
-    before = advantage_weighted()
-    for step in range(1, 4):
-        trained(run, GROUPS, step)
-    assert advantage_weighted() > before + 1
 
 
 def test_updates_and_policy_version_are_counted(platform: Any, groups: Any) -> None:

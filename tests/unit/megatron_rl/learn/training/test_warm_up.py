@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -144,18 +143,6 @@ def test_a_corrupt_cache_is_logged_and_taught_again(
     assert f"{path} cannot be read" in caplog.text
     assert same(weights(recipe(), platform), taught)
     assert len(teachings) == 2  # the cache was repaired
-
-
-def test_a_pipe_instead_of_the_cache_does_not_block(
-    platform: Any, groups: Any, teachings: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    path = place(recipe())
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path)
-    with caplog.at_level(logging.WARNING):
-        weights(recipe(), platform)
-    assert len(teachings) == 1
-    assert f"{path} cannot be read ([Errno 22] is not a regular file" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(

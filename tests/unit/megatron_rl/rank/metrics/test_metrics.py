@@ -34,7 +34,7 @@ from megatron_rl.rank.metrics.stats import (
     reductions,
 )
 from megatron_rl.rank.metrics.timeline import Timeline
-from megatron_rl.rank.metrics.writer import MetricsWriter, Writer, cut_back
+from megatron_rl.rank.metrics.writer import MetricsWriter, cut_back
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.logs import LoggingConfig
 
@@ -120,21 +120,6 @@ def test_an_evaluation_before_the_first_step_is_kept(tmp_path: Path) -> None:
     assert path.read_bytes() == b"", "nothing is kept, so garbage loses nothing"
 
 
-def test_a_new_run_replaces_an_old_record(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    for path in (run.metrics, run.evaluations):
-        path.write_bytes(bytes(30))
-    writer(tmp_path).close()
-    assert (run.metrics.read_bytes(), run.evaluations.read_bytes()) == (b"", b"")
-
-
-def test_a_line_torn_in_the_middle_and_written_again_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 2}\n')
-    cut_back(path, last_step=2)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
 def test_cutting_back_a_missing_record_creates_no_file(tmp_path: Path) -> None:
     cut_back(tmp_path / "metrics.jsonl", last_step=5)
     assert list(tmp_path.iterdir()) == []
@@ -198,16 +183,6 @@ def test_a_warning_is_logged_when_it_begins_and_not_again_after_a_resume(
     assert warned.startswith("learning-rate: ")
 
 
-def test_the_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    record = Writer()
-    record.step(1, line())
-    record.evaluation(1, {})
-    record.sync()
-    record.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 # Numbers
 
 
@@ -219,30 +194,11 @@ def test_a_tally_keeps_every_digit_of_a_double(groups: Any) -> None:
 
 
 BATCH = BatchStats(
-    answers=4,
-    groups=2,
-    groups_with_signal=1,
-    reward=3.0,
-    reward_squared=3.0,
-    right=3,
-    answer_tokens=10,
-    answer_length_max=4,
-    answer_length_min=1,
-    prompt_tokens=16,
-    packed_tokens=13,
-    unpacked_tokens=20,
-    sequences=4,
-    turns=4,
-    tool_calls=0,
-    with_components=0,
-    undecided=0,
-    with_tools=0,
-    truncated=1,
-    failed=1,
-    dropped=0,
-    overdue_tokens=0,
-    staleness=2,
-    staleness_max=2,
+    **dict.fromkeys((each.name for each in fields(BatchStats)), 0)
+    | {"answers": 4, "groups": 2, "groups_with_signal": 1, "reward": 3.0, "reward_squared": 3.0, "right": 3}
+    | {"answer_tokens": 10, "answer_length_max": 4, "answer_length_min": 1, "prompt_tokens": 16, "packed_tokens": 13}
+    | {"unpacked_tokens": 20, "sequences": 4, "turns": 4, "truncated": 1, "failed": 1}
+    | {"staleness": 2, "staleness_max": 2}
 )
 LOSS = LossStats(
     loss=0.6,
@@ -357,40 +313,37 @@ def report(batch: BatchStats, dropped: dict[int, str], failures: dict[str, int])
     return StepReport(3, StepStats(batch, LOSS, UPDATE, None), 1, 8, 10, 4, dropped, failures)
 
 
-def test_turns_and_tool_calls_are_absent_without_any() -> None:
-    def found(**counted: int) -> tuple[Any, Any]:
-        values = metrics_of(replace(report(replace(BATCH, **counted), {}, {}), seconds=dict.fromkeys(TIMED, 1.0)))
-        return values.get("turns_mean"), values.get("tool_calls_mean")
+@pytest.mark.parametrize(
+    ("counted", "name", "value"),
+    [
+        ({}, "turns_mean", None),
+        ({"turns": 6}, "turns_mean", 1.5),
+        ({"with_tools": 2}, "turns_mean", 1.0),
+        ({}, "tool_calls_mean", None),
+        ({"with_tools": 2}, "tool_calls_mean", 0.0),
+        ({"with_tools": 2, "tool_calls": 5}, "tool_calls_mean", 2.5),
+        ({}, "branches_mean", None),
+        ({"sequences": 6}, "branches_mean", 1.5),
+        ({}, "undecided_answers", None),
+        ({"undecided": 3}, "undecided_answers", 3),
+    ],
+)
+def test_counts_of_what_most_runs_lack_are_absent_without_it(counted: dict[str, int], name: str, value: Any) -> None:
+    one = report(replace(BATCH, **counted), {}, {})
+    assert metrics_of(replace(one, seconds=dict.fromkeys(TIMED, 1.0))).get(name) == value
 
-    assert found() == (None, None)
-    assert found(turns=6) == (1.5, None)
-    assert found(with_tools=2) == (1.0, 0.0), "none was called"
-    assert found(turns=9, with_tools=2, tool_calls=5) == (2.25, 2.5)
 
-
-def test_branches_are_absent_unless_an_answer_has_several_sequences() -> None:
-    def found(sequences: int) -> Any:
-        one = report(replace(BATCH, sequences=sequences), {}, {})
-        return metrics_of(replace(one, seconds=dict.fromkeys(TIMED, 1.0))).get("branches_mean")
-
-    assert (found(4), found(6)) == (None, 1.5)
-
-
-def test_answers_that_could_not_be_judged_are_counted_if_there_are_any(groups: Any) -> None:
-    def found(undecided: int) -> Any:
-        one = report(replace(BATCH, undecided=undecided), {}, {})
-        return metrics_of(replace(one, seconds=dict.fromkeys(TIMED, 1.0))).get("undecided_answers")
-
-    assert (found(0), found(3)) == (None, 3)
+def line_of(one: StepReport, groups: Any) -> dict[str, Any]:
+    """Line of a step that took some time."""
+    timeline = Timeline()
+    with timeline.phase("train"):
+        time.sleep(0.01)
+    return step_lines(one, timeline, groups.control)[0]
 
 
 def test_reward_components_are_means_over_the_answers_that_have_them(groups: Any) -> None:
     one = replace(report(replace(BATCH, with_components=3), {}, {}), components={"short": (1.5, 3), "right": (1.0, 2)})
-    timeline = Timeline()
-    with timeline.phase("train"):
-        time.sleep(0.01)
-    line, _ = step_lines(one, timeline, groups.control)
-    assert {name: value for name, value in line.items() if name.startswith("reward/")} == {
+    assert {name: value for name, value in line_of(one, groups).items() if name.startswith("reward/")} == {
         "reward/right": 0.5,
         "reward/short": 0.5,
     }
@@ -398,21 +351,14 @@ def test_reward_components_are_means_over_the_answers_that_have_them(groups: Any
 
 def test_lost_and_dropped_answers_of_all_ranks_are_in_the_line(groups: Any) -> None:
     dropped, failures = {9: "prompt too long"}, {"timeout": 1}
-    timeline = Timeline()
-    with timeline.phase("train"):
-        time.sleep(0.01)
-    found, _ = step_lines(report(replace(BATCH, dropped=1), dropped, failures), timeline, groups.control)
+    found = line_of(report(replace(BATCH, dropped=1), dropped, failures), groups)
     assert found["dropped_ordinals"] == {"9": "prompt too long"}
     assert found["failed_rollouts_by_reason"] == failures
 
 
 def test_the_number_of_reasons_in_a_line_is_limited(groups: Any) -> None:
     failures = {"timeout": 9} | {f"could not convert {answer}": 1 for answer in range(2 * MOST_REASONS)}
-    timeline = Timeline()
-    with timeline.phase("train"):
-        time.sleep(0.01)
-    found, _ = step_lines(report(replace(BATCH, failed=49), {}, failures), timeline, groups.control)
-    reasons = found["failed_rollouts_by_reason"]
+    reasons = line_of(report(replace(BATCH, failed=49), {}, failures), groups)["failed_rollouts_by_reason"]
     assert len(reasons) == MOST_REASONS + 1 and sum(reasons.values()) == sum(failures.values())
     assert (reasons["timeout"], reasons["other reasons"]) == (9, MOST_REASONS + 1)
 

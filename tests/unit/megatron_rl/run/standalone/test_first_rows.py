@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from optional import needs
 
-from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.agent.trajectories import Problem
@@ -139,12 +138,6 @@ def test_counts_tell_dropped_and_equal_rows(tmp_path: Path) -> None:
     assert found["rows"] == 20 and sum(found["dropped"].values()) == 2
     assert (found["equal"], found["equal_prompts"]) == (1, 2)
     assert found["lengths"]["100"] == 7 and found["learned"] == pytest.approx(2 / 7)
-
-
-def test_recipe_of_these_tests_is_refused_without_its_reward(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(RECIPE)
-    with pytest.raises(BadInput, match="reward"):
-        load_recipe(str(tmp_path / "mine.yaml"))
 
 
 @needs("transformers", "tokenizers")
