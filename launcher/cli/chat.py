@@ -19,7 +19,7 @@ from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy_path import prepare_policy
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
 
-MODULE = "megatron_rl.run.standalone.chat"
+MODULE = "megatron_rl.run.standalone.talk"
 LEAVE, CLEAR = "/exit", "/clear"
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import time
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -54,18 +55,13 @@ class Damage(NamedTuple):
     why: str
 
 
+@dataclass
 class Lines(Generic[T]):
-    """Content of a JSON-lines file.
+    """Content of a JSON-lines file."""
 
-    records: those of the readable lines.
-    damaged: the other lines.
-    absent: whether the file does not exist.
-    """
-
-    def __init__(self, records: list[T], damaged: list[Damage], absent: bool = False) -> None:
-        self.records = records
-        self.damaged = damaged
-        self.absent = absent
+    records: list[T]  # of the readable lines
+    damaged: list[Damage]  # the other lines
+    absent: bool = False  # whether the file does not exist
 
 
 Found = Union[T, Absent, Unreadable]

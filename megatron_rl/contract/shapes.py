@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from functools import partial
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 T = TypeVar("T")
@@ -40,7 +41,6 @@ class Shape(NamedTuple):
     rest: str | None  # field with all other keys
     keys: dict[str, str]  # field -> its key in the JSON; without `rest`
     types: dict[str, Any]  # field -> annotation; without `rest`
-    items: dict[str, Any]  # field that is a list -> annotation of its items; without `rest`
     readers: dict[str, Reader]  # field -> check of its value; without `rest`
     defaults: dict[str, Any]
 
@@ -71,8 +71,7 @@ def record(
         types = {field: _type(text, module) for field, text in named.__annotations__.items() if field != rest}
         names = {field: (keys or {}).get(field, field) for field in types}
         readers = {field: _reader(its) for field, its in types.items()}
-        items = {field: its.__args__[0] for field, its in types.items() if getattr(its, "__origin__", None) is list}
-        SHAPES[kind] = Shape(version, event, rest, names, types, items, readers, dict(named._field_defaults))
+        SHAPES[kind] = Shape(version, event, rest, names, types, readers, dict(named._field_defaults))
         return kind
 
     return declare
@@ -147,12 +146,7 @@ def _read_record(kind: Any, value: Any, name: str) -> Any:
     given: dict[str, Any] = {}
     for field, key in shape.keys.items():
         if key in value:
-            item = value[key]
-            fits = _all_exactly(shape.items[field], item) if type(item) is list and field in shape.items else False
-            if fits or _exactly(shape.types[field], item):
-                given[field] = item
-            else:
-                given[field] = shape.readers[field](item, _below(name, key))
+            given[field] = shape.readers[field](value[key], _below(name, key))
         elif field in shape.defaults:
             given[field] = copy.copy(shape.defaults[field])  # not shared with other records
         else:
@@ -175,21 +169,26 @@ def _reader(kind: Any) -> Reader:
     if kind is Any:
         return lambda value, name: value
     if kind in SHAPES:
-        return lambda value, name: _read_record(kind, value, name)
-    origin = getattr(kind, "__origin__", None)
-    items = [_reader(argument) for argument in getattr(kind, "__args__", ()) if argument is not type(None)]
-    if origin is Union:  # Optional
+        return partial(_read_record, kind)
+    if kind in SCALARS:
+        return partial(_read_scalar, kind)
+    items = [_reader(argument) for argument in kind.__args__ if argument is not type(None)]
+    if kind.__origin__ is Union:  # Optional
         return lambda value, name: None if value is None else items[0](value, name)
-    if origin is list:
-        return lambda value, name: _read_list(items[0], value, name)
-    if origin is dict:
-        return lambda value, name: _read_dict(items[1], value, name)
-    return lambda value, name: _read_scalar(kind, value, name)
+    return partial(_read_list, kind.__args__[0], items[0]) if kind.__origin__ is list else partial(_read_dict, items[1])
 
 
-def _read_list(read: Reader, value: Any, name: str) -> list[Any]:
+def _read_list(kind: Any, read: Reader, value: Any, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise _mismatch(name, "a list", value)
+    # Lists of tokens are long: where all items are of the type, two looks at the whole list find no fault either.
+    if type(value) is list and kind in SCALARS and set(map(type, value)) <= {kind}:
+        if kind in (str, bool) or not value:
+            return value
+        if kind is int and min(value) >= -LARGEST_INT and max(value) <= LARGEST_INT:
+            return value
+        if kind is float and all(map(math.isfinite, value)):
+            return value
     return [read(item, _below(name, str(place))) for place, item in enumerate(value)]
 
 
@@ -199,37 +198,17 @@ def _read_dict(read: Reader, value: Any, name: str) -> dict[str, Any]:
     return {key: read(item, _below(name, key)) for key, item in value.items()}
 
 
-def _exactly(kind: Any, value: Any) -> bool:
-    """Whether a value is a scalar of a type, and needs no further check."""
-    if type(value) is not kind:
-        return False
-    if kind is int:
-        return bool(-LARGEST_INT <= value <= LARGEST_INT)
-    return kind in (str, bool) or (kind is float and math.isfinite(value))
-
-
-def _all_exactly(kind: Any, values: Any) -> bool:
-    """Whether all items are scalars that need no further check, found without a call for each: lists of tokens are
-    long."""
-    if not set(map(type, values)) <= {kind}:
-        return False
-    if kind is int:
-        return not values or (min(values) >= -LARGEST_INT and max(values) <= LARGEST_INT)
-    return kind in (str, bool) or (kind is float and all(map(math.isfinite, values)))
+SCALARS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 
 def _read_scalar(kind: Any, value: Any, name: str) -> Any:
+    if kind in (bool, str) and isinstance(value, kind):
+        return value
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is str and isinstance(value, str):
-        return value
-    if kind is int and number and isinstance(value, int) and abs(value) <= LARGEST_INT:
-        return value
-    if kind is float and number and (isinstance(value, float) or abs(value) <= LARGEST_INT):
-        return float(value)
-    names = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
-    raise _mismatch(name, names[kind], value)
+    in_range = number and (isinstance(value, float) or abs(value) <= LARGEST_INT)
+    if in_range and (kind is float or (kind is int and isinstance(value, int))):
+        return kind(value)
+    raise _mismatch(name, SCALARS[kind], value)
 
 
 def _below(name: str, key: str) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_rl.generate.refit.rank_engine import build_engine
 from megatron_rl.learn.rollout.agent_loop import EngineInTurn
 from megatron_rl.learn.rollout.bank.bank import Bank
-from megatron_rl.learn.rollout.bank.records import Lineage, fingerprint
+from megatron_rl.learn.rollout.bank.bank_records import Lineage, fingerprint
 from megatron_rl.learn.rollout.curriculum import CurriculumState, prompts_of
 from megatron_rl.learn.rollout.driver import RolloutDriver
 from megatron_rl.learn.rollout.in_flight import InFlightGroups

@@ -15,8 +15,8 @@ from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.learn.rollout import agent_loop
 from megatron_rl.learn.rollout.agent_loop import AgentLoop, EngineInTurn
 from megatron_rl.learn.rollout.bank.bank import Bank
+from megatron_rl.learn.rollout.bank.bank_records import Lineage
 from megatron_rl.learn.rollout.bank.file import Entry
-from megatron_rl.learn.rollout.bank.records import Lineage
 from megatron_rl.learn.rollout.curriculum import prompts_of
 from megatron_rl.learn.rollout.driver import RolloutDriver
 from megatron_rl.learn.rollout.in_flight import InFlightGroups

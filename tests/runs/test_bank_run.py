@@ -54,7 +54,7 @@ def test_run_that_left_during_generation_resumes_unfinished_answers(undisturbed:
         for name in ("mean_reward", "answer_length", "entropy"):
             assert line[name] == pytest.approx(other[name], rel=1e-3), (line["step"], name)
     # The last checkpoint settled every prompt, and the first driver deleted the bank files of the first attempt.
-    kinds = {entry.head["kind"] for path in bank_files(run_dir.bank) for entry in scan(path).entries}
+    kinds = {entry.head["kind"] for path in bank_files(run_dir.bank) for entry in scan(path)[0]}
     assert kinds == {"attempt"}
     assert bank_files(run_dir.bank) == [bank_file(run_dir.bank, 2, 0)]
 

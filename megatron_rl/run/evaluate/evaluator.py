@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.agent.api import Environment, build_environment
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.checkpoint.source import PolicySource, find_source
 from megatron_rl.contract.evaluation_records import EvaluationResult
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.generate.engine.opened_policy import MOST_POSITIONS, ROWS, open_policy
 from megatron_rl.rank.standalone_world import StandaloneWorld
@@ -19,7 +27,6 @@ from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.run.evaluate.answer_file import kept_answers, naming
 from megatron_rl.run.evaluate.blocks import BlockRunner, EvaluationProgress, OpenedEvaluation, RunBlock, Waits
 from megatron_rl.run.evaluate.result import result
-from megatron_rl.run.evaluate.settings import default_out, settings_of
 
 
 def evaluate(
@@ -160,3 +167,62 @@ def _longest(
     if any(environment.agent_of(problem).several_turns for problems in sets.values() for problem in problems):
         needed = max(needed, source.recipe.sequence_length if source.recipe else MOST_POSITIONS)
     return min(positions, needed)
+
+
+def settings_of(
+    evaluation: Evaluation,
+    opened: OpenedEvaluation,
+    environment: Environment,
+    sets: Mapping[str, Sequence[Problem]],
+    rows: int,
+) -> dict[str, Any]:
+    """Return all settings on which scores depend, as JSON. The number of threads is not among them: it only changes the
+    rounding of some sums, and a job may resume on a node with another number."""
+    source = opened.source
+    return {
+        "checkpoint": {
+            "path": str(source.folder),
+            "name": source.name,
+            "kind": source.kind,
+            "step": source.step,
+            "policy_version": opened.engine.policy_version,
+            "digest": opened.digest,
+            "dtype": source.model.dtype,
+        },
+        "environment": evaluation.environment.model_dump(mode="json"),
+        "prompt_format": environment.prompt_format,
+        "compares_answers": environment.compares_answers,
+        "sets": {name: asdict(ProblemDigest.of(problems)) for name, problems in sets.items()},
+        "sampling": evaluation.sampling.model_dump(mode="json"),
+        "k": evaluation.k,
+        "greedy": evaluation.greedy,
+        "seed": evaluation.seed,
+        "golden": {name: golden_digest(problems) for name, problems in sets.items()},
+        "engine": opened.name,
+        "device": evaluation.device,
+        "rows": rows,
+        "version": version("mrl"),
+        "code": evaluation.code,
+    }
+
+
+def default_out(
+    source: PolicySource, evaluation: Evaluation, sets: Mapping[str, Sequence[Problem]], settings: Mapping[str, Any]
+) -> Path:
+    """Return a path that is the same for the same settings, and different for others."""
+    folder, name = Path("evaluations"), source.name
+    if source.step is not None:
+        run = RunDir(source.folder.parent.parent)
+        folder, name = run.evaluation_results, source.folder.name
+    of = f"{stable_key(repr(settings)):016x}"[:8]
+    return folder / f"{name.replace('/', '-')}.{evaluation.environment.name}.{'-'.join(sets)}.{of}.json"
+
+
+def golden_digest(problems: Sequence[Problem]) -> str:
+    """Return a digest of the golden data that answers are judged by. A value that JSON cannot represent counts only by
+    its type, since its text may differ between processes."""
+    hashed = hashlib.sha256()
+    for problem in problems:
+        known = json.dumps(dict(problem.golden), skipkeys=True, default=lambda value: type(value).__qualname__)
+        hashed.update(known.encode() + b"\n")
+    return hashed.hexdigest()[:16]

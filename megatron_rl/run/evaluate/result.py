@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.contract.evaluation_records import (
@@ -27,12 +26,6 @@ OF_ANSWERS: Mapping[str, Callable[[ScoredAnswer], float]] = {
     "cut_off": lambda answer: float(answer.finish_reason == "length"),
 }
 """Quantities that are averaged over each problem's answers, and then over problems."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    right: bool
-    vote: str | None = None  # key that is equal for equivalent answers; None if the response has no comparable answer
 
 
 def mean_over_problems(values: Sequence[float]) -> MeanScore | None:
@@ -66,7 +59,7 @@ def pass_at_k(answers: int, right: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / n for n in range(answers - right + 1, answers + 1))
 
 
-def majority(answers: Sequence[Judged]) -> float:
+def majority(answers: Sequence[ScoredAnswer]) -> float:
     """Return the share of right answers among the most frequent ones (several if tied); 0 if no answer is comparable.
 
     Equivalent answers may be scored differently, for example if one has trailing text: such a vote is right if any of
@@ -75,7 +68,7 @@ def majority(answers: Sequence[Judged]) -> float:
     votes: defaultdict[str, list[bool]] = defaultdict(list)
     for answer in answers:
         if answer.vote is not None:
-            votes[answer.vote].append(answer.right)
+            votes[answer.vote].append(answer.reward == RIGHT)
     if not votes:
         return 0.0
     most = max(map(len, votes.values()))
@@ -88,19 +81,17 @@ def powers_up_to(k: int) -> list[int]:
     return sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
 
 
-def pass_at(problems: Iterable[Sequence[Judged]], k: int) -> MeanScore | None:
-    enough = [answers for answers in problems if len(answers) >= k]
-    return mean_over_problems([pass_at_k(len(each), sum(answer.right for answer in each), k) for each in enough])
+def pass_at(problems: Iterable[Sequence[ScoredAnswer]], k: int) -> MeanScore | None:
+    return mean_over_problems([pass_at_k(len(each), _right(each), k) for each in problems if len(each) >= k])
 
 
-def average(problems: Iterable[Sequence[Judged]]) -> MeanScore | None:
+def average(problems: Iterable[Sequence[ScoredAnswer]]) -> MeanScore | None:
     """Return avg@k: the mean over problems of the share of right answers."""
-    return mean_over_problems([sum(answer.right for answer in each) / len(each) for each in problems if each])
+    return mean_over_problems([_right(each) / len(each) for each in problems if each])
 
 
-def majority_over(problems: Iterable[Sequence[Judged]]) -> MeanScore | None:
-    """Return maj@k over the problems that have answers."""
-    return mean_over_problems([majority(each) for each in problems if each])
+def _right(answers: Sequence[ScoredAnswer]) -> int:
+    return sum(answer.reward == RIGHT for answer in answers)
 
 
 def result(
@@ -124,16 +115,14 @@ def result(
 def set_result(
     sampled: Sequence[ProblemAnswers], greedy: Sequence[ProblemAnswers], k: int, compares_answers: bool
 ) -> SetResult:
-    judged = [[_judged(answer) for answer in each.answers] for each in sampled]
-    scores: dict[str, MeanScore | None] = {
-        "greedy": average([[_judged(one) for one in each.answers] for each in greedy])
-    }
-    scores |= {f"pass@{count}": pass_at(judged, count) for count in powers_up_to(k)}
-    scores[f"avg@{k}"] = average(judged)
+    of_problems = [each.answers for each in sampled]
+    scores = {"greedy": average(each.answers for each in greedy)}
+    scores |= {f"pass@{count}": pass_at(of_problems, count) for count in powers_up_to(k)}
+    scores[f"avg@{k}"] = average(of_problems)
     if compares_answers:
-        scores[f"maj@{k}"] = majority_over(judged)
+        scores[f"maj@{k}"] = mean_over_problems([majority(each) for each in of_problems if each])
     for name, of in OF_ANSWERS.items():
-        values = [[of(one) for one in each.answers] for each in sampled]
+        values = [[of(one) for one in each] for each in of_problems]
         scores[name] = mean_over_problems([sum(each) / len(each) for each in values if each])
     return SetResult(
         problems=len(sampled),
@@ -142,10 +131,6 @@ def set_result(
         greedy_failures=_failures(greedy),
         scores={name: score for name, score in scores.items() if score},
     )
-
-
-def _judged(answer: ScoredAnswer) -> Judged:
-    return Judged(answer.reward == RIGHT, answer.vote)
 
 
 def _failures(problems: Sequence[ProblemAnswers]) -> dict[str, int]:

@@ -184,13 +184,12 @@ def spans(example: Example, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     place = 0
     for learned, run in groupby(example.loss_mask):
         end = place + len([*run])
-        yield {"learned": learned, "tokens": end - place, "text": text_of(example.tokens[place:end], tokenizer)}
+        yield {
+            "learned": learned,
+            "tokens": end - place,
+            "text": tokenizer.decode(example.tokens[place:end], special=True),
+        }
         place = end
-
-
-def text_of(tokens: list[int], tokenizer: Tokenizer) -> str:
-    """Return the text of tokens, with the names of control tokens."""
-    return tokenizer.decode(tokens, special=True)
 
 
 def _problems(lesson: Lesson, environment: Environment, count: int) -> Iterator[dict[str, Any]]:
@@ -209,7 +208,7 @@ def _problems(lesson: Lesson, environment: Environment, count: int) -> Iterator[
             continue
         tokens = lesson.tokenizer.encode(problem.prompt)
         found |= {"tokens": len(tokens), "room": room}
-        yield {**found, **next(tried), "prompt": text_of(tokens, lesson.tokenizer)}
+        yield {**found, **next(tried), "prompt": lesson.tokenizer.decode(tokens, special=True)}
 
 
 PERCENTILES = (50, 90, 99, 100)
@@ -224,30 +223,22 @@ def counts(lesson: Lesson) -> Iterator[dict[str, Any]]:
 
 
 def _of_rows(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
-    encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
+    config = lesson.config
+    encoder = RowEncoder(config.rows, lesson.tokenizer, config.sequence_length)
     dropped: Counter[str] = Counter(lesson.unread)
-    lengths: list[int] = []
-    learned = 0
-    whole: Counter[Hashable] = Counter()
-    prompts: Counter[Hashable] = Counter()
+    examples: list[Example] = []
     for row in of.problems:
         try:
-            example = encoder.example(row)
+            examples.append(encoder.example(row))
         except UnusableRow as error:
             dropped[str(error)] += 1
-            continue
-        lengths.append(len(example.tokens))
-        learned += sum(example.loss_mask)
-        whole[(*example.tokens,)] += 1
-        prompts[(*example.tokens[: example.loss_mask.index(True)],)] += 1
+    lengths, learned = [len(each.tokens) for each in examples], sum(sum(each.loss_mask) for each in examples)
+    whole = [(*each.tokens,) for each in examples]
+    prompts = [tokens[: each.loss_mask.index(True)] for tokens, each in zip(whole, examples, strict=True)]
     return {
-        "set": lesson.config.rows.path or lesson.config.task.name,
+        "set": config.rows.path or config.task.name,
         "rows": len(of.problems) + sum(lesson.unread.values()),
-        "dropped": dict(dropped.most_common()),
-        "lengths": percentiles(lengths),
-        "limit": lesson.config.sequence_length,
-        "equal": repeats(whole),
-        "equal_prompts": repeats(prompts),
+        **_measured(dropped, lengths, config.sequence_length, whole, prompts),
         "learned": learned / sum(lengths) if lengths else None,
     }
 
@@ -256,38 +247,30 @@ def _of_problems(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
     limit = lesson.config.sequence_length - lesson.config.sampling.max_new_tokens
     dropped: Counter[str] = Counter()
     lengths: list[int] = []
-    prompts: Counter[Hashable] = Counter()
-    for problem in of.problems:
-        prompts[problem.prompt] += 1
-        if not problem.is_prompt:
-            continue
+    for problem in (each for each in of.problems if each.is_prompt):
         try:
-            length = len(lesson.tokenizer.encode(problem.prompt))
+            lengths.append(len(lesson.tokenizer.encode(problem.prompt)))
         except ValueError as error:
             dropped[str(error)] += 1
-            continue
-        lengths.append(length)
-        if length > limit:
-            dropped["its prompt leaves no room for an answer"] += 1
-    return {
-        "set": of.environment or lesson.config.task.name,
-        "rows": len(of.problems),
-        "dropped": dict(dropped.most_common()),
-        "lengths": percentiles(lengths),
-        "limit": limit,
-        "equal": repeats(prompts),
-        "equal_prompts": repeats(prompts),
-    }
+    if long := sum(length > limit for length in lengths):
+        dropped["its prompt leaves no room for an answer"] = long
+    prompts = [problem.prompt for problem in of.problems]
+    found = {"set": of.environment or lesson.config.task.name, "rows": len(of.problems)}
+    return found | _measured(dropped, lengths, limit, prompts, prompts)
 
 
-def percentiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Return the lengths at PERCENTILES, the largest as the last; empty without lengths."""
+def _measured(
+    dropped: Counter[str], lengths: list[int], limit: int, whole: Sequence[Hashable], prompts: Sequence[Hashable]
+) -> dict[str, Any]:
     ordered = sorted(lengths)
-    return {str(part): ordered[max(0, -(-part * len(ordered) // 100) - 1)] for part in PERCENTILES if ordered}
-
-
-def repeats(seen: Counter[Hashable]) -> int:
-    return seen.total() - len(seen)
+    at = {str(part): ordered[max(0, -(-part * len(ordered) // 100) - 1)] for part in PERCENTILES if ordered}
+    return {
+        "dropped": dict(dropped.most_common()),
+        "lengths": at,
+        "limit": limit,
+        "equal": len(whole) - len({*whole}),
+        "equal_prompts": len(prompts) - len({*prompts}),
+    }
 
 
 if __name__ == "__main__":

@@ -29,10 +29,17 @@ from pathlib import Path
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import ResumableInference
+from megatron_rl.learn.rollout.bank.bank_records import (
+    Lineage,
+    attempt_record,
+    group_record,
+    records_within,
+    reusable_records,
+    unsettled_records,
+    whole_share,
+)
 from megatron_rl.learn.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
 from megatron_rl.learn.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
-from megatron_rl.learn.rollout.bank.records import Lineage, attempt_record, group_record
-from megatron_rl.learn.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share
 from megatron_rl.recipe.rollout import ResumeConfig
 
 logger = logging.getLogger(__name__)
@@ -161,9 +168,9 @@ class Bank:
         damaged = 0
         for path in bank_files(self._folder):
             with suppress(OSError):  # meanwhile moved into another file, or unreadable: then it is generated again
-                found = scan(path)
-                entries += found.entries
-                damaged += found.damaged
+                found, torn = scan(path)
+                entries += found
+                damaged += torn
         selection = reusable_records(entries, self._lineage, self._settled_below, self._resume.newer)
         self._attempts = [entry for entry in entries if entry.head["kind"] == "attempt"]
         self._index(selection.entries)
@@ -179,7 +186,7 @@ class Bank:
         parts = [f"{len(earlier.groups)} scored groups and {len(earlier.parts)} answers of earlier attempts"]
         parts += [f"{count} records ignored, {reason}" for reason, count in sorted(discarded.items())]
         if damaged:
-            parts.append(f"{damaged} damaged or torn records skipped")
+            parts.append(f"{damaged} files end in a damaged or torn record")
         logger.info("bank: %s", "; ".join(parts))
 
     # Records of this attempt

@@ -4,9 +4,8 @@
     head     description of the record, in JSON
     body     arrays and text
 
-A file has one writer and only grows, until a compacted file replaces it. Readers accept every intact record: a torn
-tail ends a file, and the search for the next good record skips a damaged one. Bodies stay on disk until they are
-needed.
+A file has one writer and only grows, until a compacted file replaces it. A record whose head is damaged or torn ends a
+file: what follows is generated again. Bodies stay on disk until they are needed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"mrlB"
 _PREFIX = struct.Struct("<4sIQII")
 _LONGEST_HEAD = 1 << 26  # bytes
-_LOOK = 1 << 20  # bytes
 
 Record = tuple[Head, bytes]
 
@@ -58,12 +56,6 @@ class Entry:
         return body if len(body) == self.body_bytes and zlib.crc32(body) == self.body_crc else None
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    entries: list[Entry]
-    damaged: int  # stretches of the file that are not a record, including a torn tail
-
-
 def encode(head: Head, body: bytes) -> bytes:
     text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
     prefix = _PREFIX.pack(_MAGIC, len(text), len(body), zlib.crc32(body), 0)[:-4]
@@ -79,24 +71,16 @@ def bank_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
-def scan(path: Path) -> Scan:
-    """Find all records of a file, without reading their bodies. Raises OSError."""
+def scan(path: Path) -> tuple[list[Entry], bool]:
+    """Return the records of a file, whose bodies are not read, and whether it has more than them, such as a torn tail.
+    Raises OSError."""
     entries: list[Entry] = []
-    damaged = 0
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        position = 0
-        while position < size:
-            entry = _entry_at(path, file, position, size)
-            if entry is not None:
-                entries.append(entry)
-                position = entry.end
-                continue
-            damaged += 1
-            position = _next_magic(file, position + 1, size)
-            while position < size and _entry_at(path, file, position, size) is None:
-                position = _next_magic(file, position + 1, size)
-    return Scan(entries, damaged)
+        size, position = file.seek(0, os.SEEK_END), 0
+        while position < size and (entry := _entry_at(path, file, position, size)):
+            entries.append(entry)
+            position = entry.end
+    return entries, position < size
 
 
 def _entry_at(path: Path, file: BinaryIO, position: int, size: int) -> Entry | None:
@@ -113,17 +97,6 @@ def _entry_at(path: Path, file: BinaryIO, position: int, size: int) -> Entry | N
     if zlib.crc32(text, zlib.crc32(prefix[:-4])) != head_crc:
         return None
     return Entry(path, position, body_start, body_bytes, body_crc, json.loads(text))
-
-
-def _next_magic(file: BinaryIO, position: int, size: int) -> int:
-    """Return the position of the next magic from `position` on; `size` if there is none."""
-    while position < size:
-        file.seek(position)
-        found = file.read(_LOOK + len(_MAGIC) - 1).find(_MAGIC)
-        if found >= 0:
-            return position + found
-        position += _LOOK
-    return size
 
 
 class BankFile:

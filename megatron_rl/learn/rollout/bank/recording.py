@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest, ResumableInference
-from megatron_rl.learn.rollout.bank.file import Entry, Record
-from megatron_rl.learn.rollout.bank.records import (
+from megatron_rl.learn.rollout.bank.bank_records import (
     AnswerKey,
     Lineage,
     answer_key,
@@ -20,6 +19,7 @@ from megatron_rl.learn.rollout.bank.records import (
     problem_checksum,
     prompt_checksum,
 )
+from megatron_rl.learn.rollout.bank.file import Entry, Record
 from megatron_rl.learn.rollout.encoding import decode_group
 
 

@@ -74,7 +74,7 @@ def assert_equal(groups: list[TrajectoryGroup], expected: list[TrajectoryGroup])
 
 def banked_tokens(folder: Path) -> int:
     """Tokens of unfinished answers in the bank."""
-    heads = [entry.head for path in bank_files(folder) for entry in scan(path).entries]
+    heads = [entry.head for path in bank_files(folder) for entry in scan(path)[0]]
     return sum(head["count"] for head in heads if head["kind"] == "part")
 
 
@@ -218,7 +218,7 @@ def test_regenerated_answers_are_bit_equal(run: Run, undisturbed: list[Trajector
     """Groups of a share are used all together or not at all."""
     for attempt, stop_after in enumerate((3, 12, 18), start=1):
         assert collect(run, bank_of(run, tmp_path, attempt, REGENERATE), stop_after=stop_after) == []
-    entries = [entry for path in bank_files(tmp_path) for entry in scan(path).entries]
+    entries = [entry for path in bank_files(tmp_path) for entry in scan(path)[0]]
     scored = {entry.head["ordinal"] for entry in entries if entry.head["kind"] == "group"}
     assert 0 < len(scored) < PROMPTS
     assert not any(entry.head["kind"] == "part" for entry in entries)
@@ -257,14 +257,14 @@ def test_tokens_of_a_replica_that_has_the_next_weights_are_newer(tmp_path: Path)
         bank.close()
 
     asyncio.run(flush())
-    found = [entry.head for path in bank_files(tmp_path) for entry in scan(path).entries]
+    found = [entry.head for path in bank_files(tmp_path) for entry in scan(path)[0]]
     assert [head["newest"] for head in found if head["kind"] == "part"] == [7]
 
 
 def test_an_answer_resumes_under_its_first_key(run: Run, tmp_path: Path) -> None:
     """If generation runs ahead of training, the checkpoint may be newer than an unfinished answer."""
     collect(run, bank_of(run, tmp_path, 1, version=3), stop_after=4)
-    begun = {entry.head["ordinal"] for path in bank_files(tmp_path) for entry in scan(path).entries[1:]}
+    begun = {entry.head["ordinal"] for path in bank_files(tmp_path) for entry in scan(path)[0][1:]}
     expected = []
     for version in (3, 4):
         run.engine.policy_version = version
@@ -287,7 +287,7 @@ def test_a_checkpoint_settles_all_ordinals_below_it(
     bank.end_checkpoint(9)
     bank.close()
     (path,) = bank_files(tmp_path)
-    heads = [entry.head for entry in scan(path).entries]
+    heads = [entry.head for entry in scan(path)[0]]
     assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [3]
     assert collect(run, bank_of(run, tmp_path, 2, next_ordinal=3), range(3, 4)) == undisturbed[3:]
 
@@ -302,7 +302,7 @@ def test_short_steps_are_written_together(run: Run, tmp_path: Path, monkeypatch:
     bank.end_checkpoint(9)
     bank.close()
     (path,) = bank_files(tmp_path)
-    heads = [entry.head for entry in scan(path).entries]
+    heads = [entry.head for entry in scan(path)[0]]
     assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [2, 3]  # the others were never written
 
 
@@ -313,7 +313,7 @@ def test_a_long_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypatch
     run.driver.collect(0)
     assert bank._file.wait(20)
     (path,) = bank_files(tmp_path)
-    assert [entry.head["kind"] for entry in scan(path).entries] == ["attempt", *PROMPTS * ["group"]]
+    assert [entry.head["kind"] for entry in scan(path)[0]] == ["attempt", *PROMPTS * ["group"]]
 
 
 def test_a_failed_step_keeps_its_scored_groups(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_a_failed_step_keeps_its_scored_groups(run: Run, tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="out of order"):
         run.driver.collect(PROMPTS)
     assert bank._file.wait(20)
-    assert [entry.head["kind"] for entry in scan(bank_files(tmp_path)[0]).entries] == ["attempt", *PROMPTS * ["group"]]
+    assert [entry.head["kind"] for entry in scan(bank_files(tmp_path)[0])[0]] == ["attempt", *PROMPTS * ["group"]]
 
 
 def fail() -> None:
@@ -362,6 +362,6 @@ def test_the_bank_logs_what_it_found(run: Run, tmp_path: Path, caplog: pytest.Lo
         bank_of(run, tmp_path, 3, version=2).close()
     assert re.fullmatch(
         r"bank: 4 scored groups and 0 answers of earlier attempts; \d records ignored, newer than the checkpoint; "
-        "1 damaged or torn records skipped",
+        "1 files end in a damaged or torn record",
         caplog.messages[-1],
     )

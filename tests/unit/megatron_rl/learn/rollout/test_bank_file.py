@@ -1,4 +1,4 @@
-"""Files of the bank: intact records are read, damaged ones skipped, and a failing disk ends no run."""
+"""Files of the bank: records before a damage are read, and a failing disk ends no run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(file: BankFile, *records: Record) -> None:
 
 def read(path: Path) -> list[Record]:
     """All records whose bodies are good."""
-    bodies = [(entry.head, entry.read()) for entry in scan(path).entries]
+    bodies = [(entry.head, entry.read()) for entry in scan(path)[0]]
     return [(head, body) for head, body in bodies if body is not None]
 
 
@@ -48,7 +48,7 @@ def test_records_survive_a_round_trip(tmp_path_factory: pytest.TempPathFactory, 
     path = tmp_path_factory.mktemp("bank") / "some.bank"
     path.write_bytes(b"".join(encode(*record) for record in records))
     assert read(path) == records
-    assert scan(path).damaged == 0
+    assert not scan(path)[1]
 
 
 def test_the_writer_appends_whole_records(tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_a_file_cut_at_any_byte_has_a_prefix_of_the_records(tmp_path: Path) -> N
         path.write_bytes(whole[:length])
         count = sum(end <= length for end in ends) - 1
         assert read(path) == RECORDS[:count], length
-        assert scan(path).damaged == (length not in ends), length
+        assert scan(path)[1] == (length not in ends), length
 
 
-def test_one_wrong_bit_anywhere_costs_one_record(tmp_path: Path) -> None:
+def test_one_wrong_bit_anywhere_costs_a_body_or_the_rest_of_the_file(tmp_path: Path) -> None:
     whole = b"".join(encode(*record) for record in RECORDS)
     path = tmp_path / "some.bank"
     for bit in range(8 * len(whole)):
@@ -88,19 +88,7 @@ def test_one_wrong_bit_anywhere_costs_one_record(tmp_path: Path) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         found = read(path)
-        assert len(found) == len(RECORDS) - 1, bit
-        assert all(record in RECORDS for record in found), bit
-
-
-@given(garbage=st.lists(st.binary(max_size=40), min_size=5, max_size=5), magic=st.booleans())
-def test_garbage_between_records_hides_no_record(
-    tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes], magic: bool
-) -> None:
-    path = tmp_path_factory.mktemp("bank") / "some.bank"
-    parts = [encode(*record) for record in RECORDS]
-    between = [part + b"mrlB" * magic for part in garbage]
-    path.write_bytes(b"".join(x for pair in zip(between, [*parts, b""], strict=True) for x in pair))
-    assert read(path) == RECORDS
+        assert len(found) < len(RECORDS) and all(record in RECORDS for record in found), bit
 
 
 def test_compaction_keeps_chosen_records_and_adds_those_of_other_files(tmp_path: Path) -> None:
@@ -108,7 +96,7 @@ def test_compaction_keeps_chosen_records_and_adds_those_of_other_files(tmp_path:
     write(writer(old), ({"number": 8}, b"eight"), ({"number": 9}, b"nine"))
     file = writer(tmp_path / "attempt-002.driver-00000.bank")
     write(file, *RECORDS)
-    nine = scan(old).entries[1]
+    nine = scan(old)[0][1]
     file.compact(lambda entries: [entry for entry in entries if entry.head["number"] in (1, 3, 9)], [nine], [old])
     write(file, ({"number": 4}, b"four"))
     assert bank_files(tmp_path) == [file.path]
@@ -160,7 +148,7 @@ def test_a_full_disk_is_logged_once_and_keeps_written_records(
     file.compact(lambda entries: [entries[0]], [], [])
     write(file, RECORDS[3])
     assert read(file.path) == [RECORDS[1], RECORDS[3]]
-    assert scan(file.path).damaged == 0
+    assert not scan(file.path)[1]
 
 
 def test_a_file_at_its_limit_makes_room_first(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest
-from megatron_rl.learn.rollout.bank.file import Record
-from megatron_rl.learn.rollout.bank.records import (
+from megatron_rl.learn.rollout.bank.bank_records import (
     fingerprint,
     group_record,
     join,
     part_record,
     prompt_checksum,
 )
+from megatron_rl.learn.rollout.bank.file import Record
 from megatron_rl.learn.rollout.encoding import decode_group
 from megatron_rl.recipe.inference import Sampling
 

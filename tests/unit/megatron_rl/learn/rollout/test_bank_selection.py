@@ -8,9 +8,17 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix
+from megatron_rl.learn.rollout.bank.bank_records import (
+    answer_key,
+    attempt_record,
+    group_record,
+    part_record,
+    records_within,
+    reusable_records,
+    unsettled_records,
+    whole_share,
+)
 from megatron_rl.learn.rollout.bank.file import Entry
-from megatron_rl.learn.rollout.bank.records import answer_key, attempt_record, group_record, part_record
-from megatron_rl.learn.rollout.bank.selection import records_within, reusable_records, unsettled_records, whole_share
 
 PROBLEM = Problem("1+1=", {"answer": 2})
 

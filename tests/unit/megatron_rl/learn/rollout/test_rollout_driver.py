@@ -216,7 +216,7 @@ def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver
         assert (batch.next_ordinal, batch.drawn.below) == (7, 9)
         driver.stop()
         driver.begin_checkpoint(1, 7)()
-        heads = [entry.head for file in bank_files(tmp_path) for entry in scan(file).entries]
+        heads = [entry.head for file in bank_files(tmp_path) for entry in scan(file)[0]]
         assert {7, 8} <= {head["ordinal"] for head in heads if head["kind"] == "group"}
 
 
@@ -252,7 +252,7 @@ def test_surplus_groups_are_carried_into_the_next_step(
                     driver.begin_checkpoint(1, 7)()
         driver.begin_checkpoint(1, 7)()
         (file,) = bank_files(tmp_path / "bank")
-        assert "attempt" in [entry.head["kind"] for entry in scan(file).entries]  # identifies the line of training
+        assert "attempt" in [entry.head["kind"] for entry in scan(file)[0]]  # identifies the line of training
         copytree(tmp_path / "bank", tmp_path / "left")
         driver._loop._inference.policy_version = 1
         second = driver.collect(7)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.contract.evaluation_records import ScoredAnswer
 from megatron_rl.run.evaluate.result import (
-    Judged,
     average,
     majority,
     mean_over_problems,
@@ -23,7 +23,10 @@ from megatron_rl.run.evaluate.result import (
 counts = st.integers(1, 400).flatmap(
     lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))
 )  # answers, right ones, k
-answers = st.lists(st.builds(Judged, right=st.booleans(), vote=st.sampled_from(["1", "2", "3", None])), max_size=8)
+
+
+def answer(right: bool, vote: str | None = None) -> ScoredAnswer:
+    return ScoredAnswer(float(right), 1, "stop", "", vote)
 
 
 @given(counts)
@@ -40,7 +43,7 @@ def test_pass_at_k_of_too_few_answers_is_undefined(numbers: tuple[int, int, int]
 
 
 def test_problem_with_too_few_answers_is_excluded_from_a_score() -> None:
-    right, wrong = Judged(True), Judged(False)
+    right, wrong = answer(True), answer(False)
     problems = [[right, wrong], [right], []]
     assert pass_at(problems, 2) == mean_over_problems([1.0])
     assert (found := average(problems)) is not None and (found.value, found.problems) == (0.75, 2)
@@ -61,14 +64,14 @@ def test_one_problem_has_no_standard_error() -> None:
 
 
 def test_most_frequent_answer_wins() -> None:
-    assert majority([Judged(False, "1"), Judged(True, "2"), Judged(True, "2")]) == 1.0
-    assert majority([Judged(False, "1"), Judged(False, "1"), Judged(True, "2")]) == 0.0
-    assert majority([Judged(True, "2"), Judged(False, "1")]) == 0.5, "a tie counts by how many of its answers are right"
-    assert majority([Judged(False, None), Judged(False, None), Judged(True, "2")]) == 1.0, (
+    assert majority([answer(False, "1"), answer(True, "2"), answer(True, "2")]) == 1.0
+    assert majority([answer(False, "1"), answer(False, "1"), answer(True, "2")]) == 0.0
+    assert majority([answer(True, "2"), answer(False, "1")]) == 0.5, "a tie counts by how many of its answers are right"
+    assert majority([answer(False, None), answer(False, None), answer(True, "2")]) == 1.0, (
         "a missing answer does not vote"
     )
-    assert majority([Judged(False, None)]) == 0.0
-    assert majority([Judged(False, "2"), Judged(True, "2")]) == 1.0, "scored lower for its form, it says the same"
+    assert majority([answer(False, None)]) == 0.0
+    assert majority([answer(False, "2"), answer(True, "2")]) == 1.0, "scored lower for its form, it says the same"
 
 
 def test_pass_at_k_is_reported_for_powers_of_two_and_for_k() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.run.evaluate.settings import golden_digest
+from megatron_rl.run.evaluate.evaluator import golden_digest
 
 
 def of(**golden: Any) -> str:

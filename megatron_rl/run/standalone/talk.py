@@ -1,6 +1,6 @@
 """A conversation with a policy, for `mrl chat`, in a separate process:
 
-    python -m megatron_rl.run.standalone.chat
+    python -m megatron_rl.run.standalone.talk
 
 It reads JSON objects from stdin, one per line: first what to open, then {"messages": [...]} for each answer. It writes
 to stdout, one per line: {"ready": {...}} once, then for each answer {"text": PIECE} as it comes and {"end": REASON}, or
