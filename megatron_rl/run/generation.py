@@ -23,8 +23,6 @@ from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import generation_profiler
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.engines import capabilities_of
-from megatron_rl.run.prober import Prober, probe_text
 from megatron_rl.run.problems import Material
 from megatron_rl.run.standalone.first_rows import Lesson
 from megatron_rl.run.state import Counters, Driver, Generation
@@ -58,11 +56,7 @@ def build_generation(
     if pool is not None:
         from megatron_rl.run import partitioned
 
-        prober = None
-        if capabilities_of(config.inference.engine).probed:
-            prompts = (problem.prompt for problem in lesson.sets[0].problems)
-            prober = Prober(policy, probe_text(prompts, lesson.tokenizer, config.sequence_length), here.groups)
-        return partitioned.generate_elsewhere(config, here, policy, pool, prober)
+        return partitioned.generate_elsewhere(config, here, lesson, policy, pool)
     tp = config.placement.inference.tp or config.placement.training.tp
     ranks = EngineRanks.form(here.groups, tp, timedelta(seconds=config.job.collective_timeout_s))
     tokenizer = lesson.tokenizer

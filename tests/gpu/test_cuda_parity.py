@@ -17,8 +17,7 @@ from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.interface import GenerationRequest
-from megatron_rl.learn.training.pipeline import Pipeline
-from megatron_rl.learn.training.schedule import ModelInput, forward_backward
+from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward_backward
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 

@@ -179,7 +179,7 @@ from megatron_rl.rank.groups import cut
 from megatron_rl.learn.training import overlap
 from megatron_rl.recipe.training import OptimizerConfig
 from megatron_rl.learn.training.optimizer import PolicyOptimizer
-from megatron_rl.learn.training.pipeline import Pipeline
+from megatron_rl.learn.training.schedule import Pipeline
 from megatron_rl.learn.training.schedule import ModelInput, forward_backward
 from datetime import timedelta
 

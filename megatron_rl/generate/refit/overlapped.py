@@ -39,7 +39,7 @@ class OverlappedRefit:
         safe_points: SafePoints,
         measure: Callable[[], Probe | None] | None = None,
     ) -> None:
-        """measure: measures the probe of a version (`run.prober`); None for replicas that are not probed."""
+        """measure: measures the probe of a version (`run.partitioned`); None for replicas that are not probed."""
         self._measure, self._probe_s = measure, 0.0
         self._transfer, self._pool, self._platform, self._safe_points = transfer, pool, platform, safe_points
         self._publication: Future[None] | None = None  # until `finish`

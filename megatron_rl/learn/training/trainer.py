@@ -17,8 +17,7 @@ from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.record import RolloutRecord
 from megatron_rl.learn.training.objective import FirstPass, Objective, Scores, trained_tokens
 from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
-from megatron_rl.learn.training.pipeline import Pipeline
-from megatron_rl.learn.training.schedule import ModelInput, UpdateInput, forward, forward_backward
+from megatron_rl.learn.training.schedule import ModelInput, Pipeline, UpdateInput, forward, forward_backward
 from megatron_rl.learn.training.training_batch import (
     TrainingBatch,
     UpdateBatch,

@@ -31,8 +31,7 @@ from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.contract.files import check_regular
 from megatron_rl.learn.supervised.example_rows import demonstrations, token_example
-from megatron_rl.learn.training.pipeline import Pipeline
-from megatron_rl.learn.training.schedule import ModelInput, forward_backward
+from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward_backward
 from megatron_rl.model.chat.messages import Example
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer

@@ -14,8 +14,7 @@ from te_stand_in import _AddedInPlace
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.learn.training import overlap
 from megatron_rl.learn.training.optimizer import PolicyOptimizer
-from megatron_rl.learn.training.pipeline import Pipeline
-from megatron_rl.learn.training.schedule import ModelInput, forward_backward
+from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward_backward
 from megatron_rl.model.platform.device import Linears
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.model import Recompute

@@ -13,8 +13,7 @@ from launcher.recipe.load import load_recipe
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.learn.training.objective import Grpo
-from megatron_rl.learn.training.pipeline import Pipeline
-from megatron_rl.learn.training.schedule import ModelInput, forward_backward
+from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward_backward
 from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.learn.training.training_batch import training_batch, update_part
 from megatron_rl.model.platform.phantom import PhantomCuda, PhantomDevice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.learn.training.pipeline import Pipeline
+from megatron_rl.learn.training.schedule import Pipeline
 from megatron_rl.model.platform.phantom import HeldMemory, PhantomDevice
 from megatron_rl.run.rehearse import rank
 from megatron_rl.run.rehearse.rank import PhaseFailed, Phases
