@@ -24,8 +24,8 @@ MEMORY_SHARE = 0.85
 """Share of the data sheet's bandwidth at which products and attention read: a rule of thumb."""
 KERNEL_S = 2e-6
 """Seconds that a kernel of a recorded step takes beside its memory traffic, to start and to end: a rule of thumb."""
-SUM_S = 5e-6
-"""Seconds of a sum over the GPUs of a node in symmetric memory: a rule of thumb. NCCL's takes three times as long."""
+SUM_S = 15e-6
+"""Seconds of a small sum over the GPUs of a node by NCCL: a rule of thumb."""
 TRAINING_MFU = 0.35
 """Share of the peak FLOP/s that forward and backward passes reach. Megatron-LM's README reports 0.41 to 0.48 for
 pre-training on H100s; packed answers of unequal lengths fill less."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -23,7 +24,6 @@ from megatron_rl.model.layers import Norm
 from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.platform.layer_kernels import LayerKernels, Norms
 from megatron_rl.model.platform.paged_attention import InPlaceLayout
-from megatron_rl.model.platform.tensor_sum import TensorSum
 
 
 def why_not_fused(policy: GPTModel) -> str | None:
@@ -62,19 +62,13 @@ class FusedLayer:
 class FusedPolicy:
     """The weights of a policy that `why_not_fused` accepts. They may change in place, and move."""
 
-    def __init__(
-        self, policy: GPTModel, kernels: LayerKernels, total: TensorSum, rotations: tuple[Tensor, Tensor]
-    ) -> None:
-        """
-        total: sum over the policy's tensor-parallel ranks.
-        rotations: cosines and sines of all positions, see `Rotation`.
-        """
+    def __init__(self, policy: GPTModel, kernels: LayerKernels, rotations: tuple[Tensor, Tensor]) -> None:
+        """rotations: cosines and sines of all positions, see `Rotation`."""
         self._policy = policy
         self._kernels = kernels
         self._rotations = rotations
         self._eps: float = policy.config.layernorm_epsilon
         self._kv_heads: int = policy.decoder.layers[0].self_attention.num_query_groups_per_partition
-        self._sum = total
         self._layers = [_layer(layer, self._eps) for layer in policy.decoder.layers]
         final: Tensor = policy.decoder.final_layernorm.weight
         self._next_norms = [*(layer.norm for layer in self._layers[1:]), final]
@@ -88,11 +82,18 @@ class FusedPolicy:
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
             heads = linear(normed, layer.qkv, layer.qkv_bias)
             attended = self._attended(layer, heads, cosines, sines, layout)
-            hidden, normed = kernels.add_and_norm(hidden, self._sum.product(attended, layer.proj), layer.mlp_norm, eps)
+            hidden, normed = kernels.add_and_norm(hidden, self._summed(attended, layer.proj), layer.mlp_norm, eps)
             activated = kernels.swiglu(linear(normed, layer.gate_and_value))
-            hidden, normed = kernels.add_and_norm(hidden, self._sum.product(activated, layer.out), next_norm, eps)
+            hidden, normed = kernels.add_and_norm(hidden, self._summed(activated, layer.out), next_norm, eps)
         of_rank: Tensor = self._policy.output().logits(normed if select is None else normed.index_select(0, select))
         return of_rank
+
+    def _summed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Multiply and sum over the tensor-parallel ranks: [rows, inputs], [outputs, inputs] -> [rows, outputs]."""
+        out = linear(rows, weight)
+        if (ranks := self._policy.pg_collection.tp).size() > 1:
+            dist.all_reduce(out, group=ranks)
+        return out
 
     def _attended(self, layer: FusedLayer, heads: Tensor, cosines: Tensor, sines: Tensor, layout: Layout) -> Tensor:
         """[tokens, (heads + 2 * kv_heads) * head_size] -> [tokens, heads * head_size]"""

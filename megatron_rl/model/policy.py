@@ -89,8 +89,7 @@ class Policy(GPTModel):
         kernels = self.kernels.layer_kernels
         if kernels is None or why_not_fused(self) is not None:
             return None
-        total = self.kernels.tensor_sum(self._tensor, self.config.params_dtype)
-        return FusedPolicy(self, kernels, total, rotations)
+        return FusedPolicy(self, kernels, rotations)
 
     @contextmanager
     def without_fp8(self) -> Iterator[None]:

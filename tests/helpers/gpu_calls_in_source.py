@@ -21,7 +21,6 @@ ROOTS = (
     "torch.cuda.graph_pool_handle",
     "torch.cuda.power_draw",
     "torch.distributed.ProcessGroupNCCL",
-    "torch.distributed._symmetric_memory",
     "torch.nn.attention",
     "transformer_engine",
 )

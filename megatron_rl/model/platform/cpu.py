@@ -21,10 +21,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.dense_attention import dense_layout
 from megatron_rl.model.platform.device import AnyModule, Device, Kernels, Linears, UnsupportedPlatform
+from megatron_rl.model.platform.layer_kernels import LayerKernels
 from megatron_rl.model.platform.paged_attention import PagedAttention, PagedRows
 from megatron_rl.model.platform.part_attention import part_layout
 from megatron_rl.model.platform.sparse_attention import sparse_attention
-from megatron_rl.model.platform.tensor_sum import CollectiveSum, OneRank, TensorSum
 from megatron_rl.model.platform.whole_linears import whole_linears
 
 CPU = torch.device("cpu")
@@ -52,6 +52,7 @@ class CpuKernels(Kernels):
     # more than 4 with AVX-512 and in its compatible mode. Seen in fp32; bf16 shows no difference.
     rows_multiple = 16
     computes_on_host = True
+    layer_kernels: LayerKernels | None = None  # FrozenPolicy generates
     page_tokens = 16
     transformer_overrides: dict[str, Any] = {
         "use_cpu_initialization": True,
@@ -66,9 +67,6 @@ class CpuKernels(Kernels):
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return sparse_attention(rows)
-
-    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
-        return OneRank() if group.size() == 1 else CollectiveSum(group)
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32  # required by torch's sparse kernels

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.cuda_attention import CudaAttention
@@ -19,7 +18,6 @@ from megatron_rl.model.platform.grouped_product import against_grouped_products
 from megatron_rl.model.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
 from megatron_rl.model.platform.layer_kernels import LayerKernels, TorchKernels
 from megatron_rl.model.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
-from megatron_rl.model.platform.tensor_sum import TensorSum, tensor_sum
 from megatron_rl.recipe.model import too_small_head
 
 if TYPE_CHECKING:
@@ -84,7 +82,6 @@ class CudaKernels(Kernels):
     def __init__(self, device: torch.device, made_of: Implementation = UNASKED) -> None:
         self.device, self.made_of = device, made_of
         self.transformer_overrides = made_of.transformer_overrides
-        self._sums: dict[tuple[str, torch.dtype], TensorSum] = {}  # recordings refer to their memory: never freed
         self._recorders: WeakSet[CudaGraphs] = WeakSet()  # of the engines of this process
 
     @cached_property
@@ -96,12 +93,6 @@ class CudaKernels(Kernels):
     @cached_property
     def layer_kernels(self) -> LayerKernels | None:
         return find_layer_kernels()
-
-    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
-        key = str(group.group_name), dtype
-        if key not in self._sums:
-            self._sums[key] = tensor_sum(group, dtype, self.device)
-        return self._sums[key]
 
     @cached_property
     def _graph_stream(self) -> torch.cuda.Stream:

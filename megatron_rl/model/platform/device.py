@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.layer_kernels import LayerKernels
 from megatron_rl.model.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
-from megatron_rl.model.platform.tensor_sum import TensorSum
 from megatron_rl.recipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -107,10 +105,6 @@ class Kernels(Protocol):
     def layer_kernels(self) -> LayerKernels | None:
         """Kernels between the products of a layer in generation; None if the training layers generate as well."""
         return None
-
-    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
-        """Return the sum of products over the ranks of a group in generation, the same for each engine. Collective the
-        first time."""
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         """Recorder of decode steps for a model of this dtype; None if the device has none or if `paged_attention`

@@ -115,9 +115,6 @@ GPU_CALLS = (
     GpuCall("torch", "torch._C._distributed_c10d", "Backend._end_coalescing", since="2.11"),
     GpuCall("torch", "torch._C._distributed_c10d", "Backend.eager_connect_single_device", 1, since="2.11"),
     GpuCall("torch", "torch._C._distributed_c10d", "Backend.abort", since="2.11"),
-    GpuCall("torch", "torch.distributed._symmetric_memory", "enable_symm_mem_for_group", 1),
-    GpuCall("torch", "torch.distributed._symmetric_memory", "empty", 1, ("device", "dtype")),
-    GpuCall("torch", "torch.distributed._symmetric_memory", "rendezvous", 2),
 )
 
 RELEASES = {FLASH_ATTN: "2.7.4", "megatron-core": "0.16.1", "torch": "2.7", TRANSFORMER_ENGINE: "2.4"}

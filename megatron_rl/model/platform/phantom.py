@@ -21,7 +21,6 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import transformer_block
 from torch import Tensor, UntypedStorage
@@ -40,7 +39,6 @@ from megatron_rl.model.platform.device import AnyModule
 from megatron_rl.model.platform.flash_kernels import PagedKernel, VarlenKernel
 from megatron_rl.model.platform.layer_kernels import TorchKernels
 from megatron_rl.model.platform.megatron_patches import patch_multi_tensor
-from megatron_rl.model.platform.tensor_sum import CollectiveSum, OneRank, TensorSum
 
 ACCELERATOR = torch.device("lazy", 0)
 """An accelerator that this build of torch knows only by name. Gradients are computed as on a CPU."""
@@ -326,9 +324,6 @@ class PhantomKernels(CudaKernels):
 
     def against_grouped_products(self, dtype: torch.dtype) -> str | None:
         return None if dtype == torch.bfloat16 else "the grouped product needs bf16"
-
-    def tensor_sum(self, group: dist.ProcessGroup, dtype: torch.dtype) -> TensorSum:
-        return OneRank() if group.size() == 1 else CollectiveSum(group)
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs | None:
         return PhantomGraphs() if self.attention.page_kernel(dtype, page_tokens) else None
