@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,18 +32,6 @@ def named(page: str) -> dict[str, str]:
     return dict(spans)
 
 
-def rows_with_a_test() -> dict[str, dict[str, tuple[str, str]]]:
-    file = ROOT / "tests" / "unit" / "megatron_rl" / "algorithms" / "test_rows_of_peers.py"
-    spec = importlib.util.spec_from_file_location("rows_of_peers", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    found: dict[str, dict[str, tuple[str, str]]] = module.ROWS
-    return found
-
-
-ROWS = rows_with_a_test()
 KNOWN = {".".join(path) for path in Keys().known}
 
 
@@ -59,19 +45,6 @@ def test_every_key_in_our_column_exists(page: str) -> None:
     }
     assert ours == set()
     assert len(named(page)) > 40
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_row_about_advantages_and_losses_has_a_test_of_the_peers_formula(page: str) -> None:
-    """Rows of the other tables name sizes and places, which have no formula."""
-    text = (DOCS / page).read_text()
-    parts = re.split(r"^## ", text, flags=re.MULTILINE)
-    lines = [line for part in parts if part.startswith(("Advantages", "Loss")) for line in part.splitlines()]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
-    expected = {re.findall(r"`([^`]*)`", one[0])[0] for one in cells if one[1] != "none"}
-    assert {*ROWS[page]} == expected
-    for file, name in ROWS[page].values():
-        assert f"def {name}(" in (ROOT / "tests/unit/megatron_rl/algorithms" / file).read_text(), (file, name)
 
 
 @pytest.mark.parametrize("page", PAGES)

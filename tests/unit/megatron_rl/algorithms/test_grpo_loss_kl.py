@@ -4,13 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_rl.algorithms.loss_terms import kl_penalty
-
-ESTIMATORS = ["k1", "k2", "k3"]
-LOG_PROBS = st.floats(-10, 0, width=32)
 
 
 @pytest.fixture
@@ -36,14 +31,6 @@ def kl(log_p, log_q):
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
-def test_values_computed_by_hand():
-    half, quarter = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
-    # The policy finds the token twice as likely as the reference does: d = -log 2.
-    assert kl_penalty(half, quarter, "k1").item() == pytest.approx(0.693147)
-    assert kl_penalty(half, quarter, "k2").item() == pytest.approx(0.5 * 0.693147**2, rel=1e-5)
-    assert kl_penalty(half, quarter, "k3").item() == pytest.approx(0.5 + 0.693147 - 1, rel=1e-5)
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_k1_and_k3_are_unbiased_values(policies, estimator):
     logits, reference = policies
@@ -67,16 +54,6 @@ def test_as_a_loss_k3_follows_the_gradient_of_kl_reference_to_policy(policies):
     logits, reference = policies
     expected = gradient(kl(reference, logits.log_softmax(0)), logits)
     torch.testing.assert_close(gradient(mean_over_samples(logits, reference, "k3"), logits), expected)
-
-
-@given(LOG_PROBS, LOG_PROBS, st.sampled_from(["k2", "k3"]))
-def test_k2_and_k3_are_never_negative(log_prob, reference, estimator):
-    assert kl_penalty(torch.tensor([log_prob]), torch.tensor([reference]), estimator).item() >= 0
-
-
-@given(LOG_PROBS, st.sampled_from(ESTIMATORS))
-def test_equal_logprobs_have_no_penalty(log_prob, estimator):
-    assert kl_penalty(torch.tensor([log_prob]), torch.tensor([log_prob]), estimator).item() == 0
 
 
 def test_k3_is_accurate_close_to_the_reference():

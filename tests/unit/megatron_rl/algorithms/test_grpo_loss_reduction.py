@@ -30,18 +30,6 @@ def mean_by_hand(answers, losses, reduction):
     return (sum(loss.mean() for loss in trained) / len(trained)).item()
 
 
-def test_token_reduction_by_hand():
-    lengths, trained = torch.tensor([2, 6, 9]), torch.tensor([1.0, 1.0, 0.0])
-    assert local_normaliser(lengths, trained, "token") == 8
-    assert token_weights(lengths, trained, "token", 8).tolist() == [0.125, 0.125, 0]
-
-
-def test_sequence_reduction_by_hand():
-    lengths, trained = torch.tensor([2, 8, 9]), torch.tensor([1.0, 1.0, 0.0])
-    assert local_normaliser(lengths, trained, "sequence") == 2
-    assert token_weights(lengths, trained, "sequence", 2).tolist() == [0.25, 0.0625, 0]
-
-
 def test_empty_answer_does_not_count():
     lengths, trained = torch.tensor([2, 0]), torch.tensor([1.0, 1.0])
     assert local_normaliser(lengths, trained, "sequence") == 1
@@ -64,11 +52,6 @@ def test_all_weights_are_zero_if_nothing_is_trained(reduction):
     normaliser = local_normaliser(lengths, trained, reduction)
     assert normaliser == 0
     assert token_weights(lengths, trained, reduction, normaliser).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_rank_without_answers_adds_nothing(reduction):
-    assert local_normaliser(*columns([]), reduction) == 0
 
 
 # Rollouts of several sequences

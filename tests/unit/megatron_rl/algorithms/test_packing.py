@@ -184,21 +184,6 @@ def test_no_chosen_sequences_make_no_micro_batch() -> None:
     assert packed([trajectory([1], [2])], []) == []
 
 
-@given(st.floats(0.1, 3.0), st.integers(0, 1000))
-def test_logprobs_and_entropy_are_of_the_tempered_distribution(temperature: float, seed: int) -> None:
-    logits = 3 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed))
-    targets = torch.arange(6)
-    logprobs, entropy = token_logprobs(logits, targets, temperature)
-    probs = (logits.double() / temperature).softmax(-1)
-    torch.testing.assert_close(logprobs.double(), probs[torch.arange(6), targets].log(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), torch.special.entr(probs).sum(-1), rtol=1e-4, atol=1e-5)
-
-
-def test_greedy_decoding_counts_as_temperature_one() -> None:
-    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(token_logprobs(logits, torch.arange(4), 0.0)[0], token_logprobs(logits, torch.arange(4), 1.0)[0])
-
-
 def test_tokens_after_the_last_trained_one_are_not_packed() -> None:
     """No trained token follows, for example, the last result of a tool."""
     (micro,) = pack([[5, 1, 2, 3, 4]], [[False, True, True, False, False]], [0], 100)
