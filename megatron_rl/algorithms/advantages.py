@@ -12,7 +12,6 @@ from megatron_rl.algorithms.rewards import has_signal
 from megatron_rl.recipe.grpo import AdvantageStd
 
 STD_EPSILON = 1e-4
-"""Added to the standard deviation that divides advantages."""
 
 
 def group_advantages(rewards: Tensor, group: Tensor, num_groups: int, *, std: AdvantageStd) -> Tensor:

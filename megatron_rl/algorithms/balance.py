@@ -9,7 +9,6 @@ MEASURABLE = 0.02
 """Smallest excess of the slowest replica, as a share of its work, that justifies moving groups. Less is not
 measurable."""
 STEP = 0.005
-"""Relative step between the limits tried for a replica's work."""
 
 
 def balance(costs: Sequence[float], homes: Sequence[int], replicas: int, *, negligible: float = 0.0) -> list[int]:

@@ -42,12 +42,9 @@ class BinLimit:
 class Tree:
     """Sequences with a common prefix, in the lexicographic order of the rest."""
 
-    prefix: int
-    """Tokens of the prefix, at least 1."""
-    names: Sequence[int]
-    """Names of the sequences in bins."""
-    rests: Sequence[int]
-    """Tokens of each sequence after the prefix."""
+    prefix: int  # tokens of the prefix, at least 1
+    names: Sequence[int]  # names of the sequences in bins
+    rests: Sequence[int]  # tokens of each sequence after the prefix
     shared: Sequence[int]
     """Number of these tokens that each sequence shares with the one before it; 0 for the first."""
 
@@ -125,7 +122,6 @@ def spread(trees: Sequence[Tree], limit: BinLimit, count: int) -> list[list[int]
 
 
 def _halves(names: list[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split two or more neighbours into two non-empty parts of nearly equal size."""
     sums = [*accumulate(sizes)]
     cut = min(range(1, len(names)), key=lambda cut: abs(2 * sums[cut - 1] - sums[-1]))
     return names[:cut], names[cut:]
@@ -153,7 +149,6 @@ class _Filling:
 
     def __init__(self, trees: Sequence[Tree], limit: BinLimit, units: Sequence[Unit]) -> None:
         self.used: list[int] = []
-        """Cost of each bin."""
         self._trees = trees
         self._limit = limit.cost
         self._rows_per_token = limit.rows_per_token

@@ -27,19 +27,13 @@ from megatron_rl.model.platform.attention import PackedSequences
 class ContextPart:
     """One rank's part of a micro-batch. Every trained token is predicted in exactly one part."""
 
-    tokens: Tensor
-    """[part]"""
-    positions: Tensor
-    """[part] position within the sequence."""
-    select: Tensor
-    """[selected] index in the part of the token whose logits predict each trained token."""
-    targets: Tensor
-    """[selected] the trained tokens."""
-    trained: Tensor
-    """[selected] see `MicroBatch.trained`."""
+    tokens: Tensor  # [part]
+    positions: Tensor  # [part] position within the sequence
+    select: Tensor  # [selected] index in the part of the token whose logits predict each trained token
+    targets: Tensor  # [selected] the trained tokens
+    trained: Tensor  # [selected] see `MicroBatch.trained`.
     indices: Tensor
-    indices_of_ranks: Tensor
-    """[ranks, part] indices of each rank's tokens in the whole."""
+    indices_of_ranks: Tensor  # [ranks, part] indices of each rank's tokens in the whole
     whole: PackedSequences
     """The whole micro-batch, padded with trees so that all ranks have the same number of tokens."""
 
@@ -78,7 +72,6 @@ def cut(cu_seqlens: Tensor, ranks: int) -> Tensor:
 
 
 def _divisible(batch: MicroBatch, ranks: int) -> MicroBatch:
-    """Add the fewest tokens that make the number divisible, as further trees that predict nothing."""
     missing = -len(batch.tokens) % ranks
     if not missing:
         return batch

@@ -43,16 +43,11 @@ from megatron_rl.recipe.own_code import is_own
 class Credit:
     """Credit of complete groups, whose trajectories are concatenated; on the CPU."""
 
-    group: Tensor
-    """[trajectories] index of the group."""
-    rewards: Tensor
-    """[trajectories] as scored."""
-    advantages: Tensor
-    """[trajectories]"""
-    signal: Tensor
-    """[groups] whether the rewards differ: see `has_signal`."""
-    carries_loss: Tensor
-    """[trajectories] 1, or 0 if masked as overlong."""
+    group: Tensor  # [trajectories] index of the group
+    rewards: Tensor  # [trajectories] as scored
+    advantages: Tensor  # [trajectories]
+    signal: Tensor  # [groups] whether the rewards differ: see `has_signal`
+    carries_loss: Tensor  # [trajectories] 1, or 0 if masked as overlong
     has_gradient: list[bool]
     """[trajectories] whether some token has a gradient or a loss, so that it goes through the model."""
 
@@ -94,7 +89,6 @@ def credit_of_rows(groups: Sequence[TrajectoryGroup]) -> Credit:
 
 
 def reads_batch(config: GrpoConfig) -> bool:
-    """Whether the advantage of an answer depends on other groups."""
     names = config.baseline in ("batch", "per_reward") or is_own(config.baseline)
     return names or config.advantage_std_of != "baseline"
 

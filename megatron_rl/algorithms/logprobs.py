@@ -47,7 +47,6 @@ def predicted_logprobs(
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float, *, entropy: Entropy = "value"
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs and entropy from logits of the whole vocabulary, [tokens, vocab]."""
     scaled = logits.float()
     if temperature not in (0.0, 1.0):
         scaled = scaled / temperature

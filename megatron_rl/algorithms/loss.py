@@ -133,7 +133,6 @@ def _kl(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
 
 
 def _policy_loss(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:
-    """Raises ValueError if a loss of the user's does not return one value for each token."""
     if (own := own_policy_loss(config)) is None:
         return LOSSES[config.policy_loss](tokens, config)
     return TokenLoss(as_losses(own(tokens, config), tokens))

@@ -37,7 +37,6 @@ def _checked(reference: str, check: Check, config: GrpoConfig) -> Function:
 
 
 def _check_signature(function: Function, config: GrpoConfig, signature: str) -> None:
-    """Raise ValueError unless the function accepts two arguments, the second one the configuration."""
     try:
         inspect.signature(function).bind(None, config)
     except TypeError as error:
@@ -149,7 +148,6 @@ def _losses(loss: Callable[..., Any], tokens: TrainedTokens, config: GrpoConfig)
 
 
 def as_losses(values: Any, tokens: TrainedTokens) -> Tensor:
-    """Return the result of a loss of the user's. Raises ValueError if it is not one value for each token."""
     shape = (len(tokens.logprobs),)
     if not isinstance(values, Tensor):
         raise ValueError(f"the loss must be a tensor [tokens], and is of type {type(values).__name__}")

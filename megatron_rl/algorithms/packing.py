@@ -28,13 +28,10 @@ HEAD = 64
 class MicroBatch(PackedSequences):
     """One forward and backward pass of a replica. All tensors are on the CPU."""
 
-    tokens: Tensor
-    """[packed]"""
+    tokens: Tensor  # [packed]
     positions: Tensor
-    select: Tensor
-    """[selected] index of the packed token whose logits predict each trained token."""
-    targets: Tensor
-    """[selected] the trained tokens."""
+    select: Tensor  # [selected] index of the packed token whose logits predict each trained token
+    targets: Tensor  # [selected] the trained tokens
     trained: Tensor
     """[selected] index of each trained token among those of the whole batch, all its sequences concatenated."""
 
@@ -185,7 +182,6 @@ class Packing:
 
 
 Run = tuple[int, int]
-"""Start and length of a run of consecutive indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +191,6 @@ class _Merged:
     edges: list[int] = field(default_factory=lambda: [0])
     """First token of each tree, and the end of the last one."""
     sources: list[Run] = field(default_factory=list)
-    """Runs of the sequences' tokens that are packed."""
     positions: list[Run] = field(default_factory=list)
     ends: list[tuple[int, int, int]] = field(default_factory=list)
     """(start, length, subtree end) of runs of packed tokens."""

@@ -25,12 +25,10 @@ SMALLEST = 1e-8
 class TokenLoss(NamedTuple):
     """Losses of the tokens of a micro-batch, before their weights; every tensor is [tokens]."""
 
-    values: Tensor
-    """Losses, with gradient."""
+    values: Tensor  # losses, with gradient
     clip_low: Tensor | None = None
     """bool, tokens whose gradient the lower bound removes or reduces; None if the loss has no bounds."""
-    clip_high: Tensor | None = None
-    """bool, the same of the upper bound."""
+    clip_high: Tensor | None = None  # bool, the same of the upper bound
 
 
 def clip(tokens: TrainedTokens, config: GrpoConfig) -> TokenLoss:

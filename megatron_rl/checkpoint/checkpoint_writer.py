@@ -89,8 +89,6 @@ class SaveInProgress:
 
 
 class CheckpointWriter:
-    """This rank's part of every save of a run, one at a time."""
-
     def __init__(self, run_dir: RunDir, config: SaveConfig, rank: int, world_size: int) -> None:
         self._run_dir = run_dir
         self._config = config
@@ -150,7 +148,6 @@ class CheckpointWriter:
         return [pickle.loads(_part_file(save.folder, rank).read_bytes()) for rank in range(1, self._world_size)]
 
     def _withdraw(self, save: SaveInProgress) -> None:
-        """Free the space, and notify the other ranks by a rename, which needs none."""
         if self._world_size == 1:
             discard(save.folder)
             return

@@ -188,7 +188,6 @@ def _defect_found_twice(check: Callable[[], str | None]) -> str | None:
 
 
 def _agree_on_manifest(folder: Path, control: dist.ProcessGroup) -> Manifest:
-    """Return the manifest as rank 0 reads it."""
     found: list[Manifest | str | None] = [None]
 
     def check() -> str | None:

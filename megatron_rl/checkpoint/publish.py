@@ -33,12 +33,8 @@ _DEBRIS = re.compile(r"step-\d{6,}(\..+)?\.tmp")
 
 @dataclass(frozen=True)
 class Latest:
-    """Result of `find_latest`."""
-
-    step: int | None
-    """Newest good checkpoint; None without any."""
-    passed_over: tuple[str, ...]
-    """Log line for each newer checkpoint that is not usable."""
+    step: int | None  # newest good checkpoint; None without any
+    passed_over: tuple[str, ...]  # log line for each newer checkpoint that is not usable
 
 
 def find_latest(run_dir: RunDir) -> Latest:
@@ -129,7 +125,6 @@ def clean_up(run_dir: RunDir) -> None:
 
 
 def _replaced_by(target: Path) -> Path:
-    """Path of a replaced checkpoint until the new one is in its place."""
     return target.with_name(f".{target.name}{OLD}")
 
 

@@ -69,7 +69,6 @@ class SaveSchedule:
     # 156, 158, 159 and 160: seven broadcasts in sixty steps. A save starts when less than half a step is left: the next
     # step would end further behind its time than this one is ahead of it.
     def _decide(self, step: int) -> tuple[bool, int]:
-        """Whether to save now, and the step of the next decision."""
         now = self._clock()
         checked_step, checked_at = self._checked
         self._checked = step, now

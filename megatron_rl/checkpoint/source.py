@@ -26,17 +26,11 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, slots=True)
 class PolicySource:
-    """Model, tokenizer and origin of the weights at a path."""
-
     name: str
-    """Name of the run, of the directory, or on the hub."""
     kind: Literal["checkpoint", "huggingface"]
     folder: Path
-    """Folder of the checkpoint or of the published weights."""
-    step: int | None
-    """Step of a run's checkpoint; None for weights without a run."""
-    recipe: RunConfig | None
-    """Recipe of the run; None for weights without a run."""
+    step: int | None  # step of a run's checkpoint; None for weights without a run
+    recipe: RunConfig | None  # recipe of the run; None for weights without a run
     model: ModelConfig
     tokenizer: Tokenizer
 
@@ -66,7 +60,6 @@ def find_source(path: str, dtype: Precision | None = None, today: str | None = N
 
 @contextmanager
 def _usable() -> Iterator[None]:
-    """Say with a ConfigurationError why a path cannot be used."""
     try:
         yield
     except (CheckpointError, ValueError) as error:

@@ -28,7 +28,6 @@ class ControlTokens:
         self._names = re.compile("|".join(map(re.escape, longest_first))) if names else None
 
     def mark(self, value: Any) -> Any:
-        """Return a message, or a part of one, with the control tokens in its texts marked."""
         if isinstance(value, str):
             text = value.replace(MARK, "")
             # Repeat, because one name may start within another, and a match takes the characters of both. With the

@@ -99,11 +99,9 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
     """megatron-core's dispatcher, with tokens sorted on the device. Its stages and its exchange between ranks are
     megatron-core's (0.16.1 and 0.19); `ends`, which the experts read, stays on the device."""
 
-    ends: Tensor
-    """[local experts] int32: rows up to the end of each expert, in descending order of experts."""
+    ends: Tensor  # [local experts] int32: rows up to the end of each expert, in descending order of experts
     sent: Order
-    received: Order | None
-    """Order by expert of the rows that came from several ranks; None if they came in it."""
+    received: Order | None  # order by expert of the rows that came from several ranks; None if they came in it
     of_sources: Tensor | None
     """[ranks, local experts]: rows that each rank sends to each expert; None where no order is needed."""
 
@@ -192,7 +190,6 @@ class GroupedExperts(SequentialMLP):
         return product
 
     def _linears(self, name: str) -> list[Any]:
-        """A linear of each expert, in descending order of experts."""
         return [getattr(expert, name) for expert in reversed(self.local_experts)]
 
     def put_weights_together(self) -> None:

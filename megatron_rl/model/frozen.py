@@ -36,8 +36,7 @@ def freezes(policy: GPTModel, kernels: Kernels) -> bool:
 @dataclass(frozen=True, slots=True)
 class FrozenLayer:
     number: int
-    heads: FrozenLinear
-    """All queries, then all keys, then all values."""
+    heads: FrozenLinear  # all queries, then all keys, then all values
     head_norms: tuple[Norm, Norm] | None
     proj: FrozenLinear
     gate: FrozenLinear
@@ -94,7 +93,6 @@ class FrozenPolicy:
         return torch.cat([part.flatten(0, 2) for part in parts])
 
     def logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
-        """Compute what `Policy.forward` does."""
         count = tokens.shape[0]
         filling = -count % self._multiple
         rotation = Rotation(*(each.index_select(0, positions) for each in self._rotations))
@@ -135,7 +133,6 @@ class FrozenPolicy:
 
 
 def _with_norm(norm: Norm, weight: Tensor) -> Tensor:
-    """Weight of the product that follows a norm, multiplied by the norm's weight."""
     return weight * (norm.weight * norm.weight.shape[0] ** 0.5)
 
 

@@ -43,20 +43,14 @@ def why_not_fused(policy: GPTModel) -> str | None:
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
     number: int
-    norm: Tensor
-    """[hidden]"""
-    qkv: Tensor
-    """[(heads + 2 * kv_heads) * head_size, hidden]"""
+    norm: Tensor  # [hidden]
+    qkv: Tensor  # [(heads + 2 * kv_heads) * head_size, hidden]
     qkv_bias: Tensor | None
     head_norms: Norms | None
-    proj: Tensor
-    """[hidden, heads * head_size]"""
-    mlp_norm: Tensor
-    """[hidden]"""
-    gate_and_value: Tensor
-    """[2 * ffn, hidden]"""
-    out: Tensor
-    """[hidden, ffn]"""
+    proj: Tensor  # [hidden, heads * head_size]
+    mlp_norm: Tensor  # [hidden]
+    gate_and_value: Tensor  # [2 * ffn, hidden]
+    out: Tensor  # [hidden, ffn]
 
 
 class FusedPolicy:
@@ -74,7 +68,6 @@ class FusedPolicy:
         self._next_norms = [*(layer.norm for layer in self._layers[1:]), final]
 
     def logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
-        """Compute what `Policy.forward` does."""
         kernels, eps = self._kernels, self._eps
         hidden = self._policy.embedding(tokens[None], positions[None])[:, 0].contiguous()
         cosines, sines = (each.index_select(0, positions) for each in self._rotations)

@@ -25,25 +25,18 @@ HF_OUTPUT = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
-    """A whole tensor of Hugging Face."""
-
     name: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Composition of a tensor of megatron-core."""
-
-    sources: tuple[HfTensor, ...]
-    """Tensors, one after another along the first axis."""
-    split: int | None = None
-    """Axis of each source that tensor-parallel ranks split; None if each has all."""
+    sources: tuple[HfTensor, ...]  # tensors, one after another along the first axis
+    split: int | None = None  # axis of each source that tensor-parallel ranks split; None if each has all
     blocks: int | None = None
     """Number of blocks, each with equal parts of all sources, that replace the simple order. Ranks split the rows of
     all blocks."""
-    padded: bool = False
-    """Whether rows of zeros may follow."""
+    padded: bool = False  # whether rows of zeros may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +45,7 @@ class TensorPiece:
 
     source: HfTensor
     index: tuple[slice, ...]
-    view: Tensor
-    """View of the same part in the tensor: [blocks, rows, ...]."""
+    view: Tensor  # view of the same part in the tensor: [blocks, rows, ...].
 
 
 def weights(model: ModelConfig) -> dict[str, Weight]:

@@ -20,17 +20,12 @@ from megatron_rl.recipe.model import ModelConfig
 class Held:
     """A weight that this rank has, wholly or in part."""
 
-    name: str
-    """megatron-core's name, with layers and experts numbered over the whole model."""
+    name: str  # megatron-core's name, with layers and experts numbered over the whole model
     weight: Weight
-    tensor: Tensor
-    """This rank's part: the memory of its parameter."""
-    ranks: dist.ProcessGroup
-    """Ranks that together have the weight."""
-    copies: dist.ProcessGroup
-    """Ranks with the same part."""
-    linear: Adapter | None = None
-    """Linear with an adapter whose weight it is."""
+    tensor: Tensor  # this rank's part: the memory of its parameter
+    ranks: dist.ProcessGroup  # ranks that together have the weight
+    copies: dist.ProcessGroup  # ranks with the same part
+    linear: Adapter | None = None  # linear with an adapter whose weight it is
 
     def pieces(self, tensor: Tensor | None = None) -> Iterator[TensorPiece]:
         """Locate Hugging Face's tensors in this rank's part, or in a tensor that replaces it. Pieces may be empty if it
@@ -50,7 +45,6 @@ def held_weights(policy: Policy, model: ModelConfig) -> list[Held]:
 
 
 def held_adapters(policy: Policy, model: ModelConfig) -> list[Held]:
-    """Return the matrices of all adapters of this rank's part of a policy, as `held_weights` returns its weights."""
     return [*_held(policy, adapters(model), of_adapters=True)]
 
 

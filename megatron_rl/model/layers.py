@@ -33,7 +33,6 @@ from megatron_rl.recipe.model import Recompute
 def packed_block_spec(
     config: TransformerConfig, recompute: Recompute, kernels: Kernels, stage: int, adapters: Adapters | None
 ) -> Any:
-    """Specification of a pipeline stage's layers and of the norm after the last one, for GPTModel."""
     if config.num_moe_experts is not None:
         patch_router()
     spec: Any = get_gpt_layer_local_spec(
@@ -71,7 +70,6 @@ def plain_block_spec(config: TransformerConfig, adapters: Adapters | None) -> An
 
 
 def _set_linears(spec: Any, linears: Linears | None, adapters: Adapters | None) -> None:
-    """Set the classes of a layer's linears, unless they are megatron-core's own without adapters."""
     if linears is None and adapters is None:
         return
     linears = linears or Linears(ColumnParallelLinear, RowParallelLinear)
@@ -105,10 +103,8 @@ class Rotation:
     """Rotates queries and keys by their positions (RoPE, arXiv 2104.09864), both at once and with the same sines in
     every layer. megatron-core rotates them one by one and computes the sines each time."""
 
-    cosines: Tensor
-    """[tokens, 1, head_size]"""
-    sines: Tensor
-    """[tokens, 1, head_size], negated in the first half."""
+    cosines: Tensor  # [tokens, 1, head_size]
+    sines: Tensor  # [tokens, 1, head_size], negated in the first half
 
     def turn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate both; each [tokens, heads, head_size]."""

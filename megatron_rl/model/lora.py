@@ -121,7 +121,6 @@ class Adapter:
     exchange: ClassVar[Callable[..., Tensor]]
     """Product A x of this rank's inputs -> of those that B is multiplied with."""
     exchange_in_parts: ClassVar[Callable[..., Tensor]]
-    """The same under sequence parallelism."""
 
     full_name = ""
     """Name in the whole model, see `Trainable.mark`."""
@@ -186,7 +185,6 @@ class Adapter:
         return self.thinned(inputs, of_rows[:, None] + of_columns)
 
     def of_pass(self, seed: int) -> int:
-        """Number of this linear's pass over a micro-batch, different from that of any other."""
         return zlib.crc32(f"{seed} {self.adapters.microbatch} {self.full_name}".encode())
 
     def first_column(self, inputs: Tensor) -> int:

@@ -44,7 +44,6 @@ def adapters(model: ModelConfig) -> dict[str, Weight]:
 
 
 def layer_adapters(model: ModelConfig, number: int) -> dict[str, Weight]:
-    """Return the adapters of a layer; none if the model has none."""
     found: dict[str, Weight] = {}
     for name, weight in layer_weights(model, number).items() if model.lora else ():
         linear, _, kind = name.rpartition(".")
@@ -54,7 +53,6 @@ def layer_adapters(model: ModelConfig, number: int) -> dict[str, Weight]:
 
 
 def _pair(weight: Weight, lora: LoraConfig) -> tuple[Weight, Weight] | None:
-    """A and B of a linear; None if it contains no target."""
     modules = [source.name.removesuffix(".weight") for source in weight.sources]
     targeted = [module for module in modules if is_target(module, lora)]
     if not targeted:
@@ -70,7 +68,6 @@ def _pair(weight: Weight, lora: LoraConfig) -> tuple[Weight, Weight] | None:
 
 
 def is_target(module: str, lora: LoraConfig) -> bool:
-    """Whether a module of transformers, such as model.layers.0.self_attn.q_proj, has an adapter."""
     return module.rpartition(".")[2] in lora.targets
 
 

@@ -27,7 +27,6 @@ class NotPackaged(Exception):
 
 
 def gguf_of(package: str) -> Path:
-    """Return the only GGUF file of an installed package. Raises NotPackaged."""
     try:
         files = distribution(package).files or []
     except PackageNotFoundError as error:

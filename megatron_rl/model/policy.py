@@ -38,14 +38,10 @@ FP8_ROWS = 16
 class OutputPart:
     """One tensor-parallel rank's rows of the output layer. Each row makes the logit of one token."""
 
-    weight: Tensor
-    """[rows, hidden]"""
-    tokens: range
-    """Tokens of the first rows; further rows pad the vocabulary."""
-    group: dist.ProcessGroup | None
-    """Ranks that hold the other rows; None where this rank holds all."""
-    in_fp32: bool = False
-    """Whether logits are computed in fp32 whatever the dtypes are."""
+    weight: Tensor  # [rows, hidden]
+    tokens: range  # tokens of the first rows; further rows pad the vocabulary
+    group: dist.ProcessGroup | None  # ranks that hold the other rows; None where this rank holds all
+    in_fp32: bool = False  # whether logits are computed in fp32 whatever the dtypes are
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[predictors, hidden] -> [predictors, len(tokens)]"""
@@ -66,7 +62,6 @@ class Policy(GPTModel):
     fp32_output: bool
     platform: Device
     vocabulary: int
-    """Number of tokens without padding of the embedding."""
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
         """Return logits of the packed tokens in `select` (all if None), for a policy without a pipeline.
@@ -114,7 +109,6 @@ class Policy(GPTModel):
         return self.adapters.dropping(*key) if self.adapters else nullcontext()
 
     def begin_microbatch(self, number: int) -> None:
-        """Note the number of the micro-batch in its update whose forward pass begins."""
         if self.adapters:
             self.adapters.microbatch = number
 
@@ -154,7 +148,6 @@ class Policy(GPTModel):
         return self._whole(selected).squeeze(1)
 
     def output(self) -> OutputPart:
-        """Return this rank's part of the output layer; on the last stage."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         holder = self.embedding.word_embeddings if tied and self.pre_process else self.output_layer
@@ -200,7 +193,6 @@ class Policy(GPTModel):
         return self.platform.kernels
 
     def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
-        """Return the attention layout of whole sequences on the policy's device: see `Kernels.attention_layout`."""
         return self.kernels.attention_layout(packed, self.config.params_dtype, part)
 
     def prepare(self, tokens: int, platform: Device) -> None:
@@ -218,7 +210,6 @@ class Policy(GPTModel):
 def transformer_config(
     model: ModelConfig, kernels: Kernels, groups: ProcessGroupCollection, *, sequence_parallel: bool = False
 ) -> TransformerConfig:
-    """Return megatron-core's configuration of the model's shape, split over these groups."""
     dtype = DTYPES[model.dtype]
     experts: dict[str, Any] = {}
     if model.num_experts is not None:

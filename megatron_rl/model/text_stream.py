@@ -110,7 +110,6 @@ class StopFilter:
         self._stop, self._keep_stop = stop, keep_stop
         self._held = ""  # may be the start of a stop string
         self.stopped: str | None = None
-        """The stop string that was found; later pieces add no text."""
 
     def push(self, new: str) -> str:
         if self.stopped is not None:

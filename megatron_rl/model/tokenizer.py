@@ -249,7 +249,6 @@ class HuggingFaceTokenizer:
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that the tokenizer puts before any text."""
     whole: list[int] = tokenizer.encode("a")
     text: list[int] = tokenizer.encode("a", add_special_tokens=False)
     starts = range(len(whole) - len(text) + 1)

@@ -33,7 +33,6 @@ class Trainable:
 
     @property
     def everything(self) -> bool:
-        """Whether training changes all weights, so that nothing of the initial policy is left."""
         return self.lora is None
 
     def includes(self, name: str) -> bool:
@@ -50,7 +49,6 @@ class Trainable:
                 policy.get_submodule(linear).full_name = global_name
 
     def trained(self, sharded_state: Mapping[str, Item]) -> dict[str, Item]:
-        """Part of a model's sharded state that a checkpoint holds."""
         return {name: item for name, item in sharded_state.items() if self.includes(name)}
 
     def initial(self, sharded_state: Mapping[str, Item]) -> dict[str, Item]:
@@ -59,7 +57,6 @@ class Trainable:
 
 
 def load_part(policy: Policy, state: Mapping[str, Any]) -> None:
-    """Load weights that may be only some of the policy's."""
     unknown = policy.load_state_dict(state, strict=False).unexpected_keys
     assert not unknown, f"the policy has no {unknown[0]}"
 

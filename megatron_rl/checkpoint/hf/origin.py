@@ -18,8 +18,6 @@ from megatron_rl.recipe.model import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOrigin:
-    """Facts about a checkpoint other than its weights."""
-
     model: ModelConfig  # shape of the model; `vocab_size` counts the rows of the embedding without padding
     published: Path | None  # directory of config.json, generation config and chat template; None without one
     tokenizer: Path | None  # directory of the tokenizer; None if it has no Hugging Face form
@@ -56,7 +54,6 @@ def contradictions(model: ModelConfig, checkpoint: Path) -> list[str]:
 
 
 def _run_of(checkpoint: Path) -> RunDir | None:
-    """The run that a checkpoint belongs to; None without one."""
     run = RunDir(checkpoint.absolute().parent.parent)
     return run if checkpoint.absolute().parent == run.checkpoints and run.resolved.is_file() else None
 
@@ -77,7 +74,6 @@ def _of_run(run: RunDir) -> CheckpointOrigin:
 
 
 def _published(model: ModelConfig) -> Path | None:
-    """Directory of the published weights that a model descends from, over any number of runs."""
     try:
         if model.init == "huggingface" and model.huggingface:
             return local_folder(model.huggingface, "model.huggingface", CONFIG_FILE)

@@ -32,8 +32,6 @@ PREFIX = "base_model.model."  # prefix of PEFT's names of tensors
 
 
 class CheckpointReader(Protocol):
-    """CheckpointReader of a checkpoint's weights."""
-
     @property
     def names(self) -> list[str]:
         """Names of megatron-core's weights, in its order."""
@@ -46,8 +44,6 @@ class CheckpointReader(Protocol):
 
 
 class PublishedReader:
-    """CheckpointReader of a directory of Hugging Face weights."""
-
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._files = WeightsFolder(folder)
         self.names = [name for name in weights(model) if not (name == OUTPUT and model.tied_embeddings)]
@@ -61,8 +57,6 @@ class PublishedReader:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReader:
-    """CheckpointReader of the adapters of a checkpoint."""
-
     folder: Path
     manifest: Manifest
     model: ModelConfig
@@ -82,11 +76,9 @@ class AdapterReader:
 
     @property
     def base(self) -> str:
-        """Path or name of the weights that the adapters belong to."""
         return str(self.manifest.meta[KEY]["base"])
 
     def matrix(self, name: str) -> dict[str, Tensor]:
-        """Matrices of the modules in one of megatron-core's, by their names without PEFT's prefix."""
         return self.stored.read(name, adapters(self.model)[name])
 
     def write(self, folder: Path) -> int:

@@ -52,7 +52,6 @@ def has_equal_output(files: WeightsFolder, index: tuple[slice, ...] = (slice(Non
 
 
 def fill(tensor: Tensor, weight: Weight, files: WeightsFolder, rank: int = 0, size: int = 1) -> None:
-    """Fill `tensor` with the part of a weight that tensor-parallel rank `rank` of `size` holds."""
     if weight.padded:
         tensor.zero_()
     for piece in pieces(weight, tensor, rank, size):

@@ -17,7 +17,6 @@ from megatron_rl.checkpoint.publish import sync_names
 from megatron_rl.recipe.errors import ConfigurationError
 
 CARRIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*")
-"""Configuration, tokenizer, generation config and chat templates; neither weights nor code."""
 WRITER = ".writer"  # in a directory being written: the writer's host name; locked meanwhile
 
 
@@ -76,12 +75,10 @@ def _finish(target: Path, old: Path) -> None:
 
 
 def _replaced_by(folder: Path) -> Path:
-    """Path of the directory that a new one replaces, until the new one is in its place."""
     return folder.with_suffix(".old.tmp")
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory or a file as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -141,7 +138,6 @@ def _host() -> bytes:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy the files that accompany the weights in `source`, byte for byte."""
     for pattern in CARRIED:
         for file in source.glob(pattern):
             if file.is_file() and file.name != INDEX:
@@ -151,6 +147,5 @@ def carry(source: Path, target: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make all files in `folder` and their names durable."""
     for path in [folder, *folder.rglob("*")]:
         sync_names(path)

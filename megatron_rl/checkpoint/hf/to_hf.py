@@ -94,7 +94,6 @@ def to_hugging_face(
 def _reader(
     checkpoint: Path, model: ModelConfig, platform: Device, *, adapters_only: bool
 ) -> tuple[CheckpointReader, AdapterReader | None]:
-    """Return readers of the weights, and of the adapters if the checkpoint has some."""
     manifest = read_manifest(checkpoint)
     if defect := find_corruption(checkpoint, manifest.files):
         raise ConfigurationError(f"{defect}: use another checkpoint")

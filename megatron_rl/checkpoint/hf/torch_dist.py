@@ -46,8 +46,6 @@ def _shards(item: Any) -> list[ShardedTensor]:
 
 
 class TorchDistReader:
-    """Reads the weights of a policy from a checkpoint, one at a time."""
-
     def __init__(self, folder: Path, policy: Policy, only: Collection[str] | None = None) -> None:
         """only: names of the weights to read; default: all. Raises CheckpointError if the checkpoint belongs to another
         model."""
@@ -96,8 +94,6 @@ class TorchDistReader:
 
 
 class _Into(DefaultLoadPlanner):
-    """Load planner that reads into given tensors."""
-
     def __init__(self, targets: dict[tuple[str, torch.Size], Tensor]) -> None:
         super().__init__()
         self._targets = targets

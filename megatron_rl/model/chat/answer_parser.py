@@ -29,13 +29,10 @@ _BROKEN = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerParser:
-    """Divides one answer, whole or as far as it has come."""
-
     form: ConversationFormat
     tokenizer: Tokenizer
     prompt: list[int]
-    tools: Tools
-    """Without tools there are no calls: their markup is content."""
+    tools: Tools  # without tools there are no calls: their markup is content
 
     # The library takes the first end tag for the end of a call, and a call that it cannot read for the end of the
     # answer. Both are wrong where a tag is part of a text. Example: the answer
@@ -47,7 +44,6 @@ class AnswerParser:
     # too (`_repaired`), up to four of them, until the JSON is complete. The tokens change, and the text does not.
 
     def read(self, answer: Sequence[int]) -> ParsedAnswer:
-        """Divide a complete answer."""
         ids = self.without_end(answer)
         found = self.parsed(ids)
         for _ in range(MOST_REPAIRS):

@@ -159,7 +159,6 @@ def _calls_in(content: object, place: str) -> list[dict[str, Any]]:
 
 
 def _add_answer(message: Message, fields: dict[str, Any], pieces: list[ContentPart], place: str) -> None:
-    """Move thought, text and calls of the assistant's message from its fields and parts to the message."""
     message["content"] = "".join(piece.text for piece in pieces if piece.kind == "text")
     refusal = fields.pop("refusal", None)
     if isinstance(refusal, str) and refusal:

@@ -81,5 +81,4 @@ def _check_learned(conversation: Conversation, learned: Sequence[int]) -> None:
 
 
 def _last_alone(conversation: Conversation, index: int) -> Conversation:
-    """Return the messages up to an answer, which alone is learned."""
     return replace(conversation[: index + 1], learned=(False,) * index + (True,))

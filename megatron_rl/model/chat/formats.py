@@ -17,8 +17,6 @@ LETTERS = "xaeXA01="
 
 
 class CallMarkup(NamedTuple):
-    """Beginning of a tool call in an answer."""
-
     tagged: bool
     first: str
 
@@ -50,8 +48,7 @@ class ConversationFormat(Protocol):
     why_not: str | None
     calls: CallMarkup | None
     strips: bool
-    tags: tuple[str, ...]
-    """Tags of reasoning that are text, because no single token stands for them."""
+    tags: tuple[str, ...]  # tags of reasoning that are text, because no single token stands for them
     stop_ids: frozenset[int]
 
     def extend(

@@ -34,11 +34,9 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     learned: tuple[bool, ...] = ()
     """[messages] whether a message of the assistant is learned; False for other roles."""
-    places: tuple[str, ...] = ()
-    """[messages] where each message stands in what was given, such as messages.2."""
+    places: tuple[str, ...] = ()  # [messages] where each message stands in what was given, such as messages.2.
 
     def __add__(self, other: Conversation) -> Conversation:
-        """Return this conversation and the messages behind it, with the tools of both."""
         return Conversation(
             self.messages + other.messages,
             self.tools + tuple(tool for tool in other.tools if tool not in self.tools),
@@ -60,8 +58,7 @@ def new_call_id() -> str:
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     name: str
-    arguments: str
-    """A JSON object."""
+    arguments: str  # A JSON object
     id: str = field(default_factory=new_call_id, compare=False)
 
     @property
@@ -86,8 +83,6 @@ class ParsedAnswer:
 
 
 class Example(NamedTuple):
-    """A text to learn from."""
-
     tokens: list[int]
     loss_mask: list[bool]
     """[tokens] whether the model would sample the token: a part of an answer, or the token that ends it."""

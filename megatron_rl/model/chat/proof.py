@@ -37,15 +37,13 @@ class Rendering(NamedTuple):
 
 class Lost(NamedTuple):
     part: str
-    message: int | None = None
-    """Number of its message; None for a tool."""
+    message: int | None = None  # number of its message; None for a tool
 
 
 class Proof:
     """Proves renderings by one template, and keeps which forms it writes."""
 
     def __init__(self, writer: str) -> None:
-        """writer: what renders, for errors."""
         self._writer = writer
         self._forms: dict[Any, Lost | None] = {}
 

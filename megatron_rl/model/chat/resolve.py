@@ -52,7 +52,6 @@ def format_of(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> Conversatio
 
 @lru_cache(maxsize=8)
 def _identified(tokenizer: Tokenizer) -> str:
-    """Return the name of the renderer that reproduces the chat template, or "template"."""
     for name in renderer_names():
         for variables in ({}, {THINKING: True}, {THINKING: False}):
             try:

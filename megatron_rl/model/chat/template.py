@@ -31,8 +31,7 @@ _APPENDED = (
 
 
 class _Tail(NamedTuple):
-    end: list[int]
-    """Tokens that end the answer, up to its end token; empty if the template writes none."""
+    end: list[int]  # tokens that end the answer, up to its end token; empty if the template writes none
     rest: list[int]
     text: str
 

@@ -29,14 +29,11 @@ class PackedSequences:
     [5, 5, 4, 4, 5].
     """
 
-    cu_seqlens: Tensor
-    """[trees + 1] int32, the start of each tree, and the end."""
-    subtree_ends: Tensor
-    """[packed] int32, for each token the index behind the last one that continues it."""
+    cu_seqlens: Tensor  # [trees + 1] int32, the start of each tree, and the end
+    subtree_ends: Tensor  # [packed] int32, for each token the index behind the last one that continues it
 
 
 def whole_sequences(lengths: Iterable[int]) -> PackedSequences:
-    """Sequences of these lengths that share nothing."""
     edges = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return PackedSequences(edges, edges[1:].repeat_interleave(edges.diff()))
 

@@ -183,7 +183,6 @@ class _CudaOn:
         return _NO_STREAM
 
     def Stream(self) -> _NoStream:
-        """Create a stream, which a dispatcher of experts uses for copies to the host."""
         return _NO_STREAM
 
     def stream(self, stream: _NoStream) -> AbstractContextManager[None]:

@@ -101,7 +101,6 @@ class CudaDevice(Device):
 
 @cache
 def _nvml() -> ModuleType | None:
-    """The module through which torch queries the driver; None if it is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -110,7 +109,6 @@ def _nvml() -> ModuleType | None:
 
 
 def _power(device: torch.device) -> float | None:
-    """Watts that a device draws by its driver; None if unknown."""
     nvml = _nvml()
     if nvml is None:
         return None

@@ -33,8 +33,7 @@ GATHERED_BLOCK = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CudaAttention:
-    varlen: VarlenKernel | None
-    """None if this machine has none."""
+    varlen: VarlenKernel | None  # None if this machine has none
     tree: TreeAttend = compiled_attention
     pages: Sequence[PagedKernel] = ()
 

@@ -23,8 +23,7 @@ all branches together, sequences have a fixed cost each. Measured on a CPU."""
 class Bucket:
     """Sequences of one length, as indices into the packed tokens."""
 
-    rows: Tensor
-    """[batch * length] indices of packed tokens."""
+    rows: Tensor  # [batch * length] indices of packed tokens
     length: int
     visible: Tensor | None = None
     """[batch, 1, length, length] keys that each query sees; None for causal attention."""
@@ -32,12 +31,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FanOut:
-    """Gathers packed tokens into rows, with repetitions, and sums their gradients."""
-
-    rows: Tensor
-    """[rows] index of the packed token of each row."""
-    order: Tensor
-    """[rows] the rows sorted by their packed token."""
+    rows: Tensor  # [rows] index of the packed token of each row
+    order: Tensor  # [rows] the rows sorted by their packed token
     counts: Tensor
 
     @classmethod
@@ -84,8 +79,7 @@ class DenseLayout:
     """
 
     buckets: tuple[Bucket, ...]
-    outputs: Tensor
-    """[tokens] index of each packed token's result in the concatenated bucket outputs."""
+    outputs: Tensor  # [tokens] index of each packed token's result in the concatenated bucket outputs
     fan_out: FanOut | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -27,10 +27,8 @@ class UnsupportedPlatform(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    peak_memory: int
-    """Bytes: the largest sum of torch's tensors since the last query."""
-    power: float | None
-    """Watts at the moment; None if the driver does not report them."""
+    peak_memory: int  # bytes: the largest sum of torch's tensors since the last query
+    power: float | None  # watts at the moment; None if the driver does not report them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,7 @@ class Linears:
 
     column: type
     row: type
-    norm: type | None = None
-    """Placeholder for a norm that the following column-parallel linear computes."""
+    norm: type | None = None  # placeholder for a norm that the following column-parallel linear computes
 
 
 class GraphRecorder(Protocol):
@@ -66,8 +63,7 @@ class Kernels(Protocol):
     """Operations of the model on a device: attention, linears, sums over ranks, and recorded graphs of them. Methods
     with a body are those of a device without kernels of its own for them."""
 
-    transformer_overrides: dict[str, Any]
-    """Fields of TransformerConfig required by this device."""
+    transformer_overrides: dict[str, Any]  # fields of TransformerConfig required by this device
     tokens_between_syncs: int
     """Tokens that the engine decodes before the host checks for finished answers. The check waits for all queued device
     work."""
@@ -76,8 +72,7 @@ class Kernels(Protocol):
     depend on the number of other rows."""
     computes_on_host: bool
     """Whether operators run on the host's own cores: few long ones are then better than many short ones."""
-    page_tokens: int
-    """Default tokens per page of the key/value cache."""
+    page_tokens: int  # default tokens per page of the key/value cache
 
     def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
         """Return the attention layout of packed sequences for queries of this dtype.

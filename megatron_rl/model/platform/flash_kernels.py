@@ -45,8 +45,7 @@ class PagedKernel:
     attend: PagedAttend
     attend_chunks: ChunkAttend
     fp32: bool
-    page_multiple: int
-    """Divisor of the page sizes that they support."""
+    page_multiple: int  # divisor of the page sizes that they support
 
     def reads(self, dtype: torch.dtype, page_tokens: int) -> bool:
         return (self.fp32 or dtype is not torch.float32) and page_tokens % self.page_multiple == 0

@@ -36,8 +36,7 @@ BLOCK_ROWS = 64
 class FrozenLinear(Protocol):
     """A product [rows, inputs] -> [rows, outputs] of one dtype, not for training."""
 
-    rows_multiple: ClassVar[int]
-    """Divisor of the allowed numbers of rows."""
+    rows_multiple: ClassVar[int]  # divisor of the allowed numbers of rows
 
     def __call__(self, rows: Tensor) -> Tensor: ...
 
@@ -60,10 +59,7 @@ def freeze(weight: Tensor, bias: Tensor | None = None) -> FrozenLinear:
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """FrozenLinear of torch's own operators."""
-
-    columns: Tensor
-    """[inputs, outputs]"""
+    columns: Tensor  # [inputs, outputs]
     bias: Tensor | None
 
     rows_multiple: ClassVar[int] = BLOCK_ROWS
@@ -90,8 +86,7 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    weight: Tensor
-    """Weight in oneDNN's layout."""
+    weight: Tensor  # weight in oneDNN's layout
     bias: Tensor | None
 
     rows_multiple: ClassVar[int] = 4
@@ -118,7 +113,6 @@ class PackedLinear:
 
 
 def freezes(dtype: torch.dtype) -> bool:
-    """Whether this machine supports frozen linears of this dtype."""
     if not torch.backends.mkldnn.is_available():
         return False
     multiplies_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()

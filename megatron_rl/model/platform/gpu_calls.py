@@ -26,15 +26,11 @@ class GpuCall:
     """A function that is called, a class that is instantiated, or one that is only derived from or passed on."""
 
     package: str
-    """Distribution that contains it."""
     module: str
-    name: str
-    """Its name in the module; a method after its class, such as DotProductAttention.forward."""
-    positional: int = 0
-    """Positional arguments, without `self`."""
+    name: str  # its name in the module; a method after its class, such as DotProductAttention.forward.
+    positional: int = 0  # positional arguments, without `self`
     keywords: tuple[str, ...] = ()
-    since: str = ""
-    """First release in which the project calls it."""
+    since: str = ""  # first release in which the project calls it
 
     @property
     def compiled(self) -> bool:
@@ -120,20 +116,14 @@ GPU_CALLS = (
 RELEASES = {FLASH_ATTN: "2.7.4", "megatron-core": "0.16.1", "torch": "2.7", TRANSFORMER_ENGINE: "2.4"}
 """Oldest release of each package that accepts all calls."""
 DRIVER = "libcuda.so.1"
-"""Library of the GPU's driver, which no image contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Result for one package."""
-
     package: str
-    version: str | None
-    """Its release; None: not installed."""
-    problems: tuple[str, ...] = ()
-    """Calls that it does not accept, or why it cannot be imported."""
-    unchecked: bool = False
-    """Whether it cannot be imported because this machine has no driver for GPUs."""
+    version: str | None  # its release; None: not installed
+    problems: tuple[str, ...] = ()  # calls that it does not accept, or why it cannot be imported
+    unchecked: bool = False  # whether it cannot be imported because this machine has no driver for GPUs
 
     @property
     def fits(self) -> bool:
@@ -151,7 +141,6 @@ class Fit:
 
 
 def check_packages(calls: Iterable[GpuCall] = GPU_CALLS) -> list[Fit]:
-    """Import the packages and check their calls, in the order of the calls."""
     by_package: dict[str, list[GpuCall]] = {}
     for call in calls:
         by_package.setdefault(call.package, []).append(call)
@@ -159,7 +148,6 @@ def check_packages(calls: Iterable[GpuCall] = GPU_CALLS) -> list[Fit]:
 
 
 def check_package(package: str) -> Fit:
-    """Import one package and check its calls."""
     (fit,) = check_packages(call for call in GPU_CALLS if call.package == package)
     return fit
 

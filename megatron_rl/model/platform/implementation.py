@@ -19,11 +19,9 @@ LOCAL = "local"
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    name: str
-    """TRANSFORMER_ENGINE or LOCAL."""
+    name: str  # TRANSFORMER_ENGINE or LOCAL
     reason: str
-    fp8: str | None = None
-    """Format of the layers' products, hybrid or e4m3; None for the model's dtype."""
+    fp8: str | None = None  # format of the layers' products, hybrid or e4m3; None for the model's dtype
 
     @property
     def transformer_overrides(self) -> dict[str, Any]:

@@ -19,23 +19,16 @@ from torch.nn.functional import rms_norm, silu
 class Norms:
     """Norms of queries and keys by head (arXiv 2302.05442)."""
 
-    query: Tensor
-    """[head_size] weight."""
-    key: Tensor
-    """[head_size] weight."""
+    query: Tensor  # [head_size] weight
+    key: Tensor  # [head_size] weight
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Places in one layer's cache that keys and values are written to."""
-
-    keys: Tensor
-    """[slots, kv_heads, head_size]"""
-    values: Tensor
-    """[slots, kv_heads, head_size]"""
-    index: Tensor
-    """[tokens] int64 slot of each token."""
+    keys: Tensor  # [slots, kv_heads, head_size]
+    values: Tensor  # [slots, kv_heads, head_size]
+    index: Tensor  # [tokens] int64 slot of each token
 
 
 class LayerKernels(Protocol):
@@ -68,8 +61,6 @@ class LayerKernels(Protocol):
 
 
 class TorchKernels:
-    """LayerKernels of torch's own operators: several kernels each."""
-
     def __init__(self, reason: str) -> None:
         self.name = f"torch operators ({reason})"
 

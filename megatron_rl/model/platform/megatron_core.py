@@ -41,7 +41,6 @@ def _compiled_when_called(function: Callable[..., Any] | None = None, **options:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """Make these modules look uninstalled in a `with` block."""
     found = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None makes an import fail
     try:

@@ -26,13 +26,11 @@ class PagedRows:
 
     table: Tensor
     """[rows, pages] int32 on the device: pages of each row from its first token on, padded with arbitrary ones."""
-    lengths: Tensor
-    """[rows] on the device: tokens of each row."""
+    lengths: Tensor  # [rows] on the device: tokens of each row
     bounds: NDArray[np.int64]
     """[rows] upper bounds of `lengths` that the host knows without waiting for the device."""
     page_tokens: int
-    heads: int
-    """Query heads, a multiple of `kv_heads`."""
+    heads: int  # query heads, a multiple of `kv_heads`
     kv_heads: int
 
     @property
@@ -46,10 +44,8 @@ class PagedChunks:
 
     table: NDArray[np.int32]
     """[sequences, pages] pages of each sequence from its first token on, padded with arbitrary ones."""
-    new: NDArray[np.int64]
-    """[sequences] new tokens of each, at least one."""
-    lengths: NDArray[np.int64]
-    """[sequences] tokens of each, new ones included."""
+    new: NDArray[np.int64]  # [sequences] new tokens of each, at least one
+    lengths: NDArray[np.int64]  # [sequences] tokens of each, new ones included
     page_tokens: int
 
 
@@ -76,12 +72,8 @@ class InPlaceLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatheredAttention:
-    """PagedAttention that gathers all rows up to the same length."""
-
-    parts: Tensor
-    """[rows * kv_heads * pages] page * kv_heads + head, in gathered order."""
-    visible: Tensor
-    """[rows, 1, 1, length] gathered tokens that each row sees."""
+    parts: Tensor  # [rows * kv_heads * pages] page * kv_heads + head, in gathered order
+    visible: Tensor  # [rows, 1, 1, length] gathered tokens that each row sees
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rows, heads, head_size = query.shape
@@ -109,15 +101,11 @@ def gathered_attention(rows: PagedRows) -> GatheredAttention:
 
 @dataclass(frozen=True, slots=True)
 class KernelAttention:
-    """PagedAttention by a kernel, with the same rows in every layer."""
-
     kernel: PagedAttend
     table: Tensor
-    lengths: Tensor
-    """[rows] int32."""
+    lengths: Tensor  # [rows] int32
     longest: int
-    splits: int
-    """Parts of the keys that the kernel attends to at the same time."""
+    splits: int  # parts of the keys that the kernel attends to at the same time
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return self.kernel(query, keys, values, self.table, self.lengths, self.longest, self.splits).flatten(1)
@@ -125,14 +113,10 @@ class KernelAttention:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """PagedAttention of the new tokens of `PagedChunks` by a kernel."""
-
     kernel: ChunkAttend
     table: Tensor
-    query_edges: Tensor
-    """[sequences + 1] int32, the first new token of each sequence, and their number."""
-    key_edges: Tensor
-    """[sequences + 1] int32, the same for all tokens."""
+    query_edges: Tensor  # [sequences + 1] int32, the first new token of each sequence, and their number
+    key_edges: Tensor  # [sequences + 1] int32, the same for all tokens
     most: tuple[int, int]
 
     @classmethod

@@ -19,33 +19,22 @@ from megatron_rl.model.platform.dense_attention import LONGEST_MASKED_TREE, FanO
 class QueryBlock:
     """Queries with a common list of keys. Each query sees some of them."""
 
-    queries: Tensor
-    """[queries] indices into the part."""
-    keys: Tensor
-    """[keys] packed tokens in ascending order."""
+    queries: Tensor  # [queries] indices into the part
+    keys: Tensor  # [keys] packed tokens in ascending order
 
 
 @dataclass(frozen=True, slots=True)
 class QueryBuckets:
-    """Query blocks of similar size, padded to the same."""
-
-    queries: Tensor
-    """[rows, queries] indices into the part."""
-    keys: Tensor
-    """[rows, keys] packed tokens."""
-    visible: Tensor
-    """[rows, 1, queries, keys] keys that each query sees."""
+    queries: Tensor  # [rows, queries] indices into the part
+    keys: Tensor  # [rows, keys] packed tokens
+    visible: Tensor  # [rows, 1, queries, keys] keys that each query sees
 
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Attention of a part of the packed tokens to the keys and values of all."""
-
     buckets: tuple[QueryBuckets, ...]
-    outputs: Tensor
-    """[part] index of each token's result in the concatenated bucket outputs."""
-    keys: FanOut
-    """Keys of all buckets: late queries also attend to the keys of early ones."""
+    outputs: Tensor  # [part] index of each token's result in the concatenated bucket outputs
+    keys: FanOut  # keys of all buckets: late queries also attend to the keys of early ones
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sizes = [bucket.keys.numel() for bucket in self.buckets]

@@ -192,7 +192,6 @@ def _attend_in_pages(
 def _attend_in_chunks(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, of_queries: Tensor, of_keys: Tensor, *_most: int
 ) -> Tensor:
-    """A kernel that reads pages for several tokens of a sequence, likewise."""
     assert table.dtype is of_queries.dtype is of_keys.dtype is torch.int32
     assert len(of_queries) == len(of_keys) == len(table) + 1
     assert keys.shape == values.shape
@@ -207,20 +206,16 @@ class Peak:
     bytes: int = 0
     held_by: Counter[str] = field(default_factory=Counter)
     age: int = 0
-    """Number of tensors created before the peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
     holder: str
     bytes: int
-    age: int
-    """Number of tensors created before it."""
+    age: int  # number of tensors created before it
 
 
 class HeldMemory:
-    """Bytes of one device's tensors, by holder."""
-
     def __init__(self) -> None:
         self._live: dict[int, _Held] = {}  # by address of the storage
         self._now: Counter[str] = Counter()
@@ -297,8 +292,6 @@ class HeldMemory:
 
 
 class PhantomGraphs:
-    """GraphRecorder that runs the function again, with the same shapes and memory."""
-
     def warm_up(self, function: Callable[[], None]) -> None:
         function()
 
@@ -310,8 +303,6 @@ class PhantomGraphs:
 
 
 class PhantomKernels(CudaKernels):
-    """Layouts and waits of a GPU, on a device of another name."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.transformer_overrides = CpuKernels.transformer_overrides
@@ -333,7 +324,6 @@ class PhantomCuda(CudaDevice):
     """A CUDA device without a GPU."""
 
     def __init__(self, phantom: PhantomDevice) -> None:
-        """phantom: a device whose context is entered."""
         self.device = phantom.device
         self.kernels: PhantomKernels = PhantomKernels(phantom.device)
         self._phantom = phantom

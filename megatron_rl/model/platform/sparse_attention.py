@@ -27,10 +27,8 @@ LANES = 16
 class Gaps:
     """Padding of queries with fewer pages than the longest, up to a multiple of full vectors."""
 
-    targets: Tensor
-    """[seen] index in `scores` of each page of a query."""
-    scores: Tensor
-    """[queries * pages, page_tokens] minus infinity in the padding."""
+    targets: Tensor  # [seen] index in `scores` of each page of a query
+    scores: Tensor  # [queries * pages, page_tokens] minus infinity in the padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +38,11 @@ class SparseAttention:
     Each head of each row is a query. It sees all pages in which its sequence has tokens.
     """
 
-    offsets: Tensor
-    """[queries + 1] start of each query in `entries`, and the end."""
+    offsets: Tensor  # [queries + 1] start of each query in `entries`, and the end
     entries: Tensor
     """[seen * page_tokens] rows of keys and values: (page * kv_heads + head) * page_tokens + index in the page."""
-    beyond: Tensor
-    """[seen * page_tokens] minus infinity behind the last token of a sequence, else 0."""
-    products: Tensor
-    """Sparse [queries, tokens of the cache up to the last one seen]; reused by every layer."""
+    beyond: Tensor  # [seen * page_tokens] minus infinity behind the last token of a sequence, else 0
+    products: Tensor  # sparse [queries, tokens of the cache up to the last one seen]; reused by every layer
     gaps: Gaps | None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

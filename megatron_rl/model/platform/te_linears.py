@@ -47,8 +47,6 @@ class RowLinear(_WithoutState, TERowParallelLinear):
 
 
 class NormOfLinear(Module):
-    """Placeholder for a norm that the following linear computes. Holds its weight."""
-
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         """Has the signature of megatron-core's norms. The linear knows the values itself."""
         super().__init__()

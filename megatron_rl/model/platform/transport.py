@@ -192,7 +192,6 @@ def beside(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set variables that the backend reads at its creation, and restore those of the world."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

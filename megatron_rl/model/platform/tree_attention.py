@@ -22,7 +22,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from megatron_rl.model.platform.attention import PackedSequences
 
 BLOCK = 128
-"""Tokens of a block of queries or keys."""
 FEWEST_TOKENS = BLOCK + 1
 """Queries and keys of the kernel at least, with padding: torch would compile other kernels for one token, for one block
 and for less than 128 queries."""
@@ -44,7 +43,6 @@ class Blocks:
     partly: NDArray[np.bool_]
     """[blocks, blocks] at least one pair, but not all; or all except those behind the last token."""
     wholly: NDArray[np.bool_]
-    """[blocks, blocks] all pairs."""
 
     @classmethod
     def of(cls, subtree_ends: NDArray[np.int32], queries: NDArray[np.int64] | None = None) -> Blocks:
@@ -77,8 +75,6 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """Attention of all trees of a micro-batch in one kernel."""
-
     kernel: Attend
     mask: BlockMask
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_rl.model.platform.layer_kernels import Norms, Slots
 
 ACTIVATED = 1024
-"""Elements that one program of `_swiglu` computes."""
 
 
 @triton.jit

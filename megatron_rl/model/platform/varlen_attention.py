@@ -21,8 +21,7 @@ class TreeBranches:
     """Trees split into branches: each is a sequence from the root of its tree to a leaf."""
 
     fan_out: FanOut
-    outputs: Tensor
-    """[tokens] index of a copy of each packed token in the branches."""
+    outputs: Tensor  # [tokens] index of a copy of each packed token in the branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,9 @@ class VarlenLayout:
     """Causal attention within consecutive sequences: the packed ones, or all branches of their trees."""
 
     kernel: VarlenAttend
-    cu_seqlens: Tensor
-    """[sequences + 1] int32, on the device."""
+    cu_seqlens: Tensor  # [sequences + 1] int32, on the device
     longest: int
     branches: TreeBranches | None = None
-    """Set if trees have several branches."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.branches is None:
@@ -46,7 +43,6 @@ class VarlenLayout:
 
 
 def varlen_layout(packed: PackedSequences, device: torch.device, kernel: VarlenAttend) -> VarlenLayout:
-    """Build the layout of packed sequences in which each branch attends separately."""
     edges, ends = packed.cu_seqlens.tolist(), packed.subtree_ends
     found = [each for first, stop in pairwise(edges) for each in branches(ends, first, stop)]
     lengths = [len(each) for each in found]

@@ -1,6 +1,6 @@
-"""Keys on the pages for users of verl, TRL and NeMo-RL have the loss and gradient of the peer's formula, written here in
-float64 from its documentation, unless another test here compares them with the peer's own functions or their recorded
-results (test_trl_parity.py, test_verl_losses.py, test_estimators.py). verl is 0.9.1 (core_algos.py,
+"""Keys on the pages for users of verl, TRL and NeMo-RL have the loss and gradient of the peer's formula, written here
+in float64 from its documentation, unless another test here compares them with the peer's own functions or their
+recorded results (test_trl_parity.py, test_verl_losses.py, test_estimators.py). verl is 0.9.1 (core_algos.py,
 rollout_corr_helper.py), TRL 1.16.0, NeMo-RL its loss_functions.py at commit 0069079.
 """
 
