@@ -8,7 +8,6 @@ only the standard library until it imports the packages, so that `mrl doctor --d
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
@@ -34,7 +33,7 @@ class GpuCall:
 
     @property
     def compiled(self) -> bool:
-        """Whether it is compiled, so that only the installed release shows its parameters, in its documentation."""
+        """Whether it is compiled, so that Python cannot read its parameters."""
         return self.module.startswith("torch._C") or self.of_nccl
 
     @property
@@ -200,45 +199,15 @@ def problem_of(call: GpuCall, load: Callable[[GpuCall], Any]) -> str | None:
         return f"{call.module} cannot be imported ({error})"
     except AttributeError:
         return f"{call.module} has no {call.name}"
-    if not (call.positional or call.keywords):
+    if call.compiled or not (call.positional or call.keywords):
         return None
-    problem = None
-    for signature in documented_signatures(found) if call.compiled else [inspect.signature(found)]:
-        parameters = [one for one in signature.parameters.values() if one.name != "self"]
-        try:
-            signature.replace(parameters=parameters).bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
-        except TypeError as error:
-            problem = f"{call.module}.{call.name}: {error}"
-        else:
-            return None
-    return problem
-
-
-def documented_signatures(found: Any) -> list[inspect.Signature]:
-    """Return the signatures of a compiled function or class, one for each overload, as pybind11 writes them into the
-    first lines of its documentation; none if it has no such lines, or others than Python can parse."""
-    function: Any = found.__init__ if isinstance(found, type) else found  # type: ignore[misc]
-    signatures = []
-    for match in re.finditer(r"^(?:\d+\. )?\w+\((.*)\) -> ", function.__doc__ or "", re.MULTILINE):
-        with contextlib.suppress(SyntaxError):  # a default whose description has brackets too
-            signatures.append(_parsed(match[1]))
-    return signatures
-
-
-def _parsed(parameters: str) -> inspect.Signature:
-    """Parse `self: Backend, tensors: list[Tensor], opts: Options = <Options object at 0x7f>`."""
-    readable = re.sub(r"<[^<>]*>", "None", parameters).replace("::", ".")
-    function = ast.parse(f"def function({readable}): pass").body[0]
-    assert isinstance(function, ast.FunctionDef)
-    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    optional = len(names) - len(function.args.defaults)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, kind, default=inspect.Parameter.empty if place < optional else None)
-            for place, name in enumerate(names)
-        ]
-    )
+    signature = inspect.signature(found)
+    parameters = [one for one in signature.parameters.values() if one.name != "self"]
+    try:
+        signature.replace(parameters=parameters).bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
+    except TypeError as error:
+        return f"{call.module}.{call.name}: {error}"
+    return None
 
 
 def nccl_release() -> str:

@@ -119,72 +119,6 @@ def test_gradients_of_tokens_shared_by_branches_are_summed_in_fp32() -> None:
     torch.testing.assert_close(value.grad.double(), exact, rtol=2**-8, atol=1e-5)
 
 
-# Kernels of other packages, replaced by functions with their signatures that compute what they document.
-
-
-class DotProductAttention(torch.nn.Module):  # Transformer Engine 2.4; 2.9 has further parameters at the end
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-    ) -> None:
-        super().__init__()
-        # Packed sequences (thd) support only these two masks, with and without causality.
-        assert (qkv_format, attn_mask_type, attention_dropout) == ("thd", "padding_causal", 0.0)
-        self.shape = num_attention_heads, num_gqa_groups, kv_channels
-
-    def forward(
-        self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
-        attention_mask: Tensor | None = None,
-        qkv_format: str | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        cu_seqlens_q_padded: Tensor | None = None,
-        cu_seqlens_kv_padded: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
-        checkpoint_core_attention: bool = False,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        fast_zero_fill: bool = True,
-        inference_params: Any = None,
-        pad_between_seqs: bool | None = None,
-    ) -> Tensor:
-        assert self.shape == (query_layer.shape[1], key_layer.shape[1], query_layer.shape[2])
-        assert cu_seqlens_q is cu_seqlens_kv is not None
-        assert max_seqlen_q == max_seqlen_kv is not None
-        assert pad_between_seqs is False
-        return causal_in_sequences(query_layer, key_layer, value_layer, cu_seqlens_q, max_seqlen_q).flatten(1)
-
-
-TRANSFORMER_ENGINE = {
-    "transformer_engine": package("transformer_engine"),
-    "transformer_engine.pytorch": package("transformer_engine.pytorch", DotProductAttention=DotProductAttention),
-}
-
-
 def varlen_attn_of_torch_2_11(
     query: Tensor,
     key: Tensor,
@@ -205,27 +139,6 @@ OLD_TORCH = {
     "torch.nn.attention.varlen": package("torch.nn.attention.varlen", varlen_attn=varlen_attn_of_torch_2_11),
 }
 NOTHING_ELSE = {"flash_attn": None, "transformer_engine": None}
-
-
-@pytest.mark.parametrize(
-    ("installed", "name"),
-    [
-        (FLASH_ATTN | TRANSFORMER_ENGINE, "Transformer Engine 1.2.3"),
-        (FLASH_ATTN | {"transformer_engine": None}, "flash-attn 1.2.3"),
-    ],
-)
-def test_kernels_of_other_packages_get_causal_attention_within_each_sequence(
-    monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any], name: str
-) -> None:
-    for module, stand_in in installed.items():
-        monkeypatch.setitem(sys.modules, module, stand_in)
-    kernel = find_varlen_kernel()
-    assert kernel is not None
-    assert kernel.name == name
-    query, key, value = random_qkv(9)
-    cu_seqlens = torch.tensor([0, 2, 9], dtype=torch.int32)
-    expected = causal_in_sequences(query, key, value, cu_seqlens, 7)
-    torch.testing.assert_close(kernel.attend(query, key, value, cu_seqlens, 7), expected)
 
 
 def test_torchs_own_kernel_takes_grouped_queries_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,9 +334,3 @@ def test_branches_are_gathered_only_for_a_flash_kernel() -> None:
     assert not attention.gathers_branches(torch.bfloat16, in_parts=True)
     assert not attention.gathers_branches(torch.float32, in_parts=False)
     assert not CudaAttention(None).gathers_branches(torch.bfloat16, in_parts=False)
-
-
-def test_an_empty_micro_batch_is_supported() -> None:
-    layout = CudaAttention(VarlenKernel("one", causal_in_sequences)).layout(MicroBatch.empty(), CPU, torch.bfloat16)
-    query, key, value = random_qkv(1, torch.bfloat16)
-    assert torch.equal(layout.attend(1, query, key, value), value.repeat_interleave(2, dim=1).flatten(1))
