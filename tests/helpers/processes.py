@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from commands import Command
 from json_files import read_json_lines
+from waiting import until
 
 from megatron_rl.contract.paths import RunDir
 
@@ -30,10 +30,7 @@ def processes(root: Path, module: str) -> list[int]:
 
 
 def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < deadline, "the wait was too long"
-        time.sleep(0.05)
+    until(what, limit_s=LIMIT_S)
 
 
 def wait_for_step(run: RunDir, step: int, command: Command) -> None:

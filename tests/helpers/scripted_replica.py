@@ -7,7 +7,6 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -223,10 +222,3 @@ def _nothing() -> Any:
     from contextlib import nullcontext
 
     return nullcontext()
-
-
-def until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < give_up, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from commands import Command
 from hf_helpers import PUBLISHED, publish, saved_run
 from run_helpers import make_run
 from safetensors.torch import load_file
+from waiting import until
 
 from megatron_rl.contract.codes import EXIT_INTERRUPTED, EXIT_USAGE
 
@@ -80,11 +80,11 @@ def test_missing_size_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
 
 
 def wait_for_writing(folder: Path, process: Command) -> None:
-    deadline = time.monotonic() + 120
-    while not any(path.is_file() and path.stat().st_size > 10**6 for path in folder.rglob("*.safetensors")):
+    def writes() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "nothing is written"
-        time.sleep(0.005)
+        return any(path.is_file() and path.stat().st_size > 10**6 for path in folder.rglob("*.safetensors"))
+
+    until(writes, "weights are written", 120.0)
 
 
 @pytest.mark.slow
@@ -112,10 +112,10 @@ def test_interrupted_conversion_leaves_no_output(
 
 def wait_for_the_end_of_converters(folder: Path) -> None:
     """Wait until no converter process is left: it ends with the command, even if that is killed."""
-    deadline = time.monotonic() + 60
-    while any(str(folder).encode() in command_of(process) for process in Path("/proc").glob("[0-9]*")):
-        assert time.monotonic() < deadline, "the converter outlives its command"
-        time.sleep(0.01)
+    until(
+        lambda: not any(str(folder).encode() in command_of(process) for process in Path("/proc").glob("[0-9]*")),
+        "the converter ends with its command",
+    )
 
 
 def command_of(process: Path) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, reproducible
+from waiting import until
 
 from megatron_rl.contract.attempt_records import Drain, Outcome, TimelineLine
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED, PREEMPTED, SIGNALLED
@@ -196,12 +197,13 @@ def test_rank_leaves_soon_and_the_record_continues(
     assert all(moved) if offloaded else not any(moved)
 
 
-def wait_for(file: Path, attempt: Attempt, limit_s: float = 90.0) -> None:
-    give_up = time.monotonic() + limit_s
-    while not file.exists():
-        assert all(process.is_alive() for process in attempt.processes), attempt.logs()
-        assert time.monotonic() < give_up, attempt.logs()
-        time.sleep(0.01)
+def wait_for(file: Path, attempt: Attempt) -> None:
+    def there() -> bool:
+        if not file.exists():
+            assert all(process.is_alive() for process in attempt.processes), attempt.logs()
+        return file.exists()
+
+    until(there, attempt.logs, 90.0)
 
 
 # Work that does not fit before the deadline

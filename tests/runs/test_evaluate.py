@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from checkpoint_helpers import ended
 from hf_helpers import PUBLISHED, publish
 from loop_helpers import Attempt, loop_recipe, outcome_of, prepare
+from waiting import until
 
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE, FINISHED
 from megatron_rl.contract.paths import RunDir
@@ -69,13 +68,6 @@ def _evaluate(asked: Path, said: Path) -> None:
     from megatron_rl.run.evaluate.__main__ import main
 
     sys.exit(main())
-
-
-def wait_until(reached: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not reached():
-        assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}"
-        time.sleep(0.002)
 
 
 def lines(file: Path) -> int:
@@ -131,7 +123,7 @@ def test_interrupted_evaluation_resumes_with_the_same_result(
     out = tmp_path / "r.json"
     kept = out.with_suffix(".answers.jsonl")
     evaluating = Evaluating(request(run.root, out), tmp_path)
-    wait_until(lambda: lines(kept) > 1, "the first answers")
+    until(lambda: lines(kept) > 1, "the first answers", LIMIT_S)
     os.kill(evaluating.process.pid or 0, number)
     assert evaluating.code() == (EXIT_INTERRUPTED if number == signal.SIGTERM else -number), evaluating.said.read_text()
     assert not out.exists()
@@ -172,7 +164,7 @@ def test_job_leaves_on_request_and_its_next_attempt_resumes(
     job = job_of(run, tmp_path, replicas=2)
     kept = job.evaluation.with_suffix(".answers.jsonl")
     attempt = Attempt(job, tmp_path, ranks=2)
-    wait_until(lambda: lines(kept) > 1, "the first answers")
+    until(lambda: lines(kept) > 1, "the first answers", LIMIT_S)
     os.kill(attempt.processes[1].pid or 0, signal.SIGUSR1)  # one rank gets the signal, and all leave
     assert set(attempt.exit_codes()) <= {EXIT_DRAINED, EXIT_FINISHED}, attempt.logs()
     outcome = outcome_of(attempt.files)

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from core_helpers import tiny_model
 from loop_helpers import Attempt, loop_recipe, prepare
 from run_helpers import FAKE_RANK
+from waiting import until
 
 from launcher.host.process.processes import start_time
 from launcher.host.record.heartbeats import HangWatch
@@ -40,13 +40,6 @@ class Supervised:
         """Wait for the end of the attempt. Returns its line of the ledger."""
         assert self.process.wait(limit) == 1, self.logs()
         return ends_in(read_ledger(self.run))[-1]
-
-    def wait_for(self, what: Callable[[], object], limit: float = 60) -> None:
-        give_up = time.monotonic() + limit
-        while not what():
-            assert self.process.poll() is None, self.logs()
-            assert time.monotonic() < give_up, f"timed out\n{self.logs()}"
-            time.sleep(0.05)
 
     def logs(self) -> str:
         return "\n".join(file.read_text()[-3000:] for file in sorted(self.attempt.logs.glob("*")))
@@ -120,18 +113,18 @@ def test_failing_import_is_the_error_although_the_rank_could_not_report_it(runs)
 
 def test_working_rank_keeps_the_run_alive_while_the_other_waits(runs):
     run = runs["beats,waits"]
-    run.wait_for(run.attempt.heartbeat(1).exists)
+    until(run.attempt.heartbeat(1).exists, run.logs)
     first = read(Heartbeat, run.attempt.heartbeat(1)).at
-    run.wait_for(lambda: time.time() > first + 4)
+    until(lambda: time.time() > first + 4, run.logs)
     assert run.process.poll() is None
     assert not run.attempt.hang.exists()
 
 
 def test_no_hang_is_detected_without_a_limit(runs):
     run = runs["hangs"]
-    run.wait_for(run.attempt.heartbeat(0).exists)
+    until(run.attempt.heartbeat(0).exists, run.logs)
     first = read(Heartbeat, run.attempt.heartbeat(0)).at
-    run.wait_for(lambda: time.time() > first + 4)
+    until(lambda: time.time() > first + 4, run.logs)
     assert run.process.poll() is None
 
 
@@ -151,24 +144,16 @@ def test_stopped_real_rank_is_named_with_the_stack_of_the_other(tmp_path):
     ranks = Attempt(prepare(tmp_path / "run", recipe), tmp_path / "cache", sabotage=_heartbeats_come_often)
     hangs = HangWatch(ranks.files, limit=3.0)
     try:
-        wait_for("a heartbeat of a step", lambda: _step_of(ranks.files.heartbeat(1)) >= 1)
+        until(lambda: _step_of(ranks.files.heartbeat(1)) >= 1, "a heartbeat of a step")
         os.kill(ranks.processes[1].pid, signal.SIGSTOP)
-        silent = wait_for("a rank is silent", lambda: hangs.poll(time.time()))
+        silent = until(lambda: hangs.poll(time.time()), "a rank is silent")
         os.kill(ranks.processes[0].pid, signal.SIGQUIT)
-        wait_for("a stack", lambda: "train_rl.py" in ranks.files.stacks(0).read_text())
+        until(lambda: "train_rl.py" in ranks.files.stacks(0).read_text(), "a stack")
     finally:
         for process in ranks.processes:
             process.kill()
     assert silent.rank == 1
     assert silent.step >= 1  # the step of its last heartbeat
-
-
-def wait_for(what: str, condition: Callable[[], Any], limit: float = 60.0) -> Any:
-    give_up = time.monotonic() + limit
-    while not (found := condition()):
-        assert time.monotonic() < give_up, f"timed out waiting until {what}"
-        time.sleep(0.1)
-    return found
 
 
 def _step_of(heartbeat: Path) -> int:

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from run_helpers import FAKE_RANK
+from waiting import until
 
 from launcher.host.record.ledger import ends_in, read_ledger
 from megatron_rl.contract.attempt_records import AttemptEnd
@@ -113,12 +113,6 @@ class Job:
         lines = self.told_file.read_text().splitlines() if self.told_file.exists() else []
         return [line for line in lines if line.startswith(names)]
 
-    def wait_for(self, what: Callable[[], object], limit: float = 30) -> None:
-        give_up = time.monotonic() + limit
-        while not what():
-            assert time.monotonic() < give_up, "timed out"
-            time.sleep(0.05)
-
     def ends(self) -> list[AttemptEnd]:
         return ends_in(read_ledger(self.run))
 
@@ -159,9 +153,9 @@ def test_one_process_creates_trains_and_finishes_a_run(job):
 def test_ranks_end_with_a_killed_host_process(job):
     job.start(job.write_script("long", health_check="false"))
     pid = job.run.attempt(1).folder / "pid.0"
-    job.wait_for(pid.exists)
+    until(pid.exists)
     job.process.kill()
-    job.wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists(), limit=10)
+    until(lambda: not Path(f"/proc/{pid.read_text()}").exists())
 
 
 def test_run_finishes_although_its_output_cannot_be_written(job):

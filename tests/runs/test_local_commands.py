@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import commands
 import pytest
 from run_helpers import fake_ranks
+from waiting import until
 
 from launcher.host.process.lock import owner_of
 from launcher.runs.owner import job_id_of
@@ -40,21 +40,14 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     for lock in tmp_path.rglob(".lock"):
         if owner_of(lock) is not None:
             call("mrl", "cancel", str(lock.parent))
-        wait_for("the supervisor's end", lambda lock=lock: owner_of(lock) is None)
-
-
-def wait_for(what: str, condition: Callable[[], object], limit: float = 120) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out waiting for {what}"
-        time.sleep(0.05)
+        until(lambda lock=lock: owner_of(lock) is None, "the supervisor's end")
 
 
 def started(call: Call) -> RunDir:
     said = json.loads(call("mrl-submit", "demo", "--run-dir", "r", "--detach", "--json").stdout)
     run = RunDir(said["run_dir"])
     assert (said["cluster"], said["job_id"], said["attempt"]) == ("local", None, 1)
-    wait_for("steps", lambda: len(read_lines(MetricsLine, run.metrics).records) > 2)
+    until(lambda: len(read_lines(MetricsLine, run.metrics).records) > 2, "steps")
     return run
 
 
@@ -64,7 +57,7 @@ def test_drained_run_is_reported_as_stopped_and_can_be_resumed(call):
     assert (status["run"], status["state"], status["cluster"], status["job"]) == ("r", "running", "local", None)
     assert job_id_of(run) is None
     call("mrl", "cancel", "--drain", "r")
-    wait_for("the end", lambda: owner_of(run.lock) is None)
+    until(lambda: owner_of(run.lock) is None, "the end")
     status = json.loads(call("mrl", "status", "--json").stdout)
     assert (status["state"], status["reason"]) == ("stopped", f"saved after step {status['step']} (cancelled)")
     assert "already ended: stopped" in call("mrl", "cancel", "r").stdout
@@ -75,7 +68,7 @@ def test_drained_run_is_reported_as_stopped_and_can_be_resumed(call):
 def test_cancel_without_drain_kills_the_run(call):
     run = started(call)
     assert call("mrl", "cancel", "--yes").stdout == "r: killed\n"
-    wait_for("the end", lambda: owner_of(run.lock) is None)
+    until(lambda: owner_of(run.lock) is None, "the end")
     assert json.loads(call("mrl", "status", "--json").stdout)["state"] in ("failed", "stopped")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from json_files import read_json
 from run_helpers import FAKE_RANK
+from waiting import until
 
 from launcher.host.attempt.local_ranks import LocalReplicas
 from launcher.host.process.processes import start_time
@@ -51,14 +52,8 @@ class Partitioned:
 
     def seen(self, replica: int, rank: int, start: int = 0) -> dict:
         file = self.attempt.folder / f"replica.{replica}.{rank}.{start}.json"
-        self.wait_for(file.exists)
+        until(file.exists)
         return read_json(file)
-
-    def wait_for(self, what: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not what():
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.02)
 
     def finish(self) -> None:
         """Make the training end."""
@@ -123,7 +118,7 @@ def test_killed_replica_is_restarted_and_training_continues(partitioned):
     assert start_time(run.pid(1, 0, start=1)) is not None
     assert start_time(sister) is None, "its whole world must end"
     assert start_time(run.pid(0, 0)) is not None, "the other replica must continue"
-    run.wait_for(lambda: [state.starts for state in read_replicas(run.attempt)] == [1, 2])
+    until(lambda: [state.starts for state in read_replicas(run.attempt)] == [1, 2])
     assert re.search(r"infer-1 rank 0.*: it was killed by SIGKILL", run.log)
     run.finish()
     assert run.left_over() == []
@@ -134,14 +129,14 @@ def test_replicas_without_a_supervisor_end(partitioned):
     run = partitioned("long", "serve")
     pids = [run.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)]
     run.process.kill()
-    run.wait_for(lambda: not any(start_time(pid) for pid in pids))
+    until(lambda: not any(start_time(pid) for pid in pids))
 
 
 def test_run_whose_replicas_all_have_a_wrong_configuration_has_one_too(partitioned):
     run = partitioned("hangs", "misconfigured")
-    run.wait_for(lambda: [state.misconfigured for state in read_replicas(run.attempt)] == [True, True])
+    until(lambda: [state.misconfigured for state in read_replicas(run.attempt)] == [True, True])
     known = run.attempt.folder / "pid.0"
-    run.wait_for(known.exists)  # the replicas may be faster
+    until(known.exists)  # the replicas may be faster
     rank = int(known.read_text())
     os.kill(rank, signal.SIGKILL)  # as the training would end once it learns of it
     assert run.process.wait(LIMIT_S) == 78, run.log

@@ -15,6 +15,7 @@ from typing import Any
 import commands
 import pytest
 from run_helpers import fake_ranks
+from waiting import until
 
 from launcher.host.attempt import notify
 from launcher.host.attempt.notify import Notifier, NotifySettings
@@ -73,21 +74,11 @@ def submit(*words: str, script: str = "train") -> subprocess.CompletedProcess[st
 
 
 def ended(run: RunDir) -> None:
-    deadline = time.monotonic() + 30
-    while owner_of(run.lock) is not None or len(notifications(run)) == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: owner_of(run.lock) is None and notifications(run))
 
 
 def notifications(run: RunDir) -> list[Notification]:
     return read_lines(Notification, run.notifications).records  # type: ignore[union-attr]
-
-
-def until(condition: Any, limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_finished_run_calls_the_webhook_and_the_command_and_writes_the_url_nowhere(

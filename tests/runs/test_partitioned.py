@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare, reproducible
-from scripted_replica import until
+from waiting import until
 
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir

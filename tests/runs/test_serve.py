@@ -7,8 +7,7 @@ import json
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from commands import Command
 from hf_helpers import PUBLISHED, publish
 from loop_helpers import Attempt, loop_recipe, prepare
 from server_helpers import TEMPLATE, byte_backend
+from waiting import until
 
 from launcher.host.process.processes import start_time
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USAGE
@@ -62,13 +62,6 @@ class Served:
 def start(path: Path | str, home: Path, *options: str | Path) -> Command:
     environment = {**os.environ, "HOME": str(home), "HF_HUB_OFFLINE": "1"}
     return Command(["mrl", "serve", *options, str(path)], env=environment)
-
-
-def until(what: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + READY_S
-    while not what():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -209,12 +202,12 @@ def test_errors_are_those_that_the_client_knows(served: Served) -> None:
 def test_reader_that_leaves_or_stalls_delays_nobody_and_frees_its_pages(served: Served) -> None:
     pages = served.load("free_pages")
     connections = [served.begin(n=4) for _ in range(2)]
-    until(lambda: served.load("running") > 0)
+    until(lambda: served.load("running") > 0, limit_s=READY_S)
     answer = served.client.completions.create(model=served.model, prompt="x", max_tokens=2)
     assert answer.usage is not None and answer.usage.completion_tokens == 2
     for connection in connections:
         connection.close()
-    until(lambda: served.load("running") == 0)
+    until(lambda: served.load("running") == 0, limit_s=READY_S)
     assert served.load("free_pages") == pages
     assert served.load("open_requests") == 1  # the client of this request
 
@@ -280,12 +273,12 @@ def test_interrupted_start_leaves_no_process(
     published: tuple[Path, Any], tmp_path: Path, number: signal.Signals
 ) -> None:
     command = start(published[0], tmp_path, "--port", "0")
-    until(lambda: any("megatron_rl.run.serve" in _words(child) for child in _children(command.pid)))
+    until(lambda: any("megatron_rl.run.serve" in _words(child) for child in _children(command.pid)), limit_s=READY_S)
     (child,) = _children(command.pid)
-    until(lambda: (tmp_path / ".config" / "mrl" / "serve-token").exists())
+    until(lambda: (tmp_path / ".config" / "mrl" / "serve-token").exists(), limit_s=READY_S)
     command.send_signal(number)
     _, err = command.communicate(READY_S)
-    until(lambda: start_time(child) is None)
+    until(lambda: start_time(child) is None, limit_s=READY_S)
     if number == signal.SIGINT:
         assert (command.wait(), err) == (EXIT_INTERRUPTED, "interrupted\n")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from commands import Command
 from run_helpers import fake_ranks
+from waiting import until
 
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
@@ -41,20 +42,13 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         process.kill()
         process.wait()
     for lock in tmp_path.rglob(".lock"):
-        wait_for(lambda lock=lock: owner_of(lock) is None)
-
-
-def wait_for(what: Callable[[], object], limit: float = 20) -> None:
-    deadline = time.monotonic() + limit
-    while not what():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
+        until(lambda lock=lock: owner_of(lock) is None)
 
 
 def rank_pids(root: str, attempt: int = 1) -> list[int]:
     folder = RunDir(root).attempt(attempt).folder
-    wait_for(lambda: all((folder / f"pid.{rank}").exists() for rank in range(2)))
-    wait_for(lambda: len(read_lines(MetricsLine, RunDir(root).metrics).records) > 2)
+    until(lambda: all((folder / f"pid.{rank}").exists() for rank in range(2)))
+    until(lambda: len(read_lines(MetricsLine, RunDir(root).metrics).records) > 2)
     return [int((folder / f"pid.{rank}").read_text()) for rank in range(2)]
 
 
@@ -125,9 +119,9 @@ def test_interrupted_run_is_saved_and_the_printed_command_resumes_it(submit, sig
 def test_second_ctrl_c_kills_the_ranks(submit):
     process = submit("stubborn", "demo", "--run-dir", "r")
     folder = RunDir("r").attempt(1).folder
-    wait_for(lambda: (folder / "pid.1").exists())
+    until(lambda: (folder / "pid.1").exists())
     os.killpg(process.pid, signal.SIGINT)
-    wait_for(lambda: (folder / "drain.json").exists())
+    until(lambda: (folder / "drain.json").exists())
     os.killpg(process.pid, signal.SIGINT)
     code, output = finish(process)
     assert code == 130
@@ -141,8 +135,8 @@ def test_killed_mrl_submit_loses_nothing_and_leaves_no_process(submit):
     process = submit("long", "demo", "--run-dir", "r")
     pids = rank_pids("r")
     process.kill()
-    wait_for(lambda: not any(map(start_time, pids)))
-    wait_for(lambda: len(read_lines(LEDGER, RunDir("r").attempts_ledger).records) == 2)
+    until(lambda: not any(map(start_time, pids)))
+    until(lambda: len(read_lines(LEDGER, RunDir("r").attempts_ledger).records) == 2)
     assert read_lines(LEDGER, RunDir("r").attempts_ledger).records[-1].outcome == "drained"
 
 
@@ -156,7 +150,7 @@ def test_detached_run_continues_and_holds_no_pipe(submit):
     assert (code, "in use by the supervisor of attempt 1" in text) == (2, True)
     stop = re.search(r"kill (\d+)", output)
     os.kill(int(stop[1]), signal.SIGTERM)
-    wait_for(lambda: not any(map(start_time, pids)))
+    until(lambda: not any(map(start_time, pids)))
 
 
 def test_closed_pipe_does_not_end_the_run(submit):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from run_helpers import FAKE_RANK
+from waiting import until
 
 from launcher.host.attempt.local_ranks import KEPT_MEMORY, WAITING_THREADS
 from launcher.host.process.lock import owner_of
@@ -39,15 +40,9 @@ class Supervised:
     def wait(self, limit: float = 60) -> int:
         return self.process.wait(timeout=limit)
 
-    def wait_for(self, what: Callable[[], object], limit: float = 15) -> None:
-        deadline = time.monotonic() + limit
-        while not what():
-            assert time.monotonic() < deadline, "timed out"
-            time.sleep(0.02)
-
     def wait_for_ranks(self, ranks: int = 2) -> list[int]:
         files = [self.attempt.folder / f"pid.{rank}" for rank in range(ranks)]
-        self.wait_for(lambda: all(file.exists() for file in files))
+        until(lambda: all(file.exists() for file in files))
         return [int(file.read_text()) for file in files]
 
     @property
@@ -155,7 +150,7 @@ def test_children_of_a_rank_end_with_it(supervise):
     run = supervise("parent")
     assert run.wait() == 0
     assert list(run.attempt.folder.glob("child.*"))
-    run.wait_for(lambda: run.survivors() == [], limit=2)
+    until(lambda: run.survivors() == [])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
@@ -223,7 +218,7 @@ def test_ranks_die_with_a_killed_supervisor_and_the_next_attempt_says_so(supervi
     run = supervise("long")
     pids = run.wait_for_ranks()
     run.process.kill()
-    run.wait_for(lambda: not any(map(start_time, pids)), limit=5)
+    until(lambda: not any(map(start_time, pids)))
     again = supervise("train", number=2)
     assert again.wait() == 0
     assert [end.attempt for end in ends_in(read_ledger(run.run)) if end.outcome == "lost"] == [1]

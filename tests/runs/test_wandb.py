@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import make_run
+from waiting import until
 from wandb_server import Server, Shown
 
 from launcher.cluster.choice import load_clusters
@@ -88,13 +89,6 @@ def identity(run: RunDir) -> WandbRun:
     found = if_readable(read(WandbRun, run.wandb))
     assert found is not None
     return found
-
-
-def eventually(holds: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
-    give_up = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < give_up, what
-        time.sleep(0.05)
 
 
 def lives(process: psutil.Process) -> bool:
@@ -198,10 +192,10 @@ def test_failed_start_of_wandb_is_logged_once_and_its_steps_are_sent_later(
         step(record, number, loss=float(number))
         return number
 
-    eventually(lambda: next_step() > 0 and "W&B" in caplog.text, "no warning")
+    until(lambda: next_step() > 0 and "W&B" in caplog.text, "no warning")
     assert "No API key configured" in caplog.text
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    eventually(lambda: next_step() > 0 and len(server.runs) > 0, "never tried again")
+    until(lambda: next_step() > 0 and len(server.runs) > 0, "never tried again")
     left(run, 1, record, outcome="finished")
     assert caplog.text.count("W&B is behind") == 1
     assert shown(server, run).curve("loss") == [(each, each) for each in range(1, number + 1)]
@@ -217,12 +211,12 @@ def test_silent_server_delays_the_end_of_a_run_by_seconds(
         others = psutil.Process().children(recursive=True)
         record = record_of(run, 1)
         step(record, 1, loss=1.0)
-        eventually(lambda: run.wandb.exists(), "wandb did not start")
+        until(lambda: run.wandb.exists(), "wandb did not start")
         told = [each for each in psutil.Process().children(recursive=True) if each not in others]
         assert told
         left(run, 1, record, outcome="drained")
     assert "W&B took longer than 1 s" in caplog.text
-    eventually(lambda: not any(lives(each) for each in told), "it stays")
+    until(lambda: not any(lives(each) for each in told), "it stays")
 
 
 def test_nothing_of_wandb_outlives_a_killed_rank(server: Server, tmp_path: Path) -> None:
@@ -234,14 +228,14 @@ def test_nothing_of_wandb_outlives_a_killed_rank(server: Server, tmp_path: Path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     rank = subprocess.Popen([sys.executable, "-c", program, str(run.root)], env=environment)
     try:
-        eventually(lambda: len(server.runs) > 0, "nothing was told")
+        until(lambda: len(server.runs) > 0, "nothing was told")
         told = psutil.Process(rank.pid).children(recursive=True)
         assert len(told) == 2
         assert "wandb-core" in {each.name() for each in told}
     finally:
         rank.kill()
         rank.wait()
-    eventually(lambda: not any(lives(each) for each in told), "it stays")
+    until(lambda: not any(lives(each) for each in told), "it stays")
     assert shown(server, run).state == "failed"
 
 

@@ -11,7 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from scripted_replica import DIGEST, TOKEN, ScriptedReplica, answers, until
+from scripted_replica import DIGEST, TOKEN, ScriptedReplica, answers
+from waiting import until
 
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP

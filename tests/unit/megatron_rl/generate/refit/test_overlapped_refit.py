@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import quiet_safe_points, stir, tiny_policy
-from scripted_replica import until
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
+from waiting import until
 
 from megatron_rl.generate.refit.epoch import NoReplicaLeft, ReplicaStart
 from megatron_rl.generate.refit.model_tensors import weights_by_box

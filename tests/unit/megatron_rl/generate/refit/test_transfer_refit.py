@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import stir, tiny_policy
-from scripted_replica import until
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
+from waiting import until
 
 from megatron_rl.generate.refit import transfer, transfer_refit
 from megatron_rl.generate.refit.epoch import NoReplicaLeft

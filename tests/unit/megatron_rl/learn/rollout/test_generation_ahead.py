@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from bank_helpers import bank_in, rollout_driver
 from core_helpers import here_of, quiet_safe_points, tiny_run, trajectory
-from scripted_replica import until
 from thread_ranks import ThreadRanks
+from waiting import until
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
