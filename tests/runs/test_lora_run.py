@@ -73,14 +73,3 @@ def test_replicas_with_adapters_answer_as_the_training_ranks_would(tmp_path: Pat
     apart.start_replica(0, start=1)
     assert apart.exit_codes() == [0, 0], apart.logs()
     assert reproducible(apart.run_dir) == reproducible(alone.run_dir)
-
-
-@pytest.mark.slow
-def test_adapters_are_trained_while_replicas_generate_ahead(tmp_path: Path, cache: Path) -> None:
-    ahead = with_engine_apart(1, mode="partitioned") | {"async": {"max_lag": 1}, "resume": {"partial": "keep"}}
-    attempt = Attempt(prepare(tmp_path / "ahead", ahead), cache)
-    attempt.start_replica(0)
-    assert attempt.exit_codes() == [0, 0], attempt.logs()
-    lines = lines_of(attempt.run_dir.metrics)
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["policy_version"] == 6

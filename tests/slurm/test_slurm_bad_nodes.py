@@ -46,21 +46,6 @@ def test_job_without_a_spare_node_moves_to_other_nodes_and_avoids_the_bad_one(lo
 
 
 @together
-@pytest.mark.slow
-def test_bad_node_is_not_avoided_if_too_few_would_be_left(login: Login) -> None:
-    """The job would wait for ever. Meanwhile the node is repaired here."""
-    login.confine(4, 5)
-    once = f"[[ -e {login.home}/once ]] || {{ touch {login.home}/once; exit 1; }}"
-    sick = login.program("python", f'case "$(hostname) $*" in node04*host.health*) {once} ;; esac\nexec python3 "$@"')
-    login.profiles["stub"] |= {"health_check": True, "host_python": str(sick)}
-    run = login.submit(*DEMO)
-    assert run.wait() == "COMPLETED", run.log()
-    assert run.ends() == [("drained", "bad nodes"), ("finished", None)], run.log()
-    assert "too few nodes are left: node04" in run.dir.batch_log.read_text()
-    assert run.avoided() == nodes_but(4, 5)
-
-
-@together
 def test_health_check_that_cannot_start_blames_no_node_and_is_repeated(login: Login) -> None:
     login.confine(6, 7)
     once = login.home / "once"

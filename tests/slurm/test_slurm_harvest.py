@@ -43,27 +43,6 @@ def submit(login: Login, most: int, *words: str) -> Run:
     return run
 
 
-@pytest.mark.slow  # two minutes; tests/runs has replicas that come and go without Slurm
-def test_harvested_replica_is_replaced_and_no_prompt_is_lost(login: Login) -> None:
-    """The job's node is taken away in mid-run; the next one finds another."""
-    run = submit(login, 1)
-    lines = login.call("mrl", "status", run.dir.root).stdout
-    assert "infer-1" in lines
-
-    login.take(jobs(run, "%N"))
-    wait_until("one is gone", lambda: replicas(run) == 1, LIMIT_S)
-    wait_until("another has come", lambda: replicas(run) == 2, LIMIT_S)
-
-    login.call("mrl", "cancel", "--drain", run.dir.root)
-    run.wait("COMPLETED")
-    steps = run.metrics()
-    assert run.ends() == [("stopped", "cancelled")], run.log()
-    assert [line["first_ordinal"] for line in steps[1:]] == [line["next_ordinal"] for line in steps[:-1]]
-    assert max(line["staleness_max"] for line in steps) == 0
-
-    wait_until("their jobs end with the run", lambda: not jobs(run, "%A"), LIMIT_S)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_replacing_three_harvested_replicas_leaves_the_record_unchanged(login: Login, tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import pytest
 from lab import Cluster
 from login import Login, Run
 from loop_helpers import Attempt, prepare
-from records import OVERRIDES, finish, kill_rank, preempt, record
+from records import OVERRIDES, finish, preempt, record
 
-from launcher.host.record.evidence import read_replicas
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import RunDir
 
@@ -42,18 +41,6 @@ def submit(login: Login) -> Run:
     run = login.submit("demo", "--cluster", "real", *SHORT, *APART)
     run.wait_for_step(2, LIMIT_S)
     return run
-
-
-@pytest.mark.slow  # a minute; test_partitioned does so without Slurm
-def test_killed_replica_is_restarted_and_the_record_unchanged(login: Login, colocated: Callable[[], RunDir]) -> None:
-    run = submit(login)
-    assert kill_rank(run, 0, "infer-0")
-    finish(run)
-    assert record(run.dir) == record(colocated())
-    assert run.ends() == [("finished", None)]
-    (replica,) = read_replicas(run.dir.attempt(1))
-    assert replica.starts == 2, run.log()
-    assert "killed by SIGKILL" in (replica.why or "")
 
 
 @pytest.mark.slow

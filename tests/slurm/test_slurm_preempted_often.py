@@ -48,36 +48,6 @@ def is_preempted_and_finishes(login: Login, times: int) -> None:
     assert "finished" in login.call("mrl", "status", run.dir.root).stdout
 
 
-@pytest.mark.slow
-def test_preempted_run_survives_its_time_limit_and_the_loss_of_a_node(login: Login) -> None:
-    login.confine(5, 8)
-    login.profiles["stub"]["signal_s"] = 40
-    run = login.submit(*DEMO, "job.time_limit=0:02:00", stub={"steps": 100_000, "seconds": 0.1, "until": "enough"})
-    run.wait_for_step(2)
-    urgent = preempt(login, run)
-    wait_for_ends(run, 1)
-    login.lab.run("scancel", urgent)
-    wait_for_ends(run, 2)  # by the time limit
-    run.wait_for_step(len(run.metrics()) + 2)
-    victim = run.ledger()[-1]["nodes"][1]
-    login.lab.kill_node(victim)
-    try:
-        wait_for_ends(run, 3)
-        run.wait_for_step(len(run.metrics()) + 2)
-        (run.dir.root / "enough").touch()
-        assert run.wait() == "COMPLETED"
-    finally:
-        login.lab.restart_node(victim)
-    assert run.ends() == [
-        ("drained", "preempted"),
-        ("drained", "time limit"),
-        ("lost", "node failure"),
-        ("finished", None),
-    ]
-    assert victim not in run.ledger()[-2]["nodes"]
-    assert run.has_each_step_once()
-
-
 @together
 def test_preempted_run_that_is_cancelled_stays_cancelled(login: Login) -> None:
     login.profiles["stub"]["sbatch"] = ["--nodelist=node[05-06]"]

@@ -57,34 +57,6 @@ def test_run_that_crashes_after_a_new_checkpoint_restarts_later_and_then_on_othe
 
 
 @together
-@pytest.mark.slow
-def test_run_with_the_same_crash_on_two_nodes_is_held_until_it_is_resumed(login: Login) -> None:
-    login.confine(4, 6)
-    taken = login.take("node06")
-    run = login.submit(*DEMO, "job.backoff_s=1", stub={"steps": 1000, "crash_at": 3})
-    until_second_attempt(login, run, taken)
-    assert run.wait() == "FAILED", run.log()
-    ends = ends_of(run)
-    assert len(ends) == 3, run.log()
-    _, second, end = ends
-    assert second["excluded"] == [second["node"]], "the second time on the same node"
-    assert (end["rank"], end["error"], end["then"]) == (1, "RuntimeError: boom", "held")
-    said = login.call("mrl", "status", run.dir.root).stdout
-    assert "failed" in said
-    assert "RuntimeError: boom; held: the same error at the same step twice" in said
-    assert "mrl resume" in said
-    login.lab.run("scontrol", "requeue", run.job)  # of somebody who does not know
-    attempts = run.dir.last_attempt()
-    again = str(attempts)
-    wait_until("it has started again", lambda: run.field("Restarts") == again and run.state() == "FAILED", SECONDS)
-    assert run.dir.last_attempt() == attempts
-    login.call("mrl", "resume", run.dir.root, MRL_STUB="{}")
-    resumed = login.adopt(run.dir.root)
-    login.jobs.append(resumed.job)
-    assert resumed.wait() == "COMPLETED"
-
-
-@together
 def test_job_that_cannot_be_requeued_submits_a_successor(login: Login) -> None:
     login.confine(7, 9)
     login.profiles["stub"]["sbatch"].append("--no-requeue")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lab import wait_until
 from login import SECONDS, Login, Run
 from records import resume
@@ -25,22 +24,6 @@ def assert_away(run: Run) -> None:
     assert run.field("Restarts") == "0"
     assert run.dir.last_attempt() == 1
     assert run.ends() in ([], [("stopped", "cancelled")])  # none where Slurm was faster
-
-
-@pytest.mark.slow
-@together
-def test_draining_job_cancelled_with_scancel_stays_cancelled(login: Login) -> None:
-    run = is_saving(login)
-    login.lab.run("scancel", run.job)
-    assert_away(run)
-
-
-@together
-@pytest.mark.slow
-def test_draining_job_cancelled_by_mrl_stays_cancelled(login: Login) -> None:
-    run = is_saving(login)
-    login.call("mrl", "cancel", run.dir.root)
-    assert_away(run)
 
 
 @together
