@@ -12,7 +12,6 @@ import termios
 import threading
 from pathlib import Path
 
-import pytest
 from run_helpers import fake_ranks
 
 from megatron_rl.contract.paths import RunDir
@@ -60,7 +59,6 @@ def test_run_finishes_on_any_terminal(tmp_path: Path) -> None:
     """All kinds run at the same time, since they mostly wait."""
     cases = {
         "ascii": ({"PYTHONIOENCODING": "ascii"}, (40, 120), False),
-        "latin-1": ({"PYTHONIOENCODING": "iso8859-1"}, (40, 120), False),
         "dumb": ({"TERM": "dumb"}, (40, 120), False),
         "without-a-size": ({}, (0, 0), False),
         "narrow": ({}, (2, 3), False),
@@ -92,11 +90,9 @@ def test_run_finishes_without_a_reader_or_space_for_output(tmp_path: Path) -> No
         assert (process.wait(LIMIT_S), RunDir(tmp_path / name).done.exists()) == (0, True), name
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_run_finishes_with_a_closed_stream(tmp_path: Path, stream: str) -> None:
-    number = {"stdout": 1, "stderr": 2}[stream]
+def test_run_finishes_with_closed_streams(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SUBMIT, str(tmp_path / "run")]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "MRL_CLUSTERS": ""}
-    shell = ["sh", "-c", f'exec {number}>&-; exec "$@"', "sh", *command]
+    shell = ["sh", "-c", 'exec 1>&- 2>&-; exec "$@"', "sh", *command]
     assert subprocess.run(shell, env=environment, timeout=LIMIT_S, check=False).returncode == 0
     assert RunDir(tmp_path / "run").done.exists()

@@ -12,7 +12,7 @@ from optional import needs
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import read_rollouts
 
-pytestmark = needs("gymnasium")
+pytestmark = [pytest.mark.slow, needs("gymnasium")]
 
 STEPS = 3
 RECIPE = (

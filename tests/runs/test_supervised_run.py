@@ -89,7 +89,7 @@ def test_a_killed_and_a_drained_attempt_change_no_bit_of_the_record(folder: Path
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(1, {}, id="one rank"),
+        pytest.param(1, {}, id="one rank", marks=pytest.mark.slow),
         pytest.param(2, {"tp": 2}, id="TP2"),
         pytest.param(2, {"cp": 2}, id="CP2", marks=pytest.mark.slow),
         pytest.param(2, {"pp": 2}, id="PP2", marks=pytest.mark.slow),
