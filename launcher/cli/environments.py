@@ -44,9 +44,8 @@ PIPE_WIDTH = 120
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object: {environments: [{name, description, source}]}."
 )
-@click.option("--all", "every", is_flag=True, help="Also list the variants, such as the tasks of reasoning-gym.")
 @click.pass_context
-def command(ctx: click.Context, as_json: bool, every: bool) -> None:
+def command(ctx: click.Context, as_json: bool) -> None:
     """List the registered environments with a description of each: first those that read data, rewards or programs of
     yours, then those that bring their own problems.
 
@@ -61,21 +60,21 @@ def command(ctx: click.Context, as_json: bool, every: bool) -> None:
     if as_json:
         click.echo(json.dumps({"environments": [one._asdict() for one in found]}, indent=2))
         return
-    click.echo(environment_list(found, every, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns), nl=False)
+    click.echo(environment_list(found, shutil.get_terminal_size((PIPE_WIDTH, 0)).columns), nl=False)
 
 
-def environment_list(found: Sequence[EnvironmentInfo], every: bool, width: int) -> str:
-    """Return the list of environments for people. `every`: whether to list their variants, too."""
+def environment_list(found: Sequence[EnvironmentInfo], width: int) -> str:
+    """Return the list of environments for people, with a number for the variants of one."""
     names = {one.name for one in found}
     variants = Counter(parent for one in found if (parent := one.name.rpartition("/")[0]) in names)
     rows: dict[str, list[tuple[str, str]]] = {"of your own": [], "with problems": []}
     for one in found:
-        if not every and one.name.rpartition("/")[0] in names:
+        if one.name.rpartition("/")[0] in names:
             continue
         package = one.source.partition(" ")[0]
         text = one.description if package == OURS else f"{one.description} ({package})"
-        if count := 0 if every else variants[one.name]:
-            text += f"; {one.name}/NAME for each of {count} (--all lists them)"
+        if count := variants[one.name]:
+            text += f"; {one.name}/NAME for each of {count} (--json lists them)"
         rows["of your own" if one.name in OF_THE_USER else "with problems"].append((one.name, text))
     formatter = click.HelpFormatter(width=width)
     for heading, group in rows.items():

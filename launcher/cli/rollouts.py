@@ -31,14 +31,12 @@ SHOWN = 5
 @click.option("--reward", type=Bounds(), help="Only answers with this reward, or from:to.")
 @click.option("--reason", metavar="REASON", help="Only answers with this finish reason: stop, length, ...")
 @click.option("-n", "most", type=click.IntRange(0), default=SHOWN, show_default=True, help="Groups at most; 0: all.")
-@click.option("--tokens", is_flag=True, help="List the tokens of each answer with the log-probs of engine and trainer.")
 @click.option("--full", is_flag=True, help="Show long answers in full.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object per group, for jq or grep.")
 def command(
     run: str | None,
     step: tuple[float, float] | None,
     most: int,
-    tokens: bool,
     full: bool,
     as_json: bool,
     **wanted: Any,
@@ -47,7 +45,8 @@ def command(
     be running.
 
     RUN is a run's name, its directory, its job id, or nothing for the newest. Rewards and lengths are recorded of every
-    group; texts and tokens of logging.samples groups every logging.samples_every steps.
+    group; texts and tokens of logging.samples groups every logging.samples_every steps. The page of
+    `mrl report` shows the tokens, --json has them with their log-probs.
 
     \b
     mrl rollouts mine --step 120 --reward 0 -n 5      answers of step 120 that earned nothing
@@ -64,7 +63,7 @@ def command(
     found = find(run)
     newest = _newest_step(found)
     fitting = selected(_groups(found, newest, step), Wanted(**wanted))
-    texts = starmap(group_json if as_json else partial(group_lines, tokens=tokens, full=full), fitting)
+    texts = starmap(group_json if as_json else partial(group_lines, full=full), fitting)
     shown = [*islice(texts, most or None)]
     if not shown:
         raise Failed(

@@ -126,10 +126,6 @@ class Profile(Section):
     """Seconds before the time limit at which the run is asked to save; a save must fit in."""
     fs_bandwidth: PositiveFloat | None = None
     """Write bandwidth of one job to `run_root`, in GB/s; `mrl plan` estimates the time of a checkpoint from it."""
-    gpu_hour_price: PositiveFloat | None = None
-    """Price of one GPU for an hour; `mrl report` computes the cost of a run from it."""
-    currency: Line = "USD"
-    """Currency of `gpu_hour_price`."""
     health_check: bool = True
     """Test every node before ranks start on it."""
     all_reduce_gbps: PositiveFloat | None = None

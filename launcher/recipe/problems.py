@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from launcher.recipe.suggest import KeyPath, did_you_mean
-from megatron_rl.recipe.removed import REMOVED
+from megatron_rl.recipe.removed import REMOVED, REMOVED_OF_PROFILES
 
 Locate = Callable[[KeyPath], tuple[str, bool]]
 """Key -> its place (`my.yaml:7`), and whether that is an override."""
@@ -65,8 +65,9 @@ def _sentence(
     kind = detail["type"]
     name = ".".join((*prefix, *path))
     where, _ = locate((*prefix, *path))
-    if kind == "extra_forbidden" and name in REMOVED:
-        return f"{where}: {name}: was removed: {REMOVED[name]}"
+    removed = REMOVED_OF_PROFILES.get(name.rpartition(".")[2]) if prefix else REMOVED.get(name)
+    if kind == "extra_forbidden" and removed:
+        return f"{where}: {name}: was removed: {removed}"
     if kind == "extra_forbidden":
         return f"{where}: {name}: unknown key{did_you_mean(generic(path), known)}"
     if kind in ("value_error", "assertion_error"):

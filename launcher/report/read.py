@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.errors import BadInput
 from launcher.explain.explanation import explain
 from launcher.explain.record import Record, read_record
@@ -23,7 +22,6 @@ from launcher.report.run_report import (
     AttemptRow,
     FirstAndLast,
     ResultRow,
-    RunCost,
     RunFact,
     RunReport,
     generated_tokens,
@@ -80,7 +78,6 @@ def read_report(run: RunDir, now: float) -> RunReport:
         gpus=usage.attempts[-1].gpus if usage.attempts else 0,
         gpu_seconds=held_of(total),
         goodput=goodput_of(total),
-        cost=_cost(status.cluster, held_of(total), unread) if device == "GPU" else None,
         tokens=generated_tokens(record.lines),
         reward=span(record.lines, "mean_reward"),
         right=span(record.lines, "right_ratio"),
@@ -140,20 +137,6 @@ def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> l
             )
         )
     return rows
-
-
-def _cost(cluster: str, seconds: float, unread: list[str]) -> RunCost | None:
-    if cluster in ("", LOCAL):
-        return None
-    try:
-        clusters = load_clusters()
-        profile = clusters.profile(cluster) if cluster in clusters.names() else None
-    except BadInput as error:
-        unread += error.problems
-        return None
-    if profile is None or profile.gpu_hour_price is None:
-        return None
-    return RunCost(seconds / 3600 * profile.gpu_hour_price, profile.currency)
 
 
 def _eta(record: Record, status: RunStatus) -> float | None:

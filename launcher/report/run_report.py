@@ -23,11 +23,6 @@ class FirstAndLast(NamedTuple):
     last: float
 
 
-class RunCost(NamedTuple):
-    amount: float
-    currency: str
-
-
 class ResultRow(NamedTuple):
     weights: str
     set: str
@@ -68,7 +63,6 @@ class RunReport:
     gpus: int
     gpu_seconds: float
     goodput: float | None
-    cost: RunCost | None
     tokens: float
     reward: FirstAndLast | None
     right: FirstAndLast | None

@@ -35,6 +35,10 @@ ONLY_SHOWN: Final = frozenset(
     }
 )
 """Those of REMOVED on which no result depends: a run that has recorded them goes on without them."""
+REMOVED_OF_PROFILES: Final[Mapping[str, str]] = dict.fromkeys(
+    ("gpu_hour_price", "currency"), "`mrl report` shows the GPU-hours of a run; leave it out"
+)
+"""The same of a cluster profile."""
 
 
 def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ mrl.group = (() => {
     if (!sample) {
       box.append(mrl.put(mrl.element("p", { class: "prompt-text", dir: "auto" }), context.prompt(group)));
       box.append(numbers(group, context.names));
-      box.append(mrl.element("p", { class: "hint" }, "The page has no tokens of this group. If the run sampled it: ", mrl.put(mrl.element("code"), `${command} --tokens`)));
+      box.append(mrl.element("p", { class: "hint" }, "The page has no tokens of this group. If the run sampled it: ", mrl.put(mrl.element("code"), `${command} --json`)));
       return box;
     }
     box.append(mrl.put(mrl.element("p", { class: "prompt-text", dir: "auto" }), sample.prompt));

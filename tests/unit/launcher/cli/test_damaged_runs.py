@@ -29,7 +29,6 @@ FILES = (
     "plan.json",
     "DONE",
 )
-CONTENTS = (b"", b"{", b"5\n", b"\xff\xfe\x00")
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def damage(file: Path, content: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("content", [*CONTENTS, None])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", None])
 def test_views_show_the_other_runs_if_one_is_damaged(runs, name, content):
     _, bad = runs
     damage(bad.root / name, content)

@@ -3,13 +3,10 @@ exit code."""
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
-import subprocess
 import time
 from dataclasses import fields, replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import begin, end, submitted
 
-from launcher.backends import child, rehearsal
 from launcher.backends.probe.command import CommandAnswer
 from launcher.backends.probe.node import NodeFacts
 from launcher.backends.slurm.cluster_facts import SlurmFacts
@@ -277,81 +273,3 @@ def test_arguments_of_doctor(home, head, place, more, cluster, damages, silent, 
         mock.patch.object(doctor.compute_node, "probe", lambda *about: NodeFacts(failure="no node is free")),
     ):
         tried(main, ["doctor", *head, *place, *more])
-
-
-# Commands whose work a child does, which imports torch: here it is whatever a child may come to.
-
-EXIT = st.sampled_from([0, 0, 0, 1, 2, 3, 130, -9, -11])
-SAID = st.text(max_size=30) | st.sampled_from(
-    ["", "\n", "Traceback (most recent call last):\nMemoryError\n", "{", "[]"]
-)
-
-
-class Process:
-    """A process that has ended."""
-
-    pid = 2**22 + 1  # of no process
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self._code = code
-        self.stdin, self.stdout, self.stderr = io.StringIO(), io.StringIO(out), io.StringIO(err)
-
-    def poll(self) -> int:
-        return self._code
-
-    def wait(self) -> int:
-        return self._code
-
-
-TYPED = WORD.filter(lambda word: "\0" not in word)  # which no program can be given
-SIZE = st.sampled_from(["5GB", "0.1kb", "infGB", "nanGB", "1e400TB", "1e300GB", "-1GB", "GB", "5", ""]) | TYPED
-SWITCHES = st.sampled_from([["--adapters"], ["--force"], ["--json"]]) | st.tuples(TYPED)
-PATH = st.sampled_from(["m", "one", ".", "..", "/", "-x", "--force", "a/b/c", "~"]) | TYPED
-CONVERTED = '{"source": "a", "target": "b", "bytes": 1, "seconds": 0.5, "peak_memory_bytes": 1}\n'
-
-
-@examples(40)
-@given(
-    switches=st.lists(SWITCHES, max_size=2),
-    size=st.just("5GB") | SIZE,
-    paths=st.lists(PATH, min_size=2, max_size=2) | st.lists(PATH, max_size=3),
-    code=EXIT,
-    said=st.tuples(SAID, SAID),
-    is_there=st.booleans(),
-)
-def test_arguments_of_convert(home, switches, size, paths, code, said, is_there):
-    out = f"{said[0]}\n{CONVERTED}" if code == 0 else said[0]
-
-    def start(command: list[str], **options: Any) -> Process:
-        assert "--" in command[:-2]
-        if not is_there:
-            raise OSError(12, "Cannot allocate memory")
-        return Process(code, out, said[1])
-
-    with mock.patch.object(child.subprocess, "Popen", start):
-        tried(main, ["convert", "megatron-to-hf", *chain(*switches), "--shard-size", size, "--", *paths])
-
-
-REHEARSED = '{"parameters": 1, "phases": {"start": {"weights": 1}}, "failure": null}\n'
-
-
-@examples(30)
-@given(
-    head=HEADS,
-    place=PLACES,
-    overrides=st.lists(st.tuples(st.sampled_from(KEYS), VALUE).map("=".join), max_size=1),
-    more=st.just([]) | DEMANDS,
-    code=EXIT,
-    said=st.tuples(SAID, SAID),
-    is_there=st.booleans(),
-)
-def test_arguments_of_rehearse(home, head, place, overrides, more, code, said, is_there):
-    out = f"{said[0]}\n{REHEARSED}" if code == 0 else said[0]
-
-    def run(command: tuple[str, ...], *given: Any) -> subprocess.CompletedProcess[bytes]:
-        if not is_there:
-            raise OSError(12, "Cannot allocate memory")
-        return subprocess.CompletedProcess(command, code, out.encode(), said[1].encode())
-
-    with mock.patch.object(rehearsal, "run_limited", run):
-        tried(main, ["rehearse", *head, *place, *overrides, *more])

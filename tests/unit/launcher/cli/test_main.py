@@ -130,7 +130,7 @@ INSTALLED = [
 
 
 def test_environments_for_data_of_the_user_come_first_and_variants_are_a_number():
-    lines = environment_list(INSTALLED, False, 80).splitlines()
+    lines = environment_list(INSTALLED, 80).splitlines()
     assert lines[:4] == [
         "of your own:",
         "  python  Rows of any data set, scored by a function of yours",
@@ -138,7 +138,6 @@ def test_environments_for_data_of_the_user_come_first_and_variants_are_a_number(
         "with problems:",
     ]
     said = " ".join(" ".join(lines).split())
-    assert "reasoning-gym/NAME for each of 2 (--all lists them)" in said and said.endswith("Riddles (riddles)")
+    assert "reasoning-gym/NAME for each of 2 (--json lists them)" in said and said.endswith("Riddles (riddles)")
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.startswith("  reasoning-gym/")]
-    assert "\n  reasoning-gym/ab" in environment_list(INSTALLED, True, 80)

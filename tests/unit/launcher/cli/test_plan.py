@@ -18,7 +18,6 @@ from launcher.cluster.choice import load_clusters
 from launcher.plan.placement import Plan
 from launcher.plan.summary import batch, make_plan, plan_json
 from launcher.recipe.load import load_recipe
-from megatron_rl.contract.text import size
 
 RECIPE = "qwen2.5-32b-dapo"
 IMPOSSIBLE = ("placement.training.tp=5",)
@@ -70,14 +69,10 @@ def test_the_command_shows_batches_memory_and_checkpoints():
     assert "off-load gradients are in GPU memory only while training" in said
 
 
-def test_off_loaded_optimizer_state_counts_as_host_memory():
-    said = " ".join(mrl_plan(RECIPE, "--cluster", "h100", "placement.offload=optimizer").output.split())
+def test_off_loaded_state_and_an_engine_with_another_tp_are_counted():
+    said = " ".join(mrl_plan(RECIPE, "placement.offload=optimizer", "placement.inference.tp=4").output.split())
     assert "host 99.2 GiB of a node's memory: 53.4 GiB to write checkpoints from, 45.8 GiB of optimizer state" in said
-
-
-def test_an_engine_with_another_tp_has_its_own_share_of_the_prompts():
-    result = mrl_plan(RECIPE, "--cluster", "h100", "placement.inference.tp=4")
-    assert "8 prompts x 16 per replica, 4 per inference replica" in " ".join(result.output.split())
+    assert "8 prompts x 16 per replica, 4 per inference replica" in said
 
 
 def test_the_demo_needs_no_cluster_and_no_gpu():
@@ -243,10 +238,3 @@ def test_a_dry_run_imports_only_what_it_shows(program, unneeded):
     look = f"import sys\n{program}\nprint(sorted({set(ELSEWHERE + unneeded)} & set(sys.modules)), file=sys.stderr)"
     run = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True)
     assert run.stderr.splitlines()[-1] == "[]"
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(12, "12 B"), (301_312, "294 KiB"), (8 * 2**30, "8 GiB"), (1023 * 2**30, "0.999 TiB")]
-)
-def test_sizes_are_short(number, text):
-    assert size(number) == text

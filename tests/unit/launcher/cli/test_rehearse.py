@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
 
+from launcher.backends import rehearsal
 from launcher.backends.rehearsal import RehearsalFailure, RehearsedRank
 from launcher.cli import rehearse
 from launcher.plan.placement import RankKind
@@ -74,7 +77,6 @@ def test_every_stage_and_role_is_listed(monkeypatch):
     two_stages = ("placement.training.tp=4", "placement.training.pp=2", "placement.inference.tp=4")
     asked = (f"{RECIPE}-partitioned", "inference.engine=native", *two_stages)
     ranks = json.loads(mrl_rehearse(*asked, "--json").output)["ranks"]
-    assert "an inference rank: 4,000,000,000 parameters" in mrl_rehearse(*asked).output
     assert [(rank["role"], rank["stage"]) for rank in ranks] == [("training", 0), ("training", 1), ("inference", None)]
 
 
@@ -101,3 +103,23 @@ def test_an_impossible_layout_is_refused_before_anything_is_built(override, said
     result = mrl_rehearse(RECIPE, override)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def ended(code: int, said: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.CompletedProcess([], code, b"", said.encode())
+
+
+@pytest.mark.parametrize(
+    ("child", "error"),
+    [
+        (ended(1, "Traceback\nMemoryError\n"), "MemoryError"),
+        (ended(-9, ""), "exit code -9"),
+        (OSError(12, "Cannot allocate memory"), "Cannot allocate memory"),
+        (subprocess.TimeoutExpired("", 1), "did not end within"),
+    ],
+)
+def test_a_rank_that_ends_without_an_answer_fails_at_its_start(monkeypatch, child, error):
+    monkeypatch.setattr(rehearsal, "run_limited", mock.Mock(side_effect=[child] * 9))
+    result = mrl_rehearse(RECIPE)
+    assert result.exit_code == 1
+    assert "fails in start: " in result.output and error in result.output

@@ -86,7 +86,7 @@ def test_the_newest_sampled_groups_are_shown(run: RunDir):
 
 
 def test_text_of_the_model_cannot_control_the_terminal(run: RunDir):
-    text = printed(run) + printed(run, "--tokens") + printed(run, "--step", "2")
+    text = printed(run) + printed(run, "--step", "2")
     assert "\\x1b]0;owned\\x07<script>\\u202egnp.exe\n    second line" in text
     assert "lost: 1 x timeout \\x07" in text
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
@@ -113,11 +113,6 @@ def test_only_the_answers_that_fit_are_shown(run: RunDir):
     text = printed(run, "--reward", "1")
     assert "reward 1" in text and "reward 0" not in text
     assert json.loads(printed(run, "--reward", "1", "--json"))["selected"] == [0]
-
-
-def test_tokens_are_listed_with_the_log_probs_of_both_sides(run: RunDir):
-    row = next(line.split() for line in printed(run, "--tokens").splitlines() if line.split()[:1] == ["7"])
-    assert row == ["7", "-0.5000", "not", "finite", "3", '"\\u001b["']
 
 
 def test_a_limit_says_that_more_fit(run: RunDir):

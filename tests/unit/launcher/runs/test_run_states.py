@@ -73,12 +73,6 @@ def test_a_pending_job_is_queued_and_after_a_requeue_says_why(tmp_path):
     assert told(read_status(run, again)) == ("requeued", "saved after step 12 (preempted)", "jobs of higher priority")
 
 
-def test_a_job_that_is_stuck_waits_for_nothing(tmp_path):
-    state, reason, waits_for = told(read_status(slurm_run(tmp_path), job("PENDING", "pending", reason="JobHeldUser")))
-    assert (state, waits_for) == ("queued", "")
-    assert reason == "it will not start: it is held: scontrol release 7"
-
-
 def test_a_running_job_runs_and_saves_when_asked(tmp_path):
     run = slurm_run(tmp_path)
     begin(run, 1, job_id="7")
@@ -198,22 +192,28 @@ def test_a_job_that_left_no_record(tmp_path):
     assert told(read_status(run, GONE))[0] == "lost"
 
 
-def test_a_job_whose_script_was_killed_is_over(tmp_path):
-    run = slurm_run(tmp_path)
-    begin(run, 1, job_id="7")
-    state, reason, waits_for = told(read_status(run, job("FAILED", "ended", exit_code=-9, reason="JobLaunchFailure")))
-    assert (state, waits_for) == ("failed", "")
-    killed = "the script of job 7 was killed by SIGKILL (often: out of memory)"
-    assert reason == f"{killed}, and Slurm starts no such job again"
-
-
-def test_a_job_without_a_place_for_its_log_was_not_killed_by_a_signal(tmp_path):
-    run = slurm_run(tmp_path)
-    state, reason, _ = told(read_status(run, job("FAILED", "ended", exit_code=-53, reason="JobLaunchFailure")))
-    assert (state, reason.partition(" (")[0]) == (
-        "failed",
-        "job 7 could not start: its node could not write the batch log",
-    )
+@pytest.mark.parametrize(
+    ("found", "state", "reason"),
+    [
+        (
+            job("PENDING", "pending", reason="JobHeldUser"),
+            "queued",
+            "it will not start: it is held: scontrol release 7",
+        ),
+        (
+            job("FAILED", "ended", exit_code=-9, reason="JobLaunchFailure"),
+            "failed",
+            "the script of job 7 was killed by SIGKILL (often: out of memory), and Slurm starts no such job again",
+        ),
+        (
+            job("FAILED", "ended", exit_code=-53, reason="JobLaunchFailure"),
+            "failed",
+            "job 7 could not start: its node could not write the batch log (its place, quota, disk)",
+        ),
+    ],
+)
+def test_a_job_that_will_not_start_again_waits_for_nothing_and_says_why(tmp_path, found, state, reason):
+    assert told(read_status(slurm_run(tmp_path), found)) == (state, reason, "")
 
 
 def test_done_is_finished_whatever_slurm_says(tmp_path):

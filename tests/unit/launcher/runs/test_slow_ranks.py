@@ -27,6 +27,20 @@ def lines(*steps: dict[str, SlowestRank]) -> list[TimelineLine]:
     return [loaded, *found]
 
 
+def recorded(
+    folder: Path, steps: list[TimelineLine], *changes: str, ranks: tuple[int, ...] = (1,), host: str = "node7"
+) -> RunDir:
+    run = RunDir(folder / "run")
+    attempt = run.attempt(1)
+    attempt.heartbeats.mkdir(parents=True)
+    run.resolved.write_text(dump_resolved(load_recipe("demo", changes).config), encoding="utf-8")
+    for rank in ranks:
+        write(attempt.heartbeat(rank), Heartbeat(1, 2, host, "training", 30, 90, 1.0, 1.0, 5.0))
+    for line in steps:
+        append(attempt.timeline, line)
+    return run
+
+
 def node(rank: int) -> str:
     return f"node{rank // 8}"
 
@@ -85,16 +99,9 @@ def test_a_repeated_step_and_work_between_steps_are_no_steps():
 
 @pytest.mark.parametrize("changes", [[], ["placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1"]])
 def test_status_and_explain_show_the_slow_rank(tmp_path: Path, changes: list[str]):
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
-    run.resolved.write_text(dump_resolved(load_recipe("demo", changes).config), encoding="utf-8")
-    attempt = run.attempt(1)
-    attempt.folder.mkdir(parents=True)
-    attempt.heartbeats.mkdir()
-    write(attempt.heartbeat(1), Heartbeat(1, 2, "node7", "training", 30, 90, 1.0, 1.0, 5.0))
-    of_step = {"train": SlowestRank(1, 9.0, 6.0), "generate": SlowestRank(0, 9.0, 0.1)}
-    for line in lines(*[of_step] * STEPS):
-        append(attempt.timeline, line)
+    steps = lines(*[{"train": SlowestRank(1, 9.0, 6.0), "generate": SlowestRank(0, 9.0, 0.1)}] * STEPS)
+    run = recorded(tmp_path, steps, *changes)
+    for line in steps:
         append(run.metrics, MetricsLine(line.step, {"mean_reward": 0.5}))
     expected = "rank 1 on node7 was slowest in train in 20 of 20 steps, for 30% of their time"
     assert str(read_slow_ranks(run)[-1]) == expected
@@ -109,29 +116,14 @@ def test_status_and_explain_show_the_slow_rank(tmp_path: Path, changes: list[str
 
 
 def test_a_slow_node_of_an_elastic_run_is_named(tmp_path: Path):
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
-    run.resolved.write_text(dump_resolved(load_recipe("demo", ["job.nodes=1-2"]).config), encoding="utf-8")
-    attempt = run.attempt(1)
-    attempt.heartbeats.mkdir(parents=True)
-    for rank in (2, 3):
-        write(attempt.heartbeat(rank), Heartbeat(1, 2, "node7", "training", 30, 90, 1.0, 1.0, 5.0))
-    for line in lines(*({"train": SlowestRank(2 + step % 2, 9.0, 6.0)} for step in range(STEPS))):
-        append(attempt.timeline, line)
-    (found,) = read_slow_ranks(run)
+    steps = lines(*({"train": SlowestRank(2 + step % 2, 9.0, 6.0)} for step in range(STEPS)))
+    (found,) = read_slow_ranks(recorded(tmp_path, steps, "job.nodes=1-2", ranks=(2, 3)))
     assert (found.host, found.whole_node) == ("node7", True)
 
 
 def test_the_name_of_a_host_reaches_no_terminal_as_a_command(tmp_path: Path):
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
-    run.resolved.write_text(dump_resolved(load_recipe("demo").config), encoding="utf-8")
-    attempt = run.attempt(1)
-    attempt.heartbeats.mkdir(parents=True)
-    write(attempt.heartbeat(1), Heartbeat(1, 2, "node\x1b]0;\u202e7", "training", 30, 90, 1.0, 1.0, 5.0))
-    for line in lines(*[{"train": SlowestRank(1, 9.0, 6.0)}] * STEPS):
-        append(attempt.timeline, line)
-    (found,) = read_slow_ranks(run)
+    steps = lines(*[{"train": SlowestRank(1, 9.0, 6.0)}] * STEPS)
+    (found,) = read_slow_ranks(recorded(tmp_path, steps, host="node\x1b]0;\u202e7"))
     assert found.host == r"node\x1b]0;\u202e7"
 
 
