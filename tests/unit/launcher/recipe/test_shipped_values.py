@@ -19,6 +19,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.meaning import with_defaults
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.removed import REMOVED
 from megatron_rl.recipe.section import flat
 
 PROJECT = Path(__file__).parents[4]
@@ -29,8 +30,7 @@ HEAD = f"""\
 # Written by {Path(__file__).name}. `defaults` are those of the schema. Each recipe has what differs from the one
 # that it extends; the base `dapo` has what its recipes share. {ABSENT}: the recipe does not have this key.
 """
-GONE = ("evaluate", "inference.server")
-"""Keys that shipped recipes had as null before they went."""
+GONE = [key for key in REMOVED if "=" not in key]
 
 Values = Mapping[str, Any]
 
