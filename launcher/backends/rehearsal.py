@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.host.process.limited import run_limited
-from launcher.plan.placement import RankKind
+from launcher.plan.placement import RankKind, rank_kinds
+from launcher.plan.sizes import Sizes
 from megatron_rl.contract.children import module_command
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.teacher_files import TeacherFiles
 
 COMMAND = tuple(module_command("megatron_rl.run.rehearse"))
@@ -50,6 +52,15 @@ def rehearse(
     """
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda kind: _rehearse(config, vocab, kind, teacher), kinds))
+
+
+def rehearsed_kinds(config: RunConfig, sizes: Sizes, teacher: TeacherFiles | None = None) -> list[RankKind]:
+    """Return the kinds of ranks that can be rehearsed: not those of an engine that divides their memory itself, nor
+    those of a teacher whose shape is unknown."""
+    left_out = {"inference"} if capabilities_of(config.inference.engine).starts_workers else set()
+    if teacher is None or config.teacher_vllm:
+        left_out.add("teacher")
+    return [kind for kind in rank_kinds(sizes) if kind.role not in left_out]
 
 
 def request(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None = None) -> str:

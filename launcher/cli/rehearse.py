@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.backends.rehearsal import RehearsedRank, rehearse
+from launcher.backends.rehearsal import RehearsedRank, rehearse, rehearsed_kinds
 from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
@@ -17,7 +17,6 @@ from launcher.errors import BadInput
 from launcher.plan.gpu_memory import as_rehearsed, rank_memory
 from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known
-from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe, teacher_of
 from megatron_rl.contract.codes import EXIT_CRASHED
@@ -66,10 +65,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     tokens = tokens_known(config) or ASSUMED_VOCABULARY
     vocab = config.model.padded_vocab_size(tokens)
     teacher = teacher_of(config)
-    kinds = [kind for kind in rank_kinds(sizes) if kind.role != "teacher" or (teacher and not config.teacher_vllm)]
-    if elsewhere:
-        kinds = [replace(kind, role="training") for kind in kinds if kind.role in ("training", "colocated")]
-    done = rehearse(config, tokens, kinds, teacher)
+    done = rehearse(config, tokens, rehearsed_kinds(config, sizes, teacher), teacher)
     ours = as_rehearsed(config)
     ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage).fullest.tensors) for one in done]
     fits = all(one.failure is None and (limit is None or one.peak_bytes + CONTEXT_BYTES <= limit) for one in done)
@@ -80,8 +76,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
             click.echo(f"note: the teacher is left out: {config.distill.teacher} is not on this machine", err=True)
         if elsewhere:
             click.echo(
-                f"note: {engine} divides the memory of its processes itself, so only the training ranks, without "
-                "buffers for the transfer of weights, are rehearsed",
+                f"note: {engine} divides the memory of its processes itself, so only the training ranks are rehearsed",
                 err=True,
             )
         if config.teacher_vllm:

@@ -24,7 +24,7 @@ VLLM_BYTES = 1000 * 10**6
 """Memory of the two processes of a vLLM on a CPU that hold no weights: HTTP server and engine (measured, 0.32)."""
 LASTING = ("weights", "gradients", "optimizer")
 """Terms that do not depend on the lengths of answers."""
-PHASES = ("build", "generate", "train", "update")
+PHASES = ("build", "publish", "generate", "train", "update")
 """Phases of a rank, as they follow each other. Scoring is left out: it holds less than training."""
 
 
@@ -173,6 +173,8 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> RankMe
         models += memory_terms.engine_weights(config, sizes, vocab, held)
         phases["generate"] = [(cache, *graphs, memory_terms.prefill(config, sizes))]
         stays = (*stays, cache, *graphs) if config.offload == "none" else stays
+    if sizes.partitioned and config.generates:
+        phases["publish"] = [(gradients, memory_terms.packages(config, held))]
     for name in phases.keys() - {"build"}:
         phases[name] = [(*models, *stays, *(term for term in terms if term not in stays)) for terms in phases[name]]
     role = "training" if sizes.partitioned else "colocated"

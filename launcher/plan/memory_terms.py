@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from launcher.plan.parameters import FUSED, Weights, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.flops import fullest_microbatch
 from megatron_rl.recipe.inference import PAGE_TOKENS, pages_of, without_graphs
 from megatron_rl.recipe.model import ModelConfig
 
@@ -19,6 +20,8 @@ WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP32_BYTES = 4
 ADAM_BYTES = {"bf16": 12, "fp32": 8}
 """Bytes of optimizer state per parameter: both moments, and fp32 weights unless the model itself is fp32."""
+ROUND_BYTES = 2**24
+"""Bytes of weights that a rank sends to replicas at once; as in generate/refit/packages.py."""
 CHUNK_BYTES = 2**28
 """Bytes of fp32 logits that exist at once; as in algorithms/logprobs.py."""
 LOGIT_BYTES = 16
@@ -53,8 +56,9 @@ def of_shard(config: RunConfig, sizes: Sizes, held: Weights, name: str, each: in
 def activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
     """Activations that the layers of a stage keep for the backward pass. A layer keeps:
 
-    norms          input and normalised input in fp32, and the output. Selective: the input as it is, and the output
-                   if Transformer Engine computes it
+    norms          input and normalised input in fp32, and the output. With adapters no normalised input, which only
+                   the gradient of the norm's weight needs. Selective: the input as it is, and the output if
+                   Transformer Engine computes it
     attention      queries, keys and values (of all context-parallel ranks), its output before and after packing,
                    and its sums in fp32; for norms of queries and keys, input and normalised input in fp32
     feed-forward   first output, activated gate and product. Selective: the first output; of experts all except the
@@ -92,10 +96,14 @@ def layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
 
 
 def _tokens(config: RunConfig, sizes: Sizes) -> int:
-    """Tokens of the largest micro-batch on one rank. A sequence longer than a micro-batch gets its own."""
-    longest = config.sequence_length
-    most = min(sizes.cp * config.training.tokens_per_microbatch, config.answers_of_replica(sizes.dp) * longest)
-    return -(-max(most, longest) // sizes.cp)
+    """Tokens of the fullest micro-batch on one rank: of each sequence all but the last."""
+    return -(-sum(length - 1 for length in fullest_microbatch(config, sizes.dp)) // sizes.cp)
+
+
+def _predicted(config: RunConfig, sizes: Sizes) -> int:
+    """Tokens of the same micro-batch and rank whose logits are needed: those of answers."""
+    most = config.sampling.max_new_tokens
+    return -(-sum(min(most, length - 1) for length in fullest_microbatch(config, sizes.dp)) // sizes.cp)
 
 
 def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str) -> int:
@@ -106,10 +114,11 @@ def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str) -> int:
     if recompute == "full":
         return size * model.hidden_size // split
     selective = recompute == "selective"
-    norms = 2 * ((1 + fused) * size if selective else 2 * FP32_BYTES + size) * model.hidden_size
+    wide = (2 if model.lora is None else 1) * FP32_BYTES
+    norms = 2 * ((1 + fused) * size if selective else wide + size) * model.hidden_size
     heads, groups, head = model.num_attention_heads, model.num_query_groups, model.head_size
     attention = size * (3 * heads + 2 * groups * sizes.cp) * head + FP32_BYTES * heads
-    attention += model.qk_norm * 2 * FP32_BYTES * (heads + groups) * head
+    attention += model.qk_norm * wide * (heads + groups) * head
     if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
         routed = model.experts_per_token
         activations = 3 if selective else 4
@@ -138,11 +147,12 @@ def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
     model, size, tokens = config.model, WEIGHT_BYTES[config.model.dtype], _tokens(config, sizes)
     of_weight = FP32_BYTES + size if model.lora is None else 0
     rows, split = vocab // sizes.tp, sizes.tp if sizes.sequence_parallel else 1
-    whole = tokens * rows * FP32_BYTES
+    predicted = _predicted(config, sizes)
+    whole = predicted * rows * FP32_BYTES
     if sizes.tp == 1 and whole <= CHUNK_BYTES:
         each = size + LOGIT_BYTES
-        formula = f"{in_words(tokens)} tokens x {in_words(rows)} of the vocabulary x {each} bytes"
-        return Term("logits", tokens * rows * each, formula)
+        formula = f"{in_words(predicted)} predicted tokens x {in_words(rows)} of the vocabulary x {each} bytes"
+        return Term("logits", predicted * rows * each, formula)
     table, chunk = of_weight * rows * model.hidden_size, min(CHUNK_BYTES, whole)
     each = 3 * size * model.hidden_size + 2 * FP32_BYTES * model.hidden_size // split
     formula = (
@@ -197,18 +207,27 @@ def start(config: RunConfig, sizes: Sizes, held: Weights) -> Iterator[Term]:
         yield Term("start", size * held.all, formula)
 
 
+def packages(config: RunConfig, held: Weights) -> Term:
+    """Weights packed for the replicas, of a round of the transfer and of the one before it."""
+    size = min(ROUND_BYTES, WEIGHT_BYTES[config.model.dtype] * held.all)
+    return Term("packages", 2 * size, f"2 x {in_words(size)} bytes of a round of the transfer")
+
+
 def prefill(config: RunConfig, sizes: Sizes) -> Term:
-    """Memory of the widest point of one layer, without a backward pass: either the feed-forward network (first output,
-    activated gate, product) or a norm (three times in fp32). Experts need three tensors of their routed tokens: sorted,
+    """Memory of the widest point of one layer, without a backward pass, beside the residual stream and its norm: either
+    the feed-forward network (first output, activated gate, product) or a norm (three times in fp32). With adapters, the
+    output of the base, that of the adapter and their sum. Experts need three tensors of their routed tokens: sorted,
     their outputs, and back in order; in fp32, where they run one by one, at most eight."""
     model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     length = config.sequence_length
     prompt = max(1, length - config.sampling.max_new_tokens)
     tokens = min(config.inference.prefill_tokens, length + (config.inference.max_batch - 1) * prompt)
-    each = max(4 * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - 3 * size) * model.hidden_size)
+    widths = 4 if model.lora is None else 6
+    each = max(widths * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - size) * model.hidden_size)
     if model.experts_per_token:
         each = model.experts_per_token * (3 if model.dtype == "bf16" else 8) * size * model.hidden_size
-    each += 4 * size * model.hidden_size
+    beside = 4 if model.experts_per_token or model.lora else 2  # megatron-core's own layers hold more than fused ones
+    each += size * (beside * model.hidden_size + 2 * model.head_size)
     return Term("prefill", tokens * each, f"{in_words(tokens)} tokens x {in_words(each)} bytes of one layer")
 
 

@@ -73,11 +73,10 @@ class FusedPolicy:
         cosines, sines = (each.index_select(0, positions) for each in self._rotations)
         normed = kernels.norm(hidden, self._layers[0].norm, eps)
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
-            heads = linear(normed, layer.qkv, layer.qkv_bias)
-            attended = self._attended(layer, heads, cosines, sines, layout)
-            hidden, normed = kernels.add_and_norm(hidden, self._summed(attended, layer.proj), layer.mlp_norm, eps)
-            activated = kernels.swiglu(linear(normed, layer.gate_and_value))
-            hidden, normed = kernels.add_and_norm(hidden, self._summed(activated, layer.out), next_norm, eps)
+            attended = self._attention(layer, normed, cosines, sines, layout)
+            hidden, normed = kernels.add_and_norm(hidden, attended, layer.mlp_norm, eps)
+            del attended  # else it would stay until the next layer's
+            hidden, normed = kernels.add_and_norm(hidden, self._feed_forward(layer, normed), next_norm, eps)
         of_rank: Tensor = self._policy.output().logits(normed if select is None else normed.index_select(0, select))
         return of_rank
 
@@ -88,13 +87,17 @@ class FusedPolicy:
             dist.all_reduce(out, group=ranks)
         return out
 
-    def _attended(self, layer: FusedLayer, heads: Tensor, cosines: Tensor, sines: Tensor, layout: Layout) -> Tensor:
-        """[tokens, (heads + 2 * kv_heads) * head_size] -> [tokens, heads * head_size]"""
+    def _attention(self, layer: FusedLayer, normed: Tensor, cosines: Tensor, sines: Tensor, layout: Layout) -> Tensor:
         rotation = cosines, sines, self._kv_heads, layer.head_norms
+        heads = linear(normed, layer.qkv, layer.qkv_bias)
         if isinstance(layout, InPlaceLayout) and (slots := layout.slots(layer.number)):
             query, _, _ = self._kernels.rotate(heads, *rotation, slots)
-            return layout.attend_written(layer.number, query)
-        return layout.attend(layer.number, *self._kernels.rotate(heads, *rotation, None))
+            return self._summed(layout.attend_written(layer.number, query), layer.proj)
+        attended = layout.attend(layer.number, *self._kernels.rotate(heads, *rotation, None))
+        return self._summed(attended, layer.proj)
+
+    def _feed_forward(self, layer: FusedLayer, normed: Tensor) -> Tensor:
+        return self._summed(self._kernels.swiglu(linear(normed, layer.gate_and_value)), layer.out)
 
 
 def _layer(layer: TransformerLayer, eps: float) -> FusedLayer:

@@ -1,8 +1,22 @@
-"""Formulas for the arithmetic and memory that a model needs for its tokens."""
+"""Formulas for the arithmetic and memory that a model needs for its tokens, and the fullest micro-batch of them."""
 
 from __future__ import annotations
 
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.model import EXPERT_LINEARS, LoraConfig, ModelConfig
+
+
+def fullest_microbatch(config: RunConfig, replicas: int) -> list[int]:
+    """Return the lengths of the sequences in the fullest micro-batch: full ones, and a shorter one for the rest. It has
+    at most the share of one of `replicas` data-parallel replicas. Plan and rehearsal both count it.
+
+    Answers that share a prompt need no more memory (`rows_per_token`), nor do shorter answers, apart from padding to
+    common lengths.
+    """
+    length = config.sequence_length
+    limit = max(length, config.placement.training.cp * config.training.tokens_per_microbatch)
+    lengths = [length] * (limit // length) + [limit % length] * (limit % length > 1)
+    return lengths[: max(1, config.answers_of_replica(replicas))]
 
 
 def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: int, predictions: int) -> float:

@@ -15,18 +15,16 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from launcher.backends.rehearsal import COMMAND, RehearsedRank, answer, request
+from launcher.backends.rehearsal import COMMAND, RehearsedRank, answer, rehearsed_kinds, request
 from launcher.cli.rehearse import command
 from launcher.cluster.choice import load_clusters
 from launcher.plan.gpu_memory import RankMemory, as_rehearsed, rank_memory
 from launcher.plan.memory_terms import CONTEXT_BYTES
 from launcher.plan.parameters import tokens_known, weights
-from launcher.plan.placement import rank_kinds
 from launcher.plan.summary import gpu_bytes, make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.teacher_files import teacher_files
 
 Rehearse = Callable[..., list[tuple[RehearsedRank, RankMemory]]]
@@ -42,7 +40,7 @@ LAYOUTS = {
     "32b: gradients in bf16": ("qwen2.5-32b-dapo", "optimizer.grad_reduce_in_fp32=false"),
     "3b: Adam's state leaves": ("qwen2.5-3b-dapo", "placement.offload=optimizer"),
 }
-NORMAL = ("qwen2.5-32b-dapo-partitioned",)
+NORMAL = ("qwen2.5-32b-dapo-partitioned", "demo-program")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def rehearsed() -> Iterator[Rehearse]:
             tokens = tokens_known(config)
             assert tokens is not None
             found = []
-            for kind in rank_kinds(sizes):
+            for kind in rehearsed_kinds(config, sizes):
                 ask.write(request(config, tokens, kind))
                 ask.flush()
                 vocab = config.model.padded_vocab_size(tokens)
@@ -116,11 +114,9 @@ def test_a_teacher_takes_part_on_the_training_ranks_and_on_its_replicas(tmp_path
 def test_shipped_recipe_needs_the_planned_memory_and_fits(rehearsed: Rehearse, recipe: str) -> None:
     config = load_recipe(recipe).config
     limit = gpu_bytes(config, load_clusters().choose_profile("h100", None)[1])
-    native = () if capabilities_of(config.inference.engine).modelled else ("inference.engine=native",)
-    for rank, planned in rehearsed(recipe, *native):
+    for rank, planned in rehearsed(recipe):
         assert rank.failure is None
-        if limit is not None:  # else it is a CPU's, whose attention holds other things than that of a GPU in fp32
-            as_planned(rank, planned)
+        as_planned(rank, planned, on_cpu=limit is None)
         assert limit is None or rank.peak_bytes + CONTEXT_BYTES < limit, rank
 
 
@@ -132,9 +128,14 @@ def test_other_layouts_need_the_planned_memory(rehearsed: Rehearse, asked: tuple
         as_planned(rank, planned)
 
 
-def as_planned(rank: RehearsedRank, planned: RankMemory) -> None:
+def as_planned(rank: RehearsedRank, planned: RankMemory, on_cpu: bool = False) -> None:
     """Check every planned phase to 5 %, except a build that is not the peak: its own moment peak depends on the
-    number of experts. A rehearsal decodes one token and records no decode graphs, so their memory is subtracted."""
+    number of experts. A rehearsal decodes one token and records no decode graphs, so their memory is subtracted. Of a
+    recipe for CPUs only the peak is checked, to 10 %: tables of the rows and of the optimizer show beside a tiny model.
+    """
+    if on_cpu:
+        assert planned.fullest.tensors == pytest.approx(rank.peak_bytes, rel=0.1)
+        return
     for phase in planned.phases:
         held = sum(rank.phases[phase.name].values())
         if phase.name == "build" and held < max(sum(each.values()) for each in rank.phases.values()):
@@ -155,15 +156,16 @@ def test_memory_of_all_layers_and_experts_is_predicted_from_a_few(
     """The prediction holds in every phase of a step and for every holder, to the rounding of a buffer. For experts the
     tolerance is the work of a single expert, which has fewer tokens where there are more experts."""
     program = f"""
-from dataclasses import asdict
+from unittest import mock
 import megatron_rl.model.platform.megatron_core
 from launcher.recipe.load import load_recipe
-from megatron_rl.run.rehearse.run import _of_size, rehearse
+from megatron_rl.run.rehearse import run
 experts = {experts}
 overrides = ["model.num_layers={layers}"] + ([f"model.num_experts={{experts}}"] if experts else [])
 config = load_recipe("{recipe}", overrides).config
-whole = asdict(_of_size(config, 16, 0, "colocated", 151936, {layers}, experts))
-few = rehearse(config, 16, 0, "colocated", 151936)
+with mock.patch.object(run, "few_experts", lambda model, ep: model.num_experts):
+    whole = run.rehearse(config, 16, 0, "colocated", 151936, depths=({layers}, {layers}))
+few = run.rehearse(config, 16, 0, "colocated", 151936)
 assert few["parameters"] == whole["parameters"]
 assert list(few["phases"]) == list(whole["phases"])
 for name, held in whole["phases"].items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.generate.refit import rank_refit
+from megatron_rl.generate.refit import rank_refit, transfer
+from megatron_rl.generate.refit.plan import Box, Move, lasting, rounds_of
+from megatron_rl.generate.refit.transfer_group import Agreement
 from megatron_rl.rank.groups import Groups, cut, disconnect
 from megatron_rl.recipe.job import TrainingLayout
 
@@ -36,11 +38,30 @@ def alone_in(world: int, rank: int, layout: TrainingLayout) -> Iterator[Groups]:
             mock.patch.object(dist, "all_gather_object", _gather_equal_objects),
             mock.patch.object(dist, "all_gather", _gather_equal_tensors),
             mock.patch.object(rank_refit, "plan_moves", lambda held, needed: []),  # other ranks' boxes are unknown
+            mock.patch.object(transfer, "agree", _send_everything),
             balanced_routing(),
         ):
             yield cut(layout, timedelta(minutes=1))
     finally:
         disconnect(None)
+
+
+class LoneSender:
+    """Transfer group of a training rank and one receiver that does not exist."""
+
+    rank = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def exchange(self, sends: Any, receives: Any) -> None:
+        """Nobody is there."""
+
+
+def _send_everything(group: LoneSender, held: Iterable[Box], needed: Any, round_bytes: int) -> Agreement:
+    moves = [Move(group.rank, group.rank + 1, box, box, box) for box in held]
+    once, always = (rounds_of(each, round_bytes) for each in lasting(moves))
+    return Agreement([], once, always)
 
 
 def _gather_equal_objects(gathered: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:

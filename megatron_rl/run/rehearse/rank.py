@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +20,9 @@ from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest
+from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.rank_engine import build_engine, build_inference_policy
+from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.training.objective import FirstPass, objective_of
 from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
@@ -37,8 +40,10 @@ from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.flops import fullest_microbatch
 from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.model import ModelConfig, Recompute
+from megatron_rl.run.rehearse.phantom_world import LoneSender
 
 END = 1  # end token; every value that the host reads of such a tensor is 1
 A_MINUTE = timedelta(minutes=1)
@@ -117,6 +122,9 @@ def rehearse_rank(
     rank = _Rank(config, vocab, groups, device, phases, teacher)
     with phases.phase("build"):
         engine, trainer = rank.build(role)
+    if trainer and role == "training" and config.generates:
+        with phases.phase("publish"), device.memory.held_by("packages"):
+            publish(trainer)
     if engine:
         with phases.phase("score" if role == "teacher" else "generate"):
             generate(engine, config, device.memory)
@@ -224,6 +232,14 @@ def generate(engine: Engine, config: RunConfig, memory: HeldMemory) -> None:
     engine.end_phase()
 
 
+def publish(trainer: Trainer) -> None:
+    """Send all weights of this rank, as a replica that needs them all gets them."""
+    sender = Sender(weights_by_box(trainer.policy))
+    group: Any = LoneSender(trainer.platform.device)
+    sender.connect(group)
+    sender.publish(0)
+
+
 def score(trainer: Trainer) -> None:
     config, policy = trainer.config, trainer.policy
     groups = rollouts(config, 1, trainer.groups.data.size()).groups
@@ -234,19 +250,10 @@ def score(trainer: Trainer) -> None:
 
 
 def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatch:
-    """A batch that fills `microbatches` micro-batches, and at least two: sequences of full length, and a shorter one
-    for the rest of a micro-batch. Prompts differ and half of the answers are right. The batch is at most the
-    share of one of the data-parallel replicas.
-
-    Answers that share a prompt need no more memory (see `flops.rows_per_token`), nor do shorter answers, apart from
-    padding to common lengths.
-    """
-    length = config.sequence_length
-    limit = max(length, config.placement.training.cp * config.training.tokens_per_microbatch)
-    lengths = [length] * (limit // length)
-    if limit % length > 1:
-        lengths.append(limit % length)
-    lengths = (lengths * max(2, microbatches))[: max(2, config.answers_of_replica(replicas))]
+    """A batch of `microbatches` of the fullest micro-batches, and at least two, as far as a data-parallel replica has
+    answers. Prompts differ and half of the answers are right."""
+    lengths = fullest_microbatch(config, replicas) * max(2, microbatches)
+    lengths = lengths[: max(2, config.answers_of_replica(replicas))]
     trajectories = []
     for number, tokens in enumerate(lengths):
         answer = min(config.sampling.max_new_tokens, tokens - 1)
