@@ -20,7 +20,7 @@ from launcher.recipe.load import load_recipe
 from launcher.runs.policy_path import prepare_policy
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.text import printable_lines
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.registry import (
     EnvironmentInfo,
     describe_environments,

@@ -26,7 +26,7 @@ from launcher.job.evaluation_request import checked_environment, parse_args
 from launcher.recipe.load import load_recipe, read_resolved
 from launcher.runs.policy_path import prepare_policy
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.registry import required_extras
 
 SERVER, PORT = "megatron_rl.run.serve", 8000

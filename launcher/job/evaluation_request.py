@@ -25,7 +25,7 @@ from launcher.recipe.published import find_published
 from launcher.recipe.written import RecipeFile, with_base
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.registry import environment_arguments, environment_class, registered, with_kept_files
 

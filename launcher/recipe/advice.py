@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 
 BINARY = frozenset({"arithmetic", "code", "countdown", "math"})
 """Environments in which a right answer earns 1, and any other at most the largest of WRONG."""

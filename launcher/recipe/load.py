@@ -21,9 +21,9 @@ from launcher.recipe.published import find_folder, find_published
 from launcher.recipe.suggest import did_you_mean
 from launcher.recipe.written import SECTIONS, Override, ValueOrigin, Written, implied, read_files
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.endpoint import EndpointConfig
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.evaluation_job import Evaluation, read_evaluation
 from megatron_rl.recipe.model import ModelConfig

@@ -17,7 +17,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.registry import RegisteredEnvironment, environment_arguments, environment_class
 

@@ -21,7 +21,7 @@ from megatron_rl.agent.datasets import normalised
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.environment import Environments, WeightedEnvironment
+from megatron_rl.recipe.environment_section import Environments, WeightedEnvironment
 from megatron_rl.recipe.registry import check_files, required_datasets, required_extras, used_files
 from megatron_rl.recipe.section import Section
 

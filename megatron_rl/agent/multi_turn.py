@@ -25,7 +25,7 @@ from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import conversation_of
 from megatron_rl.model.chat.messages import Message, ToolCall
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.chat import ChatConfig
+from megatron_rl.recipe.chat_section import ChatConfig
 
 Reply = str | Sequence[Message] | None
 """Messages to the model, which its chat template renders; or a text that is appended as it is, for a model without one;

@@ -12,7 +12,7 @@ from megatron_rl.agent.text_rows import parse_json
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer
-from megatron_rl.recipe.chat import ChatConfig
+from megatron_rl.recipe.chat_section import ChatConfig
 
 
 class PromptConfig(ChatConfig):

@@ -9,7 +9,7 @@ from inspect import isawaitable
 from typing import TypeVar
 
 from megatron_rl.agent.reward_value import Reward, checked_reward, total_reward
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 
 Waited = TypeVar("Waited")
 

@@ -12,7 +12,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
 
 

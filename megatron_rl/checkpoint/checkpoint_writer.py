@@ -28,7 +28,7 @@ from megatron_rl.checkpoint.publish import discard, publish
 from megatron_rl.checkpoint.shards import Abandoned, Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.contract.manifest import Damaged, Manifest, read_manifest
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.save import SaveConfig
+from megatron_rl.recipe.save_section import SaveConfig
 
 GRACE_S = 10.0
 """Seconds after a save's deadline, when rank 0 ends it, that the other ranks wait for the verdict. The training loop

@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.manifest import CheckpointError, Manifest, find_defect, write_manifest
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.save import SaveConfig
+from megatron_rl.recipe.save_section import SaveConfig
 
 logger = logging.getLogger(__name__)
 

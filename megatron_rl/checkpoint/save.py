@@ -33,7 +33,7 @@ from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.contract.checkpoint_interval import SaveCost
 from megatron_rl.contract.manifest import CheckpointError, Manifest
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.save import SaveConfig
+from megatron_rl.recipe.save_section import SaveConfig
 
 
 class Checkpointer:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from megatron_rl.recipe.chat import ChatConfig
+from megatron_rl.recipe.chat_section import ChatConfig
 from megatron_rl.recipe.section import HubPath, PositiveInt
 
 

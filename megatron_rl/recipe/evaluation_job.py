@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.section import Day, HubPath, LaterPath, NonNegativeInt, PathMark, PositiveInt, Section

@@ -25,6 +25,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.recipe.errors import note_task_code, task_location
+from megatron_rl.recipe.removed import moved_hint
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FUNCTION = re.compile(r"[A-Za-z_]\w*")
@@ -138,6 +139,8 @@ def missing_file_hint(error: BaseException, place: str) -> str:
     place: name of a module, or path of a file.
     """
     if isinstance(error, ModuleNotFoundError):
+        if moved := moved_hint(error):
+            return moved
         own = place.endswith(".py") or f"{place}.".startswith(f"{error.name}.")
         put = f"put the file beside {'the one that imports it' if place.endswith('.py') else 'the recipe'}"
         return f"; {put}, or its directory into code.include, or install the package" if own else ""

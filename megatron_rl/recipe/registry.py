@@ -19,8 +19,9 @@ from typing import Any, ClassVar, NamedTuple
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
-from megatron_rl.recipe.environment import MULTI_TASK, EnvironmentConfig
+from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig
 from megatron_rl.recipe.errors import note_task_code, task_location
+from megatron_rl.recipe.removed import moved_hint
 from megatron_rl.recipe.section import Section
 
 GROUP = "mrl.environments"
@@ -225,6 +226,7 @@ def _load(entry: EntryPoint) -> type[RegisteredEnvironment]:
         raise ValueError(
             f"environment {entry.name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}"
             + (f" ({place})" if place else "")
+            + moved_hint(error)
         ) from error
     if not (isinstance(cls, type) and issubclass(cls, RegisteredEnvironment)):
         raise ValueError(f"environment {entry.name!r} of {_origin(entry)} is not a subclass of {ENVIRONMENT}")

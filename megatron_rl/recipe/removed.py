@@ -1,4 +1,4 @@
-"""Keys and values that recipes once had."""
+"""Keys and values that recipes once had, and places that modules once had."""
 
 from __future__ import annotations
 
@@ -39,6 +39,31 @@ REMOVED_OF_PROFILES: Final[Mapping[str, str]] = dict.fromkeys(
     ("gpu_hour_price", "currency"), "`mrl report` shows the GPU-hours of a run; leave it out"
 )
 """The same of a cluster profile."""
+
+
+MOVED: Final[Mapping[str, str]] = {
+    "chat": "model.chat",
+    "endpoint": "agent.endpoint",
+    "environments": "agent.environments",
+    "generate.engine.api": "generate.engine.interface",
+    "inference": "generate.engine",
+    "refit": "generate.refit",
+    "rollout": "learn.rollout",
+    "sandbox": "agent.sandbox",
+    "server": "agent.server",
+    "supervised": "learn.supervised",
+    "training": "learn.training",
+}
+"""Modules of megatron_rl that users' code may import by their former names."""
+
+
+def moved_hint(error: BaseException) -> str:
+    """Return where a module is now, if an import asks for it in its former place; else nothing."""
+    name = (getattr(error, "name", None) or "") if isinstance(error, ModuleNotFoundError) else ""
+    for old, new in MOVED.items():
+        if f"{name}.".startswith(f"megatron_rl.{old}."):
+            return f"; megatron_rl.{old} is megatron_rl.{new} now"
+    return ""
 
 
 def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.section import PositiveInt, Section
 

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.save import SaveConfig
+from megatron_rl.recipe.save_section import SaveConfig
 
 Seconds = tuple[float, float]  # blocked, total
 TENSORS = 96

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.contract.manifest import Manifest
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.save import SaveConfig
+from megatron_rl.recipe.save_section import SaveConfig
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 

@@ -16,7 +16,7 @@ from megatron_rl.agent.endpoint.session import RolloutSession
 from megatron_rl.generate.engine.scripted import Answers, ScriptedInference
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.inference import Sampling
 
 if TYPE_CHECKING:

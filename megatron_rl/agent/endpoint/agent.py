@@ -18,7 +18,7 @@ from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeo
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.errors import ConfigurationError, task_location, task_traceback
 from megatron_rl.recipe.inference import Sampling
 

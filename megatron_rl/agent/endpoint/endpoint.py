@@ -21,7 +21,7 @@ from megatron_rl.generate.serving.api_errors import ApiError
 from megatron_rl.generate.serving.connections import HttpServer
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.rank.addresses import own_address
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.inference import Sampling
 
 LOOPBACK = "127.0.0.1"

@@ -41,7 +41,7 @@ from megatron_rl.generate.serving.api_errors import (
 )
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import ConversationError
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 
 STALL_S = 60.0
 """Longest time, in seconds, in which the reader of a stream takes nothing."""

@@ -31,7 +31,7 @@ from megatron_rl.generate.serving.api_errors import ApiError, invalid
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.messages import Message
 from megatron_rl.model.text_stream import TextStream
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.inference import Sampling
 
 MODEL = "policy"

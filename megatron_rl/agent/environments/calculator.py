@@ -20,7 +20,7 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.recipe.chat import ChatConfig
+from megatron_rl.recipe.chat_section import ChatConfig
 from megatron_rl.recipe.section import PositiveInt
 
 NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")

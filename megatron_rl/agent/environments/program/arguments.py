@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from megatron_rl.agent.data_rows import DataSource
 from megatron_rl.agent.datasets import DataSet, data_extras, hub_names
 from megatron_rl.agent.text_rows import as_text
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.own_code import defined_names
 from megatron_rl.recipe.section import NonNegativeInt, PathMark
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.section import NonNegativeInt, PathMark, PositiveInt
 
 VERSIONS = ("0.4", "0.5")  # versions of verifiers that were tried: from the first, below the second

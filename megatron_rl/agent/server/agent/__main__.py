@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_rl.agent.server.serving import allow_connections, refused, run_server, serve
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.extras import install_command
 from megatron_rl.recipe.model import TokenizerConfig
 

@@ -18,7 +18,7 @@ from megatron_rl.rank.metrics.metric import StepReport
 from megatron_rl.rank.metrics.names import TIMED, check_name, metrics_of
 from megatron_rl.rank.metrics.stats import Tally
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.environment import MULTI_TASK, EnvironmentConfig
+from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.registry import entry_points_of, required_datasets

@@ -12,7 +12,7 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scripted_trial import CodePoints, first_problems, try_answers
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.generate.engine.interface import FinishReason
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.registry import describe_environments
 from megatron_rl.recipe.section import Section
 

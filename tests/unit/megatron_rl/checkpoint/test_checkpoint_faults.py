@@ -15,7 +15,7 @@ from fault_injection import ONCE, Clock, Fault, FaultyFiles, Operation, Tally, f
 from megatron_rl.checkpoint.publish import clean_up, find_latest, publish
 from megatron_rl.contract.manifest import FileRecord, Manifest, find_defect
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.save import SaveConfig
+from megatron_rl.recipe.save_section import SaveConfig
 
 CONFIG = SaveConfig(keep=1, keep_every=20)
 LONG_S = 60.0

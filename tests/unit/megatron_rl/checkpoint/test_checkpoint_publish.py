@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.checkpoint.publish import clean_up, find_latest, publish
 from megatron_rl.contract.manifest import CheckpointError, FileRecord, Manifest, find_defect, read_manifest
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.save import SaveConfig
+from megatron_rl.recipe.save_section import SaveConfig
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from megatron_rl.contract.checkpoint_interval import SaveCost
 from megatron_rl.contract.codes import LOST
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
-from megatron_rl.recipe.save import SaveConfig
+from megatron_rl.recipe.save_section import SaveConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import KeptFile, KeptFiles
 from megatron_rl.recipe.own_code import CodeReference, beside, check_file, kept, load, name_or_own
+from megatron_rl.recipe.removed import MOVED
 
 
 @pytest.fixture
@@ -110,3 +112,12 @@ def test_run_uses_its_copy_of_a_file(folder: Path, tmp_path: Path) -> None:
     run.kept_files_record.write_text("{")
     with pytest.raises(ValueError, match="copies of user code are unknown"):
         kept(f"{original}:loss", run)
+
+
+def test_import_of_a_module_that_has_moved_names_its_new_place(folder: Path) -> None:
+    (folder / "old.py").write_text("from megatron_rl.environments.dataset import Dataset\n\ndef loss(): ...\n")
+    with pytest.raises(ValueError, match=r"megatron_rl\.environments is megatron_rl\.agent\.environments now"):
+        load(f"{folder}/old.py:loss")
+    for old, new in MOVED.items():
+        assert importlib.util.find_spec(f"megatron_rl.{new}"), new
+        assert not Path("megatron_rl", *old.split(".")).with_suffix(".py").exists()

@@ -12,7 +12,7 @@ from megatron_rl.agent.api import build_environment
 from megatron_rl.agent.environments.arithmetic import ArithmeticEnvironment
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe import registry
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.registry import (
     describe_environments,

@@ -16,7 +16,7 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.run_records import RightAnswer
 from megatron_rl.model.tokenizer import CharacterTokenizer
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.run import lesson
 from megatron_rl.run.lesson import count_prompts, right_answer, right_answers
 

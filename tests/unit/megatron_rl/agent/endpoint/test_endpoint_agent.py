@@ -17,7 +17,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.engine.scripted import ScriptedInference
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 

@@ -15,7 +15,7 @@ from megatron_rl.agent.endpoint.agent import EndpointAgent, RunResult
 from megatron_rl.agent.endpoint.session import RolloutSession
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.recipe.endpoint import EndpointConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.rollout import ResumeConfig
 from megatron_rl.run.state import Run
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from megatron_rl.agent.environments.vf import worker_process
 from megatron_rl.agent.environments.vf.config import VerifiersConfig, merged
 from megatron_rl.agent.environments.vf.worker_process import VerifiersWorker, WorkerGone, list_tasks
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.registry import environment_arguments
 
 SCRIPT = f"""#!{sys.executable}

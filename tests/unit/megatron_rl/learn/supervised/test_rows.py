@@ -22,7 +22,7 @@ from megatron_rl.learn.supervised.row_forms import form_of, row_of
 from megatron_rl.model.chat.probes import TOOL
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from megatron_rl.recipe.data import DataConfig
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import TokenizerConfig
 

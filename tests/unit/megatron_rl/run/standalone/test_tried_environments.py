@@ -20,8 +20,8 @@ from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.generate.engine.interface import FinishReason
-from megatron_rl.recipe.endpoint import EndpointConfig
-from megatron_rl.recipe.environment import EnvironmentConfig
+from megatron_rl.recipe.chat_section import EndpointConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.requests import Trial
 from megatron_rl.recipe.section import Section

@@ -1,16 +1,22 @@
-"""Recipe keys of environments whose rollouts ask the policy endpoint."""
+"""Recipe keys of environments that speak in a chat template, or are programs that ask the policy endpoint."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import field_validator
 
-from megatron_rl.recipe.chat import ChatConfig
-from megatron_rl.recipe.section import PositiveFloat, PositiveInt
+from megatron_rl.recipe.section import PositiveFloat, PositiveInt, Section
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
+
+
+class ChatConfig(Section):
+    """Arguments of every environment that can speak in the model's chat template."""
+
+    chat_template: dict[str, Any] = {}
+    """Variables of the chat template, such as `enable_thinking: false`; default: the template's own."""
 
 
 class EndpointConfig(ChatConfig):
