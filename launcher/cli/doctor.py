@@ -30,7 +30,7 @@ from launcher.doctor.node_files import on_nodes
 from launcher.doctor.preflight import collect_local
 from launcher.errors import BadInput
 from launcher.fetch.needs import known_caches
-from launcher.plan.gpu_memory import checkpoint_bytes, version_bytes
+from launcher.plan.gpu_memory import checkpoint_bytes
 from launcher.plan.parameters import vocabulary
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe
@@ -48,8 +48,7 @@ HELP = """Check RECIPE on a cluster: how it is preempted and with how much notic
 nodes, GPUs, containers, Python and disk are available. Without RECIPE: a run of one node.
 
 SECTION.KEY=VALUE overrides a value of the recipe. Nothing is submitted, except that --deep runs two steps on one node;
-the second unpacks the image and starts a rank in it. With inference.engine vllm a third one looks for vLLM there and
-compares releases of NCCL.
+the second unpacks the image and starts a rank in it. With inference.engine vllm a third one looks for vLLM there.
 Levels: ok; note: worth knowing; warning: the run works, but may lose work or time; error: the run will not work.
 
 \b
@@ -116,7 +115,7 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Doct
                 )
     facts = ClusterFacts(
         slurm=slurm,
-        software=compute_node.login_software(profile.host_pythons()[0]),
+        host_python=compute_node.python_here(profile.host_pythons()[0]),
         run_root=run_root,
         node=node,
         rank=rank,
@@ -124,7 +123,6 @@ def on_cluster(recipe: Recipe | None, profile: Profile, deep: bool) -> list[Doct
         missing_secrets=tuple(name for name in profile.secrets if not os.environ.get(name)),
         fetched=_fetched(recipe, profile, run_root),
         checkpoint_bytes=known(checkpoint_bytes, config),
-        version_bytes=known(version_bytes, config),
         refusals=tuple(refusals(recipe, profile)) if recipe else (),
         preflight=tuple(on_nodes(recipe, profile)) if recipe else (),
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launcher.backends.probe.command import CommandAnswer
 from launcher.backends.probe.disk import Disk
-from launcher.backends.probe.node import NodeFacts, Software
+from launcher.backends.probe.node import NodeFacts
 from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.backends.slurm.cluster_facts import SlurmFacts
@@ -16,15 +17,14 @@ from launcher.doctor.cluster import Cluster, partition_names, read_cluster, targ
 from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import DoctorFinding, error, ok, warning
 from launcher.doctor.preflight import LocalFacts
-from launcher.doctor.vllm_python import inexact_options, transfers, vllm_findings, vllm_later
-from megatron_rl.contract.paths import INFER
+from launcher.doctor.vllm_python import inexact_options, vllm_findings, vllm_later
 from megatron_rl.recipe.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
     slurm: SlurmFacts
-    software: Software
+    host_python: CommandAnswer
     run_root: Disk
     node: NodeFacts | None
     rank: RankFacts | None
@@ -37,8 +37,6 @@ class ClusterFacts:
     """Reasons why mrl-submit would refuse the recipe: an impossible layout, an unsupported feature."""
     vllm: VllmFacts | None = None
     """vLLM in the container of the inference replicas; None: without --deep, or the run starts none."""
-    version_bytes: int | None = None
-    """Bytes that each replica receives with a version of the weights; None: as for `checkpoint_bytes`."""
     preflight: tuple[DoctorFinding, ...] = ()
 
 
@@ -54,7 +52,7 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
     if facts.slurm.config.known:
         found += _placed(cluster, profile, demand)
         found.append(software_findings.accounting(facts.slurm, cluster))
-        found += software_findings.containers(facts.slurm, facts.software, demand)
+        found += software_findings.containers(facts.slurm, demand)
     if facts.node is not None:
         found += software_findings.compute_node(facts.node, profile, demand)
     if facts.rank is not None and profile.container is not None:
@@ -64,8 +62,7 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found += inexact_options(config)
     if config is not None and profile.container is not None and config.started_vllms:
         found += vllm_findings(facts.vllm, config.job.device) if facts.vllm else [vllm_later(config, profile)]
-        found += _transfers(facts, config)
-    found += software_findings.host_python(facts.software, facts.node, profile)
+    found += software_findings.host_python(facts.host_python, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)
     found += storage.shared(facts.run_root, facts.node, demand)
     found += facts.preflight
@@ -84,12 +81,6 @@ def examine_local(
     ]
 
 
-def _transfers(facts: ClusterFacts, config: RunConfig) -> Iterator[DoctorFinding]:
-    """Finding about how weights reach the replicas, if both releases of NCCL are known. A teacher receives none."""
-    if INFER in config.started_vllms and facts.rank and facts.rank.nccl and facts.vllm and facts.vllm.nccl:
-        yield transfers(facts.rank.nccl, facts.vllm, facts.version_bytes)
-
-
 def _speed(run_root: Disk) -> float | None:
     return run_root.measured.bytes_per_s if run_root.measured else None
 
@@ -103,7 +94,7 @@ def _placed(cluster: Cluster, profile: Profile, demand: Demand) -> Iterator[Doct
             yield limits.no_partition(cluster, name)
             continue
         chosen = target(cluster, profile, name)
-        yield from limits.access(cluster, chosen, profile)
+        yield limits.state(chosen, profile)
         yield from node_findings.nodes(cluster, chosen, profile, demand)
         yield from limits.sizes(cluster, chosen, demand)
         yield from limits.time_limit(cluster, chosen, profile, demand)

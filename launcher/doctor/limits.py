@@ -1,4 +1,5 @@
-"""Whether Slurm accepts the job and can start it: partition, account, QOS, time and size. Pure."""
+"""Whether Slurm can start the job: partition, time and size. What sbatch refuses at once, such as an unknown account,
+is its own to say (backends/slurm/reasons.py). Pure."""
 
 from __future__ import annotations
 
@@ -35,37 +36,15 @@ def no_partition(cluster: Cluster, name: str | None) -> DoctorFinding:
     return error("partition", text, hint or "set partition: in the profile to one of these")
 
 
-def access(cluster: Cluster, target: JobTarget, profile: Profile) -> Iterator[DoctorFinding]:
-    row, name = target.partition, target.name
-    state = row.get("State", "UP")
+def state(target: JobTarget, profile: Profile) -> DoctorFinding:
+    name = target.name
+    state = target.partition.get("State", "UP")
     if state in ("DRAIN", "INACTIVE"):
-        yield error("partition", f"{name} accepts no new jobs (State={state})", "wait, or choose another partition")
-    elif state == "DOWN":
+        return error("partition", f"{name} accepts no new jobs (State={state})", "wait, or choose another partition")
+    if state == "DOWN":
         text = f"{name} starts no jobs at the moment (State=DOWN), so this one would wait"
-        yield warning("partition", text, "ask the administrators, or wait")
-    else:
-        yield ok("partition", f"{name}{'' if profile.partition else ', the default of the cluster'}")
-    account = profile.account or target.association.get("Account")
-    yield from _admitted(row, "Accounts", "account", account)
-    yield from _admitted(row, "Qos", "qos", target.qos_name)
-    if profile.reservation and profile.reservation not in cluster.reservations:
-        known = ", ".join(sorted(cluster.reservations)) or "none"
-        yield error(
-            "reservation", f"there is none called {profile.reservation}; there are: {known}", "correct the profile"
-        )
-    yield from _qos_exists(cluster, target, profile)
-    enforced = cluster.enforced & {"associations", "limits", "qos", "safe", "all"}
-    if profile.account and cluster.qos is not None and not target.association:
-        text = f"you do not belong to account {profile.account}"
-        known = ", ".join(sorted({one["Account"] for one in cluster.associations if "Account" in one})) or "none"
-        if enforced:
-            yield error(
-                "account",
-                f"{text}, so sbatch refuses the job; your accounts: {known}",
-                "correct account: in the profile",
-            )
-        else:
-            yield note("account", f"{text} (yours: {known}), but this cluster does not check it")
+        return warning("partition", text, "ask the administrators, or wait")
+    return ok("partition", f"{name}{'' if profile.partition else ', the default of the cluster'}")
 
 
 def time_limit(cluster: Cluster, target: JobTarget, profile: Profile, demand: Demand) -> Iterator[DoctorFinding]:
@@ -175,41 +154,6 @@ def _broken(source: str, limits: Fields, target: JobTarget, demand: Demand) -> I
             if asked > most:
                 text = f"{count(asked, name)} exceed the {most} that {source} allows ({key}): {_outcome(target)}"
                 yield error("limits", text, "lower job.nodes or job.gpus_per_node, or use another qos or account")
-
-
-def _admitted(row: Fields, key: str, what: str, mine: str | None) -> Iterator[DoctorFinding]:
-    name = row["PartitionName"]
-    allowed, denied = row.get(f"Allow{key}", "ALL"), row.get(f"Deny{key}", "")
-    if mine is None:
-        if allowed != "ALL":
-            yield note(
-                what, f"partition {name} is for {what} {allowed} only", f"set {what}: in the profile if sbatch asks"
-            )
-    elif (allowed != "ALL" and mine not in allowed.split(",")) or mine in denied.split(","):
-        whom = f"is for {allowed} only" if allowed != "ALL" else f"refuses {denied}"
-        yield error(
-            what, f"partition {name} {whom}, yours is {mine}", f"set {what}: in the profile, or another partition"
-        )
-
-
-def _qos_exists(cluster: Cluster, target: JobTarget, profile: Profile) -> Iterator[DoctorFinding]:
-    if cluster.qos is None:
-        if profile.qos:
-            yield note("qos", f"QOS {profile.qos} cannot be checked: sacctmgr does not answer")
-        return
-    if profile.qos and profile.qos not in cluster.qos:
-        known = ", ".join(sorted(cluster.qos))
-        yield error("qos", f"there is none called {profile.qos}; there are: {known}", "correct qos: in the profile")
-        return
-    mine = [name for name in target.association.get("QOS", "").split(",") if name]
-    if profile.qos and mine and profile.qos not in mine:
-        text = f"{profile.qos} is not one of your QOS ({', '.join(mine)})"
-        if cluster.enforced & {"qos", "all"}:
-            yield error(
-                "qos", f"{text}, so sbatch refuses the job", "correct qos: in the profile, or request access to it"
-            )
-        else:
-            yield note("qos", f"{text}, but this cluster does not check it")
 
 
 def _slurm_time(seconds: int) -> str:

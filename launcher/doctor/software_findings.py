@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.backends.probe.node import NodeFacts, Software
+from launcher.backends.probe.command import CommandAnswer
+from launcher.backends.probe.node import NodeFacts
 from launcher.backends.probe.rank import RankFacts
 from launcher.backends.slurm.cluster_facts import SlurmFacts, number
 from launcher.cluster.profile import Profile
 from launcher.doctor.cluster import Cluster
 from launcher.doctor.demand import Demand
 from launcher.doctor.finding import DoctorFinding, count, error, note, ok, span, warning
-from launcher.host.image.reference import ImageError, is_path, parse
+from launcher.host.image.reference import is_path
 from megatron_rl.recipe.cards import without_fp8
 from megatron_rl.recipe.config import RunConfig
 
 OLDEST_SLURM = (20, 11)  # srun --overlap, --exact
 OLDEST_PYTHON = (3, 9)
 NEEDED = ("--container-image", "--container-mounts", "--container-workdir", "--container-env")
-DOCKER_HUB = "registry-1.docker.io"
 MIN_JOB_AGE_S = 300
 
 
@@ -44,7 +44,7 @@ def controller(facts: SlurmFacts, cluster: Cluster) -> Iterator[DoctorFinding]:
             yield ok("slurm", f"{shown}, cluster {name}")
 
 
-def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterator[DoctorFinding]:
+def containers(facts: SlurmFacts, demand: Demand) -> Iterator[DoctorFinding]:
     if not demand.images:
         yield ok("containers", "none: the ranks run on the nodes as they are")
         return
@@ -62,12 +62,9 @@ def containers(facts: SlurmFacts, software: Software, demand: Demand) -> Iterato
         yield error("pyxis", text, "ask the administrators for pyxis 0.15 or later")
     else:
         yield ok("pyxis", "srun has its options")
-    for image in demand.images:
-        if not is_path(image):
-            yield from _credentials(software, image)
 
 
-def host_python(software: Software, node: NodeFacts | None, profile: Profile) -> Iterator[DoctorFinding]:
+def host_python(here: CommandAnswer, node: NodeFacts | None, profile: Profile) -> Iterator[DoctorFinding]:
     fix = "set host_python: in the profile to a Python 3.9 or later, or load one in prolog:"
     name = profile.host_pythons()[0]
     if node is not None and node.failure is None:
@@ -78,16 +75,15 @@ def host_python(software: Software, node: NodeFacts | None, profile: Profile) ->
             yield ok("python", f"{node.interpreter} is {node.python} on {node.host}, for the host side of a run")
         return
     later = "it may differ on the compute nodes: --deep tests that"
-    if not software.host_python.known:
-        failure = software.host_python.failure
+    if not here.known:
         if profile.prolog:
-            yield note("python", f"{failure}; the profile's prolog may load it in a job: --deep tests that")
+            yield note("python", f"{here.failure}; the profile's prolog may load it in a job: --deep tests that")
         else:
-            yield error("python", f"{failure}; the host side of a run needs it", fix)
-    elif _release(software.host_python.text) < OLDEST_PYTHON:
-        yield error("python", f"{name} is {software.host_python.text.strip()}, the host side needs 3.9", fix)
+            yield error("python", f"{here.failure}; the host side of a run needs it", fix)
+    elif _release(here.text) < OLDEST_PYTHON:
+        yield error("python", f"{name} is {here.text.strip()}, the host side needs 3.9", fix)
     else:
-        yield ok("python", f"{name} is {software.host_python.text.strip()} on this machine; {later}")
+        yield ok("python", f"{name} is {here.text.strip()} on this machine; {later}")
 
 
 def compute_node(node: NodeFacts, profile: Profile, demand: Demand) -> Iterator[DoctorFinding]:
@@ -141,23 +137,6 @@ def accounting(facts: SlurmFacts, cluster: Cluster) -> DoctorFinding:
         f"sacct does not work here ({facts.sacct.failure}): Slurm forgets a job {span(age)} after its end (MinJobAge); "
         "mrl status then relies on the run directory alone",
     )
-
-
-def _credentials(software: Software, image: str) -> Iterator[DoctorFinding]:
-    try:
-        host = (parse(image).registry or DOCKER_HUB).partition(":")[0]  # enroot looks up hosts without the port
-    except ImageError:  # launcher.doctor.fetched reports it
-        return
-    if software.registries is None:
-        text = f"enroot has none ({software.credentials}), so only public images of {host} can be imported"
-        yield note("credentials", text, f"for a private image add a line for {host} there; see containers/README.md")
-    elif software.exposed:
-        text = f"other users can read {software.credentials}"
-        yield warning("credentials", text, f"chmod 600 {software.credentials}")
-    elif host not in software.registries:
-        yield note("credentials", f"enroot has none for {host}, so only its public images can be imported")
-    else:
-        yield ok("credentials", f"enroot has credentials for {host}")
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Findings about vLLM: its version in the Python of its replicas, and how weights reach them. Pure."""
+"""Findings about vLLM: its version in the Python of its replicas. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import DoctorFinding, error, note, ok, warning
 from megatron_rl.contract.paths import INFER, TEACHER
-from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.vllm_options import VLLM_VERSIONS, untried
 
@@ -61,19 +60,6 @@ def vllm_findings(facts: VllmFacts, device: str, named: str = PYTHON_KEYS[INFER]
 def _build(version: str | None) -> str:
     """Device that a package is built for, such as cpu or cu130; empty: its version does not say."""
     return (version or "").partition("+")[2]
-
-
-def transfers(ranks: str, vllm: VllmFacts, version_bytes: int | None) -> DoctorFinding:
-    """Finding about how weights, so many bytes a version, travel from the ranks with this NCCL to replicas on GPUs."""
-    if ranks == vllm.nccl:
-        return ok("nccl", f"the ranks and vLLM's replicas have the same release, {ranks}")
-    each = f"{size(version_bytes)} to each replica" if version_bytes else "all of them to each replica"
-    return warning(
-        "nccl",
-        f"the ranks have {ranks}, and {vllm.python} {vllm.where} has {vllm.nccl}. NCCL connects only processes with "
-        f"the same release, so new weights go over TCP and host memory, which is slower: {each} with every step",
-        f"give the ranks {vllm.nccl}: docs/partitioned.md has the command, and the wrapper for the cluster profile",
-    )
 
 
 def inexact_options(config: RunConfig) -> Iterator[DoctorFinding]:

@@ -91,11 +91,6 @@ def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
     return trained(config.model, vocab).all * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
 
 
-def version_bytes(config: RunConfig, vocab: int) -> int:
-    """Bytes of weights that each replica receives with a version."""
-    return trained(config.model, vocab).all * WEIGHT_BYTES[config.model.dtype]
-
-
 def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     """Bytes of optimizer state that the fullest training rank keeps in host memory."""
     if config.offload != "optimizer":

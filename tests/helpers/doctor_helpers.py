@@ -9,7 +9,6 @@ from typing import Any
 
 from launcher.backends.probe.command import CommandAnswer
 from launcher.backends.probe.disk import Disk, DiskMeasurement
-from launcher.backends.probe.node import Software
 from launcher.backends.slurm.cluster_facts import SlurmFacts
 from launcher.cluster.profile import Profile
 from launcher.doctor.examine import ClusterFacts, examine
@@ -55,15 +54,10 @@ def disk(**changes: Any) -> Disk:
     return Disk(Path("/shared/mrl"), replace(found, **changes), None, CommandAnswer(""))
 
 
-def software(**changes: Any) -> Software:
-    credentials = Path("/home/ada/.config/enroot/.credentials")
-    return replace(Software(CommandAnswer("3.9.2\n"), frozenset({"nvcr.io"}), credentials, False), **changes)
-
-
 def facts(cluster: str | SlurmFacts, **changes: Any) -> ClusterFacts:
     """Facts of a login node that has everything."""
     said = slurm(cluster) if isinstance(cluster, str) else cluster
-    return replace(ClusterFacts(said, software(), disk(), None, None, (), (), None, ()), **changes)
+    return replace(ClusterFacts(said, CommandAnswer("3.9.2\n"), disk(), None, None, (), (), None, ()), **changes)
 
 
 def config(cluster: str, **changes: str) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from launcher.backends.probe.command import CommandAnswer, ask
@@ -96,31 +94,5 @@ def _read(text: str) -> NodeFacts:
 PYTHON_PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
 
 
-@dataclass(frozen=True, slots=True)
-class Software:
-    host_python: CommandAnswer
-    registries: frozenset[str] | None
-    """Registries that enroot has credentials for; the credentials themselves are never kept. None: no such file."""
-    credentials: Path
-    exposed: bool
-
-
-def login_software(host_python: str) -> Software:
-    credentials = credentials_path()
-    found, exposed = _registries(credentials)
-    return Software(ask([host_python, "-c", PYTHON_PROBE]), found, credentials, exposed)
-
-
-def credentials_path() -> Path:
-    """enroot's netrc-like file; `ENROOT_CONFIG_PATH` of this shell, or enroot's default."""
-    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(os.environ.get("ENROOT_CONFIG_PATH") or Path(config) / "enroot") / ".credentials"
-
-
-def _registries(credentials: Path) -> tuple[frozenset[str] | None, bool]:
-    try:
-        with credentials.open(encoding="utf-8", errors="replace") as file:
-            tokens, mode = file.read().split(), os.fstat(file.fileno()).st_mode
-    except OSError:
-        return None, False
-    return frozenset(name for key, name in pairwise(tokens) if key == "machine"), bool(mode & 0o077)
+def python_here(host_python: str) -> CommandAnswer:
+    return ask([host_python, "-c", PYTHON_PROBE])

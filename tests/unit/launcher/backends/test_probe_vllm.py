@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from srun_stand_in import on_a_node
 
 from launcher.backends.probe import vllm_probe as vllm
 from launcher.backends.probe.vllm_probe import probe, probe_in_container
@@ -64,9 +63,7 @@ def test_a_python_that_hangs_is_a_failure(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_image_is_asked_in_a_step_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = json.dumps(
-        {"release": [3, 12], "version": "0.32.0", "torch": "2", "torchvision": None, "lacking": [], "nccl": None}
-    )
+    said = json.dumps({"release": [3, 12], "version": "0.32.0", "torch": "2", "torchvision": None, "lacking": []})
     srun = tmp_path / "srun"
     srun.write_text(f"#!/bin/sh\necho \"$@\" >{tmp_path}/asked\necho '==== PyTorch ===='\necho 'mrl.vllm={said}'\n")
     srun.chmod(0o755)
@@ -83,20 +80,3 @@ def test_an_image_is_asked_in_a_step_on_a_node(tmp_path: Path, monkeypatch: pyte
 def test_an_image_that_is_not_imported_is_not_asked(tmp_path: Path) -> None:
     profile = Profile.model_validate({"gpus_per_node": 8, "container": {"image": "a:b"}, "run_root": str(tmp_path)})
     assert probe_in_container(profile, "c:d", "python3", gpus=True).unasked == "c:d is not imported yet"
-
-
-@pytest.mark.parametrize(("gpus", "nccl"), [(True, "2.29.7"), (False, None)])
-def test_an_image_says_its_release_of_nccl_if_gpus_need_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: bool, nccl: str | None
-) -> None:
-    python = python_with(tmp_path, "vllm==0.32.0", "torch==2.13.0")
-    torch = tmp_path / "packages" / "torch"
-    torch.mkdir()
-    (torch / "distributed.py").write_text("is_nccl_available = lambda: True\n")
-    (torch / "cuda.py").write_text("class nccl:\n    version = lambda: (2, 29, 7)\n")
-    (torch / "__init__.py").write_text("from torch import cuda\n")
-    program = 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"'
-    image = on_a_node(tmp_path, monkeypatch, program)
-    profile = Profile.model_validate({"gpus_per_node": 8, "container": {"image": "a:b"}, "run_root": str(tmp_path)})
-    found = probe_in_container(profile, str(image), python, gpus)
-    assert (found.failure, found.version, found.nccl) == (None, "0.32.0", nccl)

@@ -15,7 +15,7 @@ from unittest import mock
 import click
 import pytest
 from click.testing import CliRunner
-from doctor_helpers import RECORDED, disk, slurm, software
+from doctor_helpers import RECORDED, disk, slurm
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,7 +269,7 @@ def test_arguments_of_doctor(home, head, place, more, cluster, damages, silent, 
     with (
         mock.patch.object(doctor.slurm_facts, "collect", lambda: said),
         mock.patch.object(doctor.disk, "inspect", lambda path: found),
-        mock.patch.object(doctor.compute_node, "login_software", lambda python: software()),
+        mock.patch.object(doctor.compute_node, "python_here", lambda python: CommandAnswer("3.9.2\n")),
         mock.patch.object(doctor.compute_node, "probe", lambda *about: NodeFacts(failure="no node is free")),
     ):
         tried(main, ["doctor", *head, *place, *more])

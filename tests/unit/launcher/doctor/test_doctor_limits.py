@@ -47,34 +47,6 @@ def test_the_state_of_a_partition(state, level):
     assert [one.level for one in found(texts, "partition")] == [level]
 
 
-def test_who_may_use_a_partition():
-    assert "partition owners is for physics only, yours is chemistry" in said(
-        found("23.11", "account", partition="owners")
-    )
-    assert "refuses scavenge, yours is scavenge" in said(found("23.11", "qos", partition="owners", qos="scavenge"))
-    assert not found("23.11", "account")
-    assert "is for urgent,burst only, yours is normal" in said(found("22.05-qos", "qos", partition="high"))
-
-
-def test_unknown_account_qos_and_reservation():
-    assert "refuses the job; your accounts: root" in said(found("22.05-qos", "account", account="physics"))
-    assert "note: you do not belong to account physics (yours: none), but this cluster does not check it" in said(
-        found("24.05", "account", partition="gpu", account="physics")
-    )
-    assert "there is none called fast; there are: burst, frozen, normal, urgent" in said(
-        found("22.05-qos", "qos", qos="fast")
-    )
-    assert "urgent is not one of your QOS (burst, normal), so sbatch refuses the job" in said(
-        found("22.05-qos", "qos", qos="urgent")
-    )
-    assert "cannot be checked" in said(found("22.05-partition", "qos", qos="fast"))
-    assert "there is none called monday; there are: none" in said(
-        found("22.05-partition", "reservation", reservation="monday")
-    )
-    monday = slurm("22.05-partition", reservations="ReservationName=monday State=ACTIVE Nodes=node01\n")
-    assert not found(monday, "reservation", reservation="monday")
-
-
 def test_limits_of_the_qos_are_met_or_exceeded():
     wide = recipe("job.nodes=3")
     assert said(found("22.05-qos", "limits", wide, qos="burst")) == (

@@ -1,14 +1,14 @@
-"""The doctor checks Slurm, containers, credentials, Python and accounting, and shows no secret."""
+"""The doctor checks Slurm, containers, Python and accounting, and shows no secret."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from doctor_helpers import config, disk, facts, found, profile, recipe, said, slurm, software
+from doctor_helpers import config, disk, facts, found, profile, recipe, said, slurm
 
 from launcher.backends.probe.command import CommandAnswer
-from launcher.backends.probe.node import NodeFacts, credentials_path, login_software
+from launcher.backends.probe.node import NodeFacts
 from launcher.backends.probe.rank import RankFacts
 from launcher.doctor.examine import examine
 
@@ -74,59 +74,12 @@ def test_no_containers_need_no_pyxis():
     assert shown("pyxis", values={}) == ""
 
 
-def test_an_image_that_is_a_file_needs_no_credentials():
-    assert shown("credentials", values={"container": {"image": "/images/pytorch.sqsh"}}) == ""
-
-
-def test_enroot_finds_credentials_by_the_host_without_its_port():
-    on = {"container": {"image": "registry.lab:5000#team/mrl:1"}}
-    known = software(registries=frozenset({"registry.lab"}))
-    assert shown("credentials", values=on, software=known) == "ok: enroot has credentials for registry.lab"
-
-
-def test_credentials_are_present_or_not():
-    assert shown("credentials") == "ok: enroot has credentials for nvcr.io"
-    assert "note: enroot has none for nvcr.io" in shown("credentials", software=software(registries=frozenset()))
-    assert "only public images of nvcr.io" in shown("credentials", software=software(registries=None))
-    assert "other users can read /home/ada/.config/enroot/.credentials" in shown(
-        "credentials", software=software(exposed=True)
-    )
-
-
-def test_credentials_of_the_registry_that_the_image_names():
-    for image, host in (
-        ("$oauthtoken@nvcr.io#nvidia/pytorch", "nvcr.io"),
-        ("ubuntu:24.04", "registry-1.docker.io"),
-        ("ada@localhost:5000#mine", "localhost"),
-    ):
-        values = {"container": {"image": image}}
-        assert shown("credentials", values=values, software=software(registries=frozenset({host}))).startswith("ok")
-        assert f"none for {host}," in shown("credentials", values=values, software=software(registries=frozenset()))
-
-
-def test_only_the_hosts_of_credentials_are_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("ENROOT_CONFIG_PATH", str(tmp_path))
-    path = credentials_path()
-    assert path == tmp_path / ".credentials"
-    assert login_software("python3").registries is None
-    path.write_text(
-        "# mine\nmachine nvcr.io login $oauthtoken password nvapi-SECRET\nmachine auth.docker.io login a password b\n"
-    )
-    path.chmod(0o640)
-    seen = login_software("python3")
-    assert seen.registries == {"nvcr.io", "auth.docker.io"}
-    assert seen.exposed
-    assert "SECRET" not in repr(seen)
-    path.chmod(0o600)
-    assert not login_software("python3").exposed
-
-
 def test_the_python_of_the_host_side_here():
     assert shown("python").startswith("ok: python3 is 3.9.2 on this machine")
-    assert "error: python3 is 3.6.8" in shown("python", software=software(host_python=CommandAnswer("3.6.8\n")))
-    absent = software(host_python=CommandAnswer(failure="no python3 here (No such file or directory)"))
-    assert shown("python", software=absent).startswith("error: no python3 here")
-    assert shown("python", software=absent, values={"prolog": ["module load python"]}).startswith("note:")
+    assert "error: python3 is 3.6.8" in shown("python", host_python=CommandAnswer("3.6.8\n"))
+    absent = CommandAnswer(failure="no python3 here (No such file or directory)")
+    assert shown("python", host_python=absent).startswith("error: no python3 here")
+    assert shown("python", host_python=absent, values={"prolog": ["module load python"]}).startswith("note:")
 
 
 def test_the_python_of_the_host_side_on_a_node_takes_precedence():

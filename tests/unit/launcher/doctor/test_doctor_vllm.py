@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from doctor_helpers import facts, profile, said
 
-from launcher.backends.probe.rank import RankFacts
 from launcher.backends.probe.vllm_probe import VllmFacts
-from launcher.doctor.examine import examine
 from launcher.doctor.finding import DoctorFinding
 from launcher.doctor.vllm_python import inexact_options, vllm_findings
-from launcher.plan.gpu_memory import version_bytes
 from launcher.recipe.load import load_recipe
 from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
 
 LOWEST, BELOW = VLLM_VERSIONS
-VLLM = VllmFacts("python3", "in vllm:1", release=(3, 12), version=LOWEST, nccl="2.29.7")
 
 
 def finding(device: str = "cpu", **facts: object) -> DoctorFinding:
@@ -90,38 +83,6 @@ def test_options_that_change_log_probs_are_a_warning(args: str, named: list[str]
     found = [*inexact_options(config)]
     assert [one.level for one in found] == ["warning"] * len(named)
     assert all(name in one.text for name, one in zip(named, found, strict=True))
-
-
-def about_nccl(ranks: str | None, vllm: VllmFacts | None = VLLM, *overrides: str) -> list[DoctorFinding]:
-    config = load_recipe("qwen2.5-32b-dapo-partitioned", overrides).config
-    changes = {"rank": RankFacts(nccl=ranks), "vllm": vllm, "version_bytes": version_bytes(config, 152_064)}
-    findings = examine(facts("25.05", **changes), config, profile(container={"image": "a:b"}))
-    return [one for one in findings if one.topic == "nccl"]
-
-
-def test_replicas_with_the_ranks_release_of_nccl_are_as_they_should_be() -> None:
-    assert said(about_nccl("2.29.7")) == "ok: the ranks and vLLM's replicas have the same release, 2.29.7"
-
-
-def test_another_release_of_nccl_is_a_warning_with_its_cost_and_the_fix() -> None:
-    (found,) = about_nccl("2.27.3")
-    assert found.level == "warning"
-    assert found.text.startswith("the ranks have 2.27.3, and python3 in vllm:1 has 2.29.7. NCCL connects only")
-    assert found.text.endswith("61 GiB to each replica with every step")
-    assert "give the ranks 2.29.7" in str(found.fix)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "vllm"), [(None, VLLM), ("2.27.3", replace(VLLM, nccl=None)), ("2.27.3", None)], ids=str
-)
-def test_an_unknown_release_of_nccl_is_compared_with_nothing(ranks: str | None, vllm: VllmFacts | None) -> None:
-    assert about_nccl(ranks, vllm) == []
-
-
-def test_a_teacher_in_vllm_receives_no_weights() -> None:
-    teacher = "distill={teacher: some/teacher, replicas: {nodes: 1, engine: vllm}}"
-    others = ("job.nodes=9", "grpo.dynamic_sampling.enabled=false", "inference.engine=native")
-    assert about_nccl("2.27.3", VLLM, *others, teacher) == []
 
 
 def test_the_command_has_the_versions_that_were_tried_and_removes_what_cannot_be_imported_on_a_cpu() -> None:
