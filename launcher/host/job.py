@@ -43,19 +43,18 @@ def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals)
     from launcher.host.attempt.notify import NotifySettings
     from launcher.host.attempt.prepare import Checks
     from launcher.host.attempt.slurm_run import JobSettings, run_job
-    from launcher.host.attempt.slurm_steps import Script
     from megatron_rl.contract.codes import EXIT_USAGE
     from megatron_rl.contract.paths import OF_REPLICAS
 
     images = {"": options.image, OF_REPLICAS: options.replica_image}
     images = {of: reference for of, reference in images.items() if reference is not None}
     checks = Checks(images, options.image_cache, options.unpack, options.health, options.fabric)
-    script = Script(os.path.abspath(options.script))
     harvest = HarvestSettings(options.harvest, options.harvest_sbatch)
+    script = os.path.abspath(options.script)
     notify = NotifySettings.parse(options.notify) if options.notify else None
     settings = JobSettings(script, options.notice, options.backoff, options.outlives_nodes, checks, harvest, notify)
     try:
-        context = context_of(environ)._replace(run_mode=int(options.run_mode, 8))
+        context = context_of(environ)
     except JobRefused as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -79,10 +78,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command")
     commands.required = True
     run = commands.add_parser("run", help="run the attempts of this job's run")
-    run.add_argument("--script", required=True, help="the sbatch script, with steps and documents")
+    run.add_argument("--script", required=True, help="the sbatch script, which has the steps")
     run.add_argument("--notice", type=float, required=True, help="seconds of --signal before the time limit")
     run.add_argument("--backoff", type=float, required=True, help="seconds before a crashed run starts again")
-    run.add_argument("--run-mode", default="700", help="mode of a run directory that must be created")
     run.add_argument("--outlives-nodes", action="store_true", help="the job survives nodes that die (--no-kill)")
     run.add_argument("--image", help="reference of the container image")
     run.add_argument("--image-cache", default="", help="shared directory of imported images")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from launcher import __file__ as launcher_file
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image
 from launcher.doctor.fetched import fetched
@@ -88,7 +87,6 @@ def _planned(recipe: Recipe, cluster: str, profile: Profile, root: Path, sources
         run_dir=root,
         sources=sources,
         seen=(),
-        installed=Path(launcher_file).absolute().parents[1],
         version=version("mrl"),
     )
     return in_directory(job, root)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.cluster.profile import RUN_MODES, Profile
+from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
 from launcher.errors import BadInput
-from launcher.host.code.sources import sources_text
 from launcher.job.notifications import settings_json
 from launcher.job.steps import (
     Lines,
@@ -31,7 +29,7 @@ from launcher.job.steps import (
 )
 from launcher.job.templates import Shell, templates
 from launcher.plan.placement import Plan, Step
-from launcher.recipe.load import Recipe, asked_text, dump_resolved
+from launcher.recipe.load import Recipe
 from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
 from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, RunDir
 from megatron_rl.contract.run_records import CodeSource
@@ -54,15 +52,12 @@ class PlannedJob:
     sources: Sequence[CodeSource]
     seen: Sequence[Path]
     """Paths to mount into the container, beside the profile's mounts."""
-    installed: Path
-    """Directory of the packages launcher and megatron_rl, from which the first attempt's host side runs."""
     version: str
 
 
 def render(job: PlannedJob) -> str:
     """Render the script. Raises BadInput where a value cannot stand in a script, such as a path with a line break."""
-    documents = _documents(job)
-    _refuse_unwritable(job, documents)
+    _refuse_unwritable(job)
     config, profile = job.recipe.config, job.profile
     named = profile.container is not None and profile.container.named
     host_python, *fallback = profile.host_pythons()
@@ -78,7 +73,6 @@ def render(job: PlannedJob) -> str:
             host_fallback=next(iter(fallback), None),
             environment=[(Shell(name), value) for name, value in variables(config, profile).items()],
             prolog=[Shell(command) for command in profile.prolog],
-            source=str(job.installed),
             cpus_per_task=profile.cpus_per_task,
             ranks_per_node=config.job.gpus_per_node,
             container=_shell(container(config, profile, job.seen)),
@@ -95,7 +89,6 @@ def render(job: PlannedJob) -> str:
             unpack_s=UNPACK_S,
             steps=list(_steps(job)),
             limited=_limited,
-            documents=[(Shell(name), Shell(text)) for name, text in documents.items()],
         )
     )
 
@@ -103,8 +96,7 @@ def render(job: PlannedJob) -> str:
 def _host_options(job: PlannedJob) -> Iterator[Shell]:
     config, profile = job.recipe.config, job.profile
     outlives = " --outlives-nodes" if _outlives_nodes(job) else ""
-    shared = f" --run-mode {RUN_MODES[profile.readable_by]:o}" if profile.readable_by != "me" else ""
-    yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}{shared}")
+    yield Shell(f"--notice {profile.signal_s} --backoff {config.job.backoff_s}{outlives}")
     if profile.container is not None and (image := rank_image(config, profile)):
         cache = f"{profile.run_root}/cache/images"
         unpack = " --unpack" if profile.container.named else ""
@@ -309,22 +301,7 @@ def _health(job: PlannedJob) -> dict[str, Any] | None:
     }
 
 
-def _documents(job: PlannedJob) -> dict[str, str]:
-    """Function that prints it -> document from which the first attempt makes the run directory."""
-    ranks = job.plan_json["ranks"]
-    head = {key: value for key, value in job.plan_json.items() if key != "ranks"}
-    rows = ",\n".join(json.dumps(row) for row in ranks)  # one line a rank, for readers
-    evaluation = job.recipe.evaluation
-    return {
-        **({"evaluation_json": evaluation.model_dump_json(indent=2)} if evaluation else {}),
-        "recipe_yaml": asked_text(job.recipe).rstrip("\n"),
-        "resolved_yaml": dump_resolved(job.recipe.config).rstrip("\n"),
-        "plan_json": f'{json.dumps(head)[:-1]}, "ranks": [\n{rows}\n]}}',
-        "sources_json": sources_text(list(job.sources)),
-    }
-
-
-def _refuse_unwritable(job: PlannedJob, documents: dict[str, str]) -> None:
+def _refuse_unwritable(job: PlannedJob) -> None:
     problems = []
     if job.profile.container is not None:
         for path in (job.profile.run_root, str(job.run_dir)):
@@ -332,11 +309,8 @@ def _refuse_unwritable(job: PlannedJob, documents: dict[str, str]) -> None:
                 problems.append(f"{path}: pyxis cannot mount a path with a colon or a comma; choose another one")
             if any(character.isspace() for character in path):
                 problems.append(f"{path!r}: enroot cannot mount a path with white space; choose another one")
-    for path in (str(job.run_dir), str(job.installed), job.profile.run_root):
+    for path in (str(job.run_dir), job.profile.run_root):
         if not path.isprintable():
             problems.append(f"{path!r}: a path with a line break or control character cannot stand in a script")
-    for name, text in documents.items():
-        if f"{name}_ends_here" in text.splitlines():
-            problems.append(f"{name}_ends_here: the recipe must not hold this line: it ends a part of the script")
     if problems:
         raise BadInput(problems)

@@ -144,7 +144,7 @@ def _record(run: RunDir, owner: Owner) -> None:
 
 
 def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
-    """Write the files that the job's first attempt would otherwise make from its script."""
+    """Write the files that the job needs: its plan, its script, and the snapshot of the code."""
     if not run.script.exists() and job.profile.readable_by != "me":
         run.root.chmod(RUN_MODES[job.profile.readable_by])
     write(run.plan, from_json(PlanRecord, job.plan_json))

@@ -12,25 +12,23 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fault_injection import Clock, Fault, FaultyFiles
 
 from launcher.host.attempt import slurm_steps
-from launcher.host.attempt.job_context import FAULTS_VARIABLE, PREPARED_VARIABLE, JobContext
+from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext
 from launcher.host.attempt.prepare import Checks
 from launcher.host.attempt.slurm_run import JobSettings, run_job
-from launcher.host.code import snapshot
 from launcher.host.slurm import call
 from launcher.host.slurm.call import CommandOutput, SlurmSilent
 from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.attempt_records import MetricsLine, NodeHealth, Outcome, RankError
 from megatron_rl.contract.codes import DRAINED, FINISHED, SILENCE_VARIABLE, SUCCEEDS_VARIABLE
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import append, encode, read_lines, write
-from megatron_rl.contract.run_records import PlanRecord, PlanStep
+from megatron_rl.contract.records import append, read_lines, write
+from megatron_rl.contract.run_records import CodeSnapshot, PlanRecord, PlanStep
 
 STEPS, SAVE_EVERY, PREEMPTED_AT, CRASHES_AT = 6, 2, 3, 5
 NODES = ["n1", "n2"]
@@ -102,14 +100,18 @@ class Cluster:
         self.was_crashed = False
         self.saved = 0
         self._until: float | None = None
-        self.root.mkdir(parents=True)
+        self.run.root.mkdir(parents=True)
+        for file in (self.run.script, self.run.recipe, self.run.resolved):
+            file.write_text("#\n")
+        write(self.run.plan, PlanRecord(2, 1, 0, [PlanStep("train", [0, 1], 1, 1)]))
+        self.run.code.mkdir()
+        write(self.run.code_record, CodeSnapshot(1, 0.0, [], ["."]))
         self.spooled = self.root.with_name("slurm_script")
         self.spooled.write_text("#!/bin/bash\n")
         self.files = FaultyFiles(self.root, self.patch, self.fault)
         self.patch.setenv("XDG_STATE_HOME", str(self.root / "state"))
         self.patch.setattr(call, "run", self._answer)
         self.patch.setattr(slurm_steps, "Child", self._start_step)
-        self.patch.setattr(snapshot, "_flush", lambda folder: None)
 
     def submit(self, job_id: str, name: str = "run", **facts: Any) -> Job:
         self.jobs[job_id] = Job(job_id, name, facts.pop("environ", {}), requeueable=self.requeueable, **facts)
@@ -142,13 +144,11 @@ class Cluster:
             restarts=restarts,
             succeeds=succeeds,
             slurm_cluster="lab",
-            prepared=job.environ.get(PREPARED_VARIABLE) == str(self.run.root),
             batch_host=NODES[0],
             faults=int(job.environ.get(FAULTS_VARIABLE, "0")),
             environ={SILENCE_VARIABLE: "0"},
         )
-        script: Any = SimpleNamespace(path=str(self.spooled), document=_document)
-        settings = JobSettings(script, 60.0, 30.0, False, Checks(health=True))
+        settings = JobSettings(str(self.spooled), 60.0, 30.0, False, Checks(health=True))
         said, code = io.StringIO(), None
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:
@@ -303,12 +303,6 @@ class Cluster:
                 self.violations.append("two owners: a training starts while another one runs")
             self.training = Training(self, attempt)
             return self.training
-
-
-def _document(name: str) -> str:
-    if name == "sources_json":
-        return "[]"
-    return encode(PlanRecord(2, 1, 0, [PlanStep("train", [0, 1], 1, 1)])) if name == "plan_json" else f"# {name}\n"
 
 
 class Signals:

@@ -152,11 +152,6 @@ def test_job_that_sbatch_may_have_accepted_keeps_its_directory(cluster, tmp_path
     assert json.loads(submit("--run-dir", "r", "--json").stdout)["job_id"] == "7"
 
 
-def test_job_is_notified_that_its_directory_was_created(cluster, tmp_path):
-    submit("--run-dir", "r")
-    assert f"MRL_PREPARED={tmp_path / 'r'}" in (tmp_path / "environment").read_text().splitlines()
-
-
 LATE = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 
 

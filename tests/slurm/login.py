@@ -13,6 +13,7 @@ import commands
 import yaml
 from json_files import read_json, read_json_lines
 from lab import HERE, Cluster, LabError, wait_until
+from prepared_run import prepared
 from stand_in import make_image
 
 from megatron_rl.contract.paths import RunDir
@@ -122,6 +123,10 @@ class Login:
         """Return a run that `submit` did not submit. job: by default the one in the run directory."""
         run = RunDir(root)
         return Run(self.lab, run, job or read_json(run.job)["job_id"])
+
+    def prepare(self, *words: str | Path) -> Path:
+        """Make a run directory as mrl-submit does, and return its script, for `sbatch`."""
+        return prepared([str(word) for word in words], self.env, self.home)
 
     def sbatch(self, script: Path, *options: str, stub: dict[str, Any] | None = None) -> str:
         """Submit an unchanged script with sbatch, as a user does who knows only Slurm. Return the job's id."""

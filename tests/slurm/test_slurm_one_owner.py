@@ -13,8 +13,8 @@ STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
 
 def test_one_of_four_simultaneous_jobs_owns_the_run(login: Login) -> None:
     login.share.mkdir()
-    root, script = login.share / "run", login.home / "job.sbatch"
-    script.write_text(login.call("mrl-submit", *STUB, "--run-dir", root, "--dry-run", "--script").stdout)
+    root = login.share / "run"
+    script = login.prepare(*STUB, "--run-dir", root)
     jobs = [login.sbatch(script, "--hold", stub={"steps": 10_000}) for _ in range(4)]
     login.lab.run("scontrol", "release", ",".join(jobs))
     runs = {job: login.adopt(root, job) for job in jobs}
@@ -62,14 +62,14 @@ def test_second_submission_in_an_allocation_is_refused_while_the_first_runs(logi
 def test_job_waits_until_a_cancelled_job_has_left_its_nodes(login: Login) -> None:
     """Its script is gone, and the nodes are still cleaned up."""
     login.share.mkdir()
-    root, script = login.share / "run", login.home / "job.sbatch"
+    root = login.share / "run"
     login.confine(1, 2)
     begun, release = login.home / "begun", login.home / "release"
     limit = int(SECONDS * 10)
     epilog = login.program(
         "epilog", f"touch {begun}; for _ in {{1..{limit}}}; do [[ -e {release} ]] && break; sleep 0.1; done"
     )
-    script.write_text(login.call("mrl-submit", *STUB, "--run-dir", root, "--dry-run", "--script").stdout)
+    script = login.prepare(*STUB, "--run-dir", root)
     login.lab.wait_until_idle(1, 2)  # the epilog would keep jobs of other tests on these nodes as well
     with login.lab.configured({"KillWait=5": f"KillWait=5\nEpilog={epilog}"}):
         first = login.adopt(root, login.sbatch(script, stub={"steps": 10_000}))

@@ -14,13 +14,11 @@ from together import Together
 together = Together()
 
 
-def run_script_of(login: Login, *words: str | Path, stub: dict | None = None, code: int = 0) -> Run:
-    """Submit the script alone, since mrl-submit would refuse an image or weights that do not exist: code 2."""
+def run_script_of(login: Login, *words: str | Path, stub: dict | None = None) -> Run:
+    """Submit the script alone, since mrl-submit would refuse an image or weights that do not exist."""
     root = login.share / "run"
     login.share.mkdir(exist_ok=True)
-    script = login.home / "job.sbatch"
-    done = login.call("mrl-submit", *words, "--cluster", "pods", "--run-dir", root, "--dry-run", "--script", code=code)
-    script.write_text(done.stdout)
+    script = login.prepare(*words, "--cluster", "pods", "--run-dir", root)
     return login.adopt(root, login.sbatch(script, stub=stub))
 
 
@@ -36,7 +34,7 @@ def test_qwen_32b_as_it_is_runs_64_ranks_in_containers_on_8_nodes(login: Login) 
 
 def runs_in_containers_on_8_nodes(login: Login, gpus: int, *changes: str) -> None:
     login.confine(1, 8)
-    run = run_script_of(login, "qwen2.5-32b-dapo", *changes, code=2)
+    run = run_script_of(login, "qwen2.5-32b-dapo", *changes)
     assert run.wait(limit=200) == "COMPLETED", run.log()
     assert run.ends() == [("finished", None)]
 
@@ -113,7 +111,7 @@ def test_replicas_that_start_their_workers_are_one_process_in_an_image_of_their_
     python = login.profiles["pods"]["python"]
     vllm = ("inference.engine=vllm", f"inference.vllm.image={image}", f"inference.vllm.python={python}")
     stub = {"steps": 100_000, "seconds": 0.1, "until": "enough"}
-    run = run_script_of(login, "qwen2.5-32b-dapo-partitioned", *layout, *vllm, stub=stub, code=2)
+    run = run_script_of(login, "qwen2.5-32b-dapo-partitioned", *layout, *vllm, stub=stub)
     finish_after_starts(run, {"infer-0.0": "0", "infer-1.0": "0"})
     assert run.ends() == [("finished", None)]
 
@@ -149,7 +147,7 @@ def test_node_with_a_missing_gpu_is_replaced_by_the_spare_node(login: Login) -> 
 def test_missing_image_fails_before_the_ranks_start(login: Login) -> None:
     login.confine(1, 8)
     login.profiles["pods"]["container"]["image"] = str(login.home / "none.sqsh")
-    run = run_script_of(login, "demo", "job.nodes=1", "job.backoff_s=1", code=2)
+    run = run_script_of(login, "demo", "job.nodes=1", "job.backoff_s=1")
     assert run.wait() == "FAILED"
     assert "none.sqsh" in run.dir.batch_log.read_text()
     assert not run.seen()

@@ -38,22 +38,16 @@ def user(owner: Login) -> Login:
 
 @pytest.fixture(scope="module")
 def script(user: Login) -> Path:
-    """Text of a run directory whose name is made to break it."""
-    root = user.share / 'it\'s my "run" of $HOME, 100% `new`'
-    file = user.home / "job.sbatch"
-    file.write_text(user.call("mrl-submit", *DEMO, "--run-dir", root, "--dry-run", "--script").stdout)
-    assert not root.exists()
-    return file
+    """Script of a run directory whose name is made to break it."""
+    return user.prepare(*DEMO, "--run-dir", user.share / 'it\'s my "run" of $HOME, 100% `new`')
 
 
-def test_steps_ignore_variables_of_the_submitting_shell(user: Login, script: Path) -> None:
+def test_steps_ignore_variables_of_the_submitting_shell(user: Login) -> None:
     root = user.share / "hostile-shell"
     user.profiles["stub"]["health_check"] = True
-    text = user.call("mrl-submit", *DEMO, "--run-dir", root, "--dry-run", "--script").stdout
+    script = user.prepare(*DEMO, "--run-dir", root)
     user.profiles["stub"]["health_check"] = False
-    file = user.home / "hostile.sbatch"
-    file.write_text(text)
-    job = user.lab.run("sbatch", "--parsable", file, **OBEYED_BY_SRUN).strip()
+    job = user.lab.run("sbatch", "--parsable", script, **OBEYED_BY_SRUN).strip()
     user.jobs.append(job)
     run = user.adopt(root, job)
     assert run.wait() == "COMPLETED", run.log()

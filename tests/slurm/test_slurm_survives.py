@@ -34,13 +34,8 @@ IN_STEP_6 = {"attempt": 1, "where": "generate", "step": 6}
 
 @pytest.mark.slow  # a minute; test_slurm_preempted_often does so with stub ranks
 def test_run_survives_a_preemption_and_the_loss_of_a_rank(login: Login, undisturbed: RunDir) -> None:
-    """One that sbatch alone has submitted."""
     hold(login, IN_STEP_6, {"attempt": 2, "where": "generate", "step": 8})
-    login.share.mkdir()
-    script = login.home / "job.sbatch"
-    shown = login.call("mrl-submit", *RECIPE, "--run-dir", login.share / "run", "--dry-run", "--script").stdout
-    script.write_text(shown)
-    run = login.adopt(login.share / "run", login.sbatch(script))
+    run = login.submit(*RECIPE)
     wait_until_held(run)
     preempt(login, run)
     wait_until_held(run, 2)

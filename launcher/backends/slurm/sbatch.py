@@ -36,8 +36,7 @@ def submit(script: Path, flags: Sequence[str] = ()) -> SlurmJob[None]:
         OSError: nothing was submitted; the script cannot be read.
         SlurmSilent: sbatch did not answer in time, or without an id; there may be a job.
     """
-    # MRL_PREPARED: a node that does not see the run directory must not create another one from the script.
-    environ = submitting_environment(text_of_script(str(script))) | {"MRL_PREPARED": str(script.parent)}
+    environ = submitting_environment(text_of_script(str(script)))
     command = ["sbatch", "--parsable", *flags, str(script)]
     try:
         answer = run(command, SUBMIT_LIMIT_S, environ)

@@ -1,4 +1,4 @@
-"""Begin a run and an attempt: create the run directory from the script, enter the attempt in the ledger."""
+"""Begin an attempt: create its folders, enter it in the ledger."""
 
 from __future__ import annotations
 
@@ -7,59 +7,16 @@ import shutil
 import socket
 import sys
 import time
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
-from launcher.host.attempt.job_context import JobContext, JobRefused
-from launcher.host.code import snapshot
-from launcher.host.code.listing import SnapshotError
-from launcher.host.code.sources import moved_sources, read_sources
+from launcher.host.attempt.job_context import JobContext
 from launcher.host.judge.policy import STAYS
 from launcher.host.record.goodput import generating_gpus
 from launcher.host.record.ledger import newest_line, point_latest, write_line
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
-from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import Attempt
-from megatron_rl.contract.records import UnreadableRecord, if_readable, read, read_or_raise, write
+from megatron_rl.contract.records import if_readable, read, read_or_raise, write
 from megatron_rl.contract.run_records import CodeSnapshot, Owner, PlanRecord
-
-
-def create(context: JobContext, document: Callable[[str], str]) -> None:
-    """Create the run directory from the documents in the script, or complete one that an earlier start began.
-
-    Raises:
-        Refused: the snapshot of the code cannot be taken on any host.
-        OSError: something fails here that may work on another host, or later.
-    """
-    run = context.run
-    if run.code_record.exists() and run.resolved.exists():
-        return
-    try:
-        sources = read_sources(document("sources_json"))
-    except ValueError as error:  # the script is the same on every host
-        raise JobRefused(
-            f"the script's list of the code to run cannot be read ({error}); submit the run again"
-        ) from error
-    try:
-        for line in moved_sources(sources):
-            print(f"code: {line}; the job runs what is there now")
-        snapshot.take(sources, run.code)
-    except SnapshotError as error:
-        if isinstance(error.__cause__, UnreadableRecord):
-            raise error.__cause__ from None
-        if isinstance(error.__cause__, OSError):
-            raise OSError(error.__cause__.errno, str(error)) from error
-        raise JobRefused(str(error)) from error
-    asked = [(run.evaluation_request, "evaluation_json")] if "\nevaluation_json() {\n" in document("script") else []
-    files = (
-        *asked,
-        (run.script, "script"),
-        (run.recipe, "recipe_yaml"),
-        (run.plan, "plan_json"),
-        (run.resolved, "resolved_yaml"),  # last: it makes the directory a run directory
-    )
-    for file, name in files:
-        if not file.exists():
-            write_atomic(file, document(name))
 
 
 def next_attempt(context: JobContext) -> Attempt:

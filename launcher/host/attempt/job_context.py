@@ -10,7 +10,6 @@ from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SUCCE
 from megatron_rl.contract.paths import RunDir
 
 FAULTS_VARIABLE = "MRL_HOST_FAULTS"  # host-side failures in a row of the jobs that this one succeeds
-PREPARED_VARIABLE = "MRL_PREPARED"  # the run directory, where it existed when the job was submitted
 
 
 class JobRefused(Exception):
@@ -26,11 +25,9 @@ class JobContext(NamedTuple):
     restarts: int = 0  # times that Slurm requeued the job
     succeeds: str | None = None  # id of the job that submitted this one as its successor
     slurm_cluster: str | None = None  # Slurm's own name of the cluster
-    prepared: bool = False  # whether mrl-submit created the run directory
     held_since: float | None = None  # unix time at which the allocation began, where Slurm says so
     batch_host: str = ""  # Slurm's name of this host
     faults: int = 0  # FAULTS_VARIABLE
-    run_mode: int = 0o700  # mode of a run directory that is created here
     environ: dict[str, str] = {}  # environment of the job
 
 
@@ -43,21 +40,19 @@ def context_of(environ: dict[str, str]) -> JobContext:
             f"a run is one job, and this is a task of array {environ['SLURM_ARRAY_JOB_ID']}: submit the script without "
             "--array; mrl-submit submits a job for each of several values of a key"
         )
-    root = environ[RUN_DIR_VARIABLE]
     try:
         hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))
     except ValueError as error:
         raise JobRefused(f"SLURM_JOB_NODELIST: {error}; start the script in a job of Slurm's") from error
     start = environ.get("SLURM_JOB_START_TIME")  # Slurm sets it from 23.02 on
     return JobContext(
-        run=RunDir(root),
+        run=RunDir(environ[RUN_DIR_VARIABLE]),
         cluster=environ.get(CLUSTER_VARIABLE, ""),
         job_id=environ["SLURM_JOB_ID"],
         hosts=hosts,
         restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
         succeeds=environ.get(SUCCEEDS_VARIABLE),
         slurm_cluster=environ.get("SLURM_CLUSTER_NAME"),
-        prepared=environ.get(PREPARED_VARIABLE) == root,
         held_since=float(start) if start else None,
         batch_host=environ.get("SLURMD_NODENAME") or os.uname().nodename,
         faults=int(environ.get(FAULTS_VARIABLE, "0")),

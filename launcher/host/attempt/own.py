@@ -18,7 +18,6 @@ from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import ENDED, time_of
 from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
-from megatron_rl.contract.files import is_temporary, names_in
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read_or_raise, write
 from megatron_rl.contract.run_records import Owner
@@ -43,12 +42,8 @@ def own(context: JobContext) -> Lock:
         SlurmRefused: Slurm did not answer.
     """
     run = context.run
-    if context.prepared and not run.resolved.exists():
+    if not run.resolved.exists():
         raise OSError(f"mrl-submit has made {run.root}, and this host does not have it: not the same file system?")
-    run.root.parent.mkdir(parents=True, exist_ok=True)
-    if not run.root.is_dir():  # the script was not submitted by mrl-submit
-        run.root.mkdir(context.run_mode, exist_ok=True)
-        run.root.chmod(context.run_mode)
     _hide_log(run)
     owner, last = read_or_raise(Owner, run.job), newest_line(run)
     lock = _lock(context, owner, last)
@@ -73,7 +68,6 @@ def _take_ownership(context: JobContext) -> None:
     run = context.run
     if run.done.exists():
         raise NothingToDo(f"{run.root}: finished already, nothing to do")
-    _refuse_foreign(run)
     identity = identify(run)
     owner = read_or_raise(Owner, run.job)
     _wait_for_earlier_jobs(context, owner)
@@ -86,7 +80,7 @@ def _take_ownership(context: JobContext) -> None:
                 f"{run.root} belongs to job {owner.job_id}, which may still run; once it has ended, remove job.json"
             )
     _conclude_earlier_starts(context)
-    if not mine:  # submitted by plain sbatch; mrl-submit would have entered the job
+    if not mine:  # the user's sbatch of the run's own script; mrl-submit would have entered the job
         write_owner(context, context.job_id, context.environ.get("SLURM_JOB_NAME", ""), identity.id)
     elif owner is not None and not owner.slurm_cluster and context.slurm_cluster:  # mrl-submit did not know it
         write(run.job, owner._replace(slurm_cluster=context.slurm_cluster))
@@ -162,13 +156,3 @@ def _has_ended(owner: Owner, context: JobContext) -> bool:
     if not is_job_of(owner, job.get("Comment", ""), name, submitted_at, int(restarts) if restarts.isdigit() else 0):
         return bool(owner.slurm_cluster)
     return job.get("JobState") in ENDED
-
-
-def _refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory with files in it, unless it is a run or an earlier start began it."""
-    ours = run.resolved.exists() or run.job.exists() or run.identity.exists()
-    known = (run.lock.name, run.job_lock.name)
-    strange = [name for name in names_in(run.root) if name not in known and not is_temporary(name)]
-    if strange and not ours:
-        run.job_lock.unlink()
-        raise JobRefused(f"{run.root}: is not empty and not a run directory")

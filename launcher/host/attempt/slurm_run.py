@@ -1,4 +1,4 @@
-"""A run in a Slurm job, from start to end: own it, create it, run one attempt after the other in this allocation.
+"""A run in a Slurm job, from start to end: own it, run one attempt after the other in this allocation.
 
 Where the batch host or its file system fails, the job comes back elsewhere or later; only a refusal is final. The
 number of such returns is limited without any file: by the restarts of the job since its last attempt began.
@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import Callable, NamedTuple, TypeVar
 
-from launcher.host.attempt.begin import begin_attempt, code_paths, create, forget_attempt, next_attempt
+from launcher.host.attempt.begin import begin_attempt, code_paths, forget_attempt, next_attempt
 from launcher.host.attempt.conclude import close
 from launcher.host.attempt.harvest import Harvest, HarvestSettings
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext, JobRefused
@@ -21,7 +21,7 @@ from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Prepar
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob, show_job_or_complain
-from launcher.host.attempt.slurm_steps import Script, SlurmReplicas, SlurmSteps
+from launcher.host.attempt.slurm_steps import SlurmReplicas, SlurmSteps
 from launcher.host.attempt.start_again import start_again
 from launcher.host.judge.causes import has_script, is_ending, is_requeueable
 from launcher.host.judge.nodes import NotEnoughNodes
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class JobSettings(NamedTuple):
-    script: Script
+    script: str  # path of the sbatch script that started this process
     notice: float  # seconds of --signal before the time limit
     backoff: float  # seconds before a crashed run starts again
     outlives_nodes: bool  # --no-kill
@@ -76,10 +76,10 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
         print(nothing)
         return EXIT_FINISHED
     except (OSError, SlurmRefused) as error:
-        return come_back(context, error, settings.script.path)
+        return come_back(context, error, settings.script)
     except Exception as error:  # noqa: BLE001 - not even a bug here may end the run
         traceback.print_exc()
-        return come_back(context, error, settings.script.path)
+        return come_back(context, error, settings.script)
     finally:
         notifier.report_end()
         notifier.close()
@@ -88,7 +88,6 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
 def _run(context: JobContext, settings: JobSettings, signals: Signals, notifier: Notifier) -> int:
     lock = _retried(lambda: own(context))
     try:
-        _retried(lambda: create(context, settings.script.document))
         _add_missed_signal(context, signals)
         notifier.report_end()  # of an earlier start, which was killed
         end = supervise_attempt(context, settings, signals, lock.descriptor, notifier)
@@ -220,7 +219,7 @@ def _retried(work: Callable[[], T]) -> T:
 
 def come_back(context: JobContext, error: Exception, script: str) -> int:
     """Start the job again after a failure before any attempt began, since no user may be there to resume the run. Takes
-    this job's script: the run directory may not hold one yet. Returns the exit code."""
+    this job's script: the run directory may be out of reach. Returns the exit code."""
     job = show_job_or_complain(context.job_id)
     facts = Facts(can_return=has_script(job), requeueable=is_requeueable(job))
     then, full = who_starts_it(facts), getattr(error, "errno", None) in FULL

@@ -6,7 +6,6 @@ Each inference replica is a separate step, so that a lost one does not end the o
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from launcher.host.attempt.interfaces import ReplicaRanks, Steps
 from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import dead_nodes
 from launcher.host.judge.nodes import replaced
-from launcher.host.process.limited import run_limited
 from launcher.host.record.evidence import Observed
 from launcher.host.record.logs import LONG_TAIL, signed, tail
 from launcher.host.slurm import orders
@@ -28,37 +26,19 @@ from megatron_rl.contract.paths import Attempt, Replica
 from megatron_rl.contract.records import write
 
 LEAVE_LIMIT_S = 30.0  # seconds from SIGTERM to the kill of a step's srun; Slurm then ends the tasks that are left
-DOCUMENT_LIMIT_S = 30.0  # seconds to print a document
 
-# The script always runs under `bash -p`, which ignores BASH_ENV and functions in the environment: their output would
-# become part of a document, and their effects part of a step.
+# The script always runs under `bash -p`, which ignores BASH_ENV and functions in the environment: their effects would
+# become part of a step.
 
 
 def _slurm_name(signum: int) -> str:
     return signal.Signals(signum).name[len("SIG") :]
 
 
-class Script:
-    """The sbatch script that started this process. It defines the steps and carries documents."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def document(self, name: str) -> str:
-        if name == "script":
-            return Path(self.path).read_text(encoding="utf-8")
-        try:
-            done = run_limited(["bash", "-p", self.path, "document", name], DOCUMENT_LIMIT_S)
-            done.check_returncode()
-        except subprocess.SubprocessError as error:
-            raise OSError(f"the script does not print its {name}: {error}") from error
-        return done.stdout.decode("utf-8")
-
-
 class SlurmSteps(Steps):
     """Steps of one attempt. They inherit `lock`, the descriptor of the run's lock, and so hold it."""
 
-    def __init__(self, context: JobContext, script: Script, attempt: Attempt, lock: int) -> None:
+    def __init__(self, context: JobContext, script: str, attempt: Attempt, lock: int) -> None:
         self._context, self._script, self._attempt, self._lock = context, script, attempt, lock
         self._children: dict[str, Child] = {}
         self._environ = dict(context.environ, **{ATTEMPT_VARIABLE: str(attempt.number)})
@@ -78,7 +58,7 @@ class SlurmSteps(Steps):
         own output goes to `errors`, or the batch log. Raises OSError."""
         self._stop([name], 0.0)
         child = Child(
-            ["bash", "-p", self._script.path, "step", name, ",".join(hosts)],
+            ["bash", "-p", self._script, "step", name, ",".join(hosts)],
             dict(self._environ, **(variables or {})),
             errors=errors,
             folder=self._folder,
@@ -93,7 +73,7 @@ class SlurmSteps(Steps):
     ) -> tuple[list[str], dict[str, str]]:
         """Return the command of another job that runs a step on its nodes, and the environment to submit it in. `hosts`
         is a shell expression, such as `$SLURM_JOB_NODELIST`; `options` are sbatch's for that job."""
-        command = ["bash", "-pc", f'exec bash -p "$0" step "$1" "{hosts}"', self._script.path, name]
+        command = ["bash", "-pc", f'exec bash -p "$0" step "$1" "{hosts}"', self._script, name]
         return command, dict(submitting_environment("\n".join(options), self._environ), **variables)
 
     @property

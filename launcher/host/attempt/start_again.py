@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Callable, TypeVar
 
-from launcher.host.attempt.job_context import FAULTS_VARIABLE, PREPARED_VARIABLE, JobContext
+from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext
 from launcher.host.judge import policy
 from launcher.host.judge.policy import BY_SLURM, BY_US, HELD, OVER, SUCCESSOR
 from launcher.host.record.identity import comment_of, note_submission
@@ -82,7 +82,7 @@ def start_again(
         if end.then == SUCCESSOR:
             if script is None:
                 script = str(context.run.script)
-                environment = {PREPARED_VARIABLE: str(context.run.root), FAULTS_VARIABLE: "0"}
+                environment = {FAULTS_VARIABLE: "0"}
             _submit_successor(context, end, script, environment or {})
             queued = postponed = True
         else:

@@ -164,16 +164,13 @@ def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
 def _taken(source: CodeSource, listing: Listing) -> CodeSource:
     tree = tree_of(source.path)
     commit = tree.commit if tree else None
-    notes = list(listing.notes)
-    if source.commit is not None and commit != source.commit:
-        notes.append(f"was at {source.commit[:12]} when this was submitted")
     return source._replace(
         commit=commit,
         dirty=tree is not None and (commit is None or ask_git(git.dirty, source.path)),
         untracked=listing.untracked,
         files=len(listing.files),
         bytes=sum(listing.sizes.values()),
-        notes=notes,
+        notes=list(listing.notes),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -10,7 +9,6 @@ import socket
 from launcher.host.code import git
 from launcher.host.code.listing import SnapshotError, ask_git, refuse_home, tree_of
 from megatron_rl.contract.run_records import CodeSource
-from megatron_rl.contract.shapes import from_json
 
 METADATA = (".dist-info", ".egg-info")
 
@@ -28,28 +26,6 @@ def plan_sources(installed: list[str], include: list[str]) -> list[CodeSource]:
         name = re.sub("[^A-Za-z0-9._-]", "_", os.path.basename(path)) or "root"
         sources.append(_source(path, f"{number}-{name}", "included"))
     return sources
-
-
-def sources_text(sources: list[CodeSource]) -> str:
-    planned = ("path", "name", "kind", "commit", "dirty")
-    return json.dumps([{key: getattr(source, key) for key in planned} for source in sources], indent=1)
-
-
-def read_sources(text: str) -> list[CodeSource]:
-    """The inverse of `sources_text`. Raises ValueError."""
-    return [from_json(CodeSource, one) for one in json.loads(text)]
-
-
-def moved_sources(sources: list[CodeSource]) -> list[str]:
-    """A sentence for each source that is no longer at its planned commit. Raises SnapshotError."""
-    moved = []
-    for source in sources:
-        if source.commit is not None:
-            now = tree_of(source.path)
-            if now is None or now.commit != source.commit:
-                commit = (now.commit if now else None) or "no commit"
-                moved.append(f"{source.path}: was at {source.commit[:12]} when this was submitted, is at {commit[:12]}")
-    return moved
 
 
 def _source(path: str, name: str, kind: str) -> CodeSource:

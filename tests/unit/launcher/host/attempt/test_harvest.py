@@ -10,7 +10,7 @@ import pytest
 from launcher.host.attempt import harvest as harvest_module
 from launcher.host.attempt.harvest import LONGEST_PAUSE_S, LOOK_S, PAUSE_S, SHORT_S, Harvest, HarvestSettings
 from launcher.host.attempt.job_context import JobContext
-from launcher.host.attempt.slurm_steps import Script, SlurmSteps
+from launcher.host.attempt.slurm_steps import SlurmSteps
 from launcher.host.record.evidence import read_replicas
 from launcher.host.record.identity import identify
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
@@ -58,7 +58,7 @@ def harvest(tmp_path: Path, most: int = 2) -> Harvest:
     context = JobContext(run, "lab", "7", ["n1"], environ=environ)
     attempt = run.attempt(3)
     attempt.folder.mkdir(parents=True)
-    steps = SlurmSteps(context, Script("/the/job.sbatch"), attempt, lock=0)
+    steps = SlurmSteps(context, "/the/job.sbatch", attempt, lock=0)
     return Harvest(context, steps, attempt, 1, HarvestSettings(most, ["--partition=idle", "--nodes=1"]))
 
 

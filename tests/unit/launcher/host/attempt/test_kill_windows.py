@@ -433,10 +433,9 @@ class TestFaultBeforeAnAttempt:
             def refuse(*given: Any, **facts: Any) -> None:
                 raise error
 
-            settings = JobSettings(SimpleNamespace(path="spool", document=lambda name: "[]"), 60.0, 30.0, False, None)
+            settings = JobSettings("spool", 60.0, 30.0, False, None)
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, act or refuse)
-                patch.setattr(slurm_run, "create", lambda context, document: None)
                 return run_job(world.context(restarts, **context), settings, Signals(()))
 
         return run
@@ -508,7 +507,6 @@ class TestFaultBeforeAnAttempt:
             (conclude, "read_ledger"),
             (own, "conclude_lost"),
             (own, "write_owner"),
-            (slurm_run, "create"),
             (begin_module, "newest_line"),
             (begin_module, "write_line"),
         ],
@@ -519,10 +517,7 @@ class TestFaultBeforeAnAttempt:
         ids=str,
     )
     def test_whatever_else_fails_sends_it_elsewhere(self, world, fails, owner, name, error, capsys):
-        if name == "create":
-            assert slurm_run.come_back(world.context(1), error, "spool") == 75
-        else:
-            assert fails(owner, name, error, job_id="8" if name == "write_owner" else "7") == 75
+        assert fails(owner, name, error, job_id="8" if name == "write_owner" else "7") == 75
         assert world.told == ["requeue", "exclude"]
         assert "nothing is lost: the job comes back without this host" in capsys.readouterr().err
 
@@ -541,7 +536,7 @@ class TestFaultBeforeAnAttempt:
         assert fails(begin_module, "write_line", STALE, 0, job_id="8", succeeds="7", faults=4) == 1
 
     def test_a_host_without_the_run_directory_is_left(self, world, monkeypatch):
-        elsewhere = world.context(prepared=True)._replace(run=RunDir(world.run.root / "not mounted"))
+        elsewhere = world.context()._replace(run=RunDir(world.run.root / "not mounted"))
         with pytest.raises(OSError, match="not the same file system"):
             own.own(elsewhere)
         assert not elsewhere.run.root.exists()

@@ -24,6 +24,7 @@ from megatron_rl.contract.run_records import Owner
 def run(tmp_path: Path) -> RunDir:
     """A run that job 8 was submitted for."""
     found = RunDir(tmp_path)
+    found.resolved.touch()
     write(found.job, Owner("8", "lab", 0.0))
     return found
 
@@ -71,13 +72,3 @@ def test_without_locks_job_json_alone_tells_the_owner(run: RunDir, monkeypatch, 
     monkeypatch.setattr(fcntl, "flock", refuse)
     start(run)
     assert "only job.json identifies the owner" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("mode", [0o700, 0o750])
-def test_a_run_that_plain_sbatch_starts_is_as_private_as_the_profile_says(tmp_path, mode):
-    run = RunDir(tmp_path / "runs" / "it")
-    run.root.parent.mkdir()
-    run.batch_log.touch(mode=0o644)
-    own(JobContext(run, "lab", "8", ["n1"], run_mode=mode)).release()
-    assert run.root.stat().st_mode & 0o777 == mode
-    assert run.batch_log.stat().st_mode & 0o777 == mode & 0o644

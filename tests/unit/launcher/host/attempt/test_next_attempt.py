@@ -17,7 +17,7 @@ from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Prepar
 from launcher.host.attempt.runner import AttemptRunner
 from launcher.host.attempt.slurm_job import SlurmJob
 from launcher.host.attempt.slurm_run import without_dead_nodes
-from launcher.host.attempt.slurm_steps import Script, SlurmSteps
+from launcher.host.attempt.slurm_steps import SlurmSteps
 from launcher.host.judge.nodes import NotEnoughNodes
 from launcher.host.judge.policy import BY_US, STAYS
 from launcher.host.process.signals import Signals
@@ -89,7 +89,7 @@ def preparation_of(context: JobContext, attempt: Attempt, checks: Checks, step: 
     script = attempt.folder / "job.sbatch"
     script.write_text(step)
     job = SlurmJob(context, notice=60.0, backoff=30.0, outlives_nodes=False)
-    steps = SlurmSteps(context, Script(str(script)), attempt, lock=os.open(os.devnull, os.O_RDONLY))
+    steps = SlurmSteps(context, str(script), attempt, lock=os.open(os.devnull, os.O_RDONLY))
     runner = AttemptRunner(attempt, steps, job, Signals(()), silence_limit=0.0)
     return Preparation(context, checks, runner, steps, job)
 

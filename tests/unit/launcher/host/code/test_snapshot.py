@@ -15,11 +15,9 @@ import pytest
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.snapshot import take, update
-from launcher.host.code.sources import moved_sources, plan_sources, sources_text
+from launcher.host.code.sources import plan_sources
 from megatron_rl.contract.records import read
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
-
-OLDEST_PYTHON = Path.home() / ".pyenv" / "versions" / "3.9.18" / "bin" / "python3"
 
 
 def git(where: Path, *arguments: str) -> str:
@@ -382,19 +380,6 @@ def test_a_snapshot_that_cannot_be_read_is_not_made_anew(tmp_path, monkeypatch):
     assert update(plan_sources([], [str(mine)]), code).snapshot == 2
 
 
-def test_a_moved_commit_is_said(tmp_path):
-    mine = repository(tmp_path / "mine", {"a.py": ""})
-    sources = plan_sources([], [str(mine)])
-    assert moved_sources(sources) == []
-    git(mine, "commit", "-q", "--allow-empty", "-m", "second")
-    (said,) = moved_sources(sources)
-    assert sources[0].commit[:12] in said
-    assert git(mine, "rev-parse", "HEAD")[:12] in said
-    record = take(sources, tmp_path / "run" / "code")
-    assert record.sources[0].commit == git(mine, "rev-parse", "HEAD")
-    assert record.sources[0].notes == [f"was at {sources[0].commit[:12]} when this was submitted"]
-
-
 def test_the_job_imports_the_snapshot_and_not_what_is_installed(tmp_path):
     """mrl is installed here as a link to its checkout, as for its developers."""
     installed = [Path(find_spec(name).origin).parent for name in ("launcher", "megatron_rl")]
@@ -414,22 +399,6 @@ def test_the_job_imports_the_snapshot_and_not_what_is_installed(tmp_path):
     )
     expected = ["launcher/host/process/lock.py", "megatron_rl/recipe/config.py", "1-mine/src/riddles/__init__.py"]
     assert ran.stdout.split() == [str(code / name) for name in expected]
-
-
-@pytest.mark.skipif(not OLDEST_PYTHON.exists(), reason="needs a Python 3.9")
-def test_the_oldest_python_takes_the_same_snapshot(tmp_path):
-    mine = repository(tmp_path / "mine", {"a.py": "", "b/c.py": ""})
-    sources = plan_sources([], [str(mine)])
-    program = (
-        "import sys; from launcher.host.code.snapshot import take; "
-        "from launcher.host.code.sources import read_sources; take(read_sources(sys.argv[1]), sys.argv[2])"
-    )
-    target = tmp_path / "old" / "code"
-    subprocess.run([str(OLDEST_PYTHON), "-c", program, sources_text(sources), str(target)], check=True, timeout=60)
-    here, code = shot(tmp_path, mine)
-    there = read(CodeSnapshot, target / "SNAPSHOT.json")
-    assert names(target) == names(code)
-    assert there.sources == here.sources
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
