@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from launcher.host.judge.policy import found_disk_full
 from launcher.host.judge.sentence import describe_end
-from launcher.host.record.logs import tail
+from launcher.host.record.log_tails import tail
 from launcher.runs.state import last_line
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, RankError
 from megatron_rl.contract.codes import DRAINED, FINISHED, STOPPED

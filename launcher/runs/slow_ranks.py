@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from launcher.errors import BadInput
-from launcher.host.record.logs import tail
+from launcher.host.record.log_tails import tail
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import Heartbeat, SlowestRank, TimelineLine
 from megatron_rl.contract.paths import Attempt, RunDir

@@ -16,7 +16,7 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_python
 from launcher.host.image.cache import find
 from launcher.host.image.reference import ImageError
-from launcher.host.record.logs import reason_of_container
+from launcher.host.record.log_tails import reason_of_container
 from megatron_rl.model.platform import gpu_calls
 
 RUN_S = 900  # seconds for the step itself: a node unpacks the image and imports from it

@@ -2,7 +2,7 @@
 
 job_context    the Slurm job of this process, from its environment
 own            take the run for this job; conclude what earlier starts left
-begin          create the run directory and the attempt, enter it in the ledger
+begin          create the folders of an attempt, enter it in the ledger
 prepare        image, node health, assignment, all-reduce: everything before the training
 interfaces     processes of an attempt and the job around it: on Slurm (slurm_steps, slurm_job), here (local_ranks)
 replicas       inference replicas of an attempt: start, watch, start again

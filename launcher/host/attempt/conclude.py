@@ -29,7 +29,7 @@ from launcher.host.record.ledger import (
     unended,
     write_line,
 )
-from launcher.host.record.logs import ended_by_slurm
+from launcher.host.record.log_tails import ended_by_slurm
 from launcher.host.slurm import queries
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, Outcome
 from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, LOST, NODE_FAILURE, REQUEUE, SIGNALLED

@@ -22,7 +22,7 @@ from launcher.host.process.processes import ForkedChild
 from launcher.host.record.evidence import read_node_reports
 from launcher.host.record.goodput import mark
 from launcher.host.record.ledger import ends_in, read_ledger_or_complain
-from launcher.host.record.logs import LONG_TAIL, reason_of_step, reasons_of_step, signed, tail
+from launcher.host.record.log_tails import LONG_TAIL, reason_of_step, reasons_of_step, signed, tail
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
 from megatron_rl.contract.files import names_in, write_atomic

@@ -12,7 +12,7 @@ from launcher.host.judge import causes
 from launcher.host.judge.nodes import suffice, to_exclude
 from launcher.host.judge.policy import Facts
 from launcher.host.record.ledger import newest_known_checkpoint, read_ledger, start_of
-from launcher.host.record.logs import ended_by_slurm
+from launcher.host.record.log_tails import ended_by_slurm
 from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import is_dead

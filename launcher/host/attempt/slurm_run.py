@@ -29,7 +29,7 @@ from launcher.host.judge.policy import OVER, ROOM_AGAIN_S, STAYS, Facts, who_sta
 from launcher.host.process.signals import Signals
 from launcher.host.record.identity import make_token
 from launcher.host.record.ledger import read_ledger_or_complain, starts_in
-from launcher.host.record.logs import LONG_TAIL, signed, tail
+from launcher.host.record.log_tails import LONG_TAIL, signed, tail
 from launcher.host.record.presence import describe_loss
 from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, patiently

@@ -16,7 +16,7 @@ from launcher.host.attempt.job_context import JobContext
 from launcher.host.attempt.slurm_job import dead_nodes
 from launcher.host.judge.nodes import replaced
 from launcher.host.record.evidence import Observed
-from launcher.host.record.logs import LONG_TAIL, signed, tail
+from launcher.host.record.log_tails import LONG_TAIL, signed, tail
 from launcher.host.slurm import orders
 from launcher.host.slurm.call import submitting_environment
 from megatron_rl.contract.attempt_records import NodeAssignment

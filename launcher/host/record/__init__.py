@@ -3,7 +3,7 @@
 identity    which run a directory is, its token, and its entry in the user's index of runs
 ledger      attempts.jsonl
 evidence    files of an attempt -> judge.verdict
-logs        the ends of logs, with errors of srun and slurmstepd
+log_tails   the ends of logs, with errors of srun and slurmstepd
 heartbeats  heartbeats of the ranks, polled for hangs
 presence    whether the run directory still exists
 accounting  pure: the category of every GPU-second; goodput reads it

@@ -16,7 +16,7 @@ from launcher.host.judge.causes import is_unexplained
 from launcher.host.judge.hang import by_clock_of_reader
 from launcher.host.judge.nodes import NodeReports
 from launcher.host.judge.verdict import NODES_DISK, AttemptEvidence, RankExit
-from launcher.host.record import logs
+from launcher.host.record import log_tails
 from launcher.host.record.heartbeats import read_heartbeats
 from megatron_rl.contract.attempt_records import (
     Drain,
@@ -69,7 +69,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
     if exits is None:
         # Only srun names a killed rank. Exits prove nothing about ranks that were killed because they left too late.
         meaningful = observed.unseen is None and (drain is None or is_unexplained(drain))
-        exits = logs.parse_exits(logs.tail(attempt.srun, logs.LONG_TAIL)) if meaningful else []
+        exits = log_tails.parse_exits(log_tails.tail(attempt.srun, log_tails.LONG_TAIL)) if meaningful else []
     heartbeats = observed.heartbeats or _heartbeats(attempt)
     silent = not errors and outcome is ABSENT and any(ended.bad for ended in exits)
     return AttemptEvidence(
@@ -79,7 +79,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
         unreadable_outcome=str(outcome) if isinstance(outcome, Unreadable) else None,
         heartbeats=heartbeats,
         stacks=_stacks(attempt),
-        last_lines={ended.rank: logs.end_of_log(attempt.log(ended.rank)) for ended in exits if ended.bad},
+        last_lines={ended.rank: log_tails.end_of_log(attempt.log(ended.rank)) for ended in exits if ended.bad},
         not_started=_not_started(attempt, exits, heartbeats),
         timed_out=_timed_out(attempt, exits, heartbeats),
         trained=_trained(attempt) if isinstance(attempt, Attempt) else None,
@@ -88,7 +88,7 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
         hang=observed.hang or hang,
         exits=exits,
         code=observed.code,
-        last_words=logs.last_words(attempt.srun),
+        last_words=log_tails.last_words(attempt.srun),
         unready=observed.unready,
         unready_host=observed.unready_host,
         late=observed.late,
@@ -179,14 +179,14 @@ def why_unwritable(folder: Path) -> str | None:
 
 def _trained(attempt: Attempt) -> int | None:
     """Newest step in the timeline. It is more recent than heartbeats, which are seconds apart."""
-    found = decode_lines(TimelineLine, logs.tail(attempt.timeline, logs.TAIL).encode("utf-8")).records
+    found = decode_lines(TimelineLine, log_tails.tail(attempt.timeline, log_tails.TAIL).encode("utf-8")).records
     return found[-1].step if found else None
 
 
 def _not_started(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heartbeat]) -> dict[int, str]:
     began = {beat.rank for beat in heartbeats}
     silent = [ended.rank for ended in exits if ended.bad and ended.rank not in began]
-    found = {rank: logs.why_not_started(attempt, rank) for rank in silent}
+    found = {rank: log_tails.why_not_started(attempt, rank) for rank in silent}
     return {rank: why for rank, why in found.items() if why is not None}
 
 
@@ -194,7 +194,7 @@ def _timed_out(attempt: RankFiles, exits: list[RankExit], heartbeats: list[Heart
     """Rank -> its collective that timed out. Where one rank aborted all logs are read: srun names only the first."""
     aborted = {ended.rank for ended in exits if -ended.code == signal.SIGABRT}
     ranks = aborted | {beat.rank for beat in heartbeats} if aborted else set()
-    found = {rank: logs.timed_out_collective(attempt, rank) for rank in ranks}
+    found = {rank: log_tails.timed_out_collective(attempt, rank) for rank in ranks}
     return {rank: collective for rank, collective in found.items() if collective is not None}
 
 

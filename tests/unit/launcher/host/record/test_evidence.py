@@ -15,7 +15,7 @@ import pytest
 from launcher.host.judge.verdict import RankExit, verdict_of
 from launcher.host.record import evidence as evidence_module
 from launcher.host.record.evidence import Observed, read_drain, read_evidence
-from launcher.host.record.logs import LONG_TAIL, end_of_log, parse_exits, tail
+from launcher.host.record.log_tails import LONG_TAIL, end_of_log, parse_exits, tail
 from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError, TimelineLine
 from megatron_rl.contract.codes import DRAINED, HEARTBEAT_WAIT, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
