@@ -89,31 +89,6 @@ def test_submitted_run_finishes(submitted: Run, lab: Cluster) -> None:
     assert "finished after step 5" in submitted.dir.batch_log.read_text()
 
 
-def test_script_alone_creates_the_same_run(submitted: Run, plain: Run, script: Path) -> None:
-    assert [line["step"] for line in plain.metrics()] == [1, 2, 3, 4, 5]
-    assert plain.ends() == [("finished", None)]
-    assert plain.dir.script.read_text() == script.read_text()
-    for name in ("recipe.yaml", "resolved.yaml"):
-        assert (plain.dir.root / name).read_text() == (submitted.dir.root / name).read_text(), name
-    assert plan_of(plain) == plan_of(submitted)
-    assert files(plain) == files(submitted)
-
-
-def plan_of(run: Run) -> str:
-    """Without the name of the run directory, which in file names for srun has its % twice."""
-    text = json.dumps(read_json(run.dir.plan), sort_keys=True)
-    for name in (str(run.dir.root), str(run.dir.root).replace("%", "%%")):
-        text = text.replace(json.dumps(name)[1:-1], "ROOT")
-    return text
-
-
-def files(run: Run) -> set[str]:
-    """Files of a run directory, without the lock of mrl-submit and Python's byte code, which the first process leaves
-    in the snapshot."""
-    found = (path.relative_to(run.dir.root) for path in run.dir.root.rglob("*") if path.is_file())
-    return {str(path) for path in found if "__pycache__" not in path.parts} - {run.dir.lock.name}
-
-
 def test_every_rank_runs_the_snapshot_on_its_own_node(submitted: Run) -> None:
     seen = submitted.seen()
     assert set(seen) == {"train.0", "train.1"}
