@@ -76,7 +76,6 @@ slurm-lab-24: $(READY) ## the same with Debian 13's Slurm 24.11
 bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
 	$(BIN)/python tests/benchmarks/packing.py
 	$(BIN)/python tests/benchmarks/checkpoint_save.py
-	$(BIN)/python tests/benchmarks/server.py
 	$(BIN)/python tests/benchmarks/grpo_step.py
 
 docs: $(DOCS_READY) ## the documentation as a site with a search, in site/; fails for broken links
