@@ -150,7 +150,6 @@ def known(count_bytes: Callable[[RunConfig, int], int], config: RunConfig | None
 
 
 def report(findings: Sequence[DoctorFinding], title: str, counts: Counter[Level]) -> None:
-    """Print one line per finding and one per fix, which can be grepped; coloured on a terminal."""
     for one in findings:
         click.echo(f"{click.style(f'{one.level:<8}', **STYLES[one.level])} {one.topic}: {one.text}")
         if one.fix:

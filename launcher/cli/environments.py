@@ -168,7 +168,6 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
 
 
 def _trial(name: str, problems: int, env_args: Sequence[str], options: Mapping[str, Any]) -> Trial:
-    """Return what to try: an environment by its name, or that of a recipe. Raises BadInput."""
     from launcher.job.evaluation_request import checked_environment, parse_args
 
     tokenizer = None

@@ -103,7 +103,6 @@ def _groups(run: RunDir, newest: int, steps: tuple[float, float] | None) -> Iter
 
 
 def _of_parent(run: RunDir) -> str:
-    """Hint for a forked run, whose first steps another one made."""
     from megatron_rl.contract.records import if_readable, read
     from megatron_rl.contract.run_records import Fork
 

@@ -12,7 +12,7 @@ from launcher.explain.group_facts import NO_FACTS, NO_FORMATS, Formats, GroupFac
 from launcher.runs.slow_ranks import SlowRank, read_slow_ranks
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import WINDOW, Hindrance, numbers
+from megatron_rl.contract.learning import WINDOW, Hindrance, number, numbers
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
@@ -105,3 +105,24 @@ def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:
     if late := len(found.records) - len(lines):
         left_out.append(f"{path}: {late} lines are left out, because they do not follow the previous step")
     return lines
+
+
+def evaluation_values(line: MetricsLine, metric: str) -> dict[str, float]:
+    """Return {evaluation set: value} of a metric, such as greedy_accuracy, in one evaluation."""
+    parts = ((name.split("/"), number(line, name)) for name in line.values)
+    return {
+        "/".join(part[1:-1]): value
+        for part, value in parts
+        if value is not None and len(part) > 2 and part[0] == "eval" and part[-1] == metric
+    }
+
+
+def accuracies(evaluations: Sequence[MetricsLine]) -> dict[str, tuple[float | None, float | None]]:
+    """Greedy accuracy in the first and the last evaluation, by evaluation set; None where all answers were lost."""
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for line in evaluations:
+        right = evaluation_values(line, "greedy_accuracy")
+        for name in {**right, **evaluation_values(line, "failed_rollouts")}:
+            value = right.get(name)
+            found[name] = (found[name][0] if name in found else value, value)
+    return found

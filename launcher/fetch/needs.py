@@ -60,7 +60,6 @@ class Cache:
 
     @classmethod
     def of(cls, profile: Profile | None, environ: Mapping[str, str] = os.environ) -> Cache:
-        """Return the cache of a cluster; None: of this machine."""
         if profile is None:
             home = own_huggingface_home(environ)
             return cls(home / "mrl" / "images", home)

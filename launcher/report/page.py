@@ -97,7 +97,6 @@ def json_block(value: Any) -> str:
 
 
 def visible(text: str) -> str:
-    """Text with an escape such as \\u202e for each HIDDEN character."""
     return HIDDEN.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", text)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.errors import BadInput
 from launcher.explain.explanation import explain
-from launcher.explain.record import Record, read_record
+from launcher.explain.record import Record, accuracies, read_record
 from launcher.host.judge.sentence import describe_end
 from launcher.host.record.accounting import LOST, GpuUsage, goodput_of, held_of
 from launcher.host.record.goodput import read_usage
@@ -40,14 +40,13 @@ from megatron_rl.contract.attempt_records import (
 from megatron_rl.contract.attempt_records import NodeAssignment as Nodes
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.files import names_in
-from megatron_rl.contract.learning import number, numbers
+from megatron_rl.contract.learning import numbers
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.contract.run_records import Fork, RecipeChange
 from megatron_rl.recipe.config import RunConfig
 
-GREEDY = "greedy_accuracy"
 RECENT = 20  # steps whose pace gives the time left
 LEAST_SHARE = 0.0005
 """Share of the time below which the page leaves a kind of work out."""
@@ -81,7 +80,11 @@ def read_report(run: RunDir, now: float) -> RunReport:
         tokens=generated_tokens(record.lines),
         reward=span(record.lines, "mean_reward"),
         right=span(record.lines, "right_ratio"),
-        accuracies=_accuracies(record),
+        accuracies={
+            name: FirstAndLast(first, last)
+            for name, (first, last) in accuracies(record.evaluations).items()
+            if first is not None and last is not None
+        },
         eta_s=_eta(record, status) if running else None,
         explanation=explain(run, record),
         groups=chart_groups(record.lines),
@@ -142,18 +145,6 @@ def attempt_rows(usage: GpuUsage, ledger: Sequence[LedgerLine], now: float) -> l
 def _eta(record: Record, status: RunStatus) -> float | None:
     times = numbers(record.lines[-RECENT:], "time/step_s")
     return (status.steps - record.lines[-1].step) * sum(times) / len(times) if times and status.steps else None
-
-
-def _accuracies(record: Record) -> dict[str, FirstAndLast]:
-    found: dict[str, FirstAndLast] = {}
-    for line in record.evaluations:
-        for name in line.values:
-            parts = name.split("/")
-            value = number(line, name)
-            if parts[0] == "eval" and parts[-1] == GREEDY and value is not None:
-                key = "/".join(parts[1:-1])
-                found[key] = FirstAndLast(found[key].first if key in found else value, value)
-    return found
 
 
 def _results(run: RunDir, unread: list[str]) -> list[ResultRow]:

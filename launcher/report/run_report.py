@@ -58,7 +58,6 @@ class RunReport:
     step: int
     began: float | None
     ended: float | None
-    """None while it runs."""
     device: str
     gpus: int
     gpu_seconds: float

@@ -36,12 +36,10 @@ class SlowRank(NamedTuple):
     """Its number; if `whole_node`, that of the rank which is slowest most often."""
     host: str | None
     steps: int
-    """Steps in which it was slowest, of `of`."""
     of: int
     share: float
     """Share of the time of all these steps that it took longer than the median of the other ranks."""
     whole_node: bool = False
-    """Whether no single rank, but ranks of one node, were slowest."""
 
     def __str__(self) -> str:
         node = f" on {self.host}" if self.host else ""

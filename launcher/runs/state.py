@@ -48,7 +48,6 @@ not answer. unreadable: the run's own record cannot be read. copy: copy of the d
 recorded job belongs."""
 
 UNSURE = ("unknown", "unreadable")
-"""States in which the run may be active."""
 
 ALIVE = ("queued", "requeued", "running", "saving", *UNSURE)
 

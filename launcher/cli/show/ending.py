@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from launcher.cli.show.history import RECENT, History, clock, mean, shown_accuracy
 from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
+from launcher.explain.record import accuracies
 from launcher.host.judge.sentence import describe_end
 from launcher.job.admission import has_work
 from launcher.runs.failure import RunFailure, failure_of
@@ -74,7 +75,6 @@ def once_corrected(run: RunDir, resume: str) -> str:
 
 
 def failure_lines(failure: RunFailure) -> list[str]:
-    """Return the failure, with the end of the traceback or of the log, and where the log is."""
     what = "logs" if failure.log.is_dir() else "log"
     return [failure.message, *indented(failure.shown), f"{what}: {failure.log}"]
 
@@ -91,7 +91,7 @@ def result_lines(history: History) -> list[str]:
         lines.append(
             f"mean reward:     {mean(first):.3f} (first {len(first)} steps) -> {mean(last):.3f} (last {len(last)})"
         )
-    for name, (before, after) in sorted(history.accuracies().items()):
+    for name, (before, after) in sorted(accuracies(history.evaluations).items()):
         trained = f" -> {shown_accuracy(after)}" if len(history.evaluations) > 1 else " before training"
         lines.append(f"greedy accuracy: {shown_accuracy(before)}{trained} on {name}")
     return lines

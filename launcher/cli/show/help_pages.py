@@ -51,7 +51,6 @@ class Keys:
         self._meanings = {(EXTENDS,): base, **meanings(RunConfig)}
 
     def lines(self, path: KeyPath) -> list[str]:
-        """Entry of a key; of a section, the entries of its keys."""
         inside = [key for key in self.known if len(key) > len(path) and key[: len(path)] == path]
         lines = [self._head(path), *_wrapped(self.meaning(path), "  ")]
         for key in inside:
@@ -95,7 +94,6 @@ class Keys:
         yield from textwrap.wrap(text, PAGE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
     def _type(self, path: KeyPath) -> tuple[str, str]:
-        """Type and default of a key: `a number > 0, in seconds`, `default 600.0`."""
         field = self.known[path]
         if "properties" in field:
             return "a section", ""
@@ -151,6 +149,7 @@ OTHERS = f"""
 
 A run with several environments has these for each, `environments/ID/NAME`:
 """
+METRICS = {**STEP_METRICS, **EVALUATION_METRICS}
 WARNINGS = len(window_rules.RULES)
 RULES_OF_PAGE = f"""
 ## Rules
@@ -181,27 +180,23 @@ def metrics_page() -> str:
 
 def metric_lines(name: str) -> list[str]:
     """Return the entry of a metric for the terminal; empty if there is none of this name."""
-    known = {**STEP_METRICS, **EVALUATION_METRICS}
-    if name not in known:
+    if name not in METRICS:
         return []
-    metric = known[name]
-    rules = [("rule", f"{rule}: {row.condition}. {row.advice}") for rule, row in RULES.items() if row.about == name]
-    rows = [("", metric.meaning), ("good", metric.good), ("else", metric.advice), *rules]
-    lines = [f"{name}, a metric" + (f" in {metric.unit}" if metric.unit else "")]
-    for label, text in rows:
-        first = f"  {label:<6}" if label else "  "
-        lines += textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
-    return lines
+    rules = [f"{rule}: {row.condition}. {row.advice}" for rule, row in RULES.items() if row.about == name]
+    lines = [re.sub(r"[*`]", "", _metric_text(name)), *rules]
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
 
 def _bullet(name: str) -> list[str]:
-    metric = {**STEP_METRICS, **EVALUATION_METRICS}[name]
-    text = f"- **`{name}`**" + (f" ({metric.unit})" if metric.unit else "") + f": {metric.meaning}."
+    rules = [f"`{rule}`" for rule, row in RULES.items() if row.about == name]
+    return _page_wrapped(f"- {_metric_text(name)}" + (f" *Rules*: {', '.join(rules)}." if rules else ""))
+
+
+def _metric_text(name: str) -> str:
+    metric = METRICS[name]
+    text = f"**`{name}`**" + (f" ({metric.unit})" if metric.unit else "") + f": {metric.meaning}."
     text += f" *Good*: {metric.good}." if metric.good else ""
-    text += f" *Else*: {metric.advice}" if metric.advice else ""
-    if rules := [f"`{rule}`" for rule, row in RULES.items() if row.about == name]:
-        text += f" *Rules*: {', '.join(rules)}."
-    return _page_wrapped(text)
+    return text + (f" *Else*: {metric.advice}" if metric.advice else "")
 
 
 def _page_wrapped(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.attempt_records import MetricsLine, Progress, ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_RUNNING
-from megatron_rl.contract.learning import Hindrance, number, numbers
+from megatron_rl.contract.learning import Hindrance, numbers
 from megatron_rl.contract.paths import FOLDERS, Attempt, Replica, RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, if_readable, read
 from megatron_rl.contract.window_rules import Watch
@@ -52,16 +52,6 @@ class History:
 
     def rewards(self) -> list[float]:
         return numbers(self.lines, "mean_reward")
-
-    def accuracies(self) -> dict[str, tuple[float | None, float | None]]:
-        """Greedy accuracy in the first and the last evaluation, by evaluation set; None where all answers were lost."""
-        found: dict[str, tuple[float | None, float | None]] = {}
-        for line in self.evaluations:
-            right = evaluation_values(line, "greedy_accuracy")
-            for name in {**right, **evaluation_values(line, "failed_rollouts")}:
-                value = right.get(name)
-                found[name] = (found[name][0] if name in found else value, value)
-        return found
 
 
 class HistoryReader:
@@ -153,16 +143,6 @@ def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
         if found := decode_lines(MetricsLine, line).records:
             return found[-1]
     return Unreadable(str(path), "no line can be read") if lines else ABSENT
-
-
-def evaluation_values(line: MetricsLine, metric: str) -> dict[str, float]:
-    """Return {evaluation set: value} of a metric, such as greedy_accuracy, in one evaluation."""
-    parts = ((name.split("/"), number(line, name)) for name in line.values)
-    return {
-        "/".join(part[1:-1]): value
-        for part, value in parts
-        if value is not None and len(part) > 2 and part[0] == "eval" and part[-1] == metric
-    }
 
 
 def mean(values: Sequence[float]) -> float:

@@ -55,7 +55,6 @@ def _grid() -> Table:
 
 
 def _counts(config: RunConfig, summary: dict[str, Any]) -> Table:
-    """Table of the plans for each count in a range of nodes; long ranges are folded."""
     grid, plans = _grid(), [summary, *summary["alternatives"]]
     folded = len(plans) > FOLD
     for index, plan in enumerate([*plans[:3], plans[-1]] if folded else plans):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from launcher.cli.show.history import History, clock, evaluation_values, shown_accuracy
+from launcher.cli.show.history import History, clock, shown_accuracy
 from launcher.cli.show.status_rows import replica_lines
 from launcher.cli.show.terminal import echo
+from launcher.explain.record import evaluation_values
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
 
@@ -80,7 +81,6 @@ def step_line(history: History) -> str:
 
 
 def evaluation_line(line: MetricsLine) -> str:
-    """Describe an evaluation: greedy accuracy on each set, and lost answers; empty without a set."""
     found, lost = evaluation_values(line, "greedy_accuracy"), evaluation_values(line, "failed_rollouts")
     scores = [
         f"{name} {shown_accuracy(found.get(name))}" + (f" ({lost[name]:.0f} answers lost)" if name in lost else "")

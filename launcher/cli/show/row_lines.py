@@ -117,7 +117,6 @@ def conversation_lines(found: Mapping[str, Any], *, boundaries: bool) -> Iterato
 
 
 def trace_lines(found: Mapping[str, Any], reason: str) -> Iterator[str]:
-    """Yield the traceback, or the output of the program, of a reason for which a rollout is lost."""
     yield from _below(found.get("traces", {}).get(reason, ""))
 
 

@@ -22,8 +22,6 @@ LINE_EVERY_S = 10.0  # seconds between two lines of progress
 
 
 class EvaluationProgress:
-    """A line on stderr now and then, and when something else begins."""
-
     def __init__(self) -> None:
         self._began = self._due = time.monotonic()
         self._doing: str | None = None  # what the last line said, without its numbers

@@ -27,7 +27,6 @@ from megatron_rl.contract.records import UnreadableRecord
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
-    """Return all that is known; unknown values are null."""
     run, job = status.run, status.job
     history = HistoryReader(run, run.attempt(status.attempt), status.steps).poll()
     unread = [*status.unread, *history.unread]
@@ -157,8 +156,6 @@ def _avoids(data: dict[str, Any]) -> str | None:
 
 
 def _shares(table: dict[str, Any]) -> str:
-    """Format the goodput: `87% of 5.1 GPU-hours: train 46%, generate 41%; lost 7%, wait 6%; and 1.2 GPU-hours in the
-    queue`."""
 
     def amount(seconds: float) -> str:
         unit, size = ("hours", 3600) if seconds >= 3600 else ("minutes", 60)

@@ -40,7 +40,7 @@ def test_help_describes_a_metric_and_prints_the_page():
     found = CliRunner().invoke(main, ["help", "truncated_ratio"])
     assert found.exit_code == 0
     assert found.output.splitlines() == metric_lines("truncated_ratio")
-    assert found.output.startswith("truncated_ratio, a metric in share\n  share of answers cut")
-    assert "rule  truncated: 50% of the answers or more were cut at sampling.max_new_tokens. Raise" in found.output
+    assert found.output.startswith("truncated_ratio (share): share of answers cut")
+    assert "\ntruncated: 50% of the answers or more were cut at sampling.max_new_tokens. Raise" in found.output
     assert CliRunner().invoke(main, ["help", "--metrics"]).output == metrics_page()
     assert CliRunner().invoke(main, ["help", "truncated_ratios"]).exit_code == 2
