@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,13 @@ def gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     all_tensors = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(all_tensors, own, group=group)
     return all_tensors
+
+
+def gathered_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """[ranks] an object of each rank of the group. Collective."""
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, own, group=group)
+    return objects
 
 
 def connect(world: World, job: JobConfig, layout: TrainingLayout, backend: str, address: Path) -> Groups:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.rank.groups import gathered_objects
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
@@ -188,8 +188,7 @@ def check_alike(problems: Mapping[str, ProblemDigest], control: dist.ProcessGrou
     This is a crash, not a bad configuration: a file system that shows one node an older file catches up, and a node
     where it happens again is avoided. The other ranks, whose nodes are not to blame, leave when they lose these.
     """
-    of_ranks: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(of_ranks, tuple(problems.items()), group=control)
+    of_ranks = gathered_objects(tuple(problems.items()), control)
     ((of_most, _),) = Counter(of_ranks).most_common(1)  # in a tie, the problems of the lowest rank
     if differing := differences(dict(of_most), problems):
         raise RuntimeError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.contract.attempt_records import TimelineLine
+from megatron_rl.rank.groups import gathered_objects
 from megatron_rl.rank.metrics.metric import StepReport
 from megatron_rl.rank.metrics.names import PROMPT_TOO_LONG, TIMED, metrics_of
 from megatron_rl.rank.metrics.stats import Tally
@@ -71,7 +72,7 @@ def _components(report: StepReport, control: dist.ProcessGroup) -> dict[str, tup
     All ranks of a replica count its answers, so sums and counts are multiples of the true ones, and the means are
     right.
     """
-    gathered = _gathered(dict(report.components), control)
+    gathered = gathered_objects(dict(report.components), control)
     found: dict[str, tuple[float, int]] = {}
     for of_rank in gathered:
         for name, (total, answers) in of_rank.items():
@@ -82,7 +83,7 @@ def _components(report: StepReport, control: dist.ProcessGroup) -> dict[str, tup
 
 def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[str, int], dict[int, str]]:
     """Failures and dropped ordinals of all ranks. Collective; called only if there are any."""
-    gathered = _gathered((dict(report.failures), dict(report.dropped)), control)
+    gathered = gathered_objects((dict(report.failures), dict(report.dropped)), control)
     failures: Counter[str] = Counter()
     dropped: dict[int, str] = {}
     for of_rank in gathered:
@@ -93,15 +94,9 @@ def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[
 
 def _traceback_of(reason: str, report: StepReport, control: dist.ProcessGroup) -> str:
     """Traceback of the task's code for a reason; empty if no rank has one. Collective."""
-    gathered = _gathered(dict(report.tracebacks), control)
+    gathered = gathered_objects(dict(report.tracebacks), control)
     known = (trace for of_rank in gathered for kind, trace in of_rank.items() if reason.startswith(kind))
     return next((trace for trace in known if trace), "")
-
-
-def _gathered(own: Any, control: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(found, own, group=control)
-    return found
 
 
 def _most_frequent(failures: Counter[str]) -> Counter[str]:

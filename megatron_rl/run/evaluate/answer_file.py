@@ -21,16 +21,11 @@ class AnswerFile:
     def __init__(self, path: Path, known: Mapping[ProblemKey, ProblemAnswers]) -> None:
         self.path = path
         self.known = dict(known)
-        self._size = _size(path)
 
     def add(self, lines: Sequence[ProblemAnswers]) -> None:
-        """Append answers durably. Raises OSError, leaving the file as it was, and ConfigurationError if another process
-        has written to it, since not every file system has locks."""
-        if _size(self.path) != self._size:
-            raise _in_use(self.path)
+        """Append answers durably. Raises OSError, leaving the file as it was."""
         with naming(self.path):
             append_line(self.path, "\n".join(map(encode_line, lines)), durable=True)
-        self._size = _size(self.path)
         self.known |= {(line.set, line.mode, line.problem): line for line in lines}
 
 
@@ -64,19 +59,9 @@ def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise _in_use(path) from error
+        raise ConfigurationError(f"{path} is in use by another evaluation; wait for it, or give --out") from error
     except OSError:
-        pass  # this file system has no locks: AnswerFile.add checks the size instead
-
-
-def _in_use(path: Path) -> ConfigurationError:
-    return ConfigurationError(f"{path} is in use by another evaluation; wait for it, or give --out")
-
-
-def _size(path: Path) -> int:
-    """Return the present size of a file. A network file system guarantees that only after opening it."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size
+        pass  # this file system has no locks
 
 
 def _read(path: Path, settings: Mapping[str, Any]) -> dict[ProblemKey, ProblemAnswers]:

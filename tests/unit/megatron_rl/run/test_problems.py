@@ -166,13 +166,13 @@ def test_a_single_environment_has_the_name_of_the_task() -> None:
     assert digests_of(several, "multi-task") == {"sums": digest, "puzzles": digest}
 
 
-def test_ranks_whose_problems_differ_from_most_ranks_fail(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+def test_ranks_whose_problems_differ_from_most_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [BEFORE, BEFORE]
 
-    def gather(of_ranks: list[Any], mine: Any, group: Any) -> None:
-        of_ranks[:] = [mine, *(tuple(each.items()) for each in others)]
+    def gathered(mine: Any, group: Any) -> list[Any]:
+        return [mine, *(tuple(each.items()) for each in others)]
 
-    monkeypatch.setattr(problems_module.dist, "all_gather_object", gather)
+    monkeypatch.setattr(problems_module, "gathered_objects", gathered)
     control: Any = None
     with pytest.raises(
         RuntimeError, match=r"this rank has other training problems .*'sums': 1,499 problems instead of"

@@ -70,22 +70,6 @@ def test_two_evaluations_never_write_one_file(tmp_path: Path) -> None:
         pass
 
 
-def test_without_locks_the_second_evaluation_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("megatron_rl.run.evaluate.answer_file.fcntl.flock", none)
-    file = tmp_path / "a.jsonl"
-    with kept_answers(file, SETTINGS) as first, kept_answers(file, SETTINGS) as second:
-        for problem in range(2):
-            first.add([line(problem)])
-        with pytest.raises(ConfigurationError, match="in use"):
-            second.add([line(0)])
-        first.add([line(2)])
-    with kept_answers(file, SETTINGS) as answers:
-        assert len(answers.known) == 3
-
-
 def test_full_disk_is_reported_with_the_file_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
