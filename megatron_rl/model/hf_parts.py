@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.model.hf_mapping import TensorPiece, Weight, pieces, weights
-from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import adapters, is_adapter
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.model import ModelConfig
@@ -25,16 +24,11 @@ class Held:
     tensor: Tensor  # this rank's part: the memory of its parameter
     ranks: dist.ProcessGroup  # ranks that together have the weight
     copies: dist.ProcessGroup  # ranks with the same part
-    linear: Adapter | None = None  # linear with an adapter whose weight it is
 
     def pieces(self, tensor: Tensor | None = None) -> Iterator[TensorPiece]:
         """Locate Hugging Face's tensors in this rank's part, or in a tensor that replaces it. Pieces may be empty if it
         is all padding."""
         return pieces(self.weight, self.tensor if tensor is None else tensor, self.ranks.rank(), self.ranks.size())
-
-    def effective(self) -> Tensor:
-        """This rank's part of the weight that the model multiplies by: with the adapter, if it has one."""
-        return self.tensor if self.linear is None else self.linear.merged().detach()
 
 
 def held_weights(policy: Policy, model: ModelConfig) -> list[Held]:
@@ -69,9 +63,7 @@ def _held(policy: Policy, known: Mapping[str, Weight], *, of_adapters: bool) -> 
             continue
         expert = ".experts." in name
         ranks, copies = (groups.expt_tp, groups.expt_dp) if expert else (groups.tp, groups.dp_cp)
-        linear = policy.get_submodule(name.rpartition(".")[0])
-        adapted = linear if isinstance(linear, Adapter) and name.endswith(".weight") else None
-        yield Held(names[name], known[names[name]], parameter.detach(), ranks, copies, adapted)
+        yield Held(names[name], known[names[name]], parameter.detach(), ranks, copies)
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

@@ -175,14 +175,6 @@ def test_maxrl_does_not_depend_on_the_scale_of_rewards(rows: list[Any], scale: f
     torch.testing.assert_close(after, before)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@given(rows=ROWS, data=st.data())
-def test_the_order_of_answers_does_not_matter(name: str, rows: list[Any], data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(len(rows))))
-    straight, mixed = (estimate(of_rows(its), recipe(name)) for its in (rows, [rows[i] for i in order]))
-    torch.testing.assert_close(mixed, straight[torch.tensor(order)], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", OWN_GROUP)
 @given(rows=ROWS)
 def test_other_groups_do_not_matter_to_estimators_that_do_not_read_the_batch(name: str, rows: list[Any]) -> None:

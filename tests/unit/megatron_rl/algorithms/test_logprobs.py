@@ -103,28 +103,6 @@ def test_gradient_of_the_entropy_matches_float64(
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-5)
 
 
-def test_a_step_along_the_gradient_of_the_entropy_raises_it() -> None:
-    """One token of probability 0.15 was drawn, 17 others have 0.05 each. Along the gradient of -p log p of the drawn
-    token alone the entropy falls: its factor of the gradient of log p rises until p is e^-2."""
-    logits = torch.log(torch.tensor([0.15, *[0.05] * 17], dtype=torch.float64))[None].requires_grad_()
-    drawn = torch.zeros(1, dtype=torch.long)
-
-    def after(bonus: Tensor) -> float:
-        (gradient,) = torch.autograd.grad(bonus.sum(), logits)
-        _, entropy = module.token_logprobs((logits + gradient).detach(), drawn, 1.0)
-        assert entropy is not None
-        return float(entropy)
-
-    logprob, entropy = module.token_logprobs(logits, drawn, 1.0, entropy="gradient")
-    assert entropy is not None
-    before = entropy.item()
-    assert (
-        after(-logprob.exp() * logprob)
-        < before
-        < after(module.token_logprobs(logits, drawn, 1.0, entropy="gradient")[1])
-    )
-
-
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_in_bf16_the_softmax_is_fp32(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """The remaining error is the rounding of the logits; the largest have a step of 0.125."""

@@ -46,10 +46,6 @@ def names(run_dir: RunDir) -> list[str]:
     return sorted(path.name for path in run_dir.checkpoints.iterdir())
 
 
-def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
-    assert find_latest(RunDir(tmp_path)).step is None
-
-
 def test_the_newest_is_found_by_number_and_not_by_name(run_dir: RunDir) -> None:
     for step in (999_998, 1_000_002):
         make(run_dir, step)
@@ -73,13 +69,6 @@ def test_checkpoints_of_every_mth_step_stay_for_good(run_dir: RunDir) -> None:
     for step in range(10, 101, 10):
         make(run_dir, step, keep=2, keep_every=40)
     assert run_dir.checkpoint_steps() == [100, 90, 80, 40]
-
-
-def test_a_permanent_checkpoint_is_deleted_with_its_line(run_dir: RunDir) -> None:
-    for step in (20, 40, 60):
-        make(run_dir, step, keep_every=20)
-    make(run_dir, 50, parent=20, keep=2, keep_every=20)
-    assert run_dir.checkpoint_steps() == [50, 20]
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept_and_is_deleted_when_superseded(run_dir: RunDir) -> None:
@@ -120,15 +109,6 @@ def test_no_failed_check_deletes_the_newest_checkpoint(run_dir: RunDir, failing_
     make(run_dir, 40, keep=1)
     assert run_dir.checkpoint_steps() == [40]
     assert run_dir.latest_checkpoint.read_text() == "step-000040\n"
-
-
-@pytest.mark.parametrize("error", CHECKS)
-def test_no_failed_check_deletes_a_permanent_checkpoint(run_dir: RunDir, failing_check, error: OSError | None) -> None:
-    for step in (20, 30):
-        make(run_dir, step, keep=1, keep_every=20)
-    failing_check(20, error)
-    make(run_dir, 40, parent=30, keep=1, keep_every=20)
-    assert run_dir.checkpoint_steps() == [40, 20]
 
 
 @pytest.mark.parametrize("error", CHECKS)
@@ -218,13 +198,6 @@ def test_later_checkpoints_of_an_abandoned_line_are_deleted(run_dir: RunDir) -> 
     make(run_dir, 40)
     make(run_dir, 30, parent=20, keep=2)
     assert names(run_dir) == ["latest", "step-000020", "step-000030"]
-
-
-def test_a_second_save_of_a_step_replaces_the_first(run_dir: RunDir) -> None:
-    make(run_dir, 40, content=b"one")
-    make(run_dir, 40, content=b"another", save_id="a-2")
-    assert (run_dir.checkpoint(40) / "__0_0.distcp").read_bytes() == b"another"
-    assert names(run_dir) == ["latest", "step-000040"]
 
 
 @pytest.mark.parametrize(

@@ -183,18 +183,6 @@ def test_logits_in_fp32_round_nothing_of_the_output_layer(platform: Any, groups:
         torch.testing.assert_close(generating, found, rtol=0.05, atol=0.05)
 
 
-def test_qkv_bias_is_optional(platform: Any, groups: Any) -> None:
-    names = dict(tiny_policy(platform, tiny_model(qkv_bias=False)).named_parameters())
-    assert not [name for name in names if name.endswith("bias")]
-
-
-def test_the_embedding_has_the_rows_of_the_published_weights(platform: Any, groups: Any) -> None:
-    """Only the tokenizer's tokens have logits."""
-    policy = tiny_policy(platform, tiny_model(vocab_size=40))
-    assert policy.embedding.word_embeddings.weight.shape[0] == 48  # 40, padded to a multiple of 16
-    assert full_forward(policy, SENTENCE).shape == (len(SENTENCE), VOCAB)
-
-
 def test_an_embedding_smaller_than_the_tokenizer_is_refused(platform: Any, groups: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"model.vocab_size 7 is less than the tokenizer's {VOCAB} tokens"):
         tiny_policy(platform, tiny_model(vocab_size=7))
@@ -257,11 +245,6 @@ def test_no_tensor_of_an_expert_layer_outlives_the_backward_pass(
     assert all(each.expired() for each in normed)
 
 
-def test_the_same_seed_gives_the_same_weights(platform: Any, groups: Any) -> None:
-    one, other = tiny_policy(platform), tiny_policy(platform)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("sizes", "shape", "said"),
     [
@@ -281,9 +264,6 @@ def test_sizes_that_do_not_divide_are_named(sizes: tuple[int, ...], shape: dict[
 
 
 # Two key/value heads on four ranks: each is on two ranks.
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (4, 1, 1), (4, 1, 1, 4), (2, 1, 1, 1)])
-def test_sizes_that_divide_are_accepted(sizes: tuple[int, ...]) -> None:
-    assert not [*tiny_model().undivided(*sizes)]
 
 
 def test_sequence_parallelism_needs_several_ranks(platform: Any, groups: Any) -> None:

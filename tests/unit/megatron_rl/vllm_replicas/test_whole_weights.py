@@ -14,7 +14,8 @@ from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
 from megatron_rl.generate.refit.plan import Box
 from megatron_rl.generate.vllm.whole_weights import hugging_face_tensors
 from megatron_rl.model.hf_mapping import OUTPUT, pieces
-from megatron_rl.model.hf_parts import held_weights
+from megatron_rl.model.hf_parts import global_names, held_weights
+from megatron_rl.model.lora import Adapter
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.model import ModelConfig
 
@@ -53,11 +54,14 @@ def halves(boxes: dict[Box, Tensor], axis: int) -> dict[Box, Tensor]:
 def exported(policy: Policy, model: ModelConfig) -> dict[str, Tensor]:
     """Tensors of an export of one rank, with adapters merged."""
     found: dict[str, Tensor] = {}
+    weights = {name: local for local, name in global_names(policy).items()}
     for held in held_weights(policy, model):
         if held.name == OUTPUT and model.tied_embeddings:
             continue
         found |= {source.name: held.tensor.new_empty(source.shape) for source in held.weight.sources}
-        for piece in pieces(held.weight, held.effective()):
+        linear = policy.get_submodule(weights[held.name].rpartition(".")[0])
+        merged = linear.merged().detach() if isinstance(linear, Adapter) else held.tensor
+        for piece in pieces(held.weight, merged if held.name.endswith(".weight") else held.tensor):
             place = found[piece.source.name][piece.index]
             place.copy_(piece.view.reshape(place.shape))
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import CPU, VOCAB, tiny_policy
+from core_helpers import CPU, tiny_policy
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,6 @@ from megatron_rl.model.platform import dense_attention
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.platform.dense_attention import LONGEST_MASKED_TREE, branches, bucket_length, dense_layout
 from megatron_rl.model.platform.phantom import ACCELERATOR, PhantomKernels
-from megatron_rl.model.policy import Policy
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
@@ -126,7 +125,10 @@ def test_a_gpu_sums_the_gradients_of_a_repeated_token_in_fp32() -> None:
     assert (one_by_one - exact[2]).norm() > 2 * 2**-8 * exact[2].norm()
 
 
-def test_the_policy_gathers_selected_tokens_by_the_kernels(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_gathers_selected_tokens_by_the_kernels(
+    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_policy(platform)
     gathered = []
 
     def gather(tokens: Tensor, rows: Tensor) -> Tensor:
@@ -137,56 +139,6 @@ def test_the_policy_gathers_selected_tokens_by_the_kernels(policy: Policy, monke
     tokens = torch.tensor([1, 2, 3])
     policy(tokens, torch.arange(3), policy.layout(whole_sequences([3])), torch.tensor([0, 0, 2]))
     assert gathered == [[0, 0, 2]]
-
-
-def test_a_micro_batch_without_predictions_has_a_gradient_of_zero() -> None:
-    tokens = torch.ones(1, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    PhantomKernels(ACCELERATOR).gather(tokens, torch.zeros(0, dtype=torch.long)).sum().backward()
-    assert tokens.grad is not None
-    assert not tokens.grad.any()
-
-
-@pytest.fixture(scope="module")
-def policy(platform: Any, groups: Any) -> Policy:
-    return tiny_policy(platform)
-
-
-@pytest.mark.bits
-@examples(15)
-@given(LENGTHS, st.data())
-def test_sequences_do_not_influence_one_another(policy: Policy, lengths: list[int], data: Any) -> None:
-    """A sequence's logits from the whole model keep their bits if every other sequence's tokens change.
-
-    The lengths stay, so the same buckets are padded with other tokens: padding does not leak either.
-    """
-    sequences = side_by_side(lengths)
-    kept = data.draw(st.integers(0, len(lengths) - 1))
-    tokens = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1))
-    changed = (tokens + 1) % VOCAB
-    places = slice(sequences[kept].start, sequences[kept].stop)
-    changed[places] = tokens[places]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    layout = policy.layout(whole_sequences(lengths))
-    with torch.no_grad():
-        before = policy(tokens, positions, layout)
-        after = policy(changed, positions, layout)
-    assert torch.equal(before[places], after[places])
-    assert len(lengths) == 1 or not torch.equal(before, after)
-
-
-@pytest.mark.bits
-@examples(15)
-@given(length=st.integers(2, 40), data=st.data())
-def test_no_token_sees_a_later_one(policy: Policy, length: int, data: Any) -> None:
-    position = data.draw(st.integers(1, length - 1))
-    tokens = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(1))
-    changed = tokens.clone()
-    changed[position:] = (changed[position:] + 1) % VOCAB
-    layout = policy.layout(whole_sequences([length]))
-    with torch.no_grad():
-        before, after = (policy(row, torch.arange(length), layout) for row in (tokens, changed))
-    assert torch.equal(before[:position], after[:position])
-    assert not torch.equal(before[position:], after[position:])
 
 
 @given(st.integers(1, 100_000))

@@ -99,26 +99,6 @@ def test_sequences_without_sharing_are_not_gathered() -> None:
     torch.testing.assert_close(layout.attend(1, query, key, value).double(), expected)
 
 
-def test_gradients_of_tokens_shared_by_branches_are_summed_in_fp32() -> None:
-    """The bf16 gradients of 64 branches of a prompt are summed exactly and rounded once."""
-    micro = answers_to([3] * 4, [[1, i, *([2] * (i % 3))] for i in range(64)])
-    of_rows: list[Tensor] = []
-
-    def kernel(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        value.register_hook(of_rows.append)
-        return query * value.mean(1, keepdim=True)
-
-    layout = varlen_layout(micro, CPU, kernel)
-    query, key, value = (each.requires_grad_() for each in random_qkv(len(micro.tokens), torch.bfloat16))
-    layout.attend(1, query, key, value).float().pow(2).sum().backward()
-    assert layout.branches is not None
-    assert value.grad is not None
-    exact = torch.zeros(value.shape, dtype=torch.float64).index_add_(
-        0, layout.branches.fan_out.rows, of_rows[0].double()
-    )
-    torch.testing.assert_close(value.grad.double(), exact, rtol=2**-8, atol=1e-5)
-
-
 def varlen_attn_of_torch_2_11(
     query: Tensor,
     key: Tensor,
@@ -326,11 +306,3 @@ def test_the_kernel_follows_from_type_and_sharing() -> None:
     part = torch.arange(2624)
     assert type(attention.layout(alone, CPU, torch.bfloat16, torch.arange(20))) is TreeLayout
     assert type(attention.layout(shared, CPU, torch.bfloat16, part)) is TreeLayout
-
-
-def test_branches_are_gathered_only_for_a_flash_kernel() -> None:
-    attention = CudaAttention(VarlenKernel("one", causal_in_sequences))
-    assert attention.gathers_branches(torch.bfloat16, in_parts=False)
-    assert not attention.gathers_branches(torch.bfloat16, in_parts=True)
-    assert not attention.gathers_branches(torch.float32, in_parts=False)
-    assert not CudaAttention(None).gathers_branches(torch.bfloat16, in_parts=False)
