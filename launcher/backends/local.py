@@ -112,7 +112,6 @@ class Supervisor:
         return self._process.exit_code() is not None
 
     def complaint(self) -> str:
-        """Its error output before it opened its log."""
         self._said.seek(0)
         return self._said.read().decode("utf-8", "replace").strip()
 

@@ -60,7 +60,6 @@ def check_gpus(wanted: int, listing: str | None, devices: Sequence[str]) -> Chec
 
 
 def check_state(document: str) -> CheckResult:
-    """Pure: the GPUs in `nvidia-smi -q -x`."""
     try:
         return CheckResult(gpu_problems(document))
     except ElementTree.ParseError as error:

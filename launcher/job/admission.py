@@ -93,11 +93,10 @@ def _changes(run: RunDir, recipe: Recipe) -> list[Change]:
 
 
 def has_work(run: RunDir) -> bool:
-    """Whether a run holds a step, or answers of an evaluation. Unreadable files count as work."""
     if any(path.exists() for path in (run.done, run.fork)) or any(run.root.glob(f"{run.evaluation.stem}.*")):
         return True
     metrics = read_lines(MetricsLine, run.metrics)
-    if isinstance(metrics, Unreadable) or metrics.records or metrics.damaged:
+    if isinstance(metrics, Unreadable) or metrics.records or metrics.damaged:  # what cannot be read counts as work
         return True
     return any(step > 0 for step in run.checkpoint_steps())
 

@@ -79,7 +79,6 @@ def _empty_ones_removed(made: Sequence[Path]) -> Iterator[None]:
 
 
 def clear(root: Path) -> None:
-    """Remove the contents of a directory; the directory itself may be the user's."""
     for path in root.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

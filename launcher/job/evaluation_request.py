@@ -163,7 +163,6 @@ def _refusal(error: ValidationError, kind: type[BaseModel], name: Any) -> BadInp
 
 
 def code_version(environment: str) -> str:
-    """Commits of mrl and of the environment's package, if they lie in repositories."""
     packages = {"megatron_rl", *(entry.module.partition(".")[0] for entry in registered(environment))}
     said = []
     for name in sorted(packages):

@@ -216,7 +216,6 @@ def _locked(run: RunDir) -> Iterator[None]:
 
 
 def _remove_alone(lock: Path, ours: bool) -> None:
-    """Remove a new lock file that is alone in its directory."""
     with suppress(OSError):
         if ours and [path.name for path in lock.parent.iterdir()] == [lock.name]:
             lock.unlink()

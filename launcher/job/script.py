@@ -114,7 +114,6 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
 
 
 def _steps_of_replicas(job: PlannedJob) -> Iterator[str]:
-    """Patterns of the steps that run in the image of the replicas with vLLM."""
     for kind in NUMBER_OPTIONS:
         if image_suffix(job.recipe.config, job.profile, kind):
             yield from [f"{kind}-*", *(["harvest-*"] if kind == INFER else [])]
@@ -174,7 +173,6 @@ def _asked_nodes(job: PlannedJob) -> str:
 
 
 def _outlives_nodes(job: PlannedJob) -> bool:
-    """Whether the job can continue on the rest of its allocation when a node dies."""
     return len(job.plan.steps) > 1 or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
 
 
@@ -190,7 +188,6 @@ class _SrunFunction:
     shown: Shell | None = None
     comment: Shell | None = None
     limit_s: int | None = None
-    """Seconds after which it is ended."""
 
 
 def _steps(job: PlannedJob) -> Iterator[_SrunFunction]:

@@ -91,7 +91,6 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
 
 
 def shares_of_cpus(ranks: int) -> str:
-    """Shell expression of the CPUs of a process that stands for this number of ranks."""
     return f"$((MRL_CPUS_PER_TASK * {ranks}))" if ranks > 1 else "$MRL_CPUS_PER_TASK"
 
 
@@ -193,7 +192,6 @@ def in_front_of_ranks(config: RunConfig, profile: Profile) -> str:
 
 
 def _wrapping(profile: Profile) -> list[str]:
-    """Shell code that puts the profile's wrapper in front of the command of its ranks."""
     wrapper = profile.wrapper
     if wrapper is None:
         return []
@@ -238,7 +236,6 @@ def kind_of(step: Step) -> str:
 
 
 def image_suffix(config: RunConfig, profile: Profile, kind: str) -> str:
-    """OF_REPLICAS for steps that run in the image of the replicas with vLLM, else empty."""
     return OF_REPLICAS if kind in config.started_vllms and replica_image(config, profile) else ""
 
 

@@ -44,7 +44,6 @@ class SubmittedJob:
 
 
 def refuse_unfit(drafts: Sequence[Draft]) -> None:
-    """Raise BadInput where one of the drafts cannot be submitted, before any of them is."""
     if obstacles := dict.fromkeys(obstacle for drafted in drafts for obstacle in drafted.obstacles):
         raise BadInput([*obstacles])
     if which("sbatch") is None:

@@ -14,7 +14,6 @@ class CommandAnswer:
     failure: str | None = None
     """Why the command did not answer, in one line."""
     there: bool = True
-    """Whether the command could be started at all."""
 
     @property
     def known(self) -> bool:

@@ -37,7 +37,6 @@ class NodeFacts:
     python: str | None = None
     """Version of the interpreter for the host side there; None: not found or too broken to say."""
     interpreter: str = ""
-    """The first of the profile's `host_pythons` that works there."""
     shared: bool = False
     enroot: str | None = None
     """Version; None: not found."""

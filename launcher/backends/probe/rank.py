@@ -54,7 +54,6 @@ class RankFacts:
     versions: str = ""
     gpus: int = 0
     cpus: str = ""
-    """Processors that it may run on, joined by commas."""
     capability: tuple[int, int] | None = None
     """CUDA's compute capability of its GPU; None without one."""
     packages: tuple[tuple[bool, str], ...] = ()

@@ -42,14 +42,12 @@ class VllmFacts:
     unasked: str | None = None
     """Why it was not asked, although nothing is wrong."""
     release: tuple[int, int] = (0, 0)
-    """Release of Python, such as (3, 11)."""
     version: str | None = None
     """Version of vLLM; None: not installed."""
     torch: str | None = None
     torchvision: str | None = None
     """Versions of these two, which must be builds for the same device, or vLLM cannot be imported."""
     lacking: tuple[str, ...] = ()
-    """Other distributions that a replica imports and that are not installed."""
 
 
 @cache  # of a sweep, each run asks

@@ -107,7 +107,6 @@ class SlurmFacts:
 
 
 def collect() -> SlurmFacts:
-    """Run all commands at once, each with its own time limit."""
     commands = {
         "version": ["sinfo", "--version"],
         "config": ["scontrol", "show", "config"],

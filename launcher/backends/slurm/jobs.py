@@ -65,7 +65,6 @@ class JobState:
     comment: str = ""
     restarts: int = 0
     nodes: str = ""
-    """Slurm's host list: `node[01-08]`."""
     dependency: str = ""
     submitted_at: float | None = None
     eligible_at: float | None = None

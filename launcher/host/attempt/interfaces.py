@@ -25,8 +25,6 @@ class Ranks(ABC):
 
 
 class Steps(Ranks):
-    """Processes of an attempt."""
-
     tick_s = 1.0  # seconds between polls
     remind_s = 5.0  # seconds between signals to ranks that were asked to leave
     end_together = True  # whether their starter, such as srun, ends all of them when one fails

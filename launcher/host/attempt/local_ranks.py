@@ -82,7 +82,6 @@ class LocalRanks(Steps):
 
     @property
     def code(self) -> int:
-        """Worst exit code of the training ranks, as srun returns for a step."""
         return self._training.code
 
     def are_stuck(self, now: float) -> bool:
@@ -160,8 +159,6 @@ def _gpus(first: int, count: int) -> str:
 
 
 class _Processes(ReplicaRanks):
-    """Processes of one torch.distributed world, with `grace` seconds between SIGTERM and SIGKILL."""
-
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._children: list[Child] = []

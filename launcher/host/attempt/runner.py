@@ -32,8 +32,6 @@ LEAVE_LIMIT_S = 60.0  # seconds that the other ranks have after the first one le
 
 
 class Deadline(NamedTuple):
-    """Unix time at which the ranks must have ended, and why."""
-
     at: float
     reason: str
 

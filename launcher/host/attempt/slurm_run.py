@@ -65,7 +65,6 @@ class JobSettings(NamedTuple):
 
 
 def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int:
-    """Run the attempts that this job allows. Returns the exit code."""
     notifier = Notifier(context.run, settings.notify)
     try:
         return _run(context, settings, signals, notifier)

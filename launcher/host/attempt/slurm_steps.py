@@ -142,9 +142,8 @@ class _ReplicaStep(ReplicaRanks):
         orders.signal_step(self._job_id, self._files.role, _slurm_name(signum))
 
     def end(self, now: float, hurried: bool) -> None:
-        """Kill the step through Slurm: srun would wait for stopped tasks."""
         if not self._killed:
-            self.signal(signal.SIGKILL)
+            self.signal(signal.SIGKILL)  # through Slurm: srun would wait for stopped tasks
             self._killed = True
 
     def close(self) -> None:

@@ -179,7 +179,6 @@ _FILES = (
 
 
 def holds_credentials(name: str) -> bool:
-    """Whether a file, by its relative name or that of a folder above it, holds credentials."""
     *folders, file = name.split("/")
     return (
         any(folder.lower() in _FOLDERS for folder in folders) or re.fullmatch(_FILES, file, re.IGNORECASE) is not None

@@ -171,7 +171,6 @@ def is_crash(end: AttemptEnd) -> bool:
 
 
 def found_disk_full(error: str | None) -> bool:
-    """Whether this is the error of a full shared disk."""
     full = DISK_FULL.search(error or "") or _READ_ONLY.match(error or "")
     return full is not None and not _found_nodes_disk_full(error)
 

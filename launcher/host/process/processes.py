@@ -63,7 +63,6 @@ class ForkedChild:
 
     @property
     def text(self) -> str:
-        """Result of the work, or why it failed."""
         return self._output.decode("utf-8", "replace")
 
     @property

@@ -190,7 +190,6 @@ class _Account:
             self.spans.append(Span(start, self.at, dict(seconds), dict(generating)))
 
     def _pass(self, at: float) -> float:
-        """Advance to `at`. Returns the seconds passed."""
         at = min(max(at, self.at), self.end)
         passed, self.at = at - self.at, at
         return passed
@@ -238,7 +237,6 @@ def _held_from(line: AttemptStart, before: AttemptStart | None, stopped: bool, e
 
 
 def _queued_from(line: AttemptStart, before: AttemptStart | None, stopped: bool, ended: float) -> float:
-    """Unix time at which an attempt began to wait for GPUs."""
     if before is not None and _same_job(line, before):
         return line.at if stopped else ended
     return line.at if line.submitted_at is None else line.submitted_at

@@ -30,7 +30,6 @@ def mark(attempt: Attempt, **times: float) -> None:
 
 
 def generating_gpus(plan: PlanRecord) -> int:
-    """GPUs that only generate."""
     replicas = [step for step in plan.steps if step.name.startswith(INFER + "-")]
     return sum(len(step.nodes) * step.gpus_per_node for step in replicas)
 

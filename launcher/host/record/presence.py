@@ -35,7 +35,6 @@ class Presence:
         return self._clock() - self._missing_since >= GONE_S
 
     def wait_for_certainty(self) -> bool:
-        """Whether the directory is lost. Waits for certainty while it is missing."""
         while self._is_missing() and not self.is_lost():
             time.sleep(LOOK_S)
         return self.is_lost()

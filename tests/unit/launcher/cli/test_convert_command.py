@@ -17,5 +17,5 @@ def test_sizes_need_a_number_and_a_unit(text: str) -> None:
 
 
 def test_an_unreadable_source_is_one_error() -> None:
-    done = CliRunner().invoke(command, ["hf-to-megatron", "--", "-x", "y"])
+    done = CliRunner().invoke(command, ["megatron-to-hf", "--", "-x", "y"])
     assert (done.exit_code, done.stderr.startswith("error: ")) == (2, True), done.output
