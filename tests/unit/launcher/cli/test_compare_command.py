@@ -10,19 +10,9 @@ from click.testing import CliRunner, Result
 from run_helpers import make_run
 
 from launcher.cli.main import main
+from launcher.cli.show import comparison
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.records import append
-
-MANY = {
-    **{
-        f"grpo.{name}": value
-        for name, value in (("group_size", 8), ("kl_beta", 0.1), ("eps_low", 0.1), ("eps_high", 0.3))
-    },
-    **{f"training.{name}": value for name, value in (("steps", 30), ("seed", 3))},
-    **{f"optimizer.{name}": value for name, value in (("warmup_steps", 3), ("min_learning_rate", 0), ("clip_grad", 2))},
-    **{f"logging.{name}": value for name, value in (("samples_every", 5), ("samples", 2))},
-    **{f"evaluation.{name}": value for name, value in (("every", 7), ("prompts", 9))},
-}
 
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
 
@@ -94,9 +84,9 @@ def test_the_beginning_of_several_names_stands_for_all_of_these_and_logs_are_pas
     assert globbed.output == both.output
 
 
-def test_runs_that_differ_in_many_keys_say_what_is_left_out(sweep: Path):
-    keys = [f"{key}={value}" for key, value in MANY.items()]
-    run = make_run(sweep / "other", *keys)
-    append(run.metrics, MetricsLine(1, {"mean_reward": 0.1}))
-    text = compared(sweep).output
-    assert "more keys differ: --json has all of them" in text
+def test_runs_that_differ_in_many_keys_say_what_is_left_out(sweep: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(comparison, "MOST_KEYS", 1)
+    append(
+        make_run(sweep / "other", "training.steps=30", "training.seed=3").metrics, MetricsLine(1, {"mean_reward": 0.1})
+    )
+    assert "2 more keys differ: --json has all of them" in compared(sweep).output

@@ -16,18 +16,8 @@ from launcher.errors import BadInput
 from megatron_rl.contract.paths import RunDir
 
 FILES = (
-    "job.json",
-    "attempts.jsonl",
-    "resolved.yaml",
-    "metrics.jsonl",
-    "evaluations.jsonl",
-    "attempts/001/progress.json",
-    "attempts/001/drain.json",
-    "attempts/001/timeline.jsonl",
-    "attempts/001/marks.json",
-    "checkpoints/latest",
-    "plan.json",
-    "DONE",
+    *("job.json", "attempts.jsonl", "resolved.yaml", "metrics.jsonl", "evaluations.jsonl", "plan.json", "DONE"),
+    *("attempts/001/progress.json", "attempts/001/drain.json", "attempts/001/timeline.jsonl", "checkpoints/latest"),
 )
 
 

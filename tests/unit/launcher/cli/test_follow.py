@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from launcher.backends.slurm.jobs import JobState
 from launcher.cli.show.history import HistoryReader
 from launcher.cli.show.progress_lines import ProgressLines
 from launcher.cli.show.terminal import Interruptions
 from launcher.cli.submit import follow
 from launcher.cli.submit.follow import Follower
-from megatron_rl.contract.attempt_records import AttemptEnd, Drain, MetricsLine
+from launcher.cli.submit.watch import _news
+from launcher.runs.state import read_status
+from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, MetricsLine
 from megatron_rl.contract.codes import DRAINED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, read
@@ -68,3 +71,13 @@ def test_the_announced_time_is_that_of_the_last_save(tmp_path, capsys, steps, sa
     follower = Follower(run, run.attempt(1), Supervisor(run), drain_limit_s=660.0)
     follower.wait_for_end(HistoryReader(run, run.attempt(1), 9), ProgressLines(), interruptions)
     assert f"\n{said}" in capsys.readouterr().out
+
+
+def test_a_requeued_job_that_starts_is_not_announced_as_its_last_attempt(tmp_path) -> None:
+    run = RunDir(tmp_path)
+    job = JobState("7", "RUNNING", "running", nodes="n1", started_at=100.0)
+    append(run.attempts_ledger, AttemptStart(1, 1.0, job_id="7"))
+    run.attempt(1).folder.mkdir(parents=True)
+    assert _news(read_status(run, job)) == "job 7 runs on n1, attempt 1"
+    append(run.attempts_ledger, AttemptEnd(1, 2.0, DRAINED, job_id="7", then="requeued"))
+    assert _news(read_status(run, job)) == "job 7 has started on n1, waiting for its attempt to begin"

@@ -44,3 +44,11 @@ def test_help_describes_a_metric_and_prints_the_page():
     assert "\ntruncated: 50% of the answers or more were cut at sampling.max_new_tokens. Raise" in found.output
     assert CliRunner().invoke(main, ["help", "--metrics"]).output == metrics_page()
     assert CliRunner().invoke(main, ["help", "truncated_ratios"]).exit_code == 2
+
+
+def test_an_entry_has_type_unit_default_and_meaning():
+    assert Keys().lines(("job", "silence_limit_s"))[:2] == [
+        "job.silence_limit_s: an integer > 0, in seconds; default 1800",
+        "  Seconds without a sign of life from a rank, or without progress of any rank, after which the run",
+    ]
+    assert Keys().lines(("environments", "*", "weight"))[0] == "environments.N.weight: a number; default 1.0"

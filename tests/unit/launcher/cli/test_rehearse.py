@@ -91,18 +91,10 @@ def test_a_failure_is_named_with_its_phase_and_place(monkeypatch):
     assert rank["failure"] == {"phase": "train", "error": failure.error, "where": failure.where}
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("placement.training.tp=3", "does not divide"),
-        ("model.num_layers=no", "model.num_layers"),
-    ],
-)
-def test_an_impossible_layout_is_refused_before_anything_is_built(override, said, monkeypatch):
+def test_an_impossible_layout_is_refused_before_anything_is_built(monkeypatch):
     monkeypatch.delattr(rehearse, "rehearse")
-    result = mrl_rehearse(RECIPE, override)
-    assert result.exit_code == 2
-    assert said in result.output
+    result = mrl_rehearse(RECIPE, "placement.training.tp=3")
+    assert (result.exit_code, "does not divide" in result.output) == (2, True)
 
 
 def ended(code: int, said: str) -> subprocess.CompletedProcess[bytes]:

@@ -101,17 +101,7 @@ def test_text_of_a_run_is_neither_code_nor_invisible(run: RunDir):
 
 def test_durations_have_the_unit_that_people_use():
     seconds = (0.0, 0.0004, 0.033, 0.9, 4.2, 59.0, 150.0, 9000.0, 400_000.0)
-    assert [*map(duration, seconds)] == [
-        "0 s",
-        "0.4 ms",
-        "33 ms",
-        "900 ms",
-        "4.2 s",
-        "59 s",
-        "2 min",
-        "2.5 h",
-        "4.6 days",
-    ]
+    assert "|".join(map(duration, seconds)) == "0 s|0.4 ms|33 ms|900 ms|4.2 s|59 s|2 min|2.5 h|4.6 days"
 
 
 def test_data_cannot_end_its_element_and_comes_back_the_same():
@@ -141,13 +131,8 @@ def test_damaged_records_leave_a_page_that_names_what_is_missing(run: RunDir):
     write(run.fork, Fork("/nowhere", 10, {}, at=900.0))
     run.recipe.unlink()
     said = " ".join(page_of(run).text.split())
-    for part in (
-        f"Not read: {run.metrics}: 1 lines are left out: line 10",
-        "an unknown time",
-        "forked from /nowhere at step 10",
-        "an unknown time",
-    ):
-        assert part in said, part
+    assert f"Not read: {run.metrics}: 1 lines are left out: line 10" in said
+    assert "an unknown time" in said and "forked from /nowhere at step 10" in said
 
 
 def test_a_page_of_several_runs_marks_the_best(run: RunDir):

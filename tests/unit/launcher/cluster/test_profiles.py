@@ -13,6 +13,7 @@ from launcher.errors import BadInput
 from megatron_rl.rank.addresses import is_named
 
 MINIMAL = "{partition: gpu, gpus_per_node: 8, container: null, run_root: /data/mrl}"
+LAB = "lab:\n  gpus_per_node: 8\n  run_root: /x\n"
 HOME = {"HOME": "/home/me", "USER": "me"}
 
 
@@ -122,29 +123,17 @@ def test_an_unknown_default_is_refused_with_its_line(write, tmp_path):
         ("lab:\n  partitoin: gpu\n  gpus_per_node: 8\n  run_root: /x", 2, "partitoin: unknown key (did you mean part"),
         ("clusters:\n  lab:\n    gpus_per_node: 8", 2, "clusters.lab.run_root: missing; expected text"),
         ("lab:\n  gpus_per_node: 0\n  run_root: /x", 2, "lab.gpus_per_node: expected an integer > 0, got 0"),
-        (
-            "lab:\n  gpus_per_node: 8\n  run_root: /x\n  container: {image: i, mount: []}",
-            4,
-            "mount: unknown key (did you mean mou",
-        ),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    N: 1", 5, "expected text, got 1 (put it in q"),
-        (
-            "lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    a-b: ''",
-            4,
-            "'a-b' is not the name of an envi",
-        ),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment:\n    HF_TOKEN: s3cr3t", 5, "list HF_TOKEN under se"),
-        ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  prolog: ["a\\r"]', 4, "prolog: contains a carriage return"),
-        (
-            'lab:\n  gpus_per_node: 8\n  run_root: /x\n  environment: {A: "b\\r"}',
-            4,
-            "environment: contains a carriage return",
-        ),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  secrets: [A B]", 4, "expected the name of an environment variab"),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [foo]", 4, "'foo' is not a flag of sbatch"),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  sbatch: [--array=0-3]", 4, "a run is one job, not an array"),
-        ('lab:\n  gpus_per_node: 8\n  run_root: /x\n  qos: "a\\nb"', 4, "qos: expected one line of text or null"),
-        ("lab:\n  gpus_per_node: 8\n  run_root: /x\n  container: {image: i, mounts: [/a]}", 4, "'/a' is not SRC:DST"),
+        (f"{LAB}  container: {{image: i, mount: []}}", 4, "mount: unknown key (did you mean mou"),
+        (f"{LAB}  environment:\n    N: 1", 5, "expected text, got 1 (put it in q"),
+        (f"{LAB}  environment:\n    a-b: ''", 4, "'a-b' is not the name of an envi"),
+        (f"{LAB}  environment:\n    HF_TOKEN: s3cr3t", 5, "list HF_TOKEN under se"),
+        (f'{LAB}  prolog: ["a\\r"]', 4, "prolog: contains a carriage return"),
+        (f'{LAB}  environment: {{A: "b\\r"}}', 4, "environment: contains a carriage return"),
+        (f"{LAB}  secrets: [A B]", 4, "expected the name of an environment variab"),
+        (f"{LAB}  sbatch: [foo]", 4, "'foo' is not a flag of sbatch"),
+        (f"{LAB}  sbatch: [--array=0-3]", 4, "a run is one job, not an array"),
+        (f'{LAB}  qos: "a\\nb"', 4, "qos: expected one line of text or null"),
+        (f"{LAB}  container: {{image: i, mounts: [/a]}}", 4, "'/a' is not SRC:DST"),
         ("local:\n  gpus_per_node: 8\n  run_root: /x", 1, "local: always means this machine"),
         (f"clusters: {{lab: {MINIMAL}}}\ndefalt: lab", 2, "defalt: unknown key beside clusters:"),
         ("clusters: [lab]", 1, "clusters: expected a mapping of names to profiles"),

@@ -23,11 +23,8 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_replicas_run_as_the_ranks_do_unless_the_recipe_says_otherwise() -> None:
-    assert (rank_image(config(), POD), replica_image(config(), POD), replica_python(config(), POD)) == (
-        "a:b",
-        None,
-        "/p",
-    )
+    found = rank_image(config(), POD), replica_image(config(), POD), replica_python(config(), POD)
+    assert found == ("a:b", None, "/p")
     same = config("inference.vllm.image=a:b")
     assert replica_image(same, POD) is None, "there is one image to import and unpack"
 

@@ -134,8 +134,8 @@ def test_the_format_that_the_prompt_requests_is_looked_for():
     assert formats_of([boxed, tags, line]) == Formats(requested=7, missing=3, format="\\boxed")
 
 
-def test_a_prompt_without_a_request_and_cut_answers_count_nothing():
-    assert formats_of([asked("3+4=", "7", "8")]) == Formats()
+def test_a_prompt_without_a_request_cut_answers_and_groups_without_tokens_count_nothing():
+    assert formats_of([asked("3+4=", "7", "8"), asked("\\boxed{}", "3")._replace(answers=[])]) == Formats()
     assert formats_of([asked("\\boxed{}", "It is", "so \\boxed{1}", reasons=("length",))]) == Formats(requested=1)
 
 
@@ -144,7 +144,3 @@ def test_a_call_that_called_nothing_did_not_parse():
     right = asked("3+4=", "<tool_call>{}</tool_call> 7", calls=1)
     without_tools = asked("3+4=", "<tool_call>{broken")
     assert formats_of([broken, right, without_tools]) == Formats(offered=4, unparsed=2)
-
-
-def test_groups_without_tokens_count_nothing():
-    assert formats_of([asked("\\boxed{}", "3")._replace(answers=[])]) == Formats()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.explain.record import Record
-from launcher.report.compare import ComparedRun, compare, differing, labels, value_at_end, verdict
+from launcher.report.charts import MOST_CURVES, Chart
+from launcher.report.compare import ComparedRun, compare, differing, labels, overlaid, value_at_end, verdict
 from megatron_rl.contract.attempt_records import MetricsLine
 
 
@@ -82,3 +83,32 @@ def test_of_equally_good_runs_none_is_the_best():
 def test_keys_that_differ_between_runs_are_listed_with_the_value_of_each():
     runs = [{"name": "a", "grpo": {"eps": 1}}, {"name": "b", "grpo": {"eps": 2}}, {"grpo": {"eps": 1}, "seed": 3}]
     assert differing(runs) == {"grpo.eps": [1, 2, 1], "seed": [None, None, 3]}
+
+
+def rising(name: str, steps: int, reward: float) -> ComparedRun:
+    return run(name, [reward * step / steps for step in range(1, steps + 1)], reward)
+
+
+def charts(*runs: ComparedRun) -> dict[str, Chart]:
+    return {chart.title: chart for group in overlaid(runs) for chart in group.charts}
+
+
+def test_each_metric_has_a_curve_for_each_run_whatever_their_lengths():
+    reward = charts(rising("short", 5, 0.4), rising("long", 20, 0.8))["Reward"]
+    named = {curve.label: curve.values for curve in reward.curves}
+    assert reward.steps == list(range(1, 21))
+    assert named["short"][4:6] == [0.4, None]
+    assert named["long"][19] == 0.8
+
+
+def test_evaluations_are_the_first_charts():
+    found = charts(rising("a", 5, 0.4), rising("b", 5, 0.8))
+    assert list(found)[:2] == ["A, greedy accuracy", "Reward"]
+    assert [curve.values for curve in found["A, greedy accuracy"].curves] == [[0.4], [0.8]]
+    assert found["A, greedy accuracy"].unit == "share"
+
+
+def test_runs_of_one_name_are_different_curves_and_runs_beyond_the_colours_are_counted():
+    found = charts(*(rising("same", 5, place / 10 + 0.1) for place in range(MOST_CURVES + 2)))["Reward"]
+    assert len({tuple(curve.values) for curve in found.curves}) == MOST_CURVES
+    assert found.left_out == 2

@@ -44,6 +44,7 @@ def test_the_index_lies_in_the_state_directory(tmp_path):
 
 
 def test_without_a_name_the_newest_submission_is_meant(tmp_path):
+    assert "no run has been submitted" in refusal(None)
     first = submitted(tmp_path / "a")
     assert find(None).root == first.root
     second = submitted(tmp_path / "b")
@@ -51,10 +52,6 @@ def test_without_a_name_the_newest_submission_is_meant(tmp_path):
     note_submission(first, "local", None)
     assert find(None).root == first.root, "resumed last"
     assert [Path(entry.run_dir).name for entry in newest_first()] == ["a", "b"]
-
-
-def test_no_run_at_all_is_said():
-    assert "no run has been submitted" in refusal(None)
 
 
 def test_a_name_its_beginning_and_a_path(tmp_path, monkeypatch):
@@ -82,6 +79,7 @@ def test_an_unknown_name_offers_near_ones(tmp_path):
     submitted(tmp_path / "demo-20261121")
     assert refusal("domo-20261121") == "no run is called 'domo-20261121'; did you mean demo-20261121?"
     assert "`mrl ls`" in refusal("zebra")
+    assert "no run is called" in refusal("a\0b"), "no file can have this name"
 
 
 def test_a_run_whose_directory_was_removed_is_known_and_its_log_is_named(tmp_path):
@@ -124,10 +122,6 @@ def test_a_run_that_one_may_not_look_into_may_be_one(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_file", denied)
     assert find(str(run.root)).root == run.root
     assert [entry.run_dir for entry in newest_first()] == [str(run.root)]
-
-
-def test_what_no_file_can_be_called_is_no_run():
-    assert "no run is called" in refusal("a\0b")
 
 
 def test_lines_of_the_index_that_are_none_are_passed_over_and_an_index_that_is_none_is_said(tmp_path):

@@ -59,12 +59,6 @@ def test_an_earlier_job_of_a_run_does_not_stand_for_the_one_it_has_now(tmp_path)
     assert refusal("7") == "job 7 was an earlier job of a, which has job 9 now; name the run, or that job"
 
 
-def test_a_job_id_that_two_runs_had_means_neither(tmp_path):
-    for name in ("a", "b"):
-        submitted(tmp_path / name, job_id="7", cluster="lab")
-    assert refusal("7").startswith("7 is the job or the name of 2 runs; give the path:")
-
-
 def test_a_copy_is_not_ended_in_place_of_the_run(tmp_path):
     run = submitted(tmp_path / "run", job_id="7", cluster="lab")
     identify(run)
