@@ -134,15 +134,12 @@ def test_every_rule_has_a_case() -> None:
         record(0, 40, right_ratio=0.97, mean_reward=0.97, nonzero_groups_ratio=0.1, reward_std=0.1),
         record(5, 1, failed_rollouts=3),
         record(2, 9, first_ordinal=0, next_ordinal=9, dropped_ordinals=dict.fromkeys("12345", "no signal")),
-        record(5, 1, nonfinite_tokens=3),
-        record(5, WINDOW + 1, failed_rollouts=0)[6:],
         record(0, 40, grad_norm=None, loss=None, learning_rate=None),
         curve(lambda at: 0.3 + at / 1000, TREND_STEPS),
         curve(lambda at: 0.3, TREND_STEPS - 1),
         curve(lambda at: 0.95, TREND_STEPS),
         curve(lambda at: min(0.85, 0.2 + at / 200), 1000),
         curve(lambda at: 0.1 + at / 100 if at <= 60 else 0.5, 90),
-        curve(lambda at: 0.4 if at <= 20 else 0.05 + at / 200, 100),
     ],
     ids=[
         "a run that learns",
@@ -151,15 +148,12 @@ def test_every_rule_has_a_case() -> None:
         "a task that is nearly learned",
         "fewer answers lost than one in a hundred",
         "groups that dynamic sampling passes over",
-        "a rounded token",
-        "a short record",
         "a record without updates",
         "a reward that rises",
         "a reward that may still rise",
         "a task that was solved before",
         "a reward that has risen",
         "a reward that lost a part of its rise",
-        "a reward that fell at first",
     ],
 )
 def test_healthy_run_has_no_warning(lines: list[MetricsLine]) -> None:
@@ -176,11 +170,6 @@ def test_warning_starts_once_keeps_its_step_and_ends() -> None:
     for later in range(36, 36 + WINDOW):
         assert watch.add(step(later)) == []
     assert watch.warnings == []
-
-
-def test_several_problems_are_reported_each_by_name() -> None:
-    broken = record(1, 20, **ALL_WRONG, truncated_ratio=1.0, learning_rate=1e30)
-    assert [warning.name for warning in warnings_of(broken)] == ["learning-rate", "constant-rewards", "truncated"]
 
 
 ODD = st.one_of(

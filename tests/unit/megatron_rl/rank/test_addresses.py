@@ -94,13 +94,9 @@ def test_an_unreachable_address_is_refused_with_a_remedy(node):
     [
         ("eth0", "10.1.0.5"),
         ("eth", "10.1.0.5"),  # prefix; eth1 is down
-        ("=eth0", "10.1.0.5"),
-        ("ib,eth", "10.1.0.5"),
         ("^lo,docker,eno", "10.1.0.5"),
         ("^lo,docker", "10.0.0.5"),  # the address of the node's name is preferred among the rest
-        ("^docker", "10.0.0.5"),
         ("ib", "10.0.0.5"),  # no such interface: the library itself will report it
-        ("=eth", "10.0.0.5"),
         ("lo", "10.0.0.5"),
     ],
 )
@@ -122,7 +118,6 @@ def test_gloos_own_variable_overrides_nccls(node):
         (None, "10.1.0.5", "eth0"),
         ("10.0.0.5", "10.1.0.5", None),  # the name is right
         ("127.0.1.1", "127.0.0.1", None),  # all ranks are on this node
-        ("127.0.1.1", "10.9.9.9", None),
         ("127.0.1.1", None, None),
     ],
 )

@@ -84,7 +84,6 @@ def test_counters_resume_from_the_checkpoint_and_the_initial_one_is_not_needed(
     ("shape", "said"),
     [
         ({"rope_base": 5e5}, r"model.rope_base 500000.0 contradicts 10000.0 \(model.rope_base\) of .*resolved.yaml"),
-        ({"qkv_bias": False}, "model.qkv_bias false contradicts true"),
         ({"num_attention_heads": 2, "num_query_groups": 1}, "num_attention_heads 2 .*; model.num_query_groups 1 "),
     ],
 )

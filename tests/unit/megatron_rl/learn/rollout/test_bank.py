@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,15 +77,6 @@ def banked_tokens(folder: Path) -> int:
 
 
 # resume.partial: keep
-
-
-@pytest.mark.parametrize("stop_after", [1, 14, 20])
-def test_an_interrupted_step_resumes_to_the_same_answers(
-    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path, stop_after: int
-) -> None:
-    assert collect(run, bank_of(run, tmp_path, 1), stop_after=stop_after) == []
-    assert banked_tokens(tmp_path) > 0
-    assert_equal(collect(run, bank_of(run, tmp_path, 2)), undisturbed)
 
 
 @examples(5, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -276,22 +265,6 @@ def test_an_answer_resumes_under_its_first_key(run: Run, tmp_path: Path) -> None
     assert {min(answer.versions[answer.prompt_length :]) for group in groups for answer in group.trajectories} == {3, 4}
 
 
-def test_a_checkpoint_settles_all_ordinals_below_it(
-    run: Run, undisturbed: list[TrajectoryGroup], tmp_path: Path
-) -> None:
-    bank = bank_of(run, tmp_path, 1)
-    drive(run, bank)
-    run.driver.collect(0)
-    assert bank._file.wait(20)
-    bank.begin_checkpoint(9, next_ordinal=3)
-    bank.end_checkpoint(9)
-    bank.close()
-    (path,) = bank_files(tmp_path)
-    heads = [entry.head for entry in scan(path)[0]]
-    assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [3]
-    assert collect(run, bank_of(run, tmp_path, 2, next_ordinal=3), range(3, 4)) == undisturbed[3:]
-
-
 def test_short_steps_are_written_together(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = bank_of(run, tmp_path, 1)
     drive(run, bank)
@@ -350,18 +323,3 @@ def test_the_first_driver_takes_over_earlier_files_and_the_others_find_the_recor
             patch.delattr(run.engine.__class__, "generate")
             assert collect(run, bank, range(2, 4)) == undisturbed[2:]
     assert collect(run, bank_of(run, tmp_path, 4), range(2, 4)) == undisturbed[2:]
-
-
-def test_the_bank_logs_what_it_found(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        collect(run, bank_of(run, tmp_path, 1))
-        assert not caplog.records
-        collect(run, bank_of(run, tmp_path, 2, version=3), range(4, 8), stop_after=4)
-        with bank_file(tmp_path, 2, 0).open("ab") as file:
-            file.write(b"torn")
-        bank_of(run, tmp_path, 3, version=2).close()
-    assert re.fullmatch(
-        r"bank: 4 scored groups and 0 answers of earlier attempts; \d records ignored, newer than the checkpoint; "
-        "1 files end in a damaged or torn record",
-        caplog.messages[-1],
-    )

@@ -51,15 +51,6 @@ def test_records_survive_a_round_trip(tmp_path_factory: pytest.TempPathFactory, 
     assert not scan(path)[1]
 
 
-def test_the_writer_appends_whole_records(tmp_path: Path) -> None:
-    path = tmp_path / "bank" / "some.bank"
-    file = writer(path)
-    write(file, *RECORDS[:2])
-    write(file, *RECORDS[2:])
-    assert path.read_bytes() == b"".join(encode(*record) for record in RECORDS)
-    assert read(path) == RECORDS
-
-
 def test_an_error_in_encoding_a_record_is_raised(tmp_path: Path) -> None:
     file = writer(tmp_path / "some.bank")
     file.append(record for record in [({"reward": float("nan")}, b"")])

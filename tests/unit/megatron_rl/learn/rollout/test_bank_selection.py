@@ -35,13 +35,6 @@ def part_entry(attempt: int, restored: int, newest: int, ordinal: int = 50, samp
     return entry(part_record(ordinal, newest, newest, (1, 2, sample), 0, answer, lineage(attempt, restored))[0], size)
 
 
-def test_records_of_the_restored_weights_and_older_ones_are_reused() -> None:
-    entries = [group_entry(1, 0, newest) for newest in (38, 39, 40, 41)]
-    found = reusable_records(entries, lineage(2, 40), 0)
-    assert found.entries == entries[:3]
-    assert found.discarded == {"newer than the checkpoint": 1}
-
-
 def test_an_attempt_that_left_only_its_own_record_cuts_the_line_too() -> None:
     """All its groups may be settled and forgotten."""
     begun = entry(attempt_record(lineage(2, 40))[0])

@@ -68,10 +68,8 @@ def prompts(one: Curriculum, ordinals: range) -> list[str]:
     [
         ("variance", 0.5, 1.0),
         ("variance", 1.0, 0.2),
-        ("variance", 0.0, 0.2),
         ("variance", 0.25, 0.2 + 0.8 * 0.75),
         ("failures", 0.0, 1.0),
-        ("failures", 1.0, 0.2),
         ("failures", 0.25, 0.2 + 0.8 * 0.75),
     ],
 )
@@ -303,8 +301,3 @@ def test_the_problems_depend_neither_on_the_number_of_drivers_nor_on_a_restart(d
     assert collected(config, 2, 10, resume_after=4) == expected
     solved = [step for step, its in enumerate(expected) if "4" in its.values()]
     assert dynamic or 1 <= len(solved) < 8  # it is left out of some passes
-
-
-def test_every_ordinal_is_trained_on_once() -> None:
-    steps = collected(recipe(4, dynamic=False, max_lag=1), 2, 8)
-    assert sorted(ordinal for step in steps for ordinal in step) == [*range(32)]

@@ -271,13 +271,6 @@ def no_space(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_after_the_last_round_groups_without_signal_fill_the_batch() -> None:
-    ((batch,),) = collect(Agent(set(range(1000))), dynamic(4, 3), ranks=1)
-    assert batch.rounds == 2  # 4 prompts, then 8 at once, because none was usable
-    assert [group.ordinal for group in batch.groups] == [8, 9, 10, 11]
-    assert batch.dropped == dict.fromkeys(range(8), "no signal")
-
-
 def test_a_penalty_on_long_answers_is_no_signal_if_all_are_wrong() -> None:
     class Rambles(Agent):
         async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
@@ -291,13 +284,6 @@ def test_a_penalty_on_long_answers_is_no_signal_if_all_are_wrong() -> None:
     config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"overlong": penalty})})
     ((batch,),) = collect(Rambles(dull={0, 2}), config, ranks=1)
     assert (ordinals([batch]), batch.dropped) == ([1, 3], {0: "no signal", 2: "no signal"})
-
-
-def test_a_lost_answer_is_not_a_reward_of_zero() -> None:
-    ((batch,),) = collect(Agent(lost={2}), tiny_run(), ranks=1)
-    lost = batch.groups[2]
-    assert [trajectory.reward for trajectory in lost.trajectories] == [0.0, 1.0, 0.0]
-    assert lost.failures == {"timeout": 1}
 
 
 def test_a_group_with_at_most_one_answer_left_has_no_signal() -> None:

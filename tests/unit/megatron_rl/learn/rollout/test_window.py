@@ -138,13 +138,6 @@ def drawn_at_once(states: list[State], *, rounds: int, passed_over: int) -> int:
     return window.open_below() - window.below
 
 
-def test_a_batch_is_the_first_ordinals_however_late_they_finish() -> None:
-    assert choice(7, [USABLE, UNFINISHED, USABLE, USABLE], 2, rounds=1) is None
-    found = choice(7, [USABLE, USABLE, USABLE, USABLE], 2, rounds=1)
-    assert found is not None
-    assert (found.trained, found.next_ordinal) == ([7, 8], 9)
-
-
 def test_overdue_groups_are_dropped_once_others_can_replace_them() -> None:
     assert choice(0, [OVERDUE, USABLE, UNFINISHED], 2, rounds=1) is None
     found = choice(0, [OVERDUE, USABLE, USABLE], 2, rounds=1)

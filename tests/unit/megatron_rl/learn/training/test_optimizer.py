@@ -121,13 +121,6 @@ def test_without_clipping_the_gradient_keeps_its_size(platform: Any, groups: Any
     assert not equal(clipped, whole)
 
 
-def test_a_learning_rate_of_zero_changes_nothing(platform: Any, groups: Any) -> None:
-    optimizer = a_run(platform, learning_rate=0.0)
-    before = weights(optimizer)
-    assert one_update(optimizer, 0).applied
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(optimizer), strict=True))
-
-
 # Save and load (on several ranks and in other formats: test_checkpoint_layouts.py)
 
 

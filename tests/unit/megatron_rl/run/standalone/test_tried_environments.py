@@ -22,7 +22,6 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.environment_section import EnvironmentConfig
-from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.requests import Trial
 from megatron_rl.recipe.section import Section
 from megatron_rl.run.standalone import trial as trial_module
@@ -163,12 +162,3 @@ def test_prints_of_an_environment_stay_out_of_the_output(
     out, err = capsys.readouterr()
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["What is 0?", "What is 1?"]
     assert "scoring" in err
-
-
-def test_tools_of_a_program_fail_with_the_tokenizer_of_a_recipe_that_has_none(adder: EnvironmentConfig) -> None:
-    answers = (CALL, "5")
-    (alone,) = tried(Trial(environment=adder, answers=answers))
-    characters = TokenizerConfig(type="characters", alphabet="".join(map(chr, range(10, 127))))
-    (of_recipe,) = tried(Trial(environment=adder, answers=answers, tokenizer=characters))
-    assert "reward" in alone and "reward" not in of_recipe
-    assert of_recipe["failures"]
