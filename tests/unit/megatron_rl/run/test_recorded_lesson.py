@@ -38,10 +38,6 @@ def test_a_template_around_the_prompts_changes_no_count(prompts: list[str], befo
     assert count_prompts([f"{before}{prompt}{after}" for prompt in prompts]) == count_prompts(prompts)
 
 
-def test_no_prompts_give_counts_of_zero():
-    assert set(count_prompts([])) == {0}
-
-
 class Grader(RewardOnlyAgent):
     """Gives a tenth for an answer of one digit, and loses those of two."""
 

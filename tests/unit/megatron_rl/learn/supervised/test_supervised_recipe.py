@@ -39,11 +39,9 @@ def test_null_removes_the_section_of_an_extended_recipe() -> None:
     [
         ({"data": None}, "data.path is missing: training.objective supervised needs a data set, or an environment"),
         ({"grpo": {"kl_beta": 0.1}}, "grpo.kl_beta is set, and training.objective supervised samples no answers"),
-        ({"placement": {"mode": "partitioned"}}, "placement.mode is partitioned, and training.objective supervised"),
         ({"inference": {"engine": "vllm"}}, "inference.engine is vllm, which training.objective supervised does not"),
         ({"async": {"max_lag": 1}}, "async.max_lag is 1, and training.objective supervised generates nothing"),
         ({"data": {"path": "/x", "examples_per_step": 1}, "job": {"gpus_per_node": 2}}, "data.examples_per_step 1 is"),
-        ({"training": {"objective": "grpo"}, "sampling": {"max_new_tokens": 3}}, "environment is missing"),
         (
             {"training": {"objective": "grpo"}, "environment": ENVIRONMENT, "sampling": {"max_new_tokens": 3}},
             "data is given, and training.objective is grpo",

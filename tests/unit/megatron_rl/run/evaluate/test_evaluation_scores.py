@@ -58,11 +58,6 @@ def test_standard_error_is_that_of_a_mean_over_problems(values: list[float]) -> 
     assert found.standard_error == pytest.approx(statistics.stdev(values) / math.sqrt(len(values)), abs=1e-12)
 
 
-def test_one_problem_has_no_standard_error() -> None:
-    found = mean_over_problems([0.5])
-    assert found is not None and found.standard_error is None
-
-
 def test_most_frequent_answer_wins() -> None:
     assert majority([answer(False, "1"), answer(True, "2"), answer(True, "2")]) == 1.0
     assert majority([answer(False, "1"), answer(False, "1"), answer(True, "2")]) == 0.0
