@@ -1,4 +1,4 @@
-"""What click's shell completion offers for recipes and runs: eval "$(_MRL_COMPLETE=bash_source mrl)" turns it on."""
+"""Shell completion of recipes and runs: eval "$(_MRL_COMPLETE=bash_source mrl)" turns it on."""
 
 from __future__ import annotations
 

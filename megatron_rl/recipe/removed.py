@@ -34,7 +34,7 @@ ONLY_SHOWN: Final = frozenset(
         "placement.inference.transfer",
     }
 )
-"""Those of REMOVED on which no result depends: a run that has recorded them goes on without them."""
+"""Keys of REMOVED on which no result depends: a run that has recorded them goes on without them."""
 REMOVED_OF_PROFILES: Final[Mapping[str, str]] = dict.fromkeys(
     ("gpu_hour_price", "currency"), "`mrl report` shows the GPU-hours of a run; leave it out"
 )

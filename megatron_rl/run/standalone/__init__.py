@@ -1,1 +1,1 @@
-"""What `mrl chat`, `mrl rows` and `mrl environments try` run in a process beside the command line."""
+"""Processes of `mrl chat`, `mrl rows` and `mrl environments try` beside the command line."""
