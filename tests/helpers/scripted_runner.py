@@ -104,6 +104,7 @@ class ScriptedRunner:
         assert plan.rows == range(len(plan.rows))
         live = [self.rows[place] for place in plan.rows]
         for row in live:
+            assert self.looks_every > 1 or not row.ended, "a row that is known to have ended is computed"
             if row.ended:
                 continue
             place = len(row.cached)

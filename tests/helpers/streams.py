@@ -1,4 +1,4 @@
-"""Completions joined from deltas, and their comparison up to rounding."""
+"""Completions of an engine whole and joined from deltas, and their comparison up to rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from itertools import chain
 
 import pytest
 
-from megatron_rl.generate.engine.interface import Completion, Delta
+from megatron_rl.generate.engine.interface import Completion, Delta, GenerationRequest, SteppedEngine
+
+
+def answer_all(engine: SteppedEngine, *requests: GenerationRequest) -> list[list[Completion]]:
+    """Answer all requests at once, without a loop."""
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        engine.step()
+    return [engine.take(request.id) or [] for request in requests]
 
 
 def joined(deltas: Iterable[Delta]) -> list[Completion]:

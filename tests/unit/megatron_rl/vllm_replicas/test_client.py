@@ -96,22 +96,6 @@ def test_a_full_disk_is_the_reason_of_what_fails_after_it() -> None:
     assert reason_in(lines) == "/usr/bin/ld: final link failed: No space left on device"
 
 
-def test_too_little_memory_for_the_cache_is_the_reason_of_a_start_that_failed() -> None:
-    memory = (
-        "RuntimeError: Worker failed with error 'Available memory on node 0 (6.57/23.54 GiB) on kv cache allocation is "
-        "less than requested memory for kv (953674.32 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, "
-        "or reduce CPU memory used by other processes.', please check the stack trace above for the root cause"
-    )
-    lines = [
-        f"(EngineCore pid=1601) ERROR 11-26 02:03:28 [core.py:1510] {memory}",
-        "    raise RuntimeError(",
-        f"(EngineCore pid=1601) {memory}",
-        "    wait_for_engine_startup(",
-        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-    ]
-    assert reason_in(lines) == memory
-
-
 def test_a_call_after_a_failed_one_is_answered_although_the_server_closes_the_connection(tmp_path: Path) -> None:
     async def fail_then_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the first call of a connection, and none after it."""

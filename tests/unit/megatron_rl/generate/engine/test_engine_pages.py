@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,10 +14,10 @@ from examples import examples
 from flash_attn_stand_in import FLASH_ATTN
 from hypothesis import given
 from hypothesis import strategies as st
+from streams import answer_all
 
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PromptTooLong
-from megatron_rl.generate.engine.transcript import RowAnswer
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.cpu import CPU, CpuDevice, CpuKernels
 from megatron_rl.model.platform.cuda_attention import CudaAttention
@@ -51,14 +51,6 @@ def engine_of(policy: Policy, **config: Any) -> Engine:
     return Engine(policy, tiny_model(), InferenceConfig(**({"max_batch": 16, "page_tokens": 4} | config)), {END})
 
 
-def answers(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-    for request in requests:
-        engine.submit(request)
-    while engine.busy:
-        engine.step()
-    return [engine.take(request.id) or [] for request in requests]
-
-
 def assert_the_models(policy: Policy, requests: Sequence[GenerationRequest], found: list[list[Completion]]) -> None:
     """Each token is the one that its random number draws from the model's distribution, and has its log-prob."""
     for request, ours in zip(requests, found, strict=True):
@@ -76,7 +68,7 @@ def of_the_model(
 ) -> list[tuple[Completion, torch.Tensor]]:
     """The first samples of an engine with only this request and room for all of it; log-probs are of a full forward."""
     engine = engine_of(policy, page_tokens=64, share_prefixes=False)
-    (found,) = answers(engine, [GenerationRequest([*prompt], MOST_SAMPLES, sampling, key)])
+    (found,) = answer_all(engine, GenerationRequest([*prompt], MOST_SAMPLES, sampling, key))
     return [(each, answer_logprobs(policy, prompt, each.tokens, sampling.temperature)) for each in found]
 
 
@@ -108,7 +100,7 @@ def test_pages_pressure_pieces_and_shared_prefixes_change_no_answer(
         share_prefixes=shares,
     )
     requests = [GenerationRequest(prompt, samples[i], PLAIN, i) for i, prompt in enumerate(PROMPTS)]
-    assert_the_models(policy, requests, answers(engine, requests))
+    assert_the_models(policy, requests, answer_all(engine, *requests))
     assert engine.load.free_pages == engine.load.pages
 
 
@@ -146,54 +138,13 @@ def test_on_a_gpu_found_and_cut_prefixes_are_read_in_place(policy: Policy, monke
     engine = engine_of(of_gpu, prefill_tokens=8)
     short = PLAIN.model_copy(update={"max_new_tokens": 3})  # kernels are interpreted
     requests = [GenerationRequest(prompt, 2, short, i) for i, prompt in enumerate(PROMPTS)]
-    assert_the_models(policy, requests, answers(engine, requests))
+    assert_the_models(policy, requests, answer_all(engine, *requests))
     assert engine.scheduler.prefilled_tokens < sum(map(len, PROMPTS)), "no prefix was found"
-
-
-def test_evicted_answer_resumes_with_the_same_tokens(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its earlier tokens are not sampled again: they keep their log-probs bit for bit."""
-    engine = engine_of(policy, cache_tokens=64, max_batch=8)
-    longer = PLAIN.model_copy(update={"max_new_tokens": 30})
-    requests = [GenerationRequest(prompt, 2, longer, i) for i, prompt in enumerate(PROMPTS)]
-    for request in requests:
-        engine.submit(request)
-    seen: dict[tuple[str, int], list[float]] = {}
-    evict = engine.scheduler.evict
-
-    def noted(place: int, answers: Iterable[RowAnswer]) -> None:
-        answer = engine.scheduler.rows[place].answer
-        evict(place, answers)
-        seen[answer.request.id, answer.sample] = [*answer.logprobs]
-
-    monkeypatch.setattr(engine.scheduler, "evict", noted)
-    while engine.busy:
-        engine.step()
-    assert len(seen) >= 2
-    found = [engine.take(request.id) or [] for request in requests]
-    assert_the_models(policy, requests, found)
-    for (name, sample), logprobs in seen.items():
-        number = next(i for i, request in enumerate(requests) if request.id == name)
-        assert found[number][sample].logprobs[: len(logprobs)] == logprobs
-
-
-def test_cached_prefix_is_not_recomputed(policy: Policy) -> None:
-    def prefilled(**config: Any) -> int:
-        engine = engine_of(policy, **config)
-        for key in range(3):  # first one after the other, then two at once
-            answers(
-                engine, [GenerationRequest([*SYSTEM, key, 1], 2, PLAIN, key), GenerationRequest(SYSTEM, 1, PLAIN, 9)]
-            )
-        return engine.scheduler.prefilled_tokens
-
-    whole = 3 * (len(SYSTEM) + 2) + 3 * len(SYSTEM)
-    assert prefilled(share_prefixes=False) == whole
-    assert prefilled() == len(SYSTEM) + 3 * 2 + 3 * 4  # if all of a prompt is cached, its last page is still recomputed
-    assert prefilled(page_tokens=16) == whole
 
 
 def test_request_larger_than_the_cache_is_refused(policy: Policy) -> None:
     engine = engine_of(policy, cache_tokens=24)
-    answers(engine, [GenerationRequest([1] * 12, 1, PLAIN, 0)])
+    answer_all(engine, GenerationRequest([1] * 12, 1, PLAIN, 0))
     with pytest.raises(
         PromptTooLong, match=r"13 tokens and .*max_new_tokens 12 .* 24 tokens \(inference.cache_tokens\)"
     ):
@@ -205,10 +156,10 @@ def test_next_phase_reuses_nothing_of_the_previous_one(policy: Policy) -> None:
     """Otherwise its results would depend on evaluations in between, and a resumed run would differ."""
     engine = engine_of(policy)
     request = GenerationRequest(SYSTEM, 1, PLAIN, 0)
-    answers(engine, [request])
+    answer_all(engine, request)
     engine.end_phase()
     before = engine.scheduler.prefilled_tokens
-    answers(engine, [GenerationRequest(SYSTEM, 1, PLAIN, 0)])
+    answer_all(engine, GenerationRequest(SYSTEM, 1, PLAIN, 0))
     assert engine.scheduler.prefilled_tokens - before == len(SYSTEM)
 
 

@@ -185,25 +185,3 @@ def test_evicted_answers_are_partial_work(policy: Policy) -> None:
     engine.end_phase()
     assert not engine.load.running
     assert found() == before
-
-
-def test_cancelled_requests_leave_an_engine_as_new(policy: Policy) -> None:
-    engine = engine_of(policy)
-    asked = requests(SAMPLINGS["plain"])
-    interrupted(engine, asked, steps=3)
-    assert engine.partial_answers() == []
-    assert_same(answers(engine, asked), answers(engine_of(policy), asked))
-
-
-def test_time_spent_generating_excludes_time_spent_waiting(policy: Policy) -> None:
-    engine = engine_of(policy)
-
-    async def slow_reward() -> None:
-        await engine.generate(requests(SAMPLINGS["plain"])[0])
-        await asyncio.sleep(0.3)
-
-    before = engine.busy_s
-    started = asyncio.new_event_loop().time()
-    asyncio.run(slow_reward())
-    passed = asyncio.new_event_loop().time() - started
-    assert 0 < engine.busy_s - before <= passed - 0.3

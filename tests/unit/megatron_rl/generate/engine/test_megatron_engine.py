@@ -18,7 +18,6 @@ from megatron_rl.generate.engine.interface import (
     AnswerPrefix,
     Completion,
     GenerationRequest,
-    PromptTooLong,
     RankEngine,
     Unsupported,
 )
@@ -253,12 +252,6 @@ def test_unsupported_parameters_are_refused_by_name(
     theirs, _ = engines(policy)
     with pytest.raises(Unsupported, match=named):
         answer(theirs, ask([1], sampling=Sampling(max_new_tokens=3, **sampling), **fields))
-
-
-def test_request_that_can_never_fit_is_refused(policy: Policy) -> None:
-    theirs, _ = engines(policy)
-    with pytest.raises(PromptTooLong, match=r"model\.max_position_embeddings 48"):
-        answer(theirs, ask([1] * 40))
 
 
 def test_missing_packages_are_named(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, PADDED_VOCAB, VOCAB, tiny_model, tiny_policy
+from streams import answer_all
 from transformers_witness import witness
 
 from megatron_rl.generate.engine.engine import Engine
@@ -69,11 +70,7 @@ def forced(engine: Engine, expected: list[tuple[list[int], list[float]]]) -> Non
 
 def answers(engine: Engine, requests: list[GenerationRequest]) -> list[list[list[int]]]:
     """Return the tokens of each sample of each request."""
-    for request in requests:
-        engine.submit(request)
-    while engine.busy:
-        engine.step()
-    return [[each.tokens for each in engine.take(request.id) or []] for request in requests]
+    return [[each.tokens for each in answered] for answered in answer_all(engine, *requests)]
 
 
 @torch.no_grad()

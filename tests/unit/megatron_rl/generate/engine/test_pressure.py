@@ -159,22 +159,6 @@ def test_conversation_continues_from_the_cache_of_its_last_turn() -> None:
     assert scheduler.prefilled_tokens - before == len(again.prompt_tokens)
 
 
-def test_pages_of_older_weights_are_not_found_though_their_answer_continues() -> None:
-    scheduler, runner = engine(pages=40, max_batch=2)
-    asked = lasting(4, [1] * 9, 20)
-    scheduler.submit(asked)
-    step(scheduler, runner)
-    scheduler.publish(1, runner.answers(scheduler.wanted(scheduler.rows)))
-    while scheduler.busy:
-        step(scheduler, runner)
-    (completion,) = scheduler.answered.pop(asked.id)
-    assert completion.tokens == scripted_answer(asked, 0)
-    assert completion.versions == [0] + [1] * (len(completion.tokens) - 1)
-    scheduler.submit(request(6, [1] * 9, 1, 1))
-    step(scheduler, runner)
-    assert scheduler.prefilled_tokens == 9 + 9
-
-
 def test_long_prompt_is_computed_in_pieces_with_decoding_in_between() -> None:
     scheduler, runner = engine(pages=60, max_batch=4, prefill_tokens=2 * PAGE)
     short = lasting(6, [1], 30)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, tiny_model, tiny_policy
+from streams import answer_all
 
 from megatron_rl.generate.engine import admission
 from megatron_rl.generate.engine.engine import Engine
@@ -30,14 +31,6 @@ def asked(prompt: list[int], most: int | None = 2, samples: int = 1, length: int
 
 def engine(policy: Policy, **config: Any) -> Engine:
     return Engine(policy, MODEL, InferenceConfig(page_tokens=8, **config), {END})
-
-
-def answer_all(on: Engine, *requests: GenerationRequest) -> list[list[Completion]]:
-    for request in requests:
-        on.submit(request)
-    while on.busy:
-        on.step()
-    return [on.take(request.id) or [] for request in requests]
 
 
 def check(policy: Policy, prompt: list[int], found: Completion, most: int) -> None:

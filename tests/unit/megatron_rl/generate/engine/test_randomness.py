@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.generate.engine.sampling import uniforms
 
 KEYS = st.integers(0, 2**64 - 1)
-
-
-@given(key=KEYS, samples=st.integers(1, 20), count=st.integers(1, 20), data=st.data())
-def test_number_depends_only_on_key_sample_and_position(
-    key: int, samples: int, count: int, data: st.DataObject
-) -> None:
-    """Not on how many samples and tokens are computed together."""
-    sample, token = data.draw(st.integers(0, samples - 1)), data.draw(st.integers(0, count - 1))
-    together = uniforms(key, range(samples), count)
-    alone = uniforms(key, range(sample, sample + 1), token + 1)
-    assert together[sample, token] == alone[0, token]
-
-
-@given(KEYS)
-def test_numbers_are_in_the_half_open_unit_interval(key: int) -> None:
-    numbers = uniforms(key, range(16), 16)
-    assert numbers.shape == (16, 16)
-    assert numbers.dtype == np.float64
-    assert ((numbers >= 0) & (numbers < 1)).all()
 
 
 def test_numbers_are_the_same_on_every_machine_and_version() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -172,16 +171,6 @@ def test_restarted_replica_is_asked_once_it_has_the_weights(attempt: Attempt) ->
         assert asking(pool, [asked], restart) == [answers(asked)]
 
 
-def test_order_in_which_replicas_and_ranks_start_does_not_matter(attempt: Attempt) -> None:
-    asked = request(5)
-    with pool_of(attempt) as pool, ExitStack() as stack:
-
-        def begin() -> None:
-            stack.enter_context(ScriptedReplica(attempt, 3))
-
-        assert asking(pool, [asked], begin) == [answers(asked)]
-
-
 def test_wait_without_replicas_is_logged_and_limited(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
     with pool_of(attempt, limit_s=0.3) as pool:
         (failed,) = asking(pool, [request(1)])
@@ -286,15 +275,6 @@ def test_refusal_of_a_replica_raises_the_error_of_an_engine(attempt: Attempt, tw
     assert isinstance(failed, PromptTooLong)
 
 
-def test_duplicate_request_is_refused_and_leaves_the_first_unaffected(attempt: Attempt, two) -> None:
-    asked = request(1)
-    with pool_of(attempt) as pool:
-        there(pool, 2)
-        first, second = asking(pool, [asked, asked])
-    assert first == answers(asked)
-    assert "already being answered" in str(second)
-
-
 def test_command_to_a_replica_fails_when_it_is_lost_meanwhile() -> None:
     """The replica hangs up, so the command is repeated; by then the replica is known to be lost."""
 
@@ -350,11 +330,6 @@ def test_replica_that_hangs_in_a_swap_does_not_hang_the_run(
             assert control.swap(1, None) == {(1, 0)}
         finally:
             hung.set()
-
-
-def test_connecting_to_a_lost_replica_reads_no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: pytest.fail("it is not for TLS"))
-    ReplicaLink(ReplicaAddress(0, 0, "127.0.0.1", 1, 1, DIGEST, PROTOCOL, 0.0), TOKEN, DIGEST, 0, SOON, lambda *_: None)
 
 
 def test_abandoned_wait_does_not_count_in_the_next_one(attempt: Attempt) -> None:

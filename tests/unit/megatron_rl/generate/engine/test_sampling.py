@@ -100,18 +100,6 @@ def test_first_of_equally_likely_tokens_stay_whatever_other_rows_need(
         assert set(kept.nonzero().squeeze(1).tolist()) == cut_by_definition(probs.tolist(), params(**cut))
 
 
-@given(
-    seed=st.integers(0, 1000),
-    top_k=st.integers(0, 10),
-    top_p=st.floats(0.01, 1.0),
-    min_p=st.floats(0.0, 0.99),
-)
-def test_likeliest_token_always_stays(seed: int, top_k: int, top_p: float, min_p: float) -> None:
-    probs = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed)).softmax(-1)
-    kept = keep(probs, rows_of(params(top_k=top_k, top_p=top_p, min_p=min_p)))
-    assert kept[0, probs.argmax()] > 0
-
-
 @examples(20)
 @given(seed=st.integers(0, 1000), beyond=st.integers(0, BLOCK), uniform=st.floats(0, BELOW_1))
 def test_large_vocabulary_is_drawn_like_one_running_sum(seed: int, beyond: int, uniform: float) -> None:

@@ -94,17 +94,6 @@ def test_incomplete_character_hides_no_stop_string_before_it() -> None:
     assert stops.push(range(5)) == (4, "\u20ac")
 
 
-@examples(80)
-@given(data=st.data(), text=st.text(alphabet=LETTERS, max_size=400))
-def test_text_comes_in_parts_that_are_never_taken_back(data: st.DataObject, text: str) -> None:
-    tokenizer = data.draw(tokenizers(text))
-    decoder, told = IncrementalDecoder(tokenizer.decode), ""
-    for seen in looks(len(tokenizer.pieces), data.draw(st.lists(st.integers(1, 40), max_size=30))):
-        told += decoder.push(seen)
-        assert text.startswith(told)
-    assert told == text
-
-
 def test_each_part_decodes_few_tokens_however_long_the_text() -> None:
     asked = []
 

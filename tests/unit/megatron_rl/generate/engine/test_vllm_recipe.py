@@ -16,11 +16,6 @@ from megatron_rl.recipe.vllm_options import OWNED_OPTIONS, draft_faults, option_
 PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
 
 
-def test_vllm_needs_no_section_of_its_own() -> None:
-    config = load_recipe("qwen2.5-32b-dapo", PARTITIONED).config
-    assert (config.inference.engine, config.inference.vllm) == ("vllm", None)
-
-
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -140,13 +135,6 @@ def test_refused_arguments_are_named(args: str, why: str) -> None:
     assert why in str(refused.value)
 
 
-def test_a_refused_argument_is_found_in_the_recipe(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("extends: demo\nname: mine\ninference:\n  vllm:\n    args:\n      a: 1\n      max-model-len: 5\n")
-    with pytest.raises(BadInput, match=r"mine\.yaml:7: "):
-        load_recipe(str(file), [])
-
-
 def test_all_arguments_that_the_run_sets_are_refused_at_once_each_at_its_place(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
@@ -187,12 +175,6 @@ def test_drafts_that_change_answers_or_stay_random_are_refused(args: dict[str, s
     if why is not None:
         with pytest.raises(ValueError, match=why):
             VllmConfig(args=args)
-
-
-def test_an_argument_can_be_overridden() -> None:
-    config = load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, "inference.vllm.args.gpu-memory-utilization=0.8"]).config
-    assert config.inference.vllm is not None
-    assert config.inference.vllm.args == {"gpu-memory-utilization": 0.8}
 
 
 @pytest.mark.parametrize(
