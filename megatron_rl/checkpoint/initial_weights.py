@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.checkpoint.hf.origin import contradictions
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.hf.folder import WeightsFolder
+from megatron_rl.checkpoint.hf.origin import contradictions as contradictions_of_checkpoint
 from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.contract.manifest import CheckpointError
-from megatron_rl.model.hf_mapping import OUTPUT
-from megatron_rl.model.hf_parts import held_weights
+from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, OUTPUT, sources, weights
+from megatron_rl.model.hf_parts import Held, held_weights
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.adapters import check_whole
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE
+from megatron_rl.recipe.hf_config import CONFIG_FILE, UnusableWeights, contradictions
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig
 
@@ -51,7 +51,7 @@ def read_initial_weights(policy: Policy, model: ModelConfig, groups: Groups, key
         return None
     assert model.checkpoint is not None  # checked by the configuration
     key = key or "model.checkpoint"
-    if wrong := contradictions(model, Path(model.checkpoint)):
+    if wrong := contradictions_of_checkpoint(model, Path(model.checkpoint)):
         raise ConfigurationError(f"{key}: {'; '.join(wrong)}")
     try:
         checkpoint = verify(Path(model.checkpoint), groups.control)
@@ -61,6 +61,44 @@ def read_initial_weights(policy: Policy, model: ModelConfig, groups: Groups, key
     except CheckpointError as error:
         raise ConfigurationError(f"{key}: {error}") from error
     return checkpoint.manifest.digest
+
+
+def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:
+    """Load the weights in `folder` into `policy`, in its own dtype. Not collective. Skips what an earlier data-parallel
+    rank reads too: that rank sends it afterwards (`models.share_weights`), so that files are read once.
+
+    Returns the digest of the files (see `WeightsFolder.digest`).
+
+    Raises UnusableWeights if they are incomplete, or belong to another model.
+    """
+    files = WeightsFolder(folder)
+    if wrong := contradictions(model, files.config, folder / CONFIG_FILE):
+        raise UnusableWeights("; ".join(wrong))
+    files.check(sources(weights(model)).values(), tied=model.tied_embeddings)
+    for held in held_weights(policy, model):
+        if held.copies.rank() == 0:
+            _fill(held, files)
+            if model.tied_embeddings and held.name == EMBEDDING:
+                for piece in held.pieces():
+                    _check_tied(files, piece.index)
+    return files.digest
+
+
+def _check_tied(files: WeightsFolder, index: tuple[slice, ...]) -> None:
+    """Raise UnusableWeights if a part of an output layer is stored that differs from the tied embedding."""
+    if HF_OUTPUT in files.tensors and not torch.equal(files.read(HF_OUTPUT, index), files.read(HF_EMBEDDING, index)):
+        raise UnusableWeights(
+            f"{files.folder}: {HF_OUTPUT} is not {HF_EMBEDDING}, and {CONFIG_FILE} says that they are one "
+            "(tie_word_embeddings)"
+        )
+
+
+def _fill(held: Held, files: WeightsFolder) -> None:
+    if held.weight.padded:
+        held.tensor.zero_()
+    for piece in held.pieces():
+        if piece.view.numel():  # a rank may hold only padding
+            piece.view.copy_(files.read(piece.source.name, piece.index).reshape(piece.view.shape))
 
 
 _BITS = {2: torch.int16, 4: torch.int32}

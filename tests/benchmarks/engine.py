@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from launcher.fetch.needs import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy

@@ -12,10 +12,15 @@ from collections.abc import Callable
 import torch
 
 from megatron_rl.model.platform.attention import Layout, PackedSequences, whole_sequences
-from megatron_rl.model.platform.cuda_attention import GATHERED_BLOCK, TREE_SPEED, tree_is_faster
+from megatron_rl.model.platform.cuda_attention import (
+    GATHERED_BLOCK,
+    TREE_SPEED,
+    VarlenLayout,
+    tree_is_faster,
+    varlen_layout,
+)
 from megatron_rl.model.platform.flash_kernels import find_varlen_kernel
 from megatron_rl.model.platform.tree_attention import BLOCK, Blocks, tree_layout
-from megatron_rl.model.platform.varlen_attention import VarlenLayout, varlen_layout
 
 HEADS, KV_HEADS, HEAD_SIZE = 5, 1, 128
 SHAPES = [(2048, 200, 16), (1024, 500, 16), (8192, 100, 16), (512, 2048, 4), (100, 4000, 4)]

@@ -17,7 +17,7 @@ from vllm_front import START_S, Front
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from launcher.fetch.needs import Cache, Need, export_packages
 from launcher.recipe.load import load_recipe
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.refit.epoch import Epoch
 from megatron_rl.generate.refit.model_tensors import weights_by_box

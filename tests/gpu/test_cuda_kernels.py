@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_rl.model.platform import flash_kernels
 from megatron_rl.model.platform.attention import Layout, PackedSequences, whole_sequences
+from megatron_rl.model.platform.cuda_attention import varlen_layout
 from megatron_rl.model.platform.gpu_calls import TRANSFORMER_ENGINE, check_package
 from megatron_rl.model.platform.tree_attention import tree_layout
-from megatron_rl.model.platform.varlen_attention import varlen_layout
 
 pytestmark = NEEDS_CUDA
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.policy import build_policy
 from megatron_rl.recipe.hf_config import read_hf_config, shape

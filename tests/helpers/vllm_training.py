@@ -18,7 +18,7 @@ from hf_helpers import STRETCHED, model_of
 from layout_helpers import Layout
 from vllm_front import START_S
 
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.refit.model_tensors import weights_by_box

@@ -10,7 +10,7 @@ from checkpoint_helpers import run_ranks
 from hf_helpers import PUBLISHED, VOCAB, model_of, publish
 from layout_helpers import Layout
 
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import build_policy

@@ -17,7 +17,7 @@ from torch import Tensor
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.environments.reasoning_gym import ReasoningGymEnvironment
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.model.chat.chat import Chat

@@ -15,8 +15,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
-from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
+from megatron_rl.checkpoint.initial_weights import load_pretrained, read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.checkpoint.source import PolicySource
 from megatron_rl.generate.engine.engine import Engine

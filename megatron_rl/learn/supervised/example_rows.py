@@ -18,9 +18,8 @@ from megatron_rl.agent.data_rows import DataSource, check_column, read_rows
 from megatron_rl.agent.dropped_rows import CHECKED, DroppedRows
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.learn.supervised.row_forms import Form, columns_of, conversation_in, form_of, row_of
-from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.chat import Chat, ExampleWriter
 from megatron_rl.model.chat.conversation import Conversation, conversation_of
-from megatron_rl.model.chat.examples import ExampleWriter
 from megatron_rl.model.chat.messages import Example
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.data import DataConfig

@@ -25,8 +25,8 @@ from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan, plan_json, with_offload
 from launcher.recipe.load import load_recipe
 from megatron_rl.model.platform.attention import PackedSequences
+from megatron_rl.model.platform.cuda_attention import varlen_layout
 from megatron_rl.model.platform.phantom import PhantomCuda, PhantomDevice
-from megatron_rl.model.platform.varlen_attention import varlen_layout
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.recipe.config import RunConfig

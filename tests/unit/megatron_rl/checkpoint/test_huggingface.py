@@ -15,7 +15,7 @@ from hf_helpers import EXPERTS, PUBLISHED, SENTENCE, SIZES, VOCAB, model_of, pub
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.hf.folder import INDEX, WeightsFolder
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
+from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import read_hf_config, shape

@@ -16,9 +16,8 @@ from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, usu
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.checkpoint.hf.peft import published_name
-from megatron_rl.checkpoint.hf.pretrained import load_pretrained
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
-from megatron_rl.checkpoint.initial_weights import weights_checksum
+from megatron_rl.checkpoint.initial_weights import load_pretrained, weights_checksum
 from megatron_rl.checkpoint.source import find_source
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.opened_policy import load_policy

@@ -12,9 +12,8 @@ from chat_templates import CHATML, QWEN25, qwen3, shown, tokenizer_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.chat import Chat, ExampleWriter
 from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
-from megatron_rl.model.chat.examples import ExampleWriter
 from megatron_rl.model.chat.proof import Proof, Rendering
 
 examples_of = cache(ExampleWriter)

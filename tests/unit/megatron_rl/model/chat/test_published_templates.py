@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from published_templates import PUBLISHED, library_tokenizer
 
-from megatron_rl.model.chat.chat import Chat
+from megatron_rl.model.chat.chat import Chat, ExampleWriter
 from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
-from megatron_rl.model.chat.examples import ExampleWriter
 from megatron_rl.model.chat.library import LibraryFormat, renderer_names
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -22,11 +22,10 @@ from torch.nn.attention import flex_attention as flex
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.model.platform import tree_attention
 from megatron_rl.model.platform.attention import PackedSequences, whole_sequences
-from megatron_rl.model.platform.cuda_attention import CudaAttention, tree_is_faster
+from megatron_rl.model.platform.cuda_attention import CudaAttention, VarlenLayout, tree_is_faster, varlen_layout
 from megatron_rl.model.platform.flash_kernels import VarlenKernel, find_varlen_kernel
 from megatron_rl.model.platform.phantom import PhantomDevice
 from megatron_rl.model.platform.tree_attention import FEWEST_TOKENS, TreeLayout, tree_layout
-from megatron_rl.model.platform.varlen_attention import VarlenLayout, varlen_layout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 16
