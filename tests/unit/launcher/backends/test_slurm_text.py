@@ -14,19 +14,9 @@ from launcher.backends.slurm.cluster_facts import (
     oneliners,
     options,
     settings,
-    table,
     tres,
-    version,
 )
 from launcher.host.slurm.formats import time_limit_s
-
-
-def test_settings_of_22_05():
-    config = settings(text("22.05-partition", "config"))
-    assert config["SLURM_VERSION"] == "22.05.8"
-    assert config["KillWait"] == "5 sec"
-    assert config["SlurmctldParameters"] == "preempt_send_user_signal"
-    assert config["InteractiveStepOptions"] == "--interactive --preserve-env --pty $SHELL"
 
 
 def test_what_is_not_set_is_absent():
@@ -39,19 +29,6 @@ def test_settings_that_are_numbered_keep_their_number():
     assert settings(text("24.05", "config"))["Prolog[0]"] == "/etc/slurm/prolog.d/10-health.sh"
 
 
-def test_partitions_of_22_05():
-    low, high = oneliners(text("22.05-partition", "partitions"))
-    assert (low["PartitionName"], low["GraceTime"], low["PreemptMode"], low["PriorityTier"]) == (
-        "low",
-        "20",
-        "REQUEUE",
-        "1",
-    )
-    assert (high["PartitionName"], high["PreemptMode"]) == ("high", "OFF")
-    assert "MaxTime" not in low  # UNLIMITED
-    assert low["TRES"].startswith("cpu=64,mem=32000M,node=4")
-
-
 def test_partitions_of_newer_releases_have_further_keys():
     (batch,) = oneliners(text("25.05", "partitions"))
     assert (batch["Topology"], batch["ExclusiveTopo"], batch["PreemptMode"]) == ("block", "NO", "GANG,SUSPEND")
@@ -62,14 +39,6 @@ def test_a_value_with_blanks_stays_whole():
         {"NodeName": "a", "OS": "Linux 6.1 #1 SMP", "RealMemory": "8"}
     ]
     assert oneliners("No reservations in the system\n") == []
-
-
-def test_tables_of_22_05():
-    rows = {row["Name"]: row for row in table(text("22.05-qos", "qos"))}
-    assert rows["burst"]["GrpTRES"] == "gres/gpu=16,node=2"
-    assert rows["normal"] == {"Name": "normal", "GraceTime": "00:00:00", "PreemptMode": "cluster"}
-    assert table(text("22.05-qos", "associations"))[0]["Def QOS"] == "normal"
-    assert table("") == []
 
 
 @pytest.mark.parametrize(
@@ -125,10 +94,3 @@ def test_options_and_counts():
     assert options(None) == {}
     assert tres("node=2,gres/gpu:h100=16,mem=8T") == {"node": 2, "gres/gpu:h100": 16}
     assert (number("30 sec"), number(None, 7), number("x", 3)) == (30, 7, 3)
-
-
-@pytest.mark.parametrize(
-    ("written", "read"), [("slurm-wlm 22.05.8\n", (22, 5, 8)), ("slurm 25.11.0-0rc1", (25, 11, 0)), ("", None)]
-)
-def test_versions(written, read):
-    assert version(written) == read

@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher.host import health
+from launcher.host.gpu_state import network_gbps, nvlink_problems, xid_problems
 from launcher.host.health import (
     canary,
     check_gpus,
@@ -179,3 +182,34 @@ def test_reports_are_read_where_they_are_written(tmp_path, monkeypatch):
     reports = read_node_reports(attempt)
     assert (reports.nodes, reports.fabric) == ({"a": WELL}, FabricReport(["a"], {}))
     assert reports.unreadable == {"b": "cannot be used: is empty"}
+
+
+@pytest.mark.parametrize("fault", ["chmod -x", "exit 1", "exit 0", "printf '\\377<gpu>'"])
+def test_a_tool_that_gives_no_answer_of_use_makes_no_node_sound(tmp_path, monkeypatch, fault):
+    put_tools(tmp_path, monkeypatch, dmesg="echo up")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{fault}\n")
+    tool.chmod(0o644 if fault == "chmod -x" else 0o755)
+    report, writable = examine(tmp_path / "health", "n1", 1)
+    assert not report.ok and writable, fault
+
+
+ODD = st.text(max_size=60) | st.binary(max_size=60).map(lambda data: data.decode("utf-8", "replace"))
+ANSWERS = (
+    "GPU 0: NVIDIA H100 (UUID: GPU-1)\n",
+    "GPU 0: NVIDIA H100\n\t Link 0: 26.562 GB/s\n",
+    smi({}),
+    "[   10.000000] eth0: link up\n",
+)
+
+
+@given(ODD, st.integers(0, 600))
+def test_no_answer_of_a_tool_is_too_odd(text, at):
+    """Whatever stands in the middle of it."""
+    for said in ANSWERS:
+        spoilt = said[:at] + text + said[at:]
+        check_gpus(1, spoilt, [])
+        check_state(spoilt)
+        xid_problems(spoilt, 20.0)
+        nvlink_problems(spoilt)
+    network_gbps([("4: ACTIVE", f"{text} Gb/sec"), ("ACTIVE", f"4{text}00 Gb/sec (4X NDR)")])

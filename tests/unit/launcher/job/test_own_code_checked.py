@@ -39,10 +39,6 @@ def recipe(tmp_path: Path) -> Recipe:
     return load_recipe(str(tmp_path / "mine.yaml"))
 
 
-def test_module_beside_the_recipe_is_resolved_to_its_file(recipe: Recipe, tmp_path: Path) -> None:
-    assert recipe.config.grpo.policy_loss == f"{tmp_path}/mine.py:loss"
-
-
 def test_file_without_the_function_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("x = 1\n")
     (tmp_path / "mine.yaml").write_text("extends: demo\nname: mine\ngrpo:\n  policy_loss: mine:loss\n")
@@ -54,17 +50,6 @@ def test_unusable_function_is_refused_before_anything_starts(recipe: Recipe, tmp
     (tmp_path / "mine.py").write_text(LOSS.replace("* tokens.weights", ""))
     (found,) = checked(recipe).problems
     assert "mine.yaml:3: grpo.policy_loss: a token of weight 0 has a loss" in found
-
-
-@pytest.mark.slow
-def test_functions_of_several_keys_are_checked_each_by_its_own_rule(recipe: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(LOSS + "def advantages(answers, config):\n    return answers.rewards\n")
-    both = load_recipe(recipe.asked, [f"grpo.baseline={tmp_path}/mine.py:advantages"])
-    assert {*both.config.grpo.own_functions} == {"policy_loss", "baseline"}
-    assert not checked(both).problems
-    override = f"grpo.baseline={tmp_path}/mine.py:loss"
-    (found,) = checked(load_recipe(recipe.asked, [override])).problems
-    assert f"override {override!r}: grpo.baseline: " in found and "AttributeError" in found
 
 
 def test_modules_of_included_directories_are_checked_too(tmp_path: Path) -> None:

@@ -205,10 +205,6 @@ def test_gpus_are_asked_for_as_the_cluster_knows_them(gres, asked):
     assert set(re.findall(r"--(?:gpus-per-node|gres)=\S+", render(job))) == asked, "in the steps too"
 
 
-def test_a_job_whose_every_node_works_ends_with_the_first_that_dies():
-    assert "--no-kill" not in header(a_job("qwen2.5-32b-dapo"))
-
-
 def test_a_range_of_nodes_is_slurms_to_choose_from():
     assert "--nodes=4-8" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-8"))
     assert "--nodes=5-9" in header(a_job("qwen2.5-32b-dapo", "job.nodes=4-8", "job.spare_nodes=1"))
@@ -228,18 +224,6 @@ def test_the_ranks_of_a_range_are_counted_when_they_start():
     ask = f"nodes=n1,n2,n5; IFS=, read -ra hosts <<<$nodes; echo {geometry}"
     shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout
     assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24 --ntasks-per-node=8 --gpus-per-node=8\n"
-
-
-def test_processes_on_cpus_ask_for_no_gpus_and_see_none():
-    script = render(a_job("demo"))
-    assert "gpus-per-node" not in script.partition("\ntrain()")[0]
-    assert "export CUDA_VISIBLE_DEVICES=''" in script
-
-
-def test_a_partitioned_job_outlives_a_lost_node():
-    job = a_job("qwen2.5-32b-dapo-partitioned")
-    assert "--no-kill" in header(job)
-    assert "--outlives-nodes" in render(job)
 
 
 def test_replicas_that_share_a_node_see_their_own_gpus():
@@ -336,15 +320,6 @@ esac
         run = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
         assert run.returncode == 2
         assert run.stderr == "error: this script is one for Slurm: sbatch it, or run it in an allocation (salloc)\n"
-
-
-def test_an_attempt_has_one_container_on_each_node_and_no_other_attempt_has_it():
-    steps = re.findall(r"^(\w+)\(\) {[^\n]*\n(.*?)^}$", render(a_job("qwen2.5-32b-dapo")), re.MULTILINE | re.DOTALL)
-    name = '--container-name="mrl-$SLURM_JOB_ID-$MRL_ATTEMPT:no_exec"'
-    assert [step for step, text in steps if name in text] == ["step"], "said once, for all steps in the container"
-    assert [step for step, text in steps if '"${container[@]}"' in text] == ["unpack", "fabric", "train"]
-    assert "--gpus-per-node=8" in dict(steps)["unpack"], "or enroot's hook for them ends with an error"
-    assert " --unpack" in render(a_job("qwen2.5-32b-dapo"))
 
 
 def test_a_harvested_replica_leaves_no_named_container_on_a_node_that_others_use(tmp_path):
