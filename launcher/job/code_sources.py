@@ -10,7 +10,7 @@ from socket import gethostname
 from launcher.errors import BadInput
 from launcher.host.code.git import GitError, work_tree
 from launcher.host.code.listing import SECRET, SnapshotError
-from launcher.host.code.sources import plan_sources
+from launcher.host.code.snapshot import plan_sources
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
@@ -25,7 +25,7 @@ OURS = ("launcher", "megatron_rl")
 
 
 def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
-    """Sources of the run's snapshot, by launcher.host.code.sources.plan_sources. Raises BadInput: an included directory
+    """Sources of the run's snapshot, by snapshot.plan_sources. Raises BadInput: an included directory
     does not exist, or git refuses to read it. `directory`: current directory; its repository is included when the
     recipe's file lies in it."""
     include = included(recipe, directory)

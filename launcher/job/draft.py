@@ -17,7 +17,7 @@ from launcher.doctor.preflight import problems
 from launcher.doctor.vllm_python import inexact_options
 from launcher.errors import BadInput
 from launcher.host.code.listing import SnapshotError
-from launcher.host.code.sources import plan_sources
+from launcher.host.code.snapshot import plan_sources
 from launcher.host.slurm.formats import time_limit_s
 from launcher.job.admission import corrections, with_date
 from launcher.job.code_sources import code_sources

@@ -80,8 +80,8 @@ class CheckpointPlan(NamedTuple):
 
 @record(rest="rest")
 class PlanRecord(NamedTuple):
-    """plan.json: the assignment of work to nodes and ranks. Written by mrl-submit, or by the first attempt from its
-    script; read by the batch host, `mrl attach`, `mrl status` and rank 0. `rest` is only for people and `mrl plan`."""
+    """plan.json: the assignment of work to nodes and ranks. Written by mrl-submit; read by the batch host, `mrl attach`,
+    `mrl status` and rank 0. `rest` is only for people and `mrl plan`."""
 
     nodes: int  # excluding spare nodes
     gpus_per_node: int
@@ -187,8 +187,8 @@ class CodeSource(NamedTuple):
 
 @record()
 class CodeSnapshot(NamedTuple):
-    """code/SNAPSHOT.json: the origin of the running code. Written last, by mrl-submit or the first attempt; read by the
-    batch host, `mrl attach` and the next submission."""
+    """code/SNAPSHOT.json: the origin of the running code. Written last, by mrl-submit; read by the batch host,
+    `mrl attach` and the next submission."""
 
     snapshot: int  # number, from 1
     at: float

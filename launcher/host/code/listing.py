@@ -36,10 +36,7 @@ class Listing(NamedTuple):
 def list_files(path: str, run: str) -> Listing:
     """Files of a snapshot of the directory `path`, made into the run directory `run`. Raises SnapshotError."""
     if not os.path.isdir(path):
-        raise SnapshotError(
-            f"{path}: no such directory on {socket.gethostname()}; the code must lie where the compute nodes see it, "
-            "or be copied by mrl-submit"
-        )
+        raise SnapshotError(f"{path}: no such directory on {socket.gethostname()}")
     refuse_home(path)
     notes: list[str] = []
     tracked, untracked = _names(path, os.path.realpath(run), notes)

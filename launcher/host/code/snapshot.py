@@ -12,8 +12,6 @@ directories."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import re
 import shutil
@@ -23,122 +21,79 @@ import time
 from pathlib import Path
 
 from launcher.host.code import git
-from launcher.host.code.listing import Listing, SnapshotError, ask_git, list_files, tree_of
-from launcher.host.process.processes import start_time
+from launcher.host.code.listing import Listing, SnapshotError, ask_git, list_files, refuse_home, tree_of
 from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import (
-    ABSENT,
-    PATIENCE_S,
-    Found,
-    Unreadable,
-    UnreadableRecord,
-    if_readable,
-    read,
-    write,
-)
+from megatron_rl.contract.records import ABSENT, PATIENCE_S, Unreadable, read, write
 from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 
 RECORD = RunDir("").code_record.name
+METADATA = (".dist-info", ".egg-info")
 LIMIT_BYTES = 200 * 10**6  # bytes of all sources together: code, not data
 
 
+def plan_sources(installed: list[str], include: list[str]) -> list[CodeSource]:
+    """List the sources of a snapshot that is not taken yet, and write nothing: directories of importable packages and
+    of their `.dist-info`, and the user's, in the order of PYTHONPATH. Raises SnapshotError where one is not a
+    directory, or git refuses to read it."""
+    sources = []
+    for path in installed:
+        name = os.path.basename(os.path.realpath(path))
+        sources.append(_source(path, name, "metadata" if name.endswith(METADATA) else "package"))
+    paths = [os.path.realpath(path) for path in include]
+    for number, path in enumerate(sorted(set(paths), key=paths.index), 1):
+        name = re.sub("[^A-Za-z0-9._-]", "_", os.path.basename(path)) or "root"
+        sources.append(_source(path, f"{number}-{name}", "included"))
+    return sources
+
+
+def _source(path: str, name: str, kind: str) -> CodeSource:
+    path = os.path.realpath(path)
+    if not os.path.isdir(path):
+        raise SnapshotError(f"{path}: no such directory on {socket.gethostname()}")
+    tree = None if kind == "metadata" else tree_of(path)  # starting git would slow down a dry run
+    if kind == "included":
+        refuse_home(path)
+        kind = "directory" if tree is None else "git"
+    dirty = tree is not None and ask_git(git.dirty, path)
+    return CodeSource(path, name, kind, tree.commit if tree else None, dirty)
+
+
 def take(sources: list[CodeSource], target: Path) -> CodeSnapshot:
-    """Make the snapshot `target` unless it exists, and return its record. Of several processes one makes it. Raises
-    SnapshotError, and leaves nothing behind; its cause is an OSError where the file system fails now and here."""
-    target = Path(target)
-    found = _record_of(target, PATIENCE_S)
-    if found is ABSENT:
-        _refuse_foreign(target)
-        _link(sources, target)
-        found = _record_of(target, PATIENCE_S)
-    if found is ABSENT:
-        raise SnapshotError(f"{target} leads to no snapshot; remove it and start again")
+    """Make the snapshot `target` unless it exists, and return its record. The caller holds the run's lock. Raises
+    SnapshotError, and leaves nothing behind."""
+    found = read(CodeSnapshot, target / RECORD, PATIENCE_S)
     if isinstance(found, Unreadable):
-        raise SnapshotError(str(found)) from UnreadableRecord(str(found))
-    return found
+        raise SnapshotError(str(found))
+    return update(sources, target) if found is ABSENT else found
 
 
 def update(sources: list[CodeSource], target: Path) -> CodeSnapshot:
-    target = Path(target)
-    _refuse_foreign(target)
-    number = max(_records(target), default=0) + 1
-    while not _publish(sources, target, number):
-        number += 1
-    fresh = Path(f"{target}.{os.urandom(4).hex()}")
-    try:
-        fresh.symlink_to(_numbered(target, number).name)
-        fresh.replace(target)
-    except OSError as error:
-        if fresh.is_symlink():
-            fresh.unlink()
-        shutil.rmtree(_numbered(target, number), ignore_errors=True)
-        raise SnapshotError(f"{target}: {error.strerror}") from error
-    return take(sources, target)
-
-
-def _link(sources: list[CodeSource], target: Path) -> None:
-    records = _records(target)
-    whole = [number for number, found in records.items() if if_readable(found) is not None]
-    for found in records.values():
-        if isinstance(found, Unreadable) and not whole:
-            raise SnapshotError(str(found))
-    if not whole:
-        _publish(sources, target, 1)
-    with contextlib.suppress(FileExistsError):
-        target.symlink_to(_numbered(target, max(whole, default=1)).name)
-
-
-def _refuse_foreign(target: Path) -> None:
+    """Make a further snapshot, and move the link `target` to it. Raises as `take`."""
     if target.exists() and not target.is_symlink():
         raise SnapshotError(f"{target} exists and is not a snapshot of mrl; move it away")
-
-
-def _numbered(target: Path, number: int) -> Path:
-    return target.with_name(f"{target.name}-{number:03d}")
-
-
-def _records(target: Path) -> dict[int, Found[CodeSnapshot]]:
-    """Number of each snapshot beside `target` -> its record, which may be Unreadable."""
-    names = names_in(target.parent)
-    matches = [re.match(re.escape(target.name) + r"-([0-9]{3,})$", name) for name in names]
-    numbers = [int(match.group(1)) for match in matches if match]
-    records = {number: _record_of(_numbered(target, number)) for number in numbers}
-    return {number: found for number, found in records.items() if found is not ABSENT}
-
-
-def _record_of(snapshot: Path, patience: float = 0.0) -> Found[CodeSnapshot]:
-    return read(CodeSnapshot, snapshot / RECORD, patience)
-
-
-def _publish(sources: list[CodeSource], target: Path, number: int) -> bool:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_debris(target)
-    building = f"{_building(target)}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+    for debris in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+        shutil.rmtree(debris) if debris.is_dir() and not debris.is_symlink() else debris.unlink()
+    matches = [re.match(re.escape(target.name) + r"-([0-9]{3,})$", name) for name in names_in(target.parent)]
+    number = max([int(match.group(1)) for match in matches if match] or [0]) + 1
+    made = target.with_name(f"{target.name}-{number:03d}")
+    building, link = (target.with_name(f".{target.name}.{kind}.tmp") for kind in ("files", "link"))
     try:
-        os.mkdir(building)
-        _fill(sources, building, number)
-        os.rename(building, str(_numbered(target, number)))
-        return True
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building.mkdir()
+        record = _fill(sources, str(building), number)
+        building.rename(made)
+        link.symlink_to(made.name)
+        link.replace(target)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            return False
+        shutil.rmtree(made, ignore_errors=True)
         raise SnapshotError(f"{error.filename or target}: {error.strerror}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
+    return record
 
 
-def _building(target: Path) -> str:
-    return str(target.with_name(f".{target.name}.{socket.gethostname()}"))
-
-
-def _remove_debris(target: Path) -> None:
-    for path in target.parent.glob(os.path.basename(_building(target)) + ".*.tmp"):
-        if start_time(int(path.name.split(".")[-3])) is None:
-            shutil.rmtree(str(path), ignore_errors=True)
-
-
-def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
+def _fill(sources: list[CodeSource], folder: str, number: int) -> CodeSnapshot:
     listings = [list_files(source.path, os.path.dirname(folder)) for source in sources]
     _refuse_data(sources, listings)
     taken = []
@@ -157,8 +112,10 @@ def _fill(sources: list[CodeSource], folder: str, number: int) -> None:
             if os.path.isdir(src) and not os.path.exists(os.path.join(src, "__init__.py")):
                 pythonpath.append(source.name + "/src")
         taken.append(_taken(source, listing))
-    write(os.path.join(folder, RECORD), CodeSnapshot(number, time.time(), taken, pythonpath))
+    record = CodeSnapshot(number, time.time(), taken, pythonpath)
+    write(os.path.join(folder, RECORD), record)
     _flush(folder)
+    return record
 
 
 def _taken(source: CodeSource, listing: Listing) -> CodeSource:

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.errors import BadInput
 from launcher.host.code import snapshot
-from launcher.host.code.sources import plan_sources
+from launcher.host.code.snapshot import plan_sources
 from launcher.job import code_sources as sources
 from launcher.job.code_sources import code_sources, left_out
 from launcher.recipe.load import load_recipe

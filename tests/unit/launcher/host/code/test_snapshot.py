@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,10 +13,9 @@ import pytest
 
 from launcher.host.code import snapshot
 from launcher.host.code.listing import SnapshotError
-from launcher.host.code.snapshot import take, update
-from launcher.host.code.sources import plan_sources
+from launcher.host.code.snapshot import plan_sources, take, update
 from megatron_rl.contract.records import read
-from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
+from megatron_rl.contract.run_records import CodeSnapshot
 
 
 def git(where: Path, *arguments: str) -> str:
@@ -277,7 +275,7 @@ def test_a_missing_directory_is_an_error_that_leaves_nothing(tmp_path):
         plan_sources([], [str(tmp_path / "nowhere")])
     sources = plan_sources([], [str(mine)])
     shutil.rmtree(mine)
-    with pytest.raises(SnapshotError, match="where the compute nodes see it"):
+    with pytest.raises(SnapshotError, match="no such directory on"):
         take(sources, tmp_path / "run" / "code")
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -323,35 +321,14 @@ def test_an_update_that_fails_changes_nothing(tmp_path, monkeypatch):
     assert sorted(path.name for path in code.parent.iterdir()) == ["code", "code-001"]
 
 
-def test_of_two_at_once_one_wins_whole(tmp_path):
-    versions = [repository(tmp_path / str(n) / "mine", {f"m{m}.py": f"v = {n}\n" for m in range(30)}) for n in (1, 2)]
-    plans = [plan_sources([], [str(path)]) for path in versions]
-    gate = threading.Barrier(len(plans))
-    records: list[CodeSnapshot] = []
-
-    def taker(plan: list[CodeSource]) -> None:
-        gate.wait(timeout=30)
-        records.append(take(plan, tmp_path / "run" / "code"))
-
-    threads = [threading.Thread(target=taker, args=(plan,)) for plan in plans]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert records[0] == records[1]
-    copied = {path.read_text() for path in (tmp_path / "run" / "code" / "1-mine").iterdir()}
-    assert len(copied) == 1
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["code", "code-001"]
-
-
 def test_a_killed_taker_leaves_debris_that_the_next_one_removes(tmp_path):
     mine = repository(tmp_path / "mine", {"a.py": ""})
     program = f"""
 import os, signal
+from pathlib import Path
 from launcher.host.code import snapshot
-from launcher.host.code.sources import plan_sources
 snapshot._flush = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-snapshot.take(plan_sources([], [{str(mine)!r}]), {str(tmp_path / "run" / "code")!r})
+snapshot.take(snapshot.plan_sources([], [{str(mine)!r}]), Path({str(tmp_path / "run" / "code")!r}))
 """
     killed = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
     assert killed.returncode == -9
@@ -373,10 +350,9 @@ def test_a_snapshot_that_cannot_be_read_is_not_made_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "PATIENCE_S", 0.1)
     mine = repository(tmp_path / "mine", {"a.py": "x = 1\n"})
     _, code = shot(tmp_path, mine)
-    for torn in (lambda: (code / "SNAPSHOT.json").write_text("{"), code.unlink):
-        torn()
-        with pytest.raises(SnapshotError, match=r"SNAPSHOT\.json cannot be used: is torn"):
-            shot(tmp_path, mine)
+    (code / "SNAPSHOT.json").write_text("{")
+    with pytest.raises(SnapshotError, match=r"SNAPSHOT\.json cannot be used: is torn"):
+        shot(tmp_path, mine)
     assert update(plan_sources([], [str(mine)]), code).snapshot == 2
 
 
