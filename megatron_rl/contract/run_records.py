@@ -80,8 +80,8 @@ class CheckpointPlan(NamedTuple):
 
 @record(rest="rest")
 class PlanRecord(NamedTuple):
-    """plan.json: the assignment of work to nodes and ranks. Written by mrl-submit; read by the batch host, `mrl attach`,
-    `mrl status` and rank 0. `rest` is only for people and `mrl plan`."""
+    """plan.json: the assignment of work to nodes and ranks. Written by mrl-submit; read by the batch host, rank 0,
+    `mrl attach` and `mrl status`. `rest` is only for people and `mrl plan`."""
 
     nodes: int  # excluding spare nodes
     gpus_per_node: int

@@ -29,6 +29,16 @@ GPU = """<gpu id="00000000:1B:00.0">
     <clocks_{reasons}_reason_hw_thermal_slowdown>{hot}</clocks_{reasons}_reason_hw_thermal_slowdown>
     <clocks_{reasons}_reason_hw_power_brake_slowdown>{brake}</clocks_{reasons}_reason_hw_power_brake_slowdown>
   </clocks_{reasons}_reasons>
+  <ecc_errors>
+    <volatile>
+      <sram_correctable>5</sram_correctable><sram_uncorrectable_parity>{parity}</sram_uncorrectable_parity>
+      <dram_correctable>7</dram_correctable><dram_uncorrectable>{dram}</dram_uncorrectable>
+    </volatile>
+    <aggregate><dram_uncorrectable>99</dram_uncorrectable></aggregate>
+  </ecc_errors>
+  <remapped_rows>
+    <remapped_row_pending>{pending}</remapped_row_pending><remapped_row_failure>{failure}</remapped_row_failure>
+  </remapped_rows>
   <fabric><state>{state}</state><status>{status}</status></fabric>
   <processes>{processes}</processes>
 </gpu>"""
@@ -39,7 +49,7 @@ PROCESS = """<process_info><pid>{pid}</pid><type>{type}</type><process_name>{nam
 def smi(**gpu: str) -> str:
     """A document of a sound GPU and one that is like this."""
     sound = {"width": "16x", "reasons": "event", "hot": "Not Active", "brake": "Not Active", "state": "Completed"}
-    sound |= {"status": "Success", "processes": ""}
+    sound |= {"status": "Success", "processes": "", "parity": "0", "dram": "0", "pending": "No", "failure": "No"}
     return f"<nvidia_smi_log>{GPU.format(**sound)}{GPU.format(**sound | gpu)}</nvidia_smi_log>"
 
 
@@ -59,6 +69,10 @@ def process(**values: str) -> str:
         ({"brake": "Active"}, "GPU 1 is slowed down: the power supply slows it"),
         ({"width": "8x"}, "GPU 1 has 8 of its 16 PCIe lanes"),
         ({"width": "N/A"}, None),
+        ({"parity": "1", "dram": "2"}, "GPU 1 has 3 uncorrectable memory errors"),
+        ({"dram": "N/A"}, None),
+        ({"failure": "Yes"}, "GPU 1 cannot remap a broken memory row"),
+        ({"pending": "Yes"}, "GPU 1 waits for a reset to remap a broken memory row"),
         (
             {"state": "In Progress", "status": "N/A"},
             "GPU 1 is not in the NVLink fabric: In Progress, N/A (fabric manager)",
