@@ -67,8 +67,51 @@ class Job:
     batch_flag: int = 1
 
 
+class FaultySlurm:
+    """Answers Slurm's commands, of which one or all for some seconds may fail. A subclass has `clock` and `files`."""
+
+    clock: Clock
+    files: FaultyFiles
+    slurm_fault: Fault | None
+    commands: list[str]
+    _until: float | None = None
+
+    def _answer(self, command: list[str], limit_s: float | None = None, environ: Any = None) -> CommandOutput:
+        with self.files.aside():
+            number, words = len(self.commands), " ".join(command)
+            self.commands.append(words)
+            kind = self._fault(number)
+            if kind is None:
+                return self._do(command, environ or {})
+            if kind == REFUSED:
+                return CommandOutput(1, "", "slurm error: Requested operation is presently disabled")
+            if kind == OLDER:
+                return self._do_older(command, environ or {})
+            if kind != TIMED_OUT:
+                self._do(command, environ or {})
+            if kind in (ANSWER_LOST, TIMED_OUT):
+                self.clock.sleep(30.0)
+                raise SlurmSilent(f"{words}: no answer within 30 s")
+            return CommandOutput(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
+
+    def _fault(self, number: int) -> str | None:
+        fault = self.slurm_fault
+        if fault is None or number < fault.at:
+            return None
+        if self._until is None:
+            self._until = self.clock.now + fault.seconds
+        return fault.kind if (self.clock.now <= self._until if fault.seconds else number == fault.at) else None
+
+    def _do(self, command: list[str], environ: dict[str, str]) -> CommandOutput:
+        raise NotImplementedError
+
+    def _do_older(self, command: list[str], environ: dict[str, str]) -> CommandOutput:
+        """Answer with an older state, where there is one."""
+        raise NotImplementedError
+
+
 @dataclass
-class Cluster:
+class Cluster(FaultySlurm):
     """A Slurm of two nodes with one run, which records violations of the invariants of a run."""
 
     root: Path
@@ -80,7 +123,6 @@ class Cluster:
     """Number of preemptions of the run."""
     jobs: dict[str, Job] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
-    failed_commands: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     """Output of each start."""
@@ -99,7 +141,6 @@ class Cluster:
         self.preempted = 0
         self.was_crashed = False
         self.saved = 0
-        self._until: float | None = None
         self.run.root.mkdir(parents=True)
         for file in (self.run.script, self.run.recipe, self.run.resolved):
             file.write_text("#\n")
@@ -192,36 +233,9 @@ class Cluster:
 
     # Slurm's commands
 
-    def _answer(self, command: list[str], limit_s: float | None = None, environ: Any = None) -> CommandOutput:
-        with self.files.aside():
-            number, words = len(self.commands), " ".join(command)
-            self.commands.append(words)
-            kind = self._fault(number)
-            if kind is None:
-                return self._do(command, environ or {})
-            self.failed_commands.append(" ".join(command[:2]))
-            if kind == ANSWER_LOST:
-                self._do(command, environ or {})
-            if kind in (ANSWER_LOST, TIMED_OUT):
-                self.clock.sleep(30.0)
-                raise SlurmSilent(f"{words}: no answer within 30 s")
-            if kind == REFUSED:
-                return CommandOutput(1, "", "slurm error: Requested operation is presently disabled")
-            if kind == OLDER and command[:3] == ["scontrol", "show", "job"] and self._known(command[-1]).older:
-                return CommandOutput(0, self._known(command[-1]).older, "")
-            if kind in (GARBAGE, NOTHING):  # the command was executed
-                self._do(command, environ or {})
-                return CommandOutput(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
-            return self._do(command, environ or {})
-
-    def _fault(self, number: int) -> str | None:
-        fault = self.slurm_fault
-        if fault is None or number < fault.at:
-            return None
-        if self._until is None:
-            self._until = self.clock.now + fault.seconds
-        once = not fault.seconds
-        return fault.kind if (number == fault.at if once else self.clock.now <= self._until) else None
+    def _do_older(self, command: list[str], environ: dict[str, str]) -> CommandOutput:
+        older = command[:3] == ["scontrol", "show", "job"] and self._known(command[-1]).older
+        return CommandOutput(0, older, "") if older else self._do(command, environ)
 
     def _known(self, job_id: str) -> Job:
         return self.jobs[job_id]

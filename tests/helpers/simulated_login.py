@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from fault_injection import Clock, Fault, FaultyFiles, State
 from run_helpers import end
-from simulated_job import ANSWER_LOST, GARBAGE, NOTHING, OLDER, REFUSED, TIMED_OUT
+from simulated_job import FaultySlurm
 from slurm_text import squeue_record
 
 from launcher.backends import local
@@ -29,7 +28,7 @@ from launcher.cli.main import main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.host.code import snapshot
 from launcher.host.slurm import call
-from launcher.host.slurm.call import CommandOutput, SlurmSilent
+from launcher.host.slurm.call import CommandOutput
 from launcher.host.slurm.formats import text_of
 from launcher.job import code_sources as sources
 from launcher.runs import find
@@ -68,7 +67,7 @@ class Ran:
     """Exception that it did not handle."""
 
 
-class LoginNode:
+class LoginNode(FaultySlurm):
     """Executes one command after the other on these files and this Slurm."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch, jobs: dict[str, Job] | None = None) -> None:
@@ -78,8 +77,6 @@ class LoginNode:
         self.supervised: list[RunDir] = []
         """Runs that were started on this machine."""
         self.commands: list[str] = []
-        self.failed_commands = 0
-        self._until: float | None = None
         self.runs = root / "runs"
         self.files = FaultyFiles(root, patch)
         bin_folder = root.with_name("bin")
@@ -182,36 +179,10 @@ class LoginNode:
 
     # Slurm's commands
 
-    def _answer(self, command: list[str], limit_s: float | None = None, environ: Any = None) -> CommandOutput:
-        with self.files.aside():
-            number, words = len(self.commands), " ".join(command)
-            self.commands.append(words)
-            kind = self._fault(number)
-            if kind is None:
-                return self._do(command)
-            self.failed_commands += 1
-            if kind == REFUSED:
-                return CommandOutput(1, "", "slurm error: Requested operation is presently disabled")
-            if kind == OLDER and command[0] == "squeue":
-                return self._do(command, older=True)
-            answer = self._do(command) if kind != TIMED_OUT else None
-            if kind in (ANSWER_LOST, TIMED_OUT):
-                self.clock.sleep(30.0)
-                raise SlurmSilent(f"{words}: no answer within 30 s")
-            if kind in (GARBAGE, NOTHING):
-                return CommandOutput(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
-            assert answer is not None
-            return answer
+    def _do_older(self, command: list[str], environ: dict[str, str]) -> CommandOutput:
+        return self._do(command, environ, older=command[0] == "squeue")
 
-    def _fault(self, number: int) -> str | None:
-        fault = self.slurm_fault
-        if fault is None or number < fault.at:
-            return None
-        if self._until is None:
-            self._until = self.clock.now + fault.seconds
-        return fault.kind if (self.clock.now <= self._until if fault.seconds else number == fault.at) else None
-
-    def _do(self, command: list[str], older: bool = False) -> CommandOutput:
+    def _do(self, command: list[str], environ: dict[str, str], older: bool = False) -> CommandOutput:
         if command[:3] == ["scontrol", "show", "config"]:
             return CommandOutput(0, "ClusterName = east\n", "")
         if command[:3] == ["scontrol", "show", "job"]:
