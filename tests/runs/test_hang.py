@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,37 +11,14 @@ from pathlib import Path
 import pytest
 from core_helpers import tiny_model
 from loop_helpers import Attempt, loop_recipe, prepare
-from run_helpers import FAKE_RANK
+from run_helpers import Supervised, supervised_at_once
 from waiting import until
 
 from launcher.host.process.processes import start_time
 from launcher.host.record.heartbeats import HangWatch
-from launcher.host.record.ledger import ends_in, read_ledger
-from megatron_rl.contract.attempt_records import AttemptEnd, Hang, Heartbeat
+from megatron_rl.contract.attempt_records import Hang, Heartbeat
 from megatron_rl.contract.codes import SILENCE_VARIABLE
-from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
-
-
-class Supervised:
-    """A supervisor and two ranks, which are fake if a script describes their behaviour."""
-
-    def __init__(self, run: RunDir, *options: str, script: str | None = None, **environment: str) -> None:
-        self.run, self.attempt = run, run.attempt(1)
-        self.attempt.folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(run.root), "--attempt", "1"]
-        command += ["--ranks", "2", "--device", "cpu", "--grace", "1", *options]
-        command += ["--", sys.executable, FAKE_RANK, script] if script else []
-        self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **environment})
-
-    def end(self, limit: float = 60) -> AttemptEnd:
-        """Wait for the end of the attempt. Returns its line of the ledger."""
-        assert self.process.wait(limit) == 1, self.logs()
-        return ends_in(read_ledger(self.run))[-1]
-
-    def logs(self) -> str:
-        return "\n".join(file.read_text()[-3000:] for file in sorted(self.attempt.logs.glob("*")))
-
 
 SCRIPTS = {
     "waits,hangs": ("--silence-limit", "2"),
@@ -59,20 +34,14 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervised]]:
-    """Runs by the behaviour of their ranks. All run at the same time, since they mostly wait."""
-    folders = {script: tmp_path_factory.mktemp("run") for script in SCRIPTS}
-    started = {
-        script: Supervised(RunDir(folders[script]), *options, script=script) for script, options in SCRIPTS.items()
-    }
-    yield started
-    for one in started.values():
-        one.process.kill()
-        one.process.wait()
+    """Runs by the behaviour of their ranks."""
+    with supervised_at_once(tmp_path_factory.mktemp, SCRIPTS) as started:
+        yield started
 
 
 def test_awaited_rank_is_named_and_both_ranks_show_their_stacks(runs):
     run = runs["waits,hangs"]
-    end = run.end()
+    end = run.crash()
     assert (end.outcome, end.rank, end.phase, end.step, end.hung) == ("crashed", 1, "generate", 3, True)
     assert end.node == os.uname().nodename
     assert end.error.endswith("(stacks: logs/attempt-001/train.1.stacks)")
@@ -83,14 +52,14 @@ def test_awaited_rank_is_named_and_both_ranks_show_their_stacks(runs):
 
 def test_stopped_process_is_named_although_the_other_one_works(runs):
     run = runs["beats,stopped"]
-    end = run.end()
+    end = run.crash()
     assert (end.rank, end.hung) == (1, True)
     assert "in hang" in run.attempt.stacks(0).read_text()
     assert start_time(int((run.attempt.folder / "pid.1").read_text())) is None
 
 
 def test_rank_whose_collective_times_out_names_the_missing_rank(runs):
-    end = runs["collects"].end(limit=60)
+    end = runs["collects"].crash()
     assert (end.rank, end.phase, end.hung) == (1, "generate", True)
     assert "while rank 0 waited for it: RuntimeError: " in end.error
     assert "Timed out" in end.error
@@ -98,17 +67,17 @@ def test_rank_whose_collective_times_out_names_the_missing_rank(runs):
 
 def test_other_ranks_show_their_stacks_when_a_rank_fails(runs):
     run = runs["hangs,consequence"]
-    assert run.end().rank == 1
+    assert run.crash().rank == 1
     assert "in hang" in run.attempt.stacks(0).read_text()
 
 
 def test_rank_killed_by_the_request_for_its_stack_is_not_the_first_failure(runs):
-    end = runs["consequence,fragile"].end()
+    end = runs["consequence,fragile"].crash()
     assert (end.rank, end.error) == (0, "RuntimeError: connection closed by peer")
 
 
 def test_failing_import_is_the_error_although_the_rank_could_not_report_it(runs):
-    assert runs["unable"].end().error.endswith("its log ends: ImportError: No module named 'torch'")
+    assert runs["unable"].crash().error.endswith("its log ends: ImportError: No module named 'torch'")
 
 
 def test_working_rank_keeps_the_run_alive_while_the_other_waits(runs):

@@ -7,66 +7,32 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from run_helpers import FAKE_RANK
+from run_helpers import Supervised, supervised_at_once
 from waiting import until
 
 from launcher.host.attempt.local_ranks import KEPT_MEMORY, WAITING_THREADS
 from launcher.host.process.lock import owner_of
 from launcher.host.process.processes import start_time
 from launcher.host.record.ledger import ends_in, read_ledger
-from megatron_rl.contract.attempt_records import AttemptEnd, Drain, Outcome
+from megatron_rl.contract.attempt_records import Drain, Outcome
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import read, write
 from megatron_rl.contract.run_records import Done
 
 
-class Supervised:
-    """A supervisor process under test."""
-
-    def __init__(self, run: RunDir, number: int, script: str, *options: str, ranks: int = 2) -> None:
-        self.run, self.attempt = run, run.attempt(number)
-        self.attempt.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(run.root)]
-        command += ["--attempt", str(number), "--ranks", str(ranks), "--device", "cpu", "--grace", "0.5", *options]
-        command += ["--", sys.executable, FAKE_RANK, script]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-    def wait(self, limit: float = 60) -> int:
-        return self.process.wait(timeout=limit)
-
-    def wait_for_ranks(self, ranks: int = 2) -> list[int]:
-        files = [self.attempt.folder / f"pid.{rank}" for rank in range(ranks)]
-        until(lambda: all(file.exists() for file in files))
-        return [int(file.read_text()) for file in files]
-
-    @property
-    def end(self) -> AttemptEnd:
-        return ends_in(read_ledger(self.run))[-1]
-
-    def survivors(self) -> list[int]:
-        pids = [int(file.read_text()) for file in self.attempt.folder.glob("pid.*")]
-        pids += [int(file.read_text()) for file in self.attempt.folder.glob("child.*")]
-        return [pid for pid in pids if start_time(pid) is not None]
-
-
 @pytest.fixture
 def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
-    started: list[Supervised] = []
-
     def supervise(script: str, *options: str, number: int = 1, ranks: int = 2, root: Path = tmp_path) -> Supervised:
-        started.append(Supervised(RunDir(root), number, script, *options, ranks=ranks))
-        return started[-1]
+        return started.enter_context(Supervised(RunDir(root), script, *options, number=number, ranks=ranks))
 
-    yield supervise
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
+    with ExitStack() as started:
+        yield supervise
 
 
 BOOM = "RuntimeError: boom"
@@ -84,15 +50,8 @@ PATIENT = {"consequence,crash": ("--grace", "30")}
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervised]]:
-    """Supervisors of failing ranks. All run at the same time, since they mostly wait."""
-    folders = {script: tmp_path_factory.mktemp("run") for script in FAILURES}
-    started = {
-        script: Supervised(RunDir(folder), 1, script, *PATIENT.get(script, ())) for script, folder in folders.items()
-    }
-    yield started
-    for one in started.values():
-        one.process.kill()
-        one.process.communicate()
+    with supervised_at_once(tmp_path_factory.mktemp, {one: PATIENT.get(one, ()) for one in FAILURES}) as started:
+        yield started
 
 
 @pytest.mark.parametrize("script", FAILURES)
