@@ -50,7 +50,6 @@ def command(
 
 
 def _describe(context: click.Context, name: str | None) -> None:
-    """Print the help of a command, a key or a metric. Raises click.UsageError where nothing has this name."""
     group = context.find_root().command
     assert isinstance(group, click.Group)
     root = click.Context(group, info_name=context.find_root().info_name)

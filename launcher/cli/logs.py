@@ -100,7 +100,6 @@ def _follow(log: LogFollower, as_json: bool) -> None:
 
 
 def _print(log: LogFollower, as_json: bool) -> int:
-    """Print new lines and return their number. Raises Failed if the log cannot be read at the moment."""
     try:
         found = list(log.poll())
     except OSError as error:

@@ -41,7 +41,6 @@ class Clusters:
     """The user's profiles as written; `profile` expands variables."""
     shipped: tuple[str, ...]
     environ: Mapping[str, str]
-    """Environment variables: MRL_CLUSTER, and those that profiles use."""
     _locate: Locate
 
     def names(self) -> list[str]:

@@ -68,7 +68,6 @@ def smoothed(values: Sequence[Value]) -> list[Value]:
 
 
 def rounded(value: Value) -> Value:
-    """The value with DIGITS significant digits; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{DIGITS}g}")

@@ -39,7 +39,6 @@ UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 
 
 def run_page(report: RunReport, now: float) -> str:
-    """Return the page of a run. `now` is the unix time of the data."""
     return _render(
         "run.html.j2",
         {"curves": {"groups": report.groups, "evaluations": report.evaluations}, "rollouts": report.rollouts},

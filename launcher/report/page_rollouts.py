@@ -44,18 +44,6 @@ class ProblemRow:
     last: float | None
 
 
-class Names:
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._places: dict[str, int] = {}
-
-    def place(self, text: str) -> int:
-        if text not in self._places:
-            self._places[text] = len(self.texts)
-            self.texts.append(text)
-        return self._places[text]
-
-
 @dataclass(frozen=True, slots=True)
 class Rollouts:
     """Groups in columns: an entry of each list for each group that a page holds."""
@@ -103,7 +91,6 @@ class RolloutCollector:
         self.first: list[GroupLine] = []
         """Groups with tokens of the first step that has some."""
         self.last: list[GroupLine] = []
-        """The same of the last step."""
 
     def add(self, group: GroupLine) -> None:
         self._all += 1
@@ -133,28 +120,30 @@ class RolloutCollector:
         self._thin_sampled()
         kept = {(group.step, group.ordinal): group for group in self._groups}
         kept |= {key: group._replace(answers=[]) for key, group in self._sampled.items()}
-        names, problems = Names(), Names()
+        names: dict[str, int] = {}  # text -> its place
+        problems: dict[str, int] = {}
         made = Rollouts(all_groups=self._all, all_sampled=self._all_sampled, all_problems=len(self._visits))
         for key, group in sorted(kept.items()):
             made.steps.append(group.step)
             made.ordinals.append(group.ordinal)
-            made.problem.append(problems.place(group.problem))
-            made.environment.append(names.place(group.environment))
+            made.problem.append(problems.setdefault(group.problem, len(problems)))
+            made.environment.append(names.setdefault(group.environment, len(names)))
             made.rewards.append([_rounded(reward) for reward in group.rewards])
             made.lengths.append(group.lengths)
-            made.reasons.append([names.place(reason) for reason in group.finish_reasons])
+            made.reasons.append([names.setdefault(reason, len(names)) for reason in group.finish_reasons])
             made.lost.append(sum(group.failures.values()))
             made.versions.append([group.lowest_version, group.highest_version])
-            made.passed_over.append(names.place(group.passed_over))
+            made.passed_over.append(names.setdefault(group.passed_over, len(names)))
             sampled = self._sampled.get(key)
             made.sample.append(len(made.samples) if sampled else -1)
             if sampled:
                 made.samples.append(_sample(sampled))
         rows = sorted(self._visits.items(), key=lambda one: (one[1].with_signal > 0, -one[1].groups))[:MOST_PROBLEMS]
         for problem, its in rows:
-            made.history.append(ProblemRow(problems.place(problem), its.groups, its.with_signal, its.first, its.last))
-        made.problems.extend([problem, self._visits[problem].prompt[:SHORT_PROMPT]] for problem in problems.texts)
-        made.names.extend(names.texts)
+            place = problems.setdefault(problem, len(problems))
+            made.history.append(ProblemRow(place, its.groups, its.with_signal, its.first, its.last))
+        made.problems.extend([problem, self._visits[problem].prompt[:SHORT_PROMPT]] for problem in problems)
+        made.names.extend(names)
         return made
 
     def _thin_groups(self) -> None:

@@ -18,7 +18,6 @@ CONTROL = re.compile(r"<[^<>\s]{1,60}>|<\uff5c[^<>]{1,60}\uff5c>|\[/?[A-Z_]{2,}\
 
 class Token(NamedTuple):
     text: str
-    """Line feeds are marked."""
     learned: bool
     control: bool
 

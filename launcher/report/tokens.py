@@ -41,7 +41,6 @@ class ShownPart:
     trained: list[list[int]]
     """Runs of equal values: [0 or 1, number of tokens]."""
     versions: list[list[int]]
-    """The same: [policy version, number of tokens]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,6 @@ def _answer(group: GroupLine, place: int, answer: AnswerLine | None, full: bool)
 
 
 def _indented(label: str, text: str, full: bool) -> Iterator[str]:
-    """Yield a text of the model or of the environment; control characters are escaped, except line breaks."""
     if label:
         yield f"  {label}"
     lines = text.split("\n")

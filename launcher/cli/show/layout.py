@@ -67,10 +67,8 @@ def _counts(config: RunConfig, summary: dict[str, Any]) -> Table:
             f"{_share(plan['batch']['prompts_per_replica'])} prompts per replica, "
             f"{size(memory['bytes'])} per {'GPU' if config.job.device == 'cuda' else 'process'}",
         )
-    skipped = sorted(set(range(config.job.fewest_nodes, plans[0]["nodes"])) - {plan["nodes"] for plan in plans})
-    if skipped:
-        counts = ", ".join(map(str, skipped[:FOLD])) + ", ..." * (len(skipped) > FOLD)
-        grid.add_row("others", f"with {counts} nodes the next smaller count is used, and the rest is spare")
+    if len(plans) < plans[0]["nodes"] - config.job.fewest_nodes + 1:
+        grid.add_row("others", "the next smaller count is used, and the rest is spare")
     return grid
 
 

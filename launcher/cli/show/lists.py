@@ -28,7 +28,6 @@ COLUMNS = ("run", "state", "step", "last reward", "cluster", "job", "submitted")
 
 
 def list_runs(limit: int | None, as_json: bool) -> None:
-    """Print the newest runs. `limit`: number of runs; None: all."""
     problems: list[str] = []
     entries = newest_first(unread=problems)
     shown = list(islice(entries, limit))

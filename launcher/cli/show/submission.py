@@ -45,12 +45,6 @@ def dry_run_json(draft: Draft) -> dict[str, Any]:
 
 
 def submitted_lines(submitted: SubmittedJob, draft: Draft, waits: Sequence[str], brief: bool) -> list[str]:
-    """Return lines about a submitted job.
-
-    Args:
-        waits: ids of the jobs after which it starts.
-        brief: leave out the next commands.
-    """
     from launcher.runs.find import pasteable_command
     from launcher.runs.state import result_file
 

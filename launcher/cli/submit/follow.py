@@ -75,7 +75,6 @@ class Follower:
             time.sleep(TICK)
 
     def _is_free(self) -> bool:
-        """Whether no supervisor holds the run, or the file system cannot say."""
         try:
             return owner_of(self._run.lock) is None
         except OSError:

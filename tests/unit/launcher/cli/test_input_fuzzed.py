@@ -42,22 +42,8 @@ KEYS = sorted(".".join(path) for path in known_keys(RunConfig.model_json_schema(
 ODD = [
     *("", " ", "-", "--", "~", "..", "/", "@", "=", ",", "[", "{", "*", "&a", "<<", "null", "true", "NaN", ".inf"),
     *("-1", "0", "1e999", "99999999999999999999", "0x", "1_0", "2024-13-01", "!!int x", "!!python/object:os.system x"),
-    *(
-        "a\0b",
-        "\x1b[31m",
-        "\udcff",
-        "\u2028",
-        "é",
-        "x" * 300,
-        "~nouser/x",
-        "$HOME",
-        "$(id)",
-        "a\nb",
-        "'",
-        '"',
-        "[1,2",
-        "%",
-    ),
+    *("a\0b", "\x1b[31m", "\udcff", "\u2028", "é", "x" * 300, "~nouser/x", "$HOME", "$(id)", "a\nb"),
+    *("'", '"', "[1,2", "%"),
 ]
 WORD = st.sampled_from(ODD) | st.text(max_size=12)
 VALUE = WORD | st.integers().map(str) | st.floats().map(str)

@@ -141,3 +141,12 @@ def test_environments_for_data_of_the_user_come_first_and_variants_are_a_number(
     assert "reasoning-gym/NAME for each of 2 (--json lists them)" in said and said.endswith("Riddles (riddles)")
     assert max(map(len, lines)) <= 80
     assert not [line for line in lines if line.startswith("  reasoning-gym/")]
+
+
+def test_a_dry_run_names_what_the_engine_brings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    heads = ("model.num_attention_heads=2", "model.num_query_groups=2")  # of a size that vLLM has on a CPU
+    words = ["demo", "inference.engine=vllm", *heads, "--dry-run", "--cluster", "local"]
+    done = CliRunner().invoke(mrl_submit, words)
+    assert "note: inference.engine=vllm also sets placement.mode=partitioned" in done.stderr
+    assert "resume.partial=keep" in done.stderr

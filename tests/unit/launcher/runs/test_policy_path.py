@@ -1,4 +1,4 @@
-"""A path to load a policy from is checked before a process with torch is started."""
+"""A path to load a policy from is checked before a process with torch is started, and whose files they are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from run_helpers import make_run
 
+from launcher.cli.main import main
+from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.serve import make_token_file
 from launcher.errors import BadInput
 from launcher.host.record.identity import note_submission
+from launcher.runs.owner import refuse_others
 from launcher.runs.policy_path import prepare_policy
+from megatron_rl.contract.paths import RunDir
 
 
 def test_runs_checkpoints_weights_and_names_in_the_cache_may_hold_one(
@@ -52,18 +57,6 @@ def test_what_cannot_hold_one_is_told_at_once(tmp_path: Path, monkeypatch: pytes
             prepare_policy(str(path), trusted=False)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_run_of_somebody_else_is_refused_unless_it_is_trusted(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    run.checkpoint(40).mkdir(parents=True)
-    (run.checkpoint(40) / "manifest.json").touch()
-    os.chown(run.root, 12345, 12345)
-    for path in (run.root, run.checkpoint(40)):
-        with pytest.raises(BadInput, match="belongs to user 12345"):
-            prepare_policy(str(path), trusted=False)
-        prepare_policy(str(path), trusted=True)
-
-
 def test_a_token_is_made_once_for_this_account_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config" / "token"
     make_token_file(file)
@@ -76,3 +69,42 @@ def test_a_token_is_made_once_for_this_account_alone(tmp_path: Path, capsys: pyt
     assert "other users can read" in capsys.readouterr().err
     with pytest.raises(BadInput, match="cannot be created: "):
         make_token_file(file / "token")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """Its checkpoints are another user's."""
+    run = make_run(tmp_path / "run")
+    run.checkpoints.mkdir()
+    real = Path.stat
+
+    def stat(path, *more, **options):
+        found = real(path, *more, **options)
+        uid = 12345 if path == run.checkpoints else os.geteuid()
+        return os.stat_result((*found[:4], uid, *found[5:]))
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return run
+
+
+def test_what_another_user_wrote_is_refused(theirs):
+    (theirs.checkpoints / "step-000040").mkdir()
+    with pytest.raises(BadInput, match="belongs to user 12345"):
+        prepare_policy(str(theirs.root), trusted=False)
+    prepare_policy(str(theirs.root), trusted=True)
+    with pytest.raises(BadInput, match=r"checkpoints: belongs to user 12345; .*unpickled.*--trust"):
+        refuse_others(theirs, trusted=False)
+    refuse_others(theirs, trusted=True)
+
+
+def test_the_commands_that_go_on_with_a_run_ask_for_trust(theirs):
+    root = str(theirs.root)
+    for program, words in (
+        (main, ("resume", root, "--dry-run")),
+        (main, ("fork", root, "--dry-run")),
+        (mrl_submit, ("demo", "--run-dir", root, "--dry-run")),
+    ):
+        done = CliRunner().invoke(program, words)
+        assert (done.exit_code, "belongs to user 12345" in done.stderr) == (2, True), (words, done.output)
+        assert "belongs to" not in CliRunner().invoke(program, (*words, "--trust")).output
