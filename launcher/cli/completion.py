@@ -1,4 +1,4 @@
-"""Shell completion of recipes and runs: eval "$(_MRL_COMPLETE=bash_source mrl)" turns it on."""
+"""Recipes and runs for click's shell completion, which eval "$(_MRL_COMPLETE=bash_source mrl)" turns on."""
 
 from __future__ import annotations
 

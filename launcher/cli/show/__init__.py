@@ -1,1 +1,1 @@
-"""How runs, plans and endings look: tables, lines and live panels. Decides nothing."""
+"""How runs, plans and endings look: tables and lines. Decides nothing."""
