@@ -140,27 +140,22 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     process.end()
 
 
-def test_options_that_vllm_refuses_are_a_wrong_configuration_with_its_own_words(tmp_path: Path) -> None:
-    program = "__import__('argparse').ArgumentParser(prog='vllm serve').parse_args()"
-    served = Served(tmp_path / "model", tmp_path)
-    with (
-        pytest.raises(ConfigurationError, match=r"see inference\.vllm\.args: .*\(exit code 2\): .*arguments: --none=3"),
-        started([sys.executable, "-c", program, "--none=3"], {**os.environ}, served, StringIO(), "inference.vllm.args"),
-    ):
-        pass
-
-
-def test_another_end_in_the_start_is_none(tmp_path: Path) -> None:
-    with (
-        pytest.raises(VllmGone, match=r"exit code 1\): SystemError: out of luck"),
-        started(
-            [sys.executable, "-c", "raise SystemError('out of luck')"],
-            {**os.environ},
-            Served(tmp_path / "model", tmp_path),
-            StringIO(),
-            "inference.vllm.args",
+@pytest.mark.parametrize(
+    ("program", "error", "said"),
+    [
+        (
+            "__import__('argparse').ArgumentParser(prog='vllm serve').parse_args()",
+            ConfigurationError,
+            r"see inference\.vllm\.args: .*\(exit code 2\): .*arguments: --none=3",
         ),
-    ):
+        ("raise SystemError('out of luck')", VllmGone, r"exit code 1\): SystemError: out of luck"),
+    ],
+)
+def test_options_that_vllm_refuses_are_a_wrong_configuration_and_other_ends_are_not(
+    program: str, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    served, command = Served(tmp_path / "model", tmp_path), [sys.executable, "-c", program, "--none=3"]
+    with pytest.raises(error, match=said), started(command, {**os.environ}, served, StringIO(), "inference.vllm.args"):
         pass
 
 

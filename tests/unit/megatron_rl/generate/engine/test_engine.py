@@ -144,15 +144,6 @@ def test_answers_do_not_depend_on_how_often_the_host_checks_for_ended_rows(
             assert so_far == whole[part.request_id, part.sample][: len(so_far)]
 
 
-def test_keys_and_samples_differ_and_equal_keys_repeat(policy: Policy) -> None:
-    plain = Sampling(max_new_tokens=12)
-    engine = engine_of(policy)
-    (one,), (again,), (other,) = (answer(engine, ask(PROMPTS[0], 8, plain, key)) for key in (1, 1, 2))
-    assert tokens_of(one) == tokens_of(again)
-    assert tokens_of(one) != tokens_of(other)
-    assert len(set(map(tuple, tokens_of(one)))) > 4
-
-
 def test_parameters_of_requests_in_one_batch_do_not_mix(policy: Policy) -> None:
     """Greedy requests stay greedy beside hot ones, top_k=1 is greedy too, and each request has its own limits."""
     requests = [ask(PROMPTS[0], 4), ask(PROMPTS[0], 4, Sampling(temperature=3.0, max_new_tokens=5), 1)]

@@ -175,17 +175,6 @@ def test_long_prompt_is_computed_in_pieces_with_decoding_in_between() -> None:
     assert lengths == [2, 3, 4, 5]
 
 
-def test_request_cancelled_in_the_middle_of_its_prompt_leaves_no_page_behind() -> None:
-    scheduler, runner = engine(pages=20, max_batch=4, prefill_tokens=PAGE)
-    long = request(4, [2] * (7 * PAGE), 2, 4)
-    scheduler.submit(long)
-    step(scheduler, runner)
-    assert scheduler.load.free_pages == 19
-    scheduler.cancel(long.id)
-    assert scheduler.load.free_pages == 20
-    assert not scheduler.busy
-
-
 def soak(requests: int) -> int:
     """Return the bytes of the scheduler and everything it refers to, after this many requests under pressure."""
     scheduler, runner = engine(pages=14, max_batch=6, prefill_tokens=3 * PAGE)

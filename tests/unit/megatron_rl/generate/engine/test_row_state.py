@@ -1,4 +1,4 @@
-"""A moved row takes all of its state along, and the next sample in its old row starts clean."""
+"""A moved row takes all of its state along."""
 
 from __future__ import annotations
 
@@ -67,17 +67,3 @@ def test_moving_a_row_moves_all_its_values() -> None:
     rows.move([(2, 0)])
     assert all_of(rows, 0) == before
     assert (rows.ended(1), rows.lengths(slice(0, 1)).tolist()) == ([0], [10])
-
-
-def test_a_reused_row_drops_the_parameters_of_its_previous_sample() -> None:
-    """Rows with the same number have the same parameters, which are copied only if the numbers differ."""
-    rows = state()
-    begin(rows, 1, WARM)
-    begin(rows, 0, GREEDY)
-    rows.move([(1, 0)])
-    assert not rows.work(slice(0, 1)).sampling.greedy
-    begin(rows, 0, GREEDY)
-    assert rows.work(slice(0, 1)).sampling.greedy
-    begin(rows, 1, GREEDY)
-    rows.move([(0, 2)])
-    assert rows.work(slice(2, 3)).sampling.greedy

@@ -65,16 +65,9 @@ def cut_by_definition(probs: list[float], sampling: Sampling) -> set[int]:
 
 
 CUTS = [
-    {"top_k": 3},
-    {"top_k": 1},
-    {"top_k": 100},
-    {"top_p": 0.7},
-    {"top_p": 1e-6},
-    {"min_p": 0.2},
-    {"top_k": 5, "top_p": 0.8},
-    {"top_k": 6, "top_p": 0.95, "min_p": 0.1},
-    {},
-]
+    {"top_k": 3}, {"top_k": 1}, {"top_k": 100}, {"top_p": 0.7}, {"top_p": 1e-6}, {"min_p": 0.2},
+    {"top_k": 5, "top_p": 0.8}, {"top_k": 6, "top_p": 0.95, "min_p": 0.1}, {},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)

@@ -11,7 +11,7 @@ import pytest
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from megatron_rl.recipe.vllm import VllmConfig
-from megatron_rl.recipe.vllm_options import OWNED_OPTIONS, draft_faults, option_name, owned, untried
+from megatron_rl.recipe.vllm_options import draft_faults, owned, untried
 
 PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
 
@@ -107,15 +107,6 @@ def test_a_section_of_vllm_without_its_engine_is_refused() -> None:
 )
 def test_an_option_that_the_run_sets_is_refused_in_all_its_spellings(name: str) -> None:
     assert owned(name) is not None
-
-
-@pytest.mark.parametrize("name", ["gpu-memory-utilization", "enable_expert_parallel", "quantization", "kv-cache-dtype"])
-def test_other_options_are_free(name: str) -> None:
-    assert owned(name) is None
-
-
-def test_owned_options_are_written_as_vllm_writes_them() -> None:
-    assert all(option_name(name) == name == name.lower() for name in OWNED_OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,17 @@ def test_log_probs_within_the_tolerance_pass() -> None:
     assert PROBE.difference([-1.02, -2.01, -3.0]) == pytest.approx(0.01)
 
 
-def test_failure_names_the_largest_difference_and_its_token() -> None:
-    with pytest.raises(
-        ProbeFailed, match=r"0\.17 in the mean, where 0\.01 .* token 7 at 2: -2\.5000 instead of -2\.0000"
-    ):
-        PROBE.check([-1.01, -2.5, -3.0])
-
-
-def test_log_prob_that_is_no_number_fails() -> None:
-    with pytest.raises(ProbeFailed, match="token 6 at 1: nan"):
-        PROBE.check([math.nan, -2.5, -3.0])
-
-
-def test_engine_must_report_every_log_prob() -> None:
-    with pytest.raises(ProbeFailed, match="reports 2 log-probs of a probe with 3"):
-        PROBE.check([-1.0, -2.0])
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([-1.01, -2.5, -3.0], r"0\.17 in the mean, where 0\.01 .* token 7 at 2: -2\.5000 instead of -2\.0000"),
+        ([math.nan, -2.5, -3.0], "token 6 at 1: nan"),
+        ([-1.0, -2.0], "reports 2 log-probs of a probe with 3"),
+    ],
+)
+def test_failure_names_the_largest_difference_and_its_token(found: list[float], said: str) -> None:
+    with pytest.raises(ProbeFailed, match=said):
+        PROBE.check(found)
 
 
 def test_probe_survives_the_protocol() -> None:
