@@ -117,14 +117,6 @@ def test_max_lag_further_batches_are_begun_while_a_step_trains(tmp_path: Path, m
         assert ordinals(driver.collect(batch.next_ordinal)) == [3, 4, 5]
 
 
-def test_a_slow_prompt_delays_its_batch_but_no_other_generation(tmp_path: Path) -> None:
-    agent = Agent(held=[1])
-    with driver_of(agent, ahead(1), tmp_path) as driver:
-        threading.Timer(0.05, agent.let, [1]).start()
-        assert ordinals(driver.collect(0)) == [0, 1, 2]
-        assert {0, 1, 2, 3, 4, 5} <= {*agent.begun}
-
-
 def test_nothing_is_generated_beyond_the_last_step(tmp_path: Path) -> None:
     agent = Agent()
     config = ahead(2).model_copy(update={"training": ahead(2).training.model_copy(update={"steps": 2})})

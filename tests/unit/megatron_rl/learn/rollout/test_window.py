@@ -138,13 +138,6 @@ def drawn_at_once(states: list[State], *, rounds: int, passed_over: int) -> int:
     return window.open_below() - window.below
 
 
-def test_overdue_groups_are_dropped_once_others_can_replace_them() -> None:
-    assert choice(0, [OVERDUE, USABLE, UNFINISHED], 2, rounds=1) is None
-    found = choice(0, [OVERDUE, USABLE, USABLE], 2, rounds=1)
-    assert found is not None
-    assert (found.trained, found.overdue, found.next_ordinal) == ([1, 2], [0], 3)
-
-
 def test_groups_without_signal_are_passed_over_until_the_last_round() -> None:
     states = [NO_SIGNAL, USABLE, NO_SIGNAL, UNUSABLE]
     assert Window(2, 8, states=(*states,)).end_of(1) == 5

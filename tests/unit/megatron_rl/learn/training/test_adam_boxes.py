@@ -34,7 +34,3 @@ def test_boxes_are_few_and_none_is_empty(of: tuple[list[int], int, int]) -> None
     found = list(boxes(*of))
     assert len(found) <= 2 * len(of[0]) - 1
     assert all(math.prod(size) > 0 for _, size in found)
-
-
-def test_a_range_of_a_matrix_is_an_end_of_a_row_whole_rows_and_a_start_of_a_row() -> None:
-    assert list(boxes((5, 4), 3, 14)) == [((0, 3), (1, 1)), ((1, 0), (2, 4)), ((3, 0), (1, 2))]

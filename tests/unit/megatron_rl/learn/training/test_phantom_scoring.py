@@ -1,4 +1,4 @@
-"""Scoring and the loss on a phantom GPU, and training at full size: shapes, dtypes and devices."""
+"""Scoring and a pass over experts on a phantom GPU: shapes, dtypes, devices and memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import pytest
 import torch
 from core_helpers import VOCAB, batch_of, here_of, random_groups, tiny_model, tiny_run
 
-from launcher.plan.parameters import vocabulary
-from launcher.recipe.load import load_recipe
-from megatron_rl.algorithms.logprobs import predicted_logprobs
-from megatron_rl.algorithms.packing import MicroBatch, pack
+from megatron_rl.algorithms.packing import pack
 from megatron_rl.learn.training.objective import Grpo
 from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward_backward
 from megatron_rl.learn.training.trainer import Trainer
@@ -43,45 +40,6 @@ def test_scoring_stays_on_the_gpu_and_reads_no_value(platform: Any, groups: Any,
         scores = trainer.score(policy, batch, inputs)
     assert (scores.device, scores.dtype) == (GPU, torch.float32)
     assert scores.shape == batch.inference_logprobs.shape
-
-
-def test_training_works_at_the_shapes_of_the_largest_recipe(platform: Any, groups: Any) -> None:
-    """Runs one of its identical layers on one rank, with a sequence of full length and eight answers to one prompt.
-    tests/runs/test_shipped_recipes_rehearsed.py covers other kinds of recomputation."""
-    config = load_recipe("qwen2.5-32b-dapo").config
-    rows = vocabulary(config)
-    assert rows is not None
-    model = config.model.model_copy(update={"num_layers": 1})
-    prompt, length = 1024, config.sequence_length
-    microbatches = [
-        *pack([[1] * length], [[False] * prompt + [True] * (length - prompt)], [0], length),
-        *pack(
-            [[1] * prompt + [answer] * 500 for answer in range(8)],
-            [[False] * prompt + [True] * 500] * 8,
-            range(8),
-            length,
-        ),
-        MicroBatch.empty(),
-    ]
-    seen = []
-
-    def loss(hidden: torch.Tensor, read: ModelInput) -> torch.Tensor:
-        logprobs, entropy = predicted_logprobs(hidden, policy.output(), read.targets, temperature=1.0)
-        assert entropy is not None
-        seen.append((tuple(hidden.shape), hidden.dtype, tuple(logprobs.shape), logprobs.dtype, tuple(entropy.shape)))
-        return -logprobs.sum()
-
-    with PhantomDevice() as device:
-        policy = build_policy(model, rows, PhantomCuda(device), config.training.recompute)
-        inputs = [ModelInput.of(policy, micro) for micro in microbatches]
-        forward_backward(policy, inputs, loss, Pipeline(), stop=lambda: False)
-    assert seen == [
-        ((tokens, model.hidden_size), torch.bfloat16, (tokens,), torch.float32, (tokens,))
-        for tokens in (length - prompt, 4000, 0)
-    ]
-    for name, weight in policy.named_parameters():
-        assert weight.grad is not None, name
-        assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, torch.bfloat16), name
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

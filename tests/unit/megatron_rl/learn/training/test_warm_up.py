@@ -154,11 +154,6 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert "could not be cached" in caplog.text
 
 
-def test_ranks_that_do_not_write_leave_no_cache(platform: Any, groups: Any, cache: Path) -> None:
-    weights(recipe(), platform, writer=False)
-    assert not cache.exists()
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -82,19 +82,10 @@ def test_missing_package_of_a_reward_is_told_from_other_faults(tmp_path: Path) -
     assert found["lacks"] == "no_such_package"
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ("{name: reasoning-gym/chain_smu, args: {}}", "no 'chain_smu' (did you mean chain_sum?)"),
-        (
-            "{name: reasoning-gym/chain_sum, args: {dataset_args: {min_term: 2}}}",
-            "min_term: chain_sum has no such argument",
-        ),
-    ],
-)
-def test_misspelt_task_or_argument_of_reasoning_gym_is_a_fault(tmp_path: Path, environment: str, said: str) -> None:
+def test_misspelt_argument_of_reasoning_gym_is_a_fault(tmp_path: Path) -> None:
+    environment = "{name: reasoning-gym/chain_sum, args: {dataset_args: {min_term: 2}}}"
     (found,) = asked("check", tmp_path, f"environment={environment}")
-    assert said in found["fault"]
+    assert "min_term: chain_sum has no such argument" in found["fault"]
 
 
 def test_missing_worked_examples_are_a_fault(tmp_path: Path) -> None:
