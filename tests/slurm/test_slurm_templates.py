@@ -69,23 +69,14 @@ def runs_and_goes_on(login: Login, name: str) -> None:
     run.wait("COMPLETED")
     assert run.ends() == [("drained", "signal"), ("finished", None)]
     assert [line["step"] for line in run.metrics()] == list(range(1, 41))
-    assert sorted(path.name for path in login.share.glob("my-run*")) == ["my-run", "my-run.log", "my-run.sbatch"]
+    assert sorted(path.name for path in login.share.glob("my-run*")) == ["my-run", "my-run.log"]
 
 
 @together
-def test_colocated_template_refused_by_mrl_submit_leaves_only_its_log(login: Login) -> None:
-    leaves_only_its_log(login, "colocated")
-
-
-@together
-def test_partitioned_template_refused_by_mrl_submit_leaves_only_its_log(login: Login) -> None:
-    leaves_only_its_log(login, "partitioned")
-
-
-def leaves_only_its_log(login: Login, name: str) -> None:
+def test_template_refused_by_mrl_submit_leaves_only_its_log(login: Login) -> None:
     login.share.mkdir()
-    script = login.home / f"{name}.sbatch"
-    script.write_text(edited(name, login, ["demo", "job.nodes=two"], nodes=2))
+    script = login.home / "colocated.sbatch"
+    script.write_text(edited("colocated", login, ["demo", "job.nodes=two"], nodes=2))
     job = login.sbatch(script)
     asked = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
     wait_until(f"job {job} has failed", lambda: login.lab.run(*asked).strip() == "FAILED", SECONDS)

@@ -22,6 +22,8 @@ from launcher.job.submit import refuse_unknown_partitions, write_files
 from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
 
 TICK = 0.2
+BATCH = ("ENVIRONMENT", "BATCH")
+"""Variable and value that Slurm sets in the script of a batch job, and not in a shell of salloc."""
 
 _OF_SALLOC = re.compile(r"--(partition|account|qos|constraint|reservation|nodes|gpus-per-node|time|mem|exclusive)\b")
 """Options of the script's header that salloc needs; the others concern only a batch job."""
@@ -32,8 +34,8 @@ def _salloc(job: PlannedJob) -> str:
 
 
 def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
-    """Run a draft here and return the exit code. Ctrl-C saves and ends the run, a second one ends the steps at once.
-    Raises BadInput: this shell has no allocation, or it is too small."""
+    """Run a draft here and return the exit code. Ctrl-C saves and ends the run, a second one ends the steps at once. In
+    a batch job this process becomes the script. Raises BadInput: this shell has no allocation, or it is too small."""
     job_id = os.environ.get("SLURM_JOB_ID")
     needed = drafted.job.recipe.config.job.fewest_nodes
     if job_id is None:
@@ -53,6 +55,9 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
                 return EXIT_FINISHED
             write_files(run, job, update_code=False)
     note_submission(run, job.cluster, job_id)
+    if BATCH in os.environ.items():  # Slurm's signals must reach the script itself
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, and the script would inherit that
+        os.execvp("bash", ["bash", str(run.script)])
     echo(f"running {run.root} in job {job_id}; Ctrl-C saves and ends it")
     interruptions = Interruptions()
     with interruptions.caught():
