@@ -75,8 +75,8 @@ NEED = {
     "datasets": ("datasets", "hf_dataset", "trial", "countdown", "math_environment", "reasoning_gym", "shipped_math"),
     "transformers": (
         *("tools", "hf_convert", "huggingface", "irregular_files", "text_stream", "parity", "model", "tokenizer"),
-        *("server_as_engine", "server_chat", "server_completions", "server_connections", "server_guard"),
-        *("server_readers", "server_refusals", "server_weights", "standalone", "trainer", "lora", "lora_export"),
+        *("server_chat", "server_completions", "server_connections", "server_guard", "server_readers"),
+        *("server_refusals", "standalone", "trainer", "lora", "lora_export"),
     ),
 }
 """Packages that take seconds to import, and the test files that import them."""

@@ -73,7 +73,6 @@ def milliseconds(layout: Layout, tokens: int, device: torch.device) -> float:
 
 
 def timed(function: Callable[[], None]) -> float:
-    """Elapsed milliseconds."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     function()

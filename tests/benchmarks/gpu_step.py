@@ -154,7 +154,6 @@ def product_flops(device: torch.device, size: int, repeats: int = 20) -> float:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Card, versions and machine."""
     found: dict[str, Any] = {name: version(name) for name in ("torch", "megatron-core", "mrl")}
     found |= {"python": sys.version.split()[0], "card": "CPU"}
     if device.type == "cuda":

@@ -32,7 +32,6 @@ def measure_step(python: str, steps: int, dtype: str) -> None:
 
 
 def rows_of_runs(python: str, steps: int, dtype: str) -> Iterator[list[str]]:
-    """Run each recipe. Yields a row for each."""
     first = None
     for name, recipe in RUNS.items():
         with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
@@ -52,7 +51,6 @@ def of_python(recipe: Sequence[str], python: str) -> list[str]:
 
 
 def lines_of_run(root: Path, recipe: Sequence[str], steps: int) -> list[dict[str, float]]:
-    """Record of a run's counted steps."""
     short = (f"training.steps={steps + SKIPPED}", "save.every=0", "evaluation.prompts=1")
     command = [Path(sys.executable).with_name("mrl-submit"), *recipe, *short, "--cluster", "local", "--run-dir", root]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

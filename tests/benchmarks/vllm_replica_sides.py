@@ -45,8 +45,6 @@ SENTENCE = "The quick brown fox jumps over the lazy dog. "
 
 @dataclass(frozen=True)
 class Setting:
-    """Facts that both engines share."""
-
     python: str
     """Interpreter that has vLLM."""
     dtype: str

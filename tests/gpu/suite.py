@@ -32,8 +32,6 @@ GPU, HELPERS, BENCHMARKS = (ROOT / "tests" / name for name in ("gpu", "helpers",
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tests that belong together."""
-
     name: str
     limit_s: int
     """Seconds on a GPU after which it is cut off."""
@@ -140,7 +138,6 @@ print(json.dumps(found | {"packages": [str(fit) for fit in check_packages()]}))
 
 
 def line_of(result: dict[str, Any]) -> str:
-    """Line of the table."""
     numbers = "".join(f"{result[name]:9}" for name in ("passed", "failed", "skipped"))
     return f"{result['part']:14}{numbers}{result['seconds']:10.1f}{'  cut off' if result['cut'] else ''}"
 

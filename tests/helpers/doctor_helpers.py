@@ -67,7 +67,6 @@ def config(cluster: str, **changes: str) -> str:
 
 
 def found(cluster: str | SlurmFacts, topic: str, config: RunConfig | None = None, **values: Any) -> list[DoctorFinding]:
-    """Findings on one topic for a profile with these values."""
     return [one for one in examine(facts(cluster), config, profile(**values)) if one.topic == topic]
 
 

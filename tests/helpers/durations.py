@@ -19,8 +19,6 @@ NOTED_S = 0.5
 
 
 class Spent(NamedTuple):
-    """Cost of some tests."""
-
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     tests: int = 0
@@ -144,7 +142,6 @@ def dearest_first(costs: dict[str, Spent]) -> list[tuple[str, Spent]]:
 
 
 def processor() -> str:
-    """Name of the processor's model, as Linux gives it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -126,7 +126,6 @@ class FaultyFiles:
         return self._older
 
     def fail(self, fault: Fault | None) -> None:
-        """Replace the fault."""
         self._fault, self._until = fault, None
 
     def starts(self) -> None:

@@ -58,7 +58,6 @@ def with_helpers() -> dict[str, str]:
 
 
 def run_recipe(run_dir: RunDir, recipe: dict[str, Any], attempt: int, device: str, ranks: int = 1) -> None:
-    """Run the ranks of a recipe to their end."""
     run_dir.root.mkdir(exist_ok=True)
     job = {**recipe["job"], "device": device, "gpus_per_node": ranks}
     run_dir.resolved.write_text(yaml.safe_dump({**recipe, "job": job}), encoding="utf-8")

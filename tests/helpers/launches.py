@@ -31,8 +31,6 @@ ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_s
 
 @dataclass(frozen=True)
 class Step:
-    """Work of a decode step of one rank."""
-
     kernels: Counter[str]
     """Number of launches by operator."""
     bytes: int

@@ -73,7 +73,6 @@ class Attempt:
     def start_replica(
         self, number: int, ranks: int = 1, start: int = 0, sabotage: Callable[[int], None] | None = None
     ) -> list[BaseProcess]:
-        """Start an inference replica."""
         environment = {START_VARIABLE: str(start)}
         started = _start(
             self.run_dir, self.number, ranks, self._cache, f"infer-{number}.{start}.", environment, sabotage, number
@@ -82,7 +81,6 @@ class Attempt:
         return started
 
     def wait_for_step(self, step: int, timeout_s: float = 90.0) -> None:
-        """Wait until the metrics contain `step`."""
         deadline, metrics, size = time.monotonic() + timeout_s, self.run_dir.metrics, 0
         while True:
             if metrics.exists() and (now := metrics.stat().st_size) != size:  # to read all lines each time costs a core

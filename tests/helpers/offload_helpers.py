@@ -23,7 +23,6 @@ def an_optimizer(platform: Any, dtype: str, offload: Offload, **fields: Any) -> 
 
 
 def one_update(optimizer: PolicyOptimizer, number: int) -> None:
-    """Make an update as the trainer does."""
     optimizer.zero_grad()
     loss = torch.zeros(())
     for index, weight in enumerate(optimizer.ddp.module.parameters()):

@@ -17,7 +17,6 @@ LIMIT_S = 300.0
 
 
 def processes(root: Path, module: str) -> list[int]:
-    """Processes of a run."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -48,13 +48,11 @@ def submitted(root: Path, *overrides: str, job_id: str | None = None, cluster: s
 
 
 def begin(run: RunDir, attempt: int, at: float = 0.0, **facts: Any) -> None:
-    """Record the start of an attempt."""
     run.attempt(attempt).folder.mkdir(parents=True)
     append(run.attempts_ledger, AttemptStart(attempt, at, **facts))
 
 
 def end(run: RunDir, attempt: int, outcome: str, at: float = 0.0, **facts: Any) -> None:
-    """Record the end of an attempt."""
     append(run.attempts_ledger, AttemptEnd(attempt, at, outcome, **facts))
 
 

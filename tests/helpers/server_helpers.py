@@ -68,8 +68,6 @@ def encode(text: str) -> list[int]:
 
 @dataclass
 class _Saying:
-    """An open request."""
-
     request: GenerationRequest
     streamed: bool
     answers: list[list[int]]
@@ -229,7 +227,6 @@ def ask(
 
 
 def completion(engine: Any, **body: Any) -> dict[str, Any]:
-    """Return the response of /v1/completions."""
     return _good(ask(engine, "/v1/completions", {"prompt": "ask", "max_tokens": 100} | body))
 
 

@@ -48,8 +48,6 @@ class Killed(BaseException):
 
 @dataclass
 class Job:
-    """A job as Slurm knows it."""
-
     id: str
     name: str
     environ: dict[str, str]

@@ -43,8 +43,6 @@ STEPS, DONE_STEPS = 800, 2
 
 @dataclass
 class Job:
-    """A job as Slurm knows it."""
-
     id: str
     state: str
     script: Path
@@ -58,8 +56,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Ran:
-    """A command that has ended."""
-
     code: int
     out: str
     err: str
@@ -238,7 +234,6 @@ def contents(root: Path) -> dict[str, str]:
 
 
 def restore(root: Path, wanted: dict[str, str]) -> None:
-    """Restore the root to these contents."""
     there = contents(root)
     for path in reversed([path for path, content in there.items() if wanted.get(path) != content]):
         if there[path] == "folder":

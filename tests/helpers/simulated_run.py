@@ -175,7 +175,6 @@ class Simulation:
         return ending
 
     def record(self) -> Record:
-        """Record of a finished run."""
         steps, evaluations = reproducible(self.run_dir)
         return Record(fates(self.run_dir), self.policy.trained_on(), self.policy.weight.tolist(), steps, evaluations)
 

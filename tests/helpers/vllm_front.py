@@ -91,7 +91,6 @@ class Front:
         return self.log.read_text(errors="replace")[-6000:]
 
     def error(self) -> str:
-        """Error that the front has recorded."""
         return str(json.loads(self.replica.error(0).read_text())["error"])
 
     def children(self) -> list[psutil.Process]:

@@ -202,8 +202,6 @@ def see_all(rank: int, world: int, layouts: list[Layout]) -> list[Seen]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Layout], list[Seen]]:
-    """Observations of each rank of a layout."""
-
     @functools.cache
     def of_all(world: int, slow: bool) -> dict[Layout, list[Seen]]:
         layouts = [layout for layout in LAYOUTS[world] if (layout in SLOW[world]) == slow]

@@ -27,7 +27,6 @@ ROWS = 16
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run of two steps with a checkpoint after them."""
     folder = tmp_path_factory.mktemp("evaluated")
     recipe = loop_recipe(
         job=ALONE,

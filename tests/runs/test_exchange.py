@@ -80,7 +80,6 @@ def exchanged(rank: int, ranks: int) -> dict[str, Any]:
 
 @contextmanager
 def counted() -> Iterator[Counter[int]]:
-    """Count the bytes that this rank sends to each other rank."""
     sent = Counter[int]()
     isend = dist.isend
 

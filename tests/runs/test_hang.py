@@ -34,7 +34,6 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervised]]:
-    """Runs by the behaviour of their ranks."""
     with supervised_at_once(tmp_path_factory.mktemp, SCRIPTS) as started:
         yield started
 

@@ -252,7 +252,6 @@ def layouts_of(rank: int, ranks: int, quick: bool) -> dict[str, Any]:
 
 
 def more_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
-    """Observations of this rank in tests of particular layouts."""
     found: dict[str, Any] = {}
     if ranks == 4:
         found["taught"] = taught(Layout(tp=2, pp=2), cache)
@@ -263,7 +262,6 @@ def more_of(rank: int, ranks: int, cache: Path) -> dict[str, Any]:
 
 
 def taught(layout: Layout, cache: Path) -> Any:
-    """Initial weights of a run that teaches its base model."""
     os.environ[CACHE_VARIABLE] = str(cache / "cache")
     groups = layout.groups()
     config = tiny_run(
@@ -300,7 +298,6 @@ def without_sums_of_copies(layout: Layout) -> Any:
 
 
 def alone_of(rank: int, ranks: int, model: str) -> Seen:
-    """Observations of a single rank."""
     return seen(Layout(), model, Layout().groups())
 
 
@@ -353,7 +350,6 @@ def in_layout(run: Any) -> Callable[[str], Whole]:
 
 @pytest.fixture(scope="module")
 def alone(run: Any) -> Callable[[str], Whole]:
-    """Observations of a single rank for a model."""
     return functools.cache(lambda model: Whole.of(run(1, alone_of, model)))
 
 

@@ -56,7 +56,6 @@ class Laptop:
         patch.setattr(local_ranks, "Child", self._start_rank)
 
     def start(self) -> None:
-        """Start the run as mrl-submit does."""
         with self.files.aside():
             self.attempt = self.run.attempt(self.run.last_attempt() + 1)
             self.attempt.heartbeats.mkdir(parents=True)
@@ -75,7 +74,6 @@ class Laptop:
                 self.violations.append("something of it is left")
 
     def drive(self) -> list[str]:
-        """Drive the run to its end. Returns what is wrong with it."""
         for _ in range(MOST_STARTS):
             self.start()
             with self.files.aside():

@@ -56,7 +56,6 @@ class Partitioned:
         return read_json(file)
 
     def finish(self) -> None:
-        """Make the training end."""
         write(self.attempt.drain, Drain("test", "the test", time.time(), deadline=time.time() + LIMIT_S))
         assert self.process.wait(LIMIT_S) == 75, self.log
 

@@ -37,8 +37,6 @@ class Before:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and the state of run `a` when it starts."""
-
     words: tuple[str, ...]
     state: str
     look: Look

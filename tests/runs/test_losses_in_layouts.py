@@ -77,8 +77,6 @@ def chosen(layout: str, quick: bool) -> list[str]:
 
 
 class Seen(NamedTuple):
-    """Observations of one rank."""
-
     loss: float
     """Loss of the global batch."""
     gradient: Any

@@ -31,7 +31,6 @@ from launcher.fetch.hub import explain, patterns
 from launcher.fetch.needs import (
     Cache,
     Need,
-    _environment,
     export_packages,
     fetch,
     import_image_on_login,
@@ -367,12 +366,6 @@ def test_unwritable_cache_is_named():
 def test_each_name_has_a_record_of_its_own(tmp_path):
     found = {record_of(tmp_path, kind, name) for kind in ("model", "tokenizer") for name in ("a/b", "a--c", "a")}
     assert len(found) == 6
-
-
-def test_child_process_is_online_whatever_the_user_exported(profile):
-    env = _environment(Cache.of(profile), {"HF_HUB_OFFLINE": "1", "HF_TOKEN_PATH": "/t"})
-    assert (env["HF_HUB_OFFLINE"], env["HF_TOKEN_PATH"]) == ("0", "/t")
-    assert env["HF_HOME"] == str(Path(profile.run_root) / "cache" / "huggingface")
 
 
 def test_recipe_may_take_its_shape_from_a_model_not_fetched_yet(hub, tmp_path, monkeypatch):

@@ -39,7 +39,6 @@ def rolled_out(
     samples: int = 1,
     **arguments: Any,
 ) -> EvaluationResponse:
-    """Roll out all problems at once."""
     data = folder / "problems.jsonl"
     data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     environment = ProgramEnvironment(ProgramConfig(problems=str(data), **arguments), tokenizer)
@@ -63,7 +62,6 @@ def rolled_out(
 
 
 def uses_the_tool(prompt: str, sample: int) -> str:
-    """Call the tool first, and answer with its result."""
     _, called, result = prompt.rpartition("[tool]")
     if called:
         return f"It is {result.partition('[')[0]}."

@@ -55,7 +55,6 @@ def run(program: Program, given: ProgramJob | None = None) -> ProgramEnd:
 
 
 def gone(pid: int, limit_s: float = 10.0) -> bool:
-    """Whether a process ends within the limit."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         try:
@@ -68,7 +67,6 @@ def gone(pid: int, limit_s: float = 10.0) -> bool:
 
 
 def appears(file: Path, limit_s: float = 30.0) -> str:
-    """Wait for a file with content and return it."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if file.exists() and (content := file.read_text()):

@@ -29,8 +29,6 @@ PROMPT = [5, 6, 7, 8]
 
 
 class Served:
-    """A server that is ready."""
-
     def __init__(self, path: Path, home: Path, *options: str | Path) -> None:
         import openai  # slow to import
 

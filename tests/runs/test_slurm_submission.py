@@ -222,7 +222,6 @@ def test_run_whose_job_only_claimed_it_can_be_submitted(cluster, tmp_path):
 
 
 def queued(**facts: str) -> str:
-    """Script of a squeue that knows one job."""
     return f"printf %s '{squeue_record(**facts)}'"
 
 

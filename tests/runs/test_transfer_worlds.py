@@ -200,7 +200,6 @@ class ConnectedReplicas:
         self._end(number)
 
     def go_on(self, number: int) -> None:
-        """Resume a stopped replica."""
         for process in self.processes[number]:
             process.resume()
 

@@ -37,7 +37,6 @@ def children() -> set[int]:
 
 
 def children_of(verifier: Verifier) -> list[int]:
-    """Child processes that the verifier started."""
     alive = verifier.close.peek()
     assert alive is not None
     return [worker.process.pid for worker in alive[2][1] if worker.process is not None]

@@ -85,7 +85,6 @@ class Keeper:
         self.start(*self.nodes)
 
     def start(self, *nodes: str) -> None:
-        """Start nodes concurrently."""
         namespaces = ["--mount", "--uts", "--propagation", "private"]
         for node in nodes:
             if self.subnet is not None:

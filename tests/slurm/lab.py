@@ -219,7 +219,6 @@ class Cluster:
         return [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
 
     def jobs(self) -> set[str]:
-        """Ids of the jobs that Slurm remembers."""
         return set(self.run("squeue", "--noheader", "--states=all", "--format=%A").split())
 
     def wait_until_up(self, *names: str, limit: float = SECONDS_UP) -> None:

@@ -51,7 +51,6 @@ class Login:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Cancel their jobs."""
         if self.jobs:
             self.lab.run("scancel", "--quiet", *self.jobs)
 
@@ -136,8 +135,6 @@ class Login:
 
 
 class Run:
-    """A run and its job."""
-
     def __init__(self, lab: Cluster, run: RunDir, job: str) -> None:
         self.lab = lab
         self.dir = run

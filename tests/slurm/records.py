@@ -73,12 +73,10 @@ def preempt(login: Login, run: Run, *urgency: str) -> str:
 
 
 def wait_for_ends(run: Run, count: int) -> None:
-    """Wait until the ledger has the ends of this many attempts."""
     wait_until(f"{count} attempts of {run.dir.root} are over", lambda: len(run.ends()) >= count, WAIT)
 
 
 def finish(run: Run) -> None:
-    """Wait until the run has finished."""
     run.wait("COMPLETED", limit=WAIT)
     assert run.dir.done.exists(), run.log()
 

@@ -27,12 +27,6 @@ def test_unknown_partition_is_refused(login: Login) -> None:
     assert said.count("error") == 1
 
 
-def test_unknown_partition_for_harvested_replicas_is_refused(login: Login) -> None:
-    apart = ("job.nodes=2", "placement.mode=partitioned", "placement.inference.nodes=1", "harvest.max_replicas=1")
-    said = refused(login, *DEMO, *apart, "harvest.partition=lwo")
-    assert "harvest.partition: there is none called lwo; there are: high, low; did you mean low?" in said
-
-
 def test_constraint_that_no_node_meets_is_refused(login: Login) -> None:
     login.profiles["stub"]["constraint"] = "h200"
     said = refused(login, *DEMO)

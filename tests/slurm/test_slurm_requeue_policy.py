@@ -16,7 +16,6 @@ together = Together()
 
 
 def ends_of(run: Run) -> list[dict[str, Any]]:
-    """Lines of the ledger."""
     return [line for line in run.ledger() if line["event"] == "end"]
 
 
