@@ -1,4 +1,4 @@
-"""Settings of notifications for the host side, and reasons why they could not work."""
+"""Reasons why notifications could not work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.cluster.profile import Profile
-from launcher.host.attempt.notify import NotifySettings
 from megatron_rl.recipe.logs import NotifyConfig
-
-
-def settings_json(config: NotifyConfig) -> str:
-    """Return the value of --notify, an option of `launcher.host.job` and `launcher.host.supervise`."""
-    return NotifySettings(config.on, config.command or [], config.webhook or "", config.stalled_s).json()
 
 
 def refusals(config: NotifyConfig | None, environ: Mapping[str, str] | None) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, rank_python, replica_image, replica_python
 from launcher.errors import BadInput
-from launcher.job.notifications import settings_json
 from launcher.job.steps import (
     Lines,
     binding,
@@ -108,7 +107,7 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
         cpus = shares_of_cpus(job.plan.sizes.inference_tp // job.plan.sizes.replica_processes)
         yield Shell(f'--harvest {config.harvest.max_replicas} "--harvest-sbatch=--cpus-per-task={cpus}" {options}')
     if config.notify is not None:
-        yield Shell(f"--notify {shlex.quote(settings_json(config.notify))}")
+        yield Shell(f"--notify {shlex.quote(config.notify.model_dump_json())}")
     if profile.health_check:
         yield Shell("--health" + (" --fabric" if _all_reduce(job) else ""))
 

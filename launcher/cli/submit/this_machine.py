@@ -20,7 +20,6 @@ from launcher.job.admission import check
 from launcher.job.directories import run_directory
 from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import refusals as notification_refusals
-from launcher.job.notifications import settings_json
 from launcher.job.run_directory import OpenedRun, prepare
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import make_plan
@@ -155,7 +154,7 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: OpenedRun, attempt: Attempt, 
     owner = None if request.detach else os.getpid()
     interruptions = Interruptions()
     with interruptions.caught():
-        notify = settings_json(config.notify) if config.notify else None
+        notify = config.notify.model_dump_json() if config.notify else None
         command = supervisor_command(run, attempt, config, sizes, drain_limit_s, owner, notify)
         supervisor = Supervisor(command)
         follower = Follower(run, attempt, supervisor, drain_limit_s)

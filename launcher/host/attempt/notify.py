@@ -41,12 +41,9 @@ LONGEST_TEXT = 2000  # characters
 
 class NotifySettings(NamedTuple):
     on: Sequence[str]
-    command: Sequence[str] = ()
-    webhook: str = ""  # name of a variable, or path of a file, with the URL
+    command: Sequence[str] | None = None
+    webhook: str | None = None  # name of a variable, or path of a file, with the URL
     stalled_s: float = 1800.0
-
-    def json(self) -> str:
-        return json.dumps(self._asdict())
 
     @classmethod
     def parse(cls, text: str) -> NotifySettings:
