@@ -30,10 +30,8 @@ class LocalMachine:
     cpus: int
     gpus: int
     memory_bytes: int | None
-    free_bytes: int | None
-    """Memory that is free, or that the kernel would free; None: unknown."""
-    multiplies_bf16: bool | None = None
-    """Whether its processors have instructions for bf16; None: unknown."""
+    free_bytes: int | None  # memory that is free, or that the kernel would free; None: unknown
+    multiplies_bf16: bool | None = None  # whether its processors have instructions for bf16; None: unknown
 
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})

@@ -29,8 +29,7 @@ from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.registry import environment_arguments, environment_class, registered, with_kept_files
 
-MAX_NEW_TOKENS = 512
-"""Default limit of an answer's tokens for a checkpoint of no run."""
+MAX_NEW_TOKENS = 512  # default limit of an answer's tokens for a checkpoint of no run
 
 OPTIONS = {"sets": "--set", "checkpoint": "CHECKPOINT"}
 

@@ -33,8 +33,7 @@ from megatron_rl.recipe.model import is_hub_name, is_prefetched, package_of
 from megatron_rl.recipe.registry import environment_class, required_datasets
 from megatron_rl.recipe.requests import RowsRequest
 
-LIMIT_S = 30.0
-"""Seconds that the check may take; then the first rank has the last word."""
+LIMIT_S = 30.0  # seconds that the check may take; then the first rank has the last word
 READ = ("code", "data", "environment", "environments", "tokenizer")
 TEACHING = (
     *((section,) for section in READ),

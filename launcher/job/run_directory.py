@@ -36,10 +36,8 @@ class OpenedRun:
     """Whether the changes correct a run in which nothing was trained yet: it starts over and keeps only the record of
     its attempts."""
     run_id: str = ""
-    attempt: Attempt | None = None
-    """Attempt that `prepare` made; None: the run is finished."""
-    handed_over: bool = False
-    """Set once a job may use the directory: from then on a failure leaves it as it is."""
+    attempt: Attempt | None = None  # attempt that `prepare` made; None: the run is finished
+    handed_over: bool = False  # set once a job may use the directory: from then on a failure leaves it as it is
 
 
 def prepare(recipe: Recipe, root: Path, change: bool) -> OpenedRun:

@@ -49,8 +49,7 @@ class PlannedJob:
     profile: Profile
     run_dir: Path
     sources: Sequence[CodeSource]
-    seen: Sequence[Path]
-    """Paths to mount into the container, beside the profile's mounts."""
+    seen: Sequence[Path]  # paths to mount into the container, beside the profile's mounts
     version: str
 
 
@@ -180,8 +179,7 @@ class _SrunFunction:
     """A function of the script that becomes one srun."""
 
     function: Shell
-    name: Shell
-    """Name of the step: text, or the function's first argument."""
+    name: Shell  # name of the step: text, or the function's first argument
     options: list[Shell]
     command: Shell
     shown: Shell | None = None

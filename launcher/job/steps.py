@@ -51,8 +51,7 @@ limits: Slurm passes on those of the login node."""
 class Option:
     name: str
     value: str | None = None
-    variable: str | None = None
-    """Shell expression of a value that only the attempt knows. A flag has neither."""
+    variable: str | None = None  # shell expression of a value that only the attempt knows; a flag has neither
 
     @property
     def argv(self) -> str:

@@ -36,8 +36,7 @@ from megatron_rl.contract.shapes import from_json
 @dataclass(frozen=True, slots=True)
 class SubmittedJob:
     run: RunDir
-    job_id: str | None
-    """None: the run is finished, so nothing was submitted."""
+    job_id: str | None  # None: the run is finished, so nothing was submitted
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     fresh_code: bool

@@ -11,8 +11,7 @@ from launcher.host.slurm.call import NoSuchCommand, SlurmRefused, run
 @dataclass(frozen=True, slots=True)
 class CommandAnswer:
     text: str = ""
-    failure: str | None = None
-    """Why the command did not answer, in one line."""
+    failure: str | None = None  # why the command did not answer, in one line
     there: bool = True
 
     @property

@@ -30,14 +30,11 @@ _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "ra
 
 @dataclass(frozen=True, slots=True)
 class DiskMeasurement:
-    directory: str
-    """The directory itself, or the nearest one above it that exists."""
+    directory: str  # the directory itself, or the nearest one above it that exists
     writable: bool
     free_bytes: int
-    file_system: str
-    """Type, such as lustre or ext4; empty: unknown."""
-    bytes_per_s: float | None
-    """Speed of writing and flushing 16 MiB; None: not writable."""
+    file_system: str  # type, such as lustre or ext4; empty: unknown
+    bytes_per_s: float | None  # speed of writing and flushing 16 MiB; None: not writable
     problem: str | None
 
 

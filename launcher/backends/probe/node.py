@@ -38,10 +38,8 @@ class NodeFacts:
     """Version of the interpreter for the host side there; None: not found or too broken to say."""
     interpreter: str = ""
     shared: bool = False
-    enroot: str | None = None
-    """Version; None: not found."""
-    driver: str | None = None
-    """NVIDIA driver; None: no nvidia-smi."""
+    enroot: str | None = None  # version; None: not found
+    driver: str | None = None  # NVIDIA driver; None: no nvidia-smi
 
 
 def probe(profile: Profile, directory: Path, gpus: bool) -> NodeFacts:

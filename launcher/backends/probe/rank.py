@@ -49,13 +49,11 @@ print("mrl.done=yes")
 @dataclass(frozen=True, slots=True)
 class RankFacts:
     failure: str | None = None
-    unasked: str | None = None
-    """Why none was started, although nothing is wrong."""
+    unasked: str | None = None  # why none was started, although nothing is wrong
     versions: str = ""
     gpus: int = 0
     cpus: str = ""
-    capability: tuple[int, int] | None = None
-    """CUDA's compute capability of its GPU; None without one."""
+    capability: tuple[int, int] | None = None  # CUDA's compute capability of its GPU; None without one
     packages: tuple[tuple[bool, str], ...] = ()
     """Whether the calls of each package that GPUs use fit, and the sentence to show. Empty without a GPU."""
 

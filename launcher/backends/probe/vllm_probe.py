@@ -36,14 +36,11 @@ print("mrl.vllm=" + json.dumps(found))
 @dataclass(frozen=True, slots=True)
 class VllmFacts:
     python: str
-    where: str
-    """Its place: `on this machine`, or `in IMAGE`."""
+    where: str  # its place: `on this machine`, or `in IMAGE`
     failure: str | None = None
-    unasked: str | None = None
-    """Why it was not asked, although nothing is wrong."""
+    unasked: str | None = None  # why it was not asked, although nothing is wrong
     release: tuple[int, int] = (0, 0)
-    version: str | None = None
-    """Version of vLLM; None: not installed."""
+    version: str | None = None  # version of vLLM; None: not installed
     torch: str | None = None
     torchvision: str | None = None
     """Versions of these two, which must be builds for the same device, or vLLM cannot be imported."""

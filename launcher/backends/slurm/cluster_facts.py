@@ -99,11 +99,9 @@ class SlurmFacts:
     nodes: CommandAnswer
     qos: CommandAnswer
     associations: CommandAnswer
-    sacct: CommandAnswer
-    """sacct of the jobs that started just now: only whether it works matters"""
+    sacct: CommandAnswer  # sacct of the jobs that started just now: only whether it works matters
     reservations: CommandAnswer
-    srun_help: CommandAnswer
-    """srun --help, in which loaded plug-ins list their options"""
+    srun_help: CommandAnswer  # srun --help, in which loaded plug-ins list their options
 
 
 def collect() -> SlurmFacts:

@@ -56,27 +56,21 @@ class JobState:
     """State of one job. Times are unix seconds."""
 
     job_id: str
-    word: str
-    """Slurm's state: PENDING, RUNNING, ...; empty: unknown."""
+    word: str  # Slurm's state: PENDING, RUNNING, ...; empty: unknown
     kind: Kind
-    reason: str = ""
-    """Slurm's reason for a job that waits or has failed; for `unknown`, why Slurm did not answer."""
+    reason: str = ""  # Slurm's reason for a job that waits or has failed; for `unknown`, why Slurm did not answer
     name: str = ""
     comment: str = ""
     restarts: int = 0
     nodes: str = ""
     dependency: str = ""
     submitted_at: float | None = None
-    eligible_at: float | None = None
-    """Time before which it does not start: the back-off of a requeue."""
-    started_at: float | None = None
-    """Expected start, for a pending job that the scheduler has planned."""
-    ended_at: float | None = None
-    """Time limit, for a running job that has one."""
+    eligible_at: float | None = None  # time before which it does not start: the back-off of a requeue
+    started_at: float | None = None  # expected start, for a pending job that the scheduler has planned
+    ended_at: float | None = None  # time limit, for a running job that has one
     exit_code: int | None = None
     """Exit code of a batch script that ended by itself; negative: the signal that killed it."""
-    batch: bool = True
-    """Whether it has a batch script; an salloc has none."""
+    batch: bool = True  # whether it has a batch script; an salloc has none
 
     @property
     def owns(self) -> bool:

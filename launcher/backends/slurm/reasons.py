@@ -13,8 +13,7 @@ from launcher.backends.slurm.jobs import JobState
 
 class Wait(NamedTuple):
     what: str
-    stuck: bool
-    """Whether it waits for ever unless somebody acts."""
+    stuck: bool  # whether it waits for ever unless somebody acts
 
 
 WAITS = {
@@ -62,8 +61,7 @@ STUCK = {
 }
 """Reasons that stay until somebody acts."""
 
-HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT")
-"""States of a job that waits for somebody to release it, whatever its reason."""
+HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT")  # states of a job that waits for somebody to release it, whatever its reason
 
 
 def wait_of(job: JobState) -> Wait:
