@@ -51,7 +51,6 @@ class Cluster:
     qos: Mapping[str, Fields] | None
     """QOS by name; None: the accounting database is missing or did not answer."""
     associations: list[Fields]
-    reservations: Mapping[str, Fields]
     enforced: frozenset[str] = field(default_factory=frozenset)
     """Options of AccountingStorageEnforce: the recorded limits that Slurm enforces."""
     unclear: tuple[str, ...] = ()
@@ -96,7 +95,6 @@ def read_cluster(facts: SlurmFacts) -> Cluster:
     partitions = understood(oneliners(facts.partitions.text), "PartitionName", "partition", ("DefaultTime", "MaxTime"))
     qos = understood(table(facts.qos.text), "Name", "QOS", ("MaxWall", "GraceTime", "PreemptExemptTime"))
     associations = understood(table(facts.associations.text), "Cluster", "an association on", ("MaxWall",))
-    reservations = [row for row in oneliners(facts.reservations.text) if "ReservationName" in row]
     return Cluster(
         client=version(facts.version.text),
         config=config,
@@ -106,7 +104,6 @@ def read_cluster(facts: SlurmFacts) -> Cluster:
         associations=[row for row in associations if row["Cluster"] == config.get("ClusterName")]
         if facts.associations.known
         else [],
-        reservations={row["ReservationName"]: row for row in reservations},
         enforced=frozenset(options(config.get("AccountingStorageEnforce", "").lower())),
         unclear=tuple(unclear),
     )

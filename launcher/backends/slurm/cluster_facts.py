@@ -100,7 +100,6 @@ class SlurmFacts:
     qos: CommandAnswer
     associations: CommandAnswer
     sacct: CommandAnswer  # sacct of the jobs that started just now: only whether it works matters
-    reservations: CommandAnswer
     srun_help: CommandAnswer  # srun --help, in which loaded plug-ins list their options
 
 
@@ -116,7 +115,6 @@ def collect() -> SlurmFacts:
             *("where", f"user={getpass.getuser()}", f"format={ASSOCIATION_COLUMNS}"),
         ],
         "sacct": ["sacct", "--allocations", "--noheader", "--parsable2", "--starttime", "now", "--format", "JobID"],
-        "reservations": ["scontrol", "--all", "--oneliner", "show", "reservation"],
         "srun_help": ["srun", "--help"],
     }
     assert set(commands) == {field.name for field in fields(SlurmFacts)}
