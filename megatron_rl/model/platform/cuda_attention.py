@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.dense_attention import FanOut, branches
+from megatron_rl.model.platform.device import UnsupportedPlatform
 from megatron_rl.model.platform.flash_kernels import PagedKernel, VarlenAttend, VarlenKernel
 from megatron_rl.model.platform.paged_attention import (
     ChunkAttention,
@@ -20,12 +21,12 @@ from megatron_rl.model.platform.paged_attention import (
     PagedAttention,
     PagedChunks,
     PagedRows,
-    gathered_attention,
 )
 from megatron_rl.model.platform.tree_attention import BLOCK, Blocks, compiled_attention, tree_layout
 from megatron_rl.model.platform.tree_attention import Attend as TreeAttend
 from megatron_rl.recipe.kernel_speed import key_splits
 
+WITHOUT_TRITON = "Triton, which every build of torch for CUDA brings, cannot be imported: reinstall torch"
 TREE_SPEED = 0.7
 """Blocks that FlexAttention computes in the time of one block of a flash kernel."""
 GATHERED_BLOCK = 2.0
@@ -52,21 +53,22 @@ class CudaAttention:
         return varlen_layout(packed, device, self.varlen.attend)
 
     def paged(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
-        """Return attention by a kernel that reads pages, if one supports them, else by gathering. The kernel does not
-        depend on `bounds`, so that one recording serves all lengths; it reads only the tokens that each row has."""
+        """Return attention by a kernel that reads pages. It does not depend on `bounds`, so that one recording serves
+        all lengths; it reads only the tokens that each row has."""
         kernel = self.page_kernel(dtype, rows.page_tokens)
-        if kernel is None:
-            return gathered_attention(rows)
         longest = rows.table.shape[1] * rows.page_tokens
         return KernelAttention(kernel.attend, rows.table, rows.lengths.int(), longest, key_splits(longest))
 
-    def chunks(self, chunks: PagedChunks, device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
+    def chunks(self, chunks: PagedChunks, device: torch.device, dtype: torch.dtype) -> PagedAttention:
         kernel = self.page_kernel(dtype, chunks.page_tokens)
-        return ChunkAttention.of(chunks, kernel.attend_chunks, device) if kernel else None
+        return ChunkAttention.of(chunks, kernel.attend_chunks, device)
 
-    def page_kernel(self, dtype: torch.dtype, page_tokens: int) -> PagedKernel | None:
-        """Return the fastest kernel that supports pages of this dtype and size; None if none does."""
-        return next((kernel for kernel in self.pages if kernel.reads(dtype, page_tokens)), None)
+    def page_kernel(self, dtype: torch.dtype, page_tokens: int) -> PagedKernel:
+        """Return the fastest kernel that supports pages of this dtype and size. Raises UnsupportedPlatform."""
+        for kernel in self.pages:
+            if kernel.reads(dtype, page_tokens):
+                return kernel
+        raise UnsupportedPlatform(WITHOUT_TRITON)
 
     def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
         """Whether a micro-batch may use a flash kernel, which needs the branches of trees gathered. The choice is made
@@ -75,8 +77,8 @@ class CudaAttention:
 
     @property
     def description(self) -> str:
-        names = " or ".join(kernel.name for kernel in self.pages)  # the first one that supports their dtype and size
-        pages = f"pages by {names}" if names else "pages gathered"
+        # The first one that supports their dtype and size.
+        pages = f"pages by {' or '.join(kernel.name for kernel in self.pages)}"
         if self.varlen is None:
             return (
                 f"FlexAttention, since flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing; {pages}"

@@ -10,13 +10,13 @@ from weakref import WeakSet
 import torch
 
 from megatron_rl.model.platform.attention import Layout, PackedSequences
-from megatron_rl.model.platform.cuda_attention import CudaAttention
+from megatron_rl.model.platform.cuda_attention import WITHOUT_TRITON, CudaAttention
 from megatron_rl.model.platform.dense_attention import FanOut
 from megatron_rl.model.platform.device import GraphRecorder, Kernels, Linears, UnsupportedPlatform
 from megatron_rl.model.platform.flash_kernels import find_paged_kernels, find_varlen_kernel
 from megatron_rl.model.platform.grouped_product import against_grouped_products
 from megatron_rl.model.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
-from megatron_rl.model.platform.layer_kernels import LayerKernels, TorchKernels
+from megatron_rl.model.platform.layer_kernels import LayerKernels
 from megatron_rl.model.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.recipe.model import too_small_head
 
@@ -91,7 +91,7 @@ class CudaKernels(Kernels):
         return CudaAttention(find_varlen_kernel(), pages=find_paged_kernels())
 
     @cached_property
-    def layer_kernels(self) -> LayerKernels | None:
+    def layer_kernels(self) -> LayerKernels:
         return find_layer_kernels()
 
     @cached_property
@@ -105,18 +105,16 @@ class CudaKernels(Kernels):
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return self.attention.paged(rows, dtype)
 
-    def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention | None:
+    def chunk_attention(self, chunks: PagedChunks, dtype: torch.dtype) -> PagedAttention:
         return self.attention.chunks(chunks, self.device, dtype)
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def gathers_pages(self, dtype: torch.dtype, page_tokens: int) -> bool:
-        return self.attention.page_kernel(dtype, page_tokens) is None
+        return False
 
-    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
-        if self.attention.page_kernel(dtype, page_tokens) is None:
-            return None
+    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder:
         recorder = CudaGraphs(self.device, self._graph_stream)
         self._recorders.add(recorder)
         return recorder
@@ -136,8 +134,7 @@ class CudaKernels(Kernels):
 
     @property
     def attention_kernels(self) -> str:
-        layers = self.layer_kernels.name if self.layer_kernels else "training layers"
-        return f"{self.attention.description}; between products of generation: {layers}"
+        return f"{self.attention.description}; between products of generation: {self.layer_kernels.name}"
 
     def linears(self, config: TransformerConfig) -> Linears | None:
         if against := too_small_head(config.kv_channels):
@@ -153,9 +150,9 @@ class CudaKernels(Kernels):
 
 
 def find_layer_kernels() -> LayerKernels:
-    """Return Triton's kernels, or, if it cannot be imported, torch's operators with the reason in their name."""
+    """Return Triton's kernels. Raises UnsupportedPlatform if it cannot be imported."""
     try:
         from megatron_rl.model.platform.triton_kernels import TritonKernels
     except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
-        return TorchKernels(f"Triton cannot be imported: {error}")
+        raise UnsupportedPlatform(f"{WITHOUT_TRITON} ({error})") from error
     return TritonKernels()

@@ -1,9 +1,5 @@
-"""Attention of new tokens to a paged cache: the interface, and an implementation for single tokens that gathers.
-
-GPU kernels (flash_kernels.py) and CPU kernels (sparse_attention.py) read pages in place. Elsewhere the pages of a
-sequence are gathered, layer by layer, for torch's dense kernel, which is half as fast again if the tokens of a head
-are contiguous.
-"""
+"""Attention of new tokens to a paged cache, whose pages the kernels of a GPU (flash_kernels.py) and of a CPU
+(sparse_attention.py) read in place."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_rl.model.platform.flash_kernels import ChunkAttend, PagedAttend
 from megatron_rl.model.platform.layer_kernels import Slots
@@ -32,10 +27,6 @@ class PagedRows:
     page_tokens: int
     heads: int  # query heads, a multiple of `kv_heads`
     kv_heads: int
-
-    @property
-    def longest(self) -> int:
-        return min(int(self.bounds.max()), self.table.shape[1] * self.page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +59,6 @@ class InPlaceLayout(Protocol):
 
     def attend_written(self, layer: int, query: Tensor) -> Tensor:
         """Attend in one layer after the keys and values were written: as `Layout.attend`."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredAttention:
-    parts: Tensor  # [rows * kv_heads * pages] page * kv_heads + head, in gathered order
-    visible: Tensor  # [rows, 1, 1, length] gathered tokens that each row sees
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        rows, heads, head_size = query.shape
-        kv_heads, length = keys.shape[1], self.visible.shape[-1]
-        keys, values = (
-            each.flatten(0, 1).index_select(0, self.parts).view(rows, kv_heads, -1, head_size)[:, :, :length]
-            for each in (keys, values)
-        )
-        # The query heads of a key/value head take the dimension of query positions: grouped-query attention without
-        # repeating keys and values.
-        query = query.view(rows, kv_heads, heads // kv_heads, head_size)
-        out = scaled_dot_product_attention(query, keys, values, attn_mask=self.visible)
-        return out.reshape(rows, heads * head_size)
-
-
-def gathered_attention(rows: PagedRows) -> GatheredAttention:
-    """Gather all rows up to the longest, so that the host need not know the others' lengths."""
-    device, length = rows.table.device, rows.longest
-    heads = torch.arange(rows.kv_heads, device=device)
-    pages = rows.table[:, : -(-length // rows.page_tokens)]
-    parts = pages[:, None] * rows.kv_heads + heads[:, None]
-    visible = (torch.arange(length, device=device) < rows.lengths[:, None])[:, None, None]
-    return GatheredAttention(parts.flatten(), visible)
 
 
 @dataclass(frozen=True, slots=True)

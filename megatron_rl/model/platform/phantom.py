@@ -316,8 +316,8 @@ class PhantomKernels(CudaKernels):
     def against_grouped_products(self, dtype: torch.dtype) -> str | None:
         return None if dtype == torch.bfloat16 else "the grouped product needs bf16"
 
-    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs | None:
-        return PhantomGraphs() if self.attention.page_kernel(dtype, page_tokens) else None
+    def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> PhantomGraphs:
+        return PhantomGraphs()
 
 
 class PhantomCuda(CudaDevice):

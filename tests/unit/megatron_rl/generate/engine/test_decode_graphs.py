@@ -14,6 +14,7 @@ import pytest
 import torch
 from core_helpers import END, full_forward, stir, tiny_model, tiny_policy
 from examples import examples
+from gathered_attention import gathered_attention
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer import transformer_block
@@ -24,7 +25,7 @@ from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.model.platform.cpu import CpuDevice, CpuKernels
 from megatron_rl.model.platform.layer_kernels import TorchKernels
-from megatron_rl.model.platform.paged_attention import PagedAttention, PagedRows, gathered_attention
+from megatron_rl.model.platform.paged_attention import PagedAttention, PagedRows
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.recipe.model import ModelConfig

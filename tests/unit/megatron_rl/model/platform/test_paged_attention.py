@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from itertools import product
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,14 +17,13 @@ from hypothesis import strategies as st
 from paged_cases import by_formula, pages_of
 
 from megatron_rl.model.platform.cuda_attention import CudaAttention
+from megatron_rl.model.platform.device import UnsupportedPlatform
 from megatron_rl.model.platform.flash_kernels import PagedKernel, find_paged_kernels
 from megatron_rl.model.platform.paged_attention import (
     ChunkAttention,
-    GatheredAttention,
     KernelAttention,
     PagedChunks,
     PagedRows,
-    gathered_attention,
 )
 from megatron_rl.model.platform.sparse_attention import sparse_attention
 from megatron_rl.recipe.kernel_speed import SPLIT_TOKENS, key_splits
@@ -33,16 +31,15 @@ from megatron_rl.recipe.kernel_speed import SPLIT_TOKENS, key_splits
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 
 
-@pytest.mark.parametrize("attention", [gathered_attention, sparse_attention])
 @examples(20)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
     page_tokens=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
-def test_each_row_attends_to_its_own_tokens(attention: Any, lengths: list[int], page_tokens: int, seed: int) -> None:
+def test_each_row_attends_to_its_own_tokens(lengths: list[int], page_tokens: int, seed: int) -> None:
     query, keys, values, rows = pages_of(lengths, page_tokens, seed)
-    attention = attention(rows)
+    attention = sparse_attention(rows)
     attention.attend(*pages_of(lengths, page_tokens, seed + 1)[:3])  # another layer
     out = attention.attend(query, keys, values)
     torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows), rtol=1e-5, atol=1e-5)
@@ -66,8 +63,7 @@ def test_on_a_cpu_a_row_is_the_same_bit_for_bit_beside_any_others(
         assert torch.equal(sparse_attention(alone).attend(query[one], keys, values), together[one])
 
 
-def test_a_gpu_reads_pages_if_a_kernel_supports_them_and_gathers_them_otherwise() -> None:
-    _, _, _, small = pages_of([5, 3], 16, 0)
+def test_a_gpu_reads_pages_by_a_kernel_that_supports_them() -> None:
     _, _, _, rows = pages_of([500, 300], 256, 0)
     kernel = PagedKernel("one", lambda query, *_: query, lambda query, *_: query, fp32=False, page_multiple=256)
     gpu = CudaAttention(None, pages=[kernel])
@@ -76,14 +72,9 @@ def test_a_gpu_reads_pages_if_a_kernel_supports_them_and_gathers_them_otherwise(
     assert ours.longest == of_longer.longest == 512, "a recorded step would keep host values"
     chunks = PagedChunks(rows.table.numpy(), np.array([1, 2]), np.array([500, 300]), 256)
     assert isinstance(gpu.chunks(chunks, torch.device("cpu"), torch.bfloat16), ChunkAttention)
-    assert gpu.chunks(chunks, torch.device("cpu"), torch.float32) is None
-    assert gpu.chunks(replace(chunks, page_tokens=16), torch.device("cpu"), torch.bfloat16) is None
-    for attention, of, dtype in (
-        (gpu, rows, torch.float32),
-        (gpu, small, torch.bfloat16),
-        (CudaAttention(None), rows, torch.bfloat16),
-    ):
-        assert isinstance(attention.paged(of, dtype), GatheredAttention)
+    for page_tokens, dtype in ((256, torch.float32), (16, torch.bfloat16)):
+        with pytest.raises(UnsupportedPlatform, match="Triton, which every build of torch for CUDA brings"):
+            gpu.page_kernel(dtype, page_tokens)
 
 
 def test_kernels_are_flash_attns_and_for_what_those_do_not_support_tritons() -> None:
@@ -91,7 +82,7 @@ def test_kernels_are_flash_attns_and_for_what_those_do_not_support_tritons() -> 
     with mock.patch.dict(sys.modules, FLASH_ATTN):
         attention = CudaAttention(None, pages=find_paged_kernels())
     found = {of: attention.page_kernel(*of) for of in product((torch.bfloat16, torch.float32), (256, 16))}
-    names = {of: kernel.name for of, kernel in found.items() if kernel}
+    names = {of: kernel.name for of, kernel in found.items()}
     ours = f"Triton {triton.__version__}"
     assert names == dict.fromkeys(found, ours) | {(torch.bfloat16, 256): "flash-attn 1.2.3"}
     assert f"pages by flash-attn 1.2.3 or {ours}" in attention.description
