@@ -96,10 +96,6 @@ def test_gathered_rows_count() -> None:
     assert len(fill(trees, BinLimit(50_000, ROWS_PER_TOKEN))) == 1
 
 
-def test_too_long_sequence_gets_its_own_bin() -> None:
-    assert fill(alone([5, 99, 5]), BinLimit(10, ROWS_PER_TOKEN)) == [[1], [0, 2]]
-
-
 def test_prefix_of_another_sequence_costs_nothing_beside_it() -> None:
     """The first three of four tokens, and the same four again."""
     tree = Tree(2, [0, 1, 2], [3, 4, 4], [0, 3, 4])

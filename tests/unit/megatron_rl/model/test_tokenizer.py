@@ -13,7 +13,6 @@ from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.recipe.model import TokenizerConfig
 
 ALPHABET = "0123456789+-="
-PADDING = len(ALPHABET) + 1
 
 
 def characters() -> Tokenizer:

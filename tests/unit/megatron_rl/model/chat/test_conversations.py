@@ -165,24 +165,6 @@ def test_a_later_day_changes_only_the_first_prompt() -> None:
     assert "Today Date: 25 Nov 2026" in shown(llama(), prompt_of(chat, USER)) and chat.renderer == "llama-3"
 
 
-def test_messages_may_have_what_clients_send() -> None:
-    chat = Chat(qwen3())
-    call = {"id": "c", "type": "function", "index": 0, "function": {"name": "now", "arguments": ""}}
-    told: list[dict[str, Any]] = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
-        USER,
-        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call], "cache_control": {}},
-        {"role": "tool", "tool_call_id": "c", "content": "noon"},
-    ]
-    text = shown(qwen3(), prompt_of(chat, *told))
-    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
-    assert '<think>\nHm.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in text
-    with pytest.raises(ValueError, match=r"messages.1.tool_calls.0.function.arguments: is not JSON"):
-        prompt_of(chat, USER, {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]})
-    with pytest.raises(ValueError, match="the model reads text only"):
-        prompt_of(chat, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
-
-
 # Answers
 
 INNER = '{"name": "look_up", "arguments": {"word": "</tool_call> and </tool_call>"}}'

@@ -97,8 +97,3 @@ def test_a_device_frees_the_graphs_of_all_engines_that_live(kernels: Any) -> Non
         with pytest.raises(AssertionError, match="was reset"):
             replay()
     assert len(kernels._recorders) == 2
-
-
-def test_a_device_without_engines_has_nothing_to_free(kernels: Any) -> None:
-    kernels.release_graphs()
-    assert kernels.streams == []

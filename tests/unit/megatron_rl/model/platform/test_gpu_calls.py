@@ -207,19 +207,6 @@ def test_a_package_that_does_not_fit_is_passed_over_with_a_warning(
     assert warning.endswith("install flash-attn 2.7.4 or later; it is not used")
 
 
-@pytest.mark.parametrize(
-    ("signature", "said"),
-    [
-        ("(q, k_cache)", "too many positional arguments"),
-        ("(q, k_cache, v_cache, pages, **others)", "missing a required argument: 'pages'"),
-        ("(*everything, **others)", None),
-    ],
-)
-def test_calls_are_bound_to_the_signature(signature: str, said: str | None) -> None:
-    problem = problem_of(PAGED, lambda _: stand_in(signature))
-    assert problem == (said and f"flash_attn.flash_attn_with_kvcache: {said}")
-
-
 def test_a_package_that_needs_the_driver_is_not_judged_where_there_is_none(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.model.platform import part_attention
-from megatron_rl.model.platform.attention import PackedSequences, whole_sequences
+from megatron_rl.model.platform.attention import PackedSequences
 from megatron_rl.model.platform.dense_attention import LONGEST_MASKED_TREE
 from megatron_rl.model.platform.part_attention import part_layout, query_blocks
 
@@ -84,11 +84,3 @@ def test_no_query_of_a_long_tree_is_computed_twice_or_with_keys_that_it_does_not
         ([2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]),
         ([8, 9], [0, 1, 2, 3, 8, 9]),
     ]
-
-
-def test_two_chunks_of_a_long_sequence_have_the_keys_up_to_the_end_of_each() -> None:
-    packed = whole_sequences([400])
-    part = torch.cat((torch.arange(100), torch.arange(300, 400)))
-    early, late = query_blocks(packed.subtree_ends, 0, 400, part)
-    assert (len(early.keys), len(late.keys)) == (100, 400)
-    assert torch.equal(torch.cat((early.queries, late.queries)), torch.arange(200))

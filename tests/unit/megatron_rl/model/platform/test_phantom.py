@@ -95,15 +95,6 @@ def test_attention_holds_no_scores(device: PhantomDevice, dtype: torch.dtype, *,
     assert peak.bytes < 2**22
 
 
-def test_the_host_reads_ones_if_configured() -> None:
-    with PhantomDevice(reads_ones=True):
-        numbers = torch.zeros(2, 3, device=ACCELERATOR)
-        assert numbers.sum().item() == 1.0
-        assert numbers.cpu().tolist() == [[1.0] * 3] * 2
-        with pytest.raises(Exception, match="devices"):
-            numbers + torch.zeros(2, 3)
-
-
 def test_a_module_is_built_with_weights_of_the_device_and_type(device: PhantomDevice) -> None:
     built = PhantomCuda(device).build(lambda: Linear(8, 4), torch.bfloat16)
     assert (built.weight.device, built.weight.dtype, built.weight.requires_grad) == (ACCELERATOR, torch.bfloat16, True)
