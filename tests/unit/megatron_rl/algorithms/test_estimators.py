@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -152,6 +153,7 @@ def of_rows(rows: list[tuple[float, int, int, float, float]]) -> ScoredAnswers:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@examples(10)
 @given(rows=ROWS)
 def test_equals_the_papers_formula_in_float64(name: str, rows: list[Any]) -> None:
     answers = of_rows(rows)
@@ -161,6 +163,7 @@ def test_equals_the_papers_formula_in_float64(name: str, rows: list[Any]) -> Non
 
 
 @pytest.mark.parametrize("name", SHIFTED)
+@examples(6)
 @given(rows=ROWS, shift=st.integers(-50, 50))
 def test_a_constant_added_to_all_rewards_changes_nothing(name: str, rows: list[Any], shift: int) -> None:
     moved = [(reward + shift, *rest) for reward, *rest in rows]
@@ -169,6 +172,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(name: str, rows: list[A
 
 
 @pytest.mark.parametrize("name", OWN_GROUP)
+@examples(6)
 @given(rows=ROWS)
 def test_other_groups_do_not_matter_to_estimators_that_do_not_read_the_batch(name: str, rows: list[Any]) -> None:
     together = estimate(of_rows(rows), recipe(name))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -208,6 +209,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(keys: dict[str, Any]) -> 
 
 
 @every_case
+@examples(10)
 @given(seed=st.integers(0, 10), cut=st.integers(0, len(LENGTHS)))
 def test_micro_batches_of_whole_sequences_add_up_to_the_batch(keys: dict[str, Any], seed: int, cut: int) -> None:
     whole = batch(seed)
