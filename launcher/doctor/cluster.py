@@ -71,8 +71,6 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class JobTarget:
-    """Partition, QOS and association that a job of the profile gets."""
-
     partition: Fields
     qos_name: str | None
     qos: Fields
@@ -120,7 +118,6 @@ def _with_times(row: Fields, what: str, times: Sequence[str], unclear: list[str]
 
 
 def partition_names(cluster: Cluster, profile: Profile) -> list[str]:
-    """Return the partitions of the job. Slurm accepts several and starts it in the first with room."""
     if profile.partition:
         return profile.partition.split(",")
     return [name for name, row in cluster.partitions.items() if row.get("Default") == "YES"]

@@ -34,18 +34,15 @@ class Demand:
     write_s: float | None
     """Seconds to write a checkpoint; None: its size or the file system's speed is unknown."""
     write_basis: str
-    """Source of the speed that `write_s` assumes."""
 
     @property
     def loss(self) -> str:
-        """Work that a stop without a save loses: `up to 20 steps`."""
         if self.save_every == "auto":
             return "the steps since the last save"
         return f"up to {count(self.save_every, 'step')}" if self.save_every else "the steps of the attempt"
 
     @property
     def needed(self) -> str:
-        """Nodes and GPUs as a phrase: `8 nodes with 8 GPUs each`, `1 node`."""
         nodes = (
             f"{self.nodes} to {self.most_nodes} nodes" if self.most_nodes > self.nodes else count(self.nodes, "node")
         )

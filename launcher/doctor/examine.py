@@ -34,7 +34,6 @@ class ClusterFacts:
     checkpoint_bytes: int | None
     """Size of one checkpoint; None: no recipe, or only the tokenizer knows the vocabulary."""
     refusals: tuple[str, ...]
-    """Reasons why mrl-submit would refuse the recipe: an impossible layout, an unsupported feature."""
     vllm: VllmFacts | None = None
     """vLLM in the container of the inference replicas; None: without --deep, or the run starts none."""
     preflight: tuple[DoctorFinding, ...] = ()

@@ -45,7 +45,6 @@ def _image(need: Need, recipe: Recipe, profile: Profile, cache: Cache) -> Iterat
 
 
 def image_of(profile: Profile) -> Iterator[DoctorFinding]:
-    """Yield an error if the image of a profile surely cannot be used."""
     if profile.container is not None:
         try:
             check(profile.container.image)

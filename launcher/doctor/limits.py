@@ -115,7 +115,6 @@ class _Cap:
     source: str
     key: str
     outcome: str
-    """Fate of a job that asks for more."""
 
 
 def _time_caps(cluster: Cluster, target: JobTarget) -> list[_Cap]:
@@ -138,7 +137,6 @@ def _limit_rows(target: JobTarget) -> list[tuple[str, Fields]]:
 
 
 def _outcome(target: JobTarget) -> str:
-    """Fate of a job above a limit. The QOS decides, for the limits of the account too."""
     return (
         REFUSED if any("DenyOnLimit" in row.get("Flags", "") for row in (target.qos, target.partition_qos)) else WAITS
     )

@@ -24,7 +24,6 @@ from megatron_rl.recipe.config import RunConfig
 
 OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 OF_THE_KERNEL = ("/dev", "/proc", "/sys")
-"""Directories that each container has itself."""
 
 
 def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[DoctorFinding]:
@@ -74,13 +73,11 @@ def _of_nodes(recipe: Recipe) -> list[NamedPath]:
 
 
 def _of_evaluation(recipe: Recipe) -> list[NamedPath]:
-    """Paths of an evaluation that its recipe does not name."""
     asked = named_paths(recipe.evaluation) if recipe.evaluation else []
     return [one for one in asked if one.key in (("checkpoint",), ("out",))]
 
 
 def as_seen_here(config: RunConfig, profile: Profile | None) -> RunConfig:
-    """Return a recipe whose paths lead to the same files on this machine as in the containers of a cluster."""
     if profile is None or not _mounts_of(profile):
         return config
 
@@ -93,7 +90,6 @@ def as_seen_here(config: RunConfig, profile: Profile | None) -> RunConfig:
 
 
 def _source_of(path: Path, profile: Profile) -> Path:
-    """Return the path on the nodes behind a path in the containers."""
     for source, target in _mounts_of(profile):
         if path.is_relative_to(target):
             return source / path.relative_to(target)

@@ -14,7 +14,6 @@ from launcher.doctor.finding import DoctorFinding, count, error, note, ok, warni
 
 
 def nodes(cluster: Cluster, target: JobTarget, profile: Profile, demand: Demand) -> Iterator[DoctorFinding]:
-    """Findings about the nodes: whether they match, how many match, and how many of these work."""
     there = cluster.nodes.get(target.name, [])
     if not there:
         yield warning("nodes", f"sinfo lists none in partition {target.name}", "check with sinfo -a")

@@ -19,7 +19,6 @@ TIGHT_S = 60  # a shorter notice counts as short if the time of a save is unknow
 
 
 def preemption(cluster: Cluster, target: JobTarget, demand: Demand) -> list[DoctorFinding]:
-    """Findings about preemption: by whom, with how much notice, and what happens then."""
     kind = cluster.config.get("PreemptType", "preempt/none")
     if kind == "preempt/none" or _modes(cluster.config.get("PreemptMode")) <= {"OFF", "GANG"}:
         return [ok("preemption", f"off on this cluster (PreemptType={kind}): {demand.who} keeps its nodes")]
@@ -29,7 +28,6 @@ def preemption(cluster: Cluster, target: JobTarget, demand: Demand) -> list[Doct
 
 
 def requeue(cluster: Cluster) -> list[DoctorFinding]:
-    """Findings about the restart of an attempt that has lost its nodes."""
     new = not cluster.before(25, 11)  # releases with requeue_delay
     delay = options(cluster.config.get("SchedulerParameters")).get("requeue_delay") if new else None
     source = "SchedulerParameters=requeue_delay" if delay else "AuthInfo=cred_expire"

@@ -44,15 +44,12 @@ class Packages:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """This machine, and what a recipe needs of it."""
-
     machine: LocalMachine
     packages: Packages
     refusals: tuple[str, ...]
     absent: tuple[DoctorFinding, ...]
     least_bytes: int
     vllms: Mapping[str, VllmFacts] = field(default_factory=dict)
-    """Kind of replicas that have vLLM -> their Python."""
     vllm_options: tuple[DoctorFinding, ...] = ()
 
 
@@ -144,7 +141,6 @@ def absent_files(recipe: Recipe, resumes: bool = False) -> Iterator[DoctorFindin
 
 
 def file_error(recipe: Recipe, named: NamedPath, path: Path) -> DoctorFinding | None:
-    """Return an error if a run cannot read a file that it needs, which this process sees at `path`."""
     key = ".".join(named.key)
     place = f"{place_of(recipe, key)}: "
     if why := unreadable(path):
@@ -199,7 +195,6 @@ def packages(found: Packages) -> DoctorFinding:
 
 
 def processors(machine: LocalMachine, config: RunConfig | None) -> Iterator[DoctorFinding]:
-    """Report whether there are enough GPUs and CPUs for the ranks."""
     if config is None:
         yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
         return
@@ -230,7 +225,6 @@ def processors(machine: LocalMachine, config: RunConfig | None) -> Iterator[Doct
 
 
 def arithmetic(machine: LocalMachine, config: RunConfig) -> Iterator[DoctorFinding]:
-    """Warn of bf16 on processors that would emulate it."""
     if config.job.device == "cpu" and config.model.dtype == "bf16" and machine.multiplies_bf16 is False:
         yield warning(
             "arithmetic",
@@ -241,7 +235,6 @@ def arithmetic(machine: LocalMachine, config: RunConfig) -> Iterator[DoctorFindi
 
 
 def memory(machine: LocalMachine, config: RunConfig, least: int) -> Iterator[DoctorFinding]:
-    """Report whether the ranks of a CPU run fit into this machine's memory."""
     measured = config.job.memory_gib
     needed = int(measured * 2**30) if measured else least
     if config.job.device != "cpu" or machine.memory_bytes is None or not needed:
@@ -274,7 +267,6 @@ def _extras_of_policy(path: str) -> list[str]:
 
 
 def problems(found: Iterable[DoctorFinding]) -> list[str]:
-    """Return the errors among findings, each with its remedy."""
     return ["; ".join(filter(None, [one.text, one.fix])) for one in found if one.level == "error"]
 
 

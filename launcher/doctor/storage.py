@@ -47,7 +47,6 @@ def shared(disk: Disk, node: NodeFacts | None, demand: Demand) -> Iterator[Docto
 
 
 def _speed(bytes_per_s: float, demand: Demand) -> DoctorFinding:
-    """Judge the write speed. One writer here says little about the many of a job, so only a slow one is reported."""
     text = f"{size(bytes_per_s)}/s from this machine with one writer, flushed to disk"
     if bytes_per_s < SLOW_BYTES_PER_S:
         lasts = (

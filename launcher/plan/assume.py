@@ -79,7 +79,6 @@ def _choose_card(name: str | None, profile: Profile | None) -> Card:
 
 
 def _as_measured(config: RunConfig, profile: Profile | None, measured: MeasuredRun) -> Assumptions:
-    """Assume the estimates, corrected by the ratio of measured to estimated times of the run."""
     if _shape(measured.config) != _shape(config):
         raise BadInput(
             f"--measured {measured.run}: it trained another model, so its speed does not apply to this recipe"
@@ -107,7 +106,6 @@ def _shape(config: RunConfig) -> dict[str, Any]:
 
 
 def _work_of(config: RunConfig, measured: MeasuredRun) -> Work:
-    """Return the recipe's batch, with answers as long as those of the run."""
     lengths = replace(measured.lengths, maximum=config.sampling.max_new_tokens)
     return Work(config.grpo.prompts_per_step, config.grpo.group_size, measured.prompt_tokens, lengths)
 

@@ -30,7 +30,6 @@ class DecodeSpeed:
     cached_token_s: float
     """Additional seconds for each token in the cache of any row, if many rows are read at the same time."""
     alone_token_s: float = 0.0
-    """Additional seconds for each token in the cache of a single row."""
 
     def step_s(self, rows: float) -> float:
         """Seconds of a decoding step with empty caches."""
@@ -42,14 +41,11 @@ class DecodeSpeed:
         return low + (high - low) * (rows - few) / (many - few)
 
     def read_s(self, rows: float) -> float:
-        """Additional seconds for each token in the caches of these rows, which are read at the same time."""
         return max(self.cached_token_s, self.alone_token_s / rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that the parts of a step take on one split."""
-
     decode: DecodeSpeed
     rows: int
     """Largest number of answers that a replica generates at once."""
@@ -64,12 +60,10 @@ class Costs:
     step_s: float
     """Seconds of each step that do not depend on its tokens: the update, rewards, exchange."""
     refit_s: float
-    """Seconds from an update until all replicas have the weights."""
     trains_beside_refit: bool = False
     """Whether the next batch is trained, except for its update, while weights are sent. False on GPUs
     (`Device.transfers_beside_collectives`)."""
     save_blocked_s: float = 0.0
-    """Seconds training pauses for a save."""
     save_s: float = 0.0
     """Seconds from the start of a save until the checkpoint is published."""
 
@@ -90,7 +84,6 @@ class Costs:
 class Split:
     training_nodes: int
     inference_nodes: int
-    """0: co-located, all nodes train and generate in turn."""
     replicas: int
 
     @property

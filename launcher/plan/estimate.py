@@ -35,16 +35,13 @@ NETWORK_SHARE = 0.5
 """Share of that bandwidth that transfers reach: a refit over gloo took twice as long as a raw broadcast
 (tests/benchmarks/refit.py)."""
 HOST_BYTES_PER_S = 25e9
-"""Bandwidth between a GPU and pinned memory of its host: a rule of thumb."""
 FILE_SYSTEM_BYTES_PER_S = 10e9
-"""Write bandwidth of a job if the cluster profile has no fs_bandwidth."""
 MEAN_LENGTH = 0.3
 """Mean length of an answer as a share of the limit. NeMo-RL reports 3,252 tokens of Qwen3-32B on competition
 mathematics."""
 MEAN_PROMPT = 0.25
 """Mean length of a prompt as a share of the sequence length minus the longest answer."""
 NOMINAL_CPU = Card("CPU", 5e10, 1e10)
-"""Nominal speed of a CPU process, corrected by the record of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,6 @@ def decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card, w
 
 
 def corrected(costs: Costs, by: Correction) -> Costs:
-    """Return the costs as a run measured them."""
     decode = DecodeSpeed(
         tuple((rows, seconds * by.generate) for rows, seconds in costs.decode.points),
         costs.decode.cached_token_s * by.generate,

@@ -30,7 +30,6 @@ class Faults:
     grace_s: float = 120.0
     """Notice of a preemption. The run saves if a save fits, and otherwise loses its steps since the checkpoint."""
     queued_s: float = 0.0
-    """Time in the queue, without nodes, after each preemption."""
     node_fails_every_s: float = NEVER
     restart_s: float = 300.0
     """Time from the start of an attempt until its ranks work."""
@@ -51,9 +50,7 @@ class ExpectedRun:
     step_s: float
     """Seconds of a step in which the run holds its nodes, restarts and repeated steps included."""
     seconds: float
-    """Seconds of the run, queueing included."""
     tokens_per_s: float
-    """Tokens of trained answers per second, queueing included."""
     attempts: float
     repeated: float
     """Steps that are trained and lost."""

@@ -23,7 +23,6 @@ PROCESS_BYTES = 400 * 10**6
 VLLM_BYTES = 1000 * 10**6
 """Memory of the two processes of a vLLM on a CPU that hold no weights: HTTP server and engine (measured, 0.32)."""
 LASTING = ("weights", "gradients", "optimizer")
-"""Terms that do not depend on the lengths of answers."""
 PHASES = ("build", "publish", "generate", "train", "update")
 """Phases of a rank, as they follow each other. Scoring is left out: it holds less than training."""
 
@@ -48,11 +47,8 @@ class RankMemory:
     role: str
     """colocated, training, inference or teacher."""
     stage: int | None
-    """Pipeline stage; None for ranks of replicas."""
     phases: tuple[Phase, ...]
-    """The fullest moment of each phase."""
     share: float = 1.0
-    """Share of a GPU that it may take."""
 
     @property
     def fullest(self) -> Phase:
@@ -73,7 +69,6 @@ def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[RankMemor
 
 
 def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, role: str, stage: int | None) -> RankMemory:
-    """Return the memory of the ranks of a role. stage: pipeline stage of training ranks."""
     if stage is not None:
         return _training(config, sizes, vocab, stage)
     if role == "inference":
@@ -87,7 +82,6 @@ def as_rehearsed(config: RunConfig) -> RunConfig:
 
 
 def checkpoint_bytes(config: RunConfig, vocab: int) -> int:
-    """Bytes of one checkpoint, over all ranks."""
     return trained(config.model, vocab).all * (WEIGHT_BYTES[config.model.dtype] + CHECKPOINT_ADAM_BYTES)
 
 

@@ -11,7 +11,6 @@ USUAL_SPREAD = 0.9
 """Standard deviation of the logarithm of an answer's length, if no run was measured. The longest of 1,000 answers is
 then twelve times the mean, unless the limit cuts it."""
 POINTS = 256
-"""Points of a numeric integral over lengths."""
 _NORMAL = NormalDist()
 
 
@@ -24,7 +23,6 @@ class Lognormal:
     spread: float
     """Standard deviation of the logarithm; 0: all answers are equally long."""
     maximum: int
-    """Limit at which an answer is cut, in tokens."""
 
     @classmethod
     def with_mean(cls, mean: float, maximum: int, spread: float = USUAL_SPREAD) -> Lognormal:
@@ -50,7 +48,6 @@ class Lognormal:
         """
 
         def beyond(spread: float) -> float:
-            """Excess of the distribution over the record at the upper end."""
             one = cls.with_mean(mean, maximum, spread)
             if cut:
                 return one.reach(maximum) - cut
@@ -62,7 +59,6 @@ class Lognormal:
 
     @property
     def mean(self) -> float:
-        """Mean tokens of an answer, cut at the limit."""
         if not self.spread:
             return min(self.median, self.maximum)
         limit = math.log(self.maximum / self.median) / self.spread

@@ -16,7 +16,6 @@ from megatron_rl.recipe.config import RunConfig
 RECENT = 50
 """Number of newest steps that are averaged. The first step of a run is left out: it compiles kernels."""
 OTHER = ("time/reward_s", "time/log_probs_s", "time/offload_s")
-"""Parts of a step that are not estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,6 @@ class MeasuredRun:
     prompt_tokens: int
     step_s: float
     generate_s: float
-    """Seconds in which a replica computed."""
     train_s: float
     refit_s: float
     """Seconds to send new weights to the inference replicas."""

@@ -232,14 +232,12 @@ def prefill(config: RunConfig, sizes: Sizes) -> Term:
 
 
 def context(config: RunConfig) -> tuple[Term, ...]:
-    """Memory that a process takes before its first tensor; none on a CPU."""
     if config.job.device == "cpu":
         return ()
     return (Term(CONTEXT, CONTEXT_BYTES, "CUDA and NCCL: a rule of thumb"),)
 
 
 def in_words(number: int) -> str:
-    """Format a number: `4.1 billion`, `12.3 million`, `16,384`."""
     for size, unit in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.3g} {unit}"

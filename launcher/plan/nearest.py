@@ -71,7 +71,6 @@ def _strain(sizes: Sizes, changes: dict[str, Any]) -> float:
 
 
 def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> list[int | bool]:
-    """Other values of a key to try, the nearest first."""
     value = getattr(sizes, name)
     others: Iterable[int | bool]
     if value is None:

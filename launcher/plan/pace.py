@@ -21,13 +21,11 @@ from launcher.plan.costs import Scenario, Split
 from launcher.plan.lengths import Lognormal, solve
 
 BINS = 48
-"""Bins of decode steps up to the longest answer."""
 PHASES = 24
 """Points of a step at which the rows in use are counted."""
 ROUNDS = 3
 """Rounds in which a batch and the batches before it, which occupy rows, settle."""
 HALVINGS = 10
-"""Halvings of the interval that holds the decode steps of a training step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,6 @@ class Pace:
     refit_s: float
     """Seconds in which the trainer waits for the replicas to have the previous step's weights."""
     alone_s: float
-    """Seconds of a step that nothing overlaps: one at lag 0."""
     tokens: float
     split: Split
 
@@ -63,14 +60,12 @@ class Pace:
 
     @property
     def busy(self) -> float:
-        """Share of the time that GPUs compute, mean over the nodes."""
         split = self.split
         training, inference = 1 - self.idle_training, 1 - self.idle_inference
         return (split.training_nodes * training + split.inference_nodes * inference) / split.nodes
 
 
 def pace(scenario: Scenario) -> Pace:
-    """Return the steady state of a run."""
     work, costs, lag = scenario.work, scenario.costs, scenario.max_lag
     tokens = work.answers * work.lengths.mean
     squares = work.answers * work.lengths.mean_of(lambda length: length**2, work.answers)
@@ -96,11 +91,9 @@ class _Wave:
     """The answers of one batch on one replica, by decode steps since they were submitted."""
 
     width: float
-    """Decode steps of a bin."""
     rows: tuple[float, ...]
     """Expected rows in use, by bin."""
     cached: tuple[float, ...]
-    """Expected tokens in their caches, by bin."""
     waited: float
     """Decode steps until the last answer has a row."""
     seconds: float
@@ -117,8 +110,6 @@ class _Wave:
 
 
 class _Share:
-    """Share of each batch that one replica generates."""
-
     def __init__(self, scenario: Scenario) -> None:
         self._work, self._costs = scenario.work, scenario.costs
         self._replicas = scenario.split.replicas
@@ -137,7 +128,6 @@ class _Share:
 
     @property
     def _fewest_steps(self) -> float:
-        """Decode steps of a batch if all rows are always in use."""
         return self._answers * self._lengths.mean / self._costs.rows
 
     @cached_property
@@ -202,7 +192,6 @@ class _Share:
         return self._costs.rows * (self._work.prompt_tokens + square / self._lengths.mean / 2)
 
     def _needed(self, steps: float) -> float:
-        """Decode steps from the start of a batch to its end."""
         return self._settled(steps).waited + self._tail
 
     def _settled(self, steps: float) -> _Wave:

@@ -21,7 +21,6 @@ class Weights:
     dense: int
     """Parameters outside experts, which all data-parallel ranks hold."""
     experts: int
-    """Parameters of the rank's experts."""
 
     @property
     def all(self) -> int:
@@ -68,7 +67,6 @@ def weights(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 
 
 
 def trained(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 1, stage: int = 0) -> Weights:
-    """Count those of the parameters that are trained: all, or the adapters."""
     return weights(model, vocab, tp, pp, ep, stage) if model.lora is None else adapters(model, tp, pp, ep)
 
 

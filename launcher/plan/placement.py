@@ -44,8 +44,6 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class Infer:
-    """Coordinates among the replicas of one role."""
-
     replica: int
     rank: int
 
@@ -64,8 +62,6 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A Slurm step: the ranks that one srun starts."""
-
     name: str
     """`train`, `infer-0`, `infer-1`, ..., `teacher-0`, ..."""
     role: Role
@@ -78,13 +74,10 @@ class Step:
     gpu_offset: int
     """First GPU of the step on its node; 0 unless replicas share a node."""
     replica: int | None
-    """None for training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Ranks and steps on a given number of nodes."""
-
     mode: Literal["colocated", "partitioned"]
     nodes: int
     """Nodes with ranks, without the spare ones."""
@@ -159,7 +152,6 @@ def _advice(
 def _replica_steps(
     sizes: Sizes, kind: str, role: Role, first_node: int, replicas: int, tp: int, processes: int
 ) -> Iterator[Step]:
-    """Yield the steps of replicas that follow each other from a node on."""
     # GPUs are counted through from the first node, so one division gives the node and the GPU on it. With 8 GPUs a
     # node and the first replica on node 2:
     #
@@ -224,11 +216,9 @@ class RankKind:
 
     role: Role
     stage: int | None
-    """Pipeline stage; None for ranks of replicas."""
     rank: int
     """First rank of this kind within its world: the training world, or a replica."""
     world: int
-    """Ranks of that world."""
 
 
 def rank_kinds(sizes: Sizes) -> list[RankKind]:

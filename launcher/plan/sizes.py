@@ -42,7 +42,6 @@ class Sizes:
     """Nodes that only hold the teacher, the last ones; 0: none."""
     teacher_tp: int = 1
     teacher_starts_workers: bool = False
-    """`starts_workers` of the teacher's replicas."""
 
     @classmethod
     def of(
@@ -85,12 +84,10 @@ class Sizes:
 
     @property
     def replica_processes(self) -> int:
-        """Processes that the launcher starts for one inference replica."""
         return 1 if self.starts_workers else self.inference_tp
 
     @property
     def teacher_processes(self) -> int:
-        """Processes that the launcher starts for one replica of the teacher."""
         return 1 if self.teacher_starts_workers else self.teacher_tp
 
     @property
@@ -216,7 +213,6 @@ def _across_nodes(key: str, tp: int, s: Sizes) -> Iterator[str]:
 
 
 def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
-    """Check that the sizes divide the model: megatron-core shards weights evenly or not at all."""
     if model is None:
         return
     training, inference = "placement.training", "placement.inference"

@@ -37,13 +37,9 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A split, its speed, and the memory it lacks."""
-
     split: Split
     paces: Mapping[int, Pace]
-    """Steady state by lag."""
     lacks_bytes: int
-    """Estimated bytes that the fullest GPU lacks; 0: the split fits."""
     scenarios: Mapping[int, Scenario]
 
 
@@ -59,7 +55,6 @@ def compare(assumed: Assumptions, nodes: int, lags: Sequence[int]) -> list[Candi
 
 
 def best(candidates: Sequence[Candidate], lag: int) -> Candidate | None:
-    """Return the fastest candidate at a lag that fits into the GPUs' memory."""
     fitting = [one for one in candidates if not one.lacks_bytes]
     return min(fitting, key=lambda one: one.paces[lag].step_s, default=None)
 

@@ -32,10 +32,8 @@ class Batch:
     prompts_per_engine: tuple[int, int]
     """Smallest and largest number of prompts that one inference replica answers."""
     updates: int
-    """Optimizer updates per training step."""
     answers_per_update: int
     sequence_length: int
-    """Largest number of tokens of a prompt with its answer."""
     tokens_per_microbatch: int
     microbatches: int
     """Micro-batches of one data-parallel replica per update, if every answer had full length."""

@@ -55,7 +55,6 @@ class Change(NamedTuple):
     old: Any
     new: Any
     remark: str = ""
-    """Consequence that a reader may not expect; empty if there is none."""
 
     @property
     def allowed(self) -> bool:

@@ -138,7 +138,6 @@ def asked_text(recipe: Recipe) -> str:
 
 
 def origins(recipe: Recipe) -> dict[str, ValueOrigin]:
-    """ValueOrigin of each value of a recipe that is not a default, by its full key."""
     filled = {key: ValueOrigin(source, None) for key, source in recipe.filled.items()}
     return filled | {key: recipe.written.origin(tuple(key.split("."))) for key in flat(recipe.written.values)}
 
@@ -160,7 +159,6 @@ def read_resolved(path: Path) -> RunConfig:
 
 
 def recorded_evaluation(run: RunDir) -> Evaluation | None:
-    """Evaluation that the job of a directory runs; None for a run that trains. Raises BadInput."""
     try:
         return read_evaluation(run)
     except ConfigurationError as error:
@@ -195,7 +193,6 @@ def _known_keys() -> Mapping[KeyPath, Mapping[str, Any]]:
 
 
 def _with_tokenizer(values: Mapping[str, Any], filled: dict[str, str]) -> dict[str, Any]:
-    """The values with the tokenizer of the published model where the recipe names none."""
     model, tokenizer = values["model"], values.get("tokenizer", {})
     named = model.get("huggingface") if isinstance(model, Mapping) else None
     if not isinstance(named, str) or not isinstance(tokenizer, Mapping) or tokenizer.get("path") is not None:

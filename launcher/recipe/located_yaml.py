@@ -190,7 +190,6 @@ def _walk(
     lines: dict[KeyPath, int],
     problems: list[tuple[int | None, str]],
 ) -> None:
-    """Record the line of every key below `node`, and problems that YAML itself ignores."""
     if node in above:
         problems.append((node.start_mark.line + 1, f"{'.'.join(path)}: refers to itself"))
     elif isinstance(node, yaml.ScalarNode):

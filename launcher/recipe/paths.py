@@ -41,8 +41,6 @@ class NamedPath(NamedTuple):
 
 
 class NoPath(ValueError):
-    """A value that cannot be a path."""
-
     def __init__(self, key: KeyPath, value: str, why: str) -> None:
         super().__init__(f"{'.'.join(key)}: {value!r} is not a path: {why}")
         self.key = key

@@ -32,7 +32,6 @@ ITEM = "*"
 
 
 def generic(path: KeyPath) -> KeyPath:
-    """Replace indexes in a key by ITEM, as in known keys."""
     return tuple(ITEM if part.isdigit() else part for part in path)
 
 

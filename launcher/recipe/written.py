@@ -34,13 +34,10 @@ class RecipeFile:
     """Name in messages: the path as given, or `demo.yaml` for a shipped recipe."""
     text: str
     folder: Path | None
-    """Directory where relative paths of the file begin; None: a shipped recipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """`section.key=value` of the command line."""
-
     text: str
     path: KeyPath
     value: Any
@@ -59,7 +56,6 @@ class Written:
     """Values of a recipe before defaults, and the place of each."""
 
     files: tuple[RecipeFile, ...]
-    """The recipe's own file first, then the files that it extends."""
     values: dict[str, Any]
     places: Mapping[KeyPath, tuple[RecipeFile, int]]
     overrides: tuple[Override, ...] = ()
@@ -137,7 +133,6 @@ def _shipped(name: str) -> RecipeFile:
 
 
 def with_base(file: RecipeFile) -> Written:
-    """Parse a file and lay its values over those of the files that it extends. Raises BadInput."""
     document = read_mapping(file.name, file.text, SECTIONS)
     line = document.lines.get((EXTENDS,))
     own = Written(
@@ -208,7 +203,6 @@ def _merge(
 
 
 def _is_another(path: KeyPath, before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Whether a section names another environment; the arguments of the one below would make no sense for it."""
     return path == ("environment",) and value.get("name", before.get("name")) != before.get("name")
 
 

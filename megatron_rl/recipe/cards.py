@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One kind of GPU."""
-
     name: str
     """Part of torch's name of the device."""
     bf16_flops: float
     """Peak operations per second of dense matrix products in bf16."""
     memory_bytes_per_s: float
-    """Bandwidth of the card's memory."""
     capability: tuple[int, int] = (0, 0)
     """CUDA's compute capability; (0, 0): none."""
 
@@ -32,7 +29,6 @@ CARDS = (
 """Cards in order of matching: the first whose name is part of a device's name. The A100 is the 80 GB model."""
 
 FP8_CAPABILITY = (8, 9)
-"""First compute capability with matrix products in FP8: Ada and Hopper."""
 
 
 def without_fp8(name: str, capability: tuple[int, int]) -> str | None:

@@ -122,7 +122,6 @@ _NAMES = {
     "MathAgent": "math",
     "OpenMathInstructAgent": "open-math-instruct-2",
 }
-"""Agent class of Megatron-RL -> environment of mrl."""
 
 _ANSWER_FORMATS = {"tagged": "tags", "boxed": "boxed"}
 

@@ -90,7 +90,6 @@ def _own(error: BaseException) -> tuple[BaseException, FrameSummary] | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, newest first."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:

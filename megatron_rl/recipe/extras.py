@@ -101,7 +101,6 @@ def _source() -> _Source | None:
 
 
 def installed(name: str) -> Distribution | None:
-    """Return a distribution of this interpreter; None: it is not installed."""
     try:
         return distribution(name)
     except PackageNotFoundError:

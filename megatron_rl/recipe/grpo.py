@@ -415,5 +415,4 @@ class GrpoConfig(Section):
 
     @property
     def updates_per_pass(self) -> int:
-        """Optimizer updates in one pass over a step's answers."""
         return self.prompts_per_step * self.group_size // self.samples_per_update

@@ -27,8 +27,6 @@ class UnusableWeights(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A kind of model, by optional features of its layers."""
-
     name: str
     """Class in transformers, as in `architectures` of config.json."""
     model_type: str
@@ -109,7 +107,6 @@ class HuggingFaceConfig(BaseModel):
 
     @property
     def architecture(self) -> Architecture | None:
-        """The supported architecture; None if it is not supported."""
         names = self.architectures or []
         for one in ARCHITECTURES:
             if one.name in names or (not names and one.model_type == self.model_type):
@@ -118,7 +115,6 @@ class HuggingFaceConfig(BaseModel):
 
     @property
     def rotation(self) -> dict[str, Any]:
-        """Parameters of the rotary positions, from either key."""
         found = self.rope_parameters or self.rope_scaling or {}
         kind = found.get("rope_type", found.get("type", "default"))
         return {"rope_theta": self.rope_theta, **found, "rope_type": kind}
@@ -282,7 +278,6 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
 
 
 def features(model: ModelConfig) -> str:
-    """Name the features that decide on a model's architecture."""
     return (
         f"qkv_bias {_shown(model.qkv_bias)}, qk_norm {_shown(model.qk_norm)} and num_experts "
         f"{_shown(model.num_experts)}"

@@ -13,7 +13,6 @@ each) would take 170 us a layer, and 768 of them take 13 us, in which an H100 co
 little more, and the partial results of a split, 5 query heads in fp32, are 1 % of the bytes of its keys. Derived, not
 measured."""
 MOST_SPLITS = 128
-"""Splits that flash-attn supports."""
 
 FUSED_KERNELS = 9
 """Kernels of a layer of model/fused.py, except sums over ranks: four products, attention, and four of LayerKernels."""
@@ -25,12 +24,8 @@ TOKEN_KERNELS = 77
 
 @dataclass(frozen=True, slots=True)
 class StepKernels:
-    """Kernels of a decode step."""
-
     short: int
-    """All except sums."""
     sums: int
-    """Sums over tensor-parallel ranks."""
 
 
 def kernels_of_step(layers: int, *, fused: bool, splits: int, ranks: int) -> StepKernels:

@@ -32,14 +32,11 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*")
 
 
 class CodeReference(NamedTuple):
-    """A function and the module or file that defines it."""
-
     place: str  # name of a module, or path of a file that ends in .py
     function: str
 
     @classmethod
     def of(cls, text: str) -> CodeReference:
-        """Parse `module:function`. Raises ValueError."""
         place, _, function = text.rpartition(":")
         if not FUNCTION.fullmatch(function) or not (place.endswith(".py") or MODULE.fullmatch(place)):
             raise ValueError(f"{text!r} is not of the form module:function or FILE.py:function")
@@ -95,7 +92,6 @@ def check_file(reference: str) -> None:
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """Import the function. Raises ValueError if that fails or it is not callable."""
     place, function = CodeReference.of(reference)
     if place.endswith(".py"):
         return import_function(Path(place), function)

@@ -62,7 +62,6 @@ class RegisteredEnvironment:
 
 
 def environment_names() -> list[str]:
-    """Return the registered names, sorted. Imports none of the environments."""
     return sorted({entry.name for entry in registered()})
 
 
@@ -71,7 +70,6 @@ class EnvironmentInfo(NamedTuple):
     description: str
     """One sentence; or the reason why it cannot be used."""
     source: str
-    """Package, version and class."""
 
 
 def describe_environments() -> list[EnvironmentInfo]:

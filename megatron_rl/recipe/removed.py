@@ -84,7 +84,6 @@ def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def only_shown(values: Mapping[str, Any]) -> list[str]:
-    """Return the keys of ONLY_SHOWN that a recipe has."""
     places = ((key, _inside(values, key.rpartition(".")[0])) for key in sorted(ONLY_SHOWN))
     return [key for key, inside in places if inside is not None and key.rpartition(".")[2] in inside]
 

@@ -133,7 +133,6 @@ class Sections(Section):
 
     @property
     def environment_ids(self) -> list[str]:
-        """Ids of the environments to train on, where there are several."""
         return [] if self.supervised else [one.id for one in self.environments or () if one.trained_on]
 
     @property
@@ -152,7 +151,6 @@ class Sections(Section):
 
     @property
     def sequence_length(self) -> int:
-        """Longest prompt plus answer, in tokens."""
         return self.training.sequence_length or self.model.max_position_embeddings
 
     @property
@@ -166,7 +164,6 @@ class Sections(Section):
 
     @property
     def teacher_replicas(self) -> TeacherReplicas | None:
-        """Replicas of the run that hold its teacher; None: it has none."""
         return self.distill.replicas if self.distill else None
 
     @property
@@ -206,5 +203,4 @@ class Sections(Section):
 
     @property
     def page_tokens(self) -> int:
-        """Tokens per page of the engine's cache."""
         return self.inference.page_tokens or PAGE_TOKENS[self.job.device]

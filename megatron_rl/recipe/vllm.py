@@ -64,7 +64,6 @@ class VllmConfig(Section):
 
     @property
     def gpu_share(self) -> float:
-        """Share of each GPU's memory that vLLM takes."""
         given = [value for name, value in self.args.items() if option_name(name) == "gpu-memory-utilization"]
         return float(given[0]) if given else GPU_SHARE
 

@@ -18,7 +18,6 @@ GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM 0.32 takes: default of its option gpu-memory-utilization."""
 
 INEXACT_OPTIONS = ("quantization", "quantization-config", "kv-cache-dtype")
-"""Options under which log-probs differ from the trainer's by more than rounding."""
 
 DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding whose drafts come from the text so far."""
@@ -84,7 +83,6 @@ def owned(name: str) -> str | None:
 
 
 def option_word(name: str, value: str | bool) -> str:
-    """One option as a word of the command line."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     return f"--{name}={value}"

@@ -47,8 +47,6 @@ def alone_in(world: int, rank: int, layout: TrainingLayout) -> Iterator[Groups]:
 
 
 class LoneSender:
-    """Transfer group of a training rank and one receiver that does not exist."""
-
     rank = 0
 
     def __init__(self, device: torch.device) -> None:
@@ -115,6 +113,5 @@ def _count(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> Tenso
 def _permute(
     tokens: Tensor, routing_map: Tensor, *, probs: Tensor, num_out_tokens: int, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`permute` with the known number of tokens, which the original reads from the mask."""
     rows = torch.zeros(num_out_tokens, dtype=torch.long, device=tokens.device)
     return tokens.index_select(0, rows), probs.T.contiguous().view(-1).index_select(0, rows), rows

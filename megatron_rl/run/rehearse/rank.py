@@ -51,8 +51,6 @@ ROOT = Path(__file__).parents[3]
 
 
 class PhaseFailed(Exception):
-    """A phase of a step failed, as it would in a run."""
-
     def __init__(self, phase: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         super().__init__(f"{phase}: {text}")
@@ -198,7 +196,6 @@ class _Rank:
         return Trainer(policy, optimizer, objective, config, here)
 
     def _policy(self, holder: str, recompute: Recompute = "none", of: Taught | None = None) -> Policy:
-        """Build the policy, or a teacher (`of`)."""
         config = self._config
         model, vocab = (of.model, of.tokens) if of else (config.model, self._vocab)
         parallel = config.placement.training.sequence_parallel
@@ -207,7 +204,6 @@ class _Rank:
         )
 
     def _built(self, holder: str, build: Callable[[], Policy]) -> Policy:
-        """Build a policy whose memory is the holder's."""
         with self._memory.held_by(holder):
             policy = build()
         self._memory.assign(holder, policy.parameters())  # the platform's own builds hold weights
@@ -288,7 +284,6 @@ class _SafePoints(SafePoints):
 
 
 def _tensors(policy: Policy) -> Iterator[Tensor]:
-    """Weights, and tables that are not parameters."""
     yield from chain(policy.parameters(), (value for value in vars(policy).values() if isinstance(value, Tensor)))
 
 

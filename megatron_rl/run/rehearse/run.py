@@ -84,13 +84,11 @@ def rehearse(
 
 
 def _with_tp(config: RunConfig, tp: int) -> RunConfig:
-    """Return the recipe with the layout of a replica in place of that of training."""
     placement = config.placement.model_copy(update={"training": TrainingLayout(tp=tp)})
     return config.model_copy(update={"placement": placement})
 
 
 def _of_teacher(config: RunConfig, taught: Taught) -> RunConfig:
-    """Return the recipe with the teacher, on its replica, in place of the policy."""
     assert config.teacher_replicas is not None
     scores = {"model": taught.model, "inference": InferenceConfig(max_batch=ROWS)}
     return _with_tp(config, config.teacher_replicas.tp).model_copy(update=scores)

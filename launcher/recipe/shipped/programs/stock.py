@@ -30,7 +30,6 @@ async def rollout(client: Any, problem: dict[str, Any]) -> dict[str, float]:
 
 
 async def complete(client: Any, prompt: str) -> str:
-    """Return the model's text up to the end of a call, or to its own end."""
     completion = await client.completions.create(
         model=os.environ["OPENAI_MODEL"], prompt=prompt, stop=["]"], max_tokens=ROOM
     )
