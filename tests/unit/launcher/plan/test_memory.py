@@ -75,14 +75,6 @@ def test_adapters_need_neither_gradients_nor_states_of_their_base_nor_a_referenc
     assert found.total < 62 * 2**30
 
 
-def test_the_number_of_parameters_of_the_demo(platform, groups):
-    config = load_recipe("demo").config
-    policy = build_policy(config.model, len(config.tokenizer.alphabet) + 2, platform)
-    rows = vocabulary(config)
-    assert rows is not None
-    assert weights(config.model, rows).all == sum(weight.numel() for weight in policy.parameters())
-
-
 QWEN_32B = ModelConfig(
     num_layers=64,
     hidden_size=5120,
@@ -334,21 +326,6 @@ def test_by_default_optimizer_state_is_off_loaded_only_if_it_does_not_fit():
     assert (chosen(80).offload, chosen(40).offload, chosen(40, "none").offload) == ("buffers", "optimizer", "none")
     assert kept.total - moved.total == adam == offloaded_bytes(chosen(40), plan.sizes, 152064)
     assert offloaded_bytes(chosen(80), plan.sizes, 152064) == 0
-
-
-@pytest.mark.parametrize("recipe", ["qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned"])
-def test_the_largest_recipes_for_this_cluster_fit_its_gpus(recipe):
-    config = load_recipe(recipe).config
-    rows = vocabulary(config)
-    assert rows is not None
-    for memory in rank_memories(config, Sizes.of(config.job, config.placement, config.job.most_nodes), rows):
-        assert memory.total < 75 * 2**30, memory
-
-
-def test_recomputation_keeps_less():
-    model = tiny_model()
-    none, selective, full = (activations(model, 8, 256, recompute) for recompute in ("none", "selective", "full"))
-    assert none > selective > full
 
 
 def test_a_checkpoint_holds_weights_and_optimizer_state():

@@ -137,11 +137,6 @@ def test_twice_the_nodes_are_never_slower_at_lag_0_if_they_scale_perfectly(promp
     assert pace(Scenario(work, costs, many)).step_s <= 1.01 * slower.step_s
 
 
-def test_generation_that_runs_ahead_hides_the_shorter_phase():
-    by_lag = [pace(replace(PLAIN, max_lag=lag)) for lag in range(3)]
-    assert by_lag[0].step_s > by_lag[1].step_s >= by_lag[2].step_s > by_lag[2].train_s
-
-
 def test_co_located_ranks_that_run_ahead_begin_the_next_batch_behind_the_longest_answers():
     """Only the tail of each batch is gained: the ranks do not generate while they train."""
     work = replace(WORK, lengths=Lognormal.with_mean(30, 200))
