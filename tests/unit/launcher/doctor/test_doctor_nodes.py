@@ -18,12 +18,6 @@ def test_too_few_nodes():
     assert "5 nodes with 8 GPUs each needed, low has 4 such nodes, so the job can never start" in problem.text
 
 
-def test_a_range_needs_its_smallest_count():
-    assert said(found("22.05-partition", "nodes", recipe("job.nodes=3-8", "job.spare_nodes=1"))) == (
-        "ok: 4 to 9 nodes with 8 GPUs each needed, low has 4 such nodes, 4 in service and 4 idle now"
-    )
-
-
 def test_the_job_waits_for_nodes_out_of_service():
     """One of the two nodes with 8 GPUs is drained; the third node has 4 GPUs and only sleeps."""
     (warned,) = found("23.11", "nodes", recipe("job.nodes=2"))
@@ -44,12 +38,6 @@ def test_an_unknown_gpu_type():
         "error: low has no GPU type a100; its types: h100"
     )
     assert "its types: only gpu" in said(found("24.05", "gpus", recipe(), gres="a100", partition="gpu"))
-
-
-def test_too_few_gpus_per_node():
-    assert "demo asks for 8 GPUs per node, and the nodes of backfill have:" in said(
-        found("23.11", "gpus", recipe(), gres="a100")
-    )
 
 
 def test_a_profile_with_another_number_of_gpus_than_slurm():
@@ -82,9 +70,13 @@ def test_only_features_joined_by_ampersands_are_checked(constraint, topics):
     assert [one.level for one in found("23.11", "constraint", recipe(), constraint=constraint)] == topics
 
 
-def test_features_restrict_the_nodes():
-    assert "backfill has 1 x a100:4;" in said(
-        found("23.11", "gpus", recipe("job.gpus_per_node=4"), constraint="a100", gpus_per_node=4)
+def test_gpus_are_not_checked_if_the_profile_requests_none():
+    assert not found("23.11", "gpus", recipe(), partition="debug", gres=None)
+
+
+def test_a_range_needs_its_smallest_count():
+    assert said(found("22.05-partition", "nodes", recipe("job.nodes=3-8", "job.spare_nodes=1"))) == (
+        "ok: 4 to 9 nodes with 8 GPUs each needed, low has 4 such nodes, 4 in service and 4 idle now"
     )
 
 
@@ -92,7 +84,3 @@ def test_a_partition_without_nodes():
     assert said(found(slurm("22.05-partition", nodes=""), "nodes", recipe())) == (
         "warning: sinfo lists none in partition low"
     )
-
-
-def test_gpus_are_not_checked_if_the_profile_requests_none():
-    assert not found("23.11", "gpus", recipe(), partition="debug", gres=None)

@@ -43,24 +43,26 @@ def test_a_qos_that_nobody_lists_is_not_preempted():
     )
 
 
+@pytest.mark.parametrize(
+    "changes", [{"PreemptType": "(null)"}, {"PreemptType": "preempt/none"}, {"PreemptMode": "OFF"}]
+)
+def test_off(changes):
+    texts = slurm("22.05-partition", config=config("22.05-partition", **changes))
+    (one,) = found(texts, "preemption", recipe())
+    assert one.level == "ok" and one.text.endswith("demo keeps its nodes")
+
+
+def test_what_follows_the_loss_of_nodes():
+    text = said(found("23.11", "requeue", recipe()))
+    assert "after 8 failed launches" in text and "submitted with --requeue are requeued; mrl uses it" in text
+    assert said(found("23.11", "dead node", recipe())).endswith("and requeues the run on other nodes")
+
+
 def test_by_qos_without_accounting_is_unknown():
     texts = slurm("22.05-partition", config=config("22.05-partition", PreemptType="preempt/qos"))
     (warned,) = found(texts, "preemption", recipe())
     assert warned.level == "warning"
     assert "this check cannot say whether and how demo is preempted" in warned.text
-
-
-@pytest.mark.parametrize("kind", ["(null)", "preempt/none"])
-def test_off(kind):
-    texts = slurm("24.05", config=config("24.05", PreemptType=kind))
-    assert said(found(texts, "preemption", recipe(), partition="gpu")) == (
-        "ok: off on this cluster (PreemptType=preempt/none): demo keeps its nodes"
-    )
-
-
-def test_off_by_the_mode_of_the_cluster():
-    texts = slurm("22.05-partition", config=config("22.05-partition", PreemptMode="OFF"))
-    assert "demo keeps its nodes" in said(found(texts, "preemption", recipe()))
 
 
 @pytest.mark.parametrize("version", ["23.11.4", "24.05.1", "24.11.5"])
@@ -72,10 +74,6 @@ def test_cancel_leaves_the_requeue_to_the_run_itself(version):
     assert "the run requeues itself if it has saved in time" in noted.text
     assert noted.fix is not None and "mrl resume RUN" in noted.fix
     assert "not in the first 30 min" in exempt.text
-
-
-def test_a_dead_node_is_noticed_after_a_timeout():
-    assert said(found("22.05-partition", "dead node", recipe())).endswith("and requeues the run on other nodes")
 
 
 def test_suspend_is_a_warning():
@@ -117,16 +115,6 @@ def test_the_user_signal_by_version(cluster, values, expected):
 def test_the_hold_before_a_requeued_run_starts(cluster, version, wait):
     texts = slurm(cluster, config=config(cluster, SLURM_VERSION=version)) if version else cluster
     assert f"waits at least {wait}" in said(found(texts, "requeue", recipe()))
-
-
-def test_failed_launches_count_and_preemptions_do_not():
-    assert "after 5 failed launches" in said(found("22.05-partition", "requeue", recipe()))
-    assert "after 8 failed launches" in said(found("23.11", "requeue", recipe()))
-
-
-def test_jobs_request_requeueing_if_the_cluster_does_not_requeue_by_default():
-    assert "submitted with --requeue are requeued; mrl uses it" in said(found("23.11", "requeue", recipe()))
-    assert "--requeue" not in said(found("22.05-partition", "requeue", recipe()))
 
 
 @pytest.mark.parametrize(

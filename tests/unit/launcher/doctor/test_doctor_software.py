@@ -21,8 +21,21 @@ def shown(topic: str, cluster="25.05", values=None, **changes) -> str:
     return said([one for one in findings if one.topic == topic])
 
 
-def test_slurm_and_its_name():
-    assert shown("slurm", "22.05-partition") == "ok: 22.05.8, cluster lab"
+NO_CONTROLLER = CommandAnswer(failure="scontrol did not answer within 20 s")
+BROKEN = CommandAnswer(failure="sinfo: fatal: Could not establish a configuration source")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "ok: 22.05.8, cluster lab"),
+        ({"config": CommandAnswer(config("22.05-partition", SLURM_VERSION="20.02.7"))}, "error: 20.02.7 is too old"),
+        ({"config": NO_CONTROLLER}, "error: its controller does not answer: scontrol did not answer within 20 s"),
+        ({"version": BROKEN, "config": BROKEN}, f"error: its commands are installed but do not work: {BROKEN.failure}"),
+    ],
+)
+def test_the_state_of_slurm(changes, said):
+    assert shown("slurm", replace(slurm("22.05-partition"), **changes)).startswith(said)
 
 
 def test_no_slurm_here():
@@ -35,41 +48,11 @@ def test_no_slurm_here():
     assert [one for one in findings if one.topic == "run root"]
 
 
-def test_a_slurm_whose_commands_do_not_work():
-    wrong = CommandAnswer(failure="sinfo: fatal: Could not establish a configuration source")
-    broken = replace(slurm("22.05-partition"), version=wrong, config=wrong)
-    (problem,) = [one for one in examine(facts(broken), recipe(), profile()) if one.topic == "slurm"]
-    assert (problem.level, problem.text) == ("error", f"its commands are installed but do not work: {wrong.failure}")
-    assert "SLURM_CONF" in str(problem.fix)
-
-
-def test_a_controller_that_does_not_answer():
-    silent = replace(slurm("22.05-partition"), config=CommandAnswer(failure="scontrol did not answer within 20 s"))
-    (problem,) = [one for one in examine(facts(silent), recipe(), profile()) if one.topic == "slurm"]
-    assert problem.level == "error"
-    assert "did not answer within 20 s" in problem.text
-
-
-def test_a_slurm_that_is_too_old():
-    old = slurm("22.05-partition", config=config("22.05-partition", SLURM_VERSION="20.02.7"))
-    assert "error: 20.02.7 is too old: concurrent steps need 20.11" in shown("slurm", old)
-
-
-def test_containers_without_pyxis():
-    assert "error: srun has no option --container-image here, and demo needs nvcr.io#" in shown(
-        "pyxis", "22.05-partition"
-    )
-
-
-def test_containers_with_pyxis():
-    assert shown("pyxis") == "ok: srun has its options"
-
-
-def test_a_pyxis_that_is_too_old():
+def test_containers_need_pyxis_with_its_options():
+    without = "error: srun has no option --container-image here, and demo needs nvcr.io#"
+    assert without in shown("pyxis", "22.05-partition")
     assert "lacks --container-env" in shown("pyxis", "23.11")
-
-
-def test_no_containers_need_no_pyxis():
+    assert shown("pyxis") == "ok: srun has its options"
     assert shown("containers", values={}) == "ok: none: the ranks run on the nodes as they are"
     assert shown("pyxis", values={}) == ""
 

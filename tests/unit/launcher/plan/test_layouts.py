@@ -56,10 +56,6 @@ def test_tensor_parallelism_larger_than_a_node():
     )
 
 
-def test_tensor_parallelism_across_nodes_on_request():
-    place(JobConfig(nodes=6, gpus_per_node=4), PlacementConfig(training=TrainingLayout(tp=8), tp_across_nodes=True))
-
-
 @pytest.mark.parametrize(
     ("tp", "cp", "gpus"), [(2, 4, 8), (4, 2, 8), (4, 4, 8), (8, 2, 8), (1, 3, 6), (1, 4, 6), (2, 1, 8)]
 )
@@ -70,12 +66,6 @@ def test_a_context_parallel_group_crosses_nodes_if_its_ranks_do(tp, cp, gpus):
     for rank in plan.ranks:
         nodes[rank.train.tp, rank.train.pp, rank.train.dp].add(rank.node)
     assert any(len(of_group) > 1 for of_group in nodes.values()) is plan.sizes.cp_crosses_nodes
-
-
-def test_tp_8_on_one_gpu():
-    (problem,) = refused(1, 1, tp=8)
-    assert "tp 8 x pp 1 x cp 1 = 8 does not divide the 1 x 1 = 1 ranks that train (1 = 0 x 8 + 1)" in problem
-    assert "placement.training.tp=1 (dp 1, 1 inference replica)" in problem
 
 
 def test_the_training_ranks_must_divide():

@@ -72,14 +72,6 @@ def test_replicas_smaller_than_a_node_share_it():
     ]
 
 
-def test_replicas_larger_than_a_node_take_whole_nodes():
-    plan = planned(5, 8, {"tp": 8}, {"nodes": 4, "tp": 16}, tp_across_nodes=True)
-    assert [(step.name, step.nodes, step.tasks_per_node) for step in plan.steps[1:]] == [
-        ("infer-0", (1, 2), 8),
-        ("infer-1", (3, 4), 8),
-    ]
-
-
 @pytest.mark.parametrize("inference", [None, {"nodes": 1}])
 def test_the_last_nodes_hold_the_teacher_in_both_modes(inference):
     plan = planned(4, 8, {"tp": 4}, inference, teacher={"nodes": 2, "tp": 4})
@@ -119,11 +111,6 @@ def test_nodes_of_the_teacher_that_are_not_there_are_refused_with_the_nearest_la
     with pytest.raises(LayoutError, match=why) as refused:
         planned(nodes, 8, None, inference, teacher=teacher)
     assert "nearest that work" in str(refused.value)
-
-
-def test_inference_may_use_another_tp_than_training():
-    plan = planned(2, 8, {"tp": 8}, {"tp": 2})
-    assert (plan.sizes.dp, plan.sizes.replicas) == (2, 8)
 
 
 def test_spare_nodes_have_no_ranks():
@@ -228,19 +215,6 @@ def test_steps_start_the_ranks_of_the_plan(plan):
         world = rank.train if rank.train is not None else rank.infer
         assert world is not None
         assert world.rank == task
-
-
-@given(plans())
-def test_sizes_multiply_up_and_coordinates_are_unique(plan):
-    s = plan.sizes
-    train = [rank.train for rank in plan.ranks if rank.train is not None]
-    assert len(train) == s.tp * s.pp * s.cp * s.dp
-    assert len({(t.tp, t.pp, t.cp, t.dp) for t in train}) == len(train)
-    assert s.tp * s.ep * s.pp * s.expert_dp == len(train)
-    assert all(t.tp < s.tp and t.pp < s.pp and t.cp < s.cp and t.dp < s.dp and t.ep < s.ep for t in train)
-    infer = [rank.infer for rank in plan.ranks if rank.infer is not None]
-    assert len(set(infer)) == len(infer) == s.replicas * s.inference_tp
-    assert all(i.replica < s.replicas and i.rank < s.inference_tp for i in infer)
 
 
 @given(plans())

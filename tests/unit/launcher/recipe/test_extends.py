@@ -9,7 +9,6 @@ import yaml
 
 from launcher.errors import BadInput
 from launcher.recipe.load import asked_text, dump_resolved, load_recipe, origins, place_of
-from launcher.recipe.published import MODELS
 from launcher.recipe.shipped import shipped_bases, shipped_recipes
 from launcher.recipe.written import shipped_values
 
@@ -54,11 +53,6 @@ def test_mappings_merge_and_values_of_the_extending_file_win(folder):
     assert "extends" not in yaml.safe_load(dump_resolved(config))
 
 
-def test_lists_are_replaced(folder):
-    asked = write(folder, "few.yaml", MINE.replace("path: mine.jsonl", "remove: [mine]"))
-    assert load_recipe(asked).config.environment.args["train"]["remove"] == ["mine"]
-
-
 def test_paths_of_an_extended_file_begin_at_that_file(folder):
     (folder / "recipes" / "base").mkdir()
     demo = (
@@ -78,19 +72,6 @@ def test_another_environment_replaces_the_section_of_the_base(folder):
     asked = write(folder, "own.yaml", "extends: qwen2.5-3b-dapo\nenvironment: {name: arithmetic}\n")
     environment = load_recipe(asked).config.environment
     assert (environment.name, environment.args) == ("arithmetic", {})
-
-
-def test_the_tokenizer_defaults_to_that_of_the_model(folder):
-    asked = write(folder, "own.yaml", "extends: qwen2.5-3b-dapo\nmodel: {huggingface: Qwen/Qwen3-4B}\n")
-    recipe = load_recipe(asked)
-    assert recipe.config.tokenizer.path == "Qwen/Qwen3-4B"
-    assert (recipe.config.model.hidden_size, recipe.config.model.qk_norm) == (2560, True)
-    assert recipe.filled["model.hidden_size"] == MODELS.name
-
-
-def test_a_model_from_scratch_has_the_shape_of_the_named_model(folder):
-    small = load_recipe("qwen2.5-3b-dapo", ["model.init=from-scratch", "model.num_layers=2"]).config.model
-    assert (small.num_layers, small.hidden_size) == (2, 2048)
 
 
 def test_an_error_names_the_file_that_holds_the_value(folder):
@@ -155,3 +136,13 @@ def test_another_model_drops_the_shape_of_the_base(folder):
     assert (recipe.config.model.num_layers, recipe.config.tokenizer.path) == (36, "Qwen/Qwen2.5-3B")
     assert str(origins(recipe)["model.num_layers"]) == "models.yaml"
     assert origins(recipe)["model.dtype"].source == "smollm2-135m-chain-sum.yaml"
+
+
+def test_lists_are_replaced(folder):
+    asked = write(folder, "few.yaml", MINE.replace("path: mine.jsonl", "remove: [mine]"))
+    assert load_recipe(asked).config.environment.args["train"]["remove"] == ["mine"]
+
+
+def test_a_model_from_scratch_has_the_shape_of_the_named_model(folder):
+    small = load_recipe("qwen2.5-3b-dapo", ["model.init=from-scratch", "model.num_layers=2"]).config.model
+    assert (small.num_layers, small.hidden_size) == (2, 2048)

@@ -79,10 +79,6 @@ def test_command_without_a_record_never_installs_mrl_from_an_index(site, record)
     assert words == ["pip", "install", "red-paint>=1", "blue_paint[thick]<3,>=2", "click>=8"]
 
 
-def test_command_names_the_clone_of_this_test():
-    assert extras.install_command("math") == f"pip install -e '{Path(__file__).parents[4]}[math]'"
-
-
 def test_in_a_container_the_advice_is_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extras.needed("math") == f"`{extras.install_command('math')}`"
     monkeypatch.setenv(IMAGE_VARIABLE, "/images/a.sqsh")
