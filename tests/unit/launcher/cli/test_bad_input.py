@@ -93,18 +93,15 @@ def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_the_nearest(clu
     assert not Path("run").exists()
 
 
-def test_a_sweep_of_thousands_needs_confirmation():
+def test_a_sweep_of_thousands_needs_confirmation_and_one_is_not_put_into_the_directory_of_a_run(tmp_path):
+    make_run(tmp_path / "run")
+    words = ("demo", "training.seed=1,2", "--run-dir", "run", "--cluster", "lab")
+    assert "run holds a run, but 2 runs are requested" in refusal(*words)
     seeds = ",".join(map(str, range(300)))
     rates = ",".join(f"{number}e-6" for number in range(1, 301))
     words = ("demo", f"training.seed={seeds}", f"optimizer.learning_rate={rates}", "--cluster", "lab")
     assert "this is a sweep of 90000 runs; confirm it with --yes" in refusal(*words)
     assert "90000" in refusal(*words, dry=False)
-
-
-def test_a_sweep_is_not_put_into_the_directory_of_a_run(tmp_path):
-    make_run(tmp_path / "run")
-    words = ("demo", "training.seed=1,2", "--run-dir", "run", "--cluster", "lab")
-    assert "run holds a run, but 2 runs are requested" in refusal(*words)
 
 
 @pytest.mark.parametrize("cluster", ["local", "lab"])

@@ -1,18 +1,19 @@
-"""Warnings that a run learns nothing are shown while it trains, by its status, and at its end."""
+"""Warnings and what to do next are shown while a run trains, by its status, and at its end."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from run_helpers import make_run
+import pytest
+from run_helpers import begin, end, make_run
 
 from launcher.cli.show.ending import ending_lines
-from launcher.cli.show.history import HistoryReader
+from launcher.cli.show.history import History, HistoryReader
 from launcher.cli.show.progress_lines import ProgressLines
 from launcher.cli.show.status_rows import status_json, status_lines
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
-from megatron_rl.contract.codes import FINISHED
+from megatron_rl.contract.codes import CRASHED, DRAINED, FINISHED, MISCONFIGURED
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, encode_line
@@ -69,3 +70,37 @@ def test_the_summary_has_the_warning_of_a_finished_run(tmp_path: Path) -> None:
     assert lines[0] == "finished: 3 steps"
     (said,) = [line for line in lines if line.startswith("warning: ")]
     assert CUT in said
+
+
+@pytest.mark.parametrize(
+    ("outcome", "resume", "said"),
+    [
+        (DRAINED, "mrl resume run", "resume:      mrl resume run"),
+        (CRASHED, "mrl resume run", "resume:      mrl resume run"),
+        (MISCONFIGURED, "mrl resume run", "next:        correct it, then mrl-submit RECIPE --run-dir {root}"),
+        (MISCONFIGURED, "mrl-submit demo --run-dir r", "next:        correct it, then mrl-submit demo --run-dir r"),
+    ],
+)
+def test_run_that_has_not_trained(tmp_path: Path, outcome: str, resume: str, said: str) -> None:
+    run = make_run(tmp_path / "run")
+    lines = ending_lines(run, run.attempt(1), AttemptEnd(1, 0.0, outcome), History(1), resume)
+    assert lines[-1] == said.format(root=run.root)
+
+
+def test_run_that_has_trained_resumes_once_its_configuration_is_corrected(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run.checkpoints / "step-000003").mkdir(parents=True)
+    lines = ending_lines(run, run.attempt(1), AttemptEnd(1, 0.0, MISCONFIGURED), History(1), "mrl resume run")
+    assert lines[-1] == "next:        correct it, then mrl resume run"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [(CRASHED, "mrl resume run"), (MISCONFIGURED, "correct it, then mrl-submit RECIPE --run-dir {run}")],
+)
+def test_status_says_the_same(tmp_path: Path, outcome: str, said: str) -> None:
+    run = make_run(tmp_path / "run")
+    begin(run, 1)
+    end(run, 1, outcome)
+    found = status_json(read_status(run, None))
+    assert (found["state"], found["next"]) == ("failed", said.format(run=run.root))

@@ -1,4 +1,4 @@
-"""Help and suggestions of the commands, and errors for unknown ones."""
+"""Help, lists and suggestions of the commands, and errors for unknown ones."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from launcher.cli.environments import environment_list
 from launcher.cli.main import ALIASES, main
 from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.show.help_pages import Keys, key_path
+from launcher.cli.show.lists import purpose
 from launcher.errors import show
 from launcher.recipe.shipped import shipped_recipes
 from launcher.recipe.written import shipped_values
@@ -150,3 +151,25 @@ def test_a_dry_run_names_what_the_engine_brings(tmp_path, monkeypatch):
     done = CliRunner().invoke(mrl_submit, words)
     assert "note: inference.engine=vllm also sets placement.mode=partitioned" in done.stderr
     assert "resume.partial=keep" in done.stderr
+
+
+def test_every_shipped_recipe_has_a_line_and_a_purpose() -> None:
+    lines = within("recipes").stdout.splitlines()
+    assert [line.split()[0] for line in lines[::2]] == shipped_recipes()
+    assert all(line.startswith("    ") and len(line) > 20 for line in lines[1::2])
+    assert max(map(len, lines[::2])) <= 100
+    (partitioned,) = [line for line in lines if line.startswith("qwen2.5-32b-dapo-partitioned")]
+    assert partitioned.split()[1:] == ["Qwen2.5-32B", "8", "x", "8", "partitioned"]
+
+
+def test_json_has_the_same_content() -> None:
+    rows = {row["name"]: row for row in json.loads(within("recipes", "--json").stdout)["recipes"]}
+    assert sorted(rows) == shipped_recipes()
+    demo = {"model": "2 layers of 64", "nodes": 1, "gpus_per_node": 2, "device": "cpu", "mode": "colocated"}
+    assert demo.items() < rows["demo"].items()
+    assert rows["qwen3-4b-dapo"]["model"] == "Qwen/Qwen3-4B"
+
+
+def test_the_purpose_is_the_first_sentence_of_the_first_comment() -> None:
+    assert purpose("# Qwen2.5 learns\n# to add. More.\n\n# Other.\nname: a\n") == "Qwen2.5 learns to add"
+    assert purpose("name: a\n") == ""

@@ -51,15 +51,12 @@ def test_only_keys_that_differ_and_metrics_that_exist_are_in_the_comparison():
     assert next(iter(found.metrics)) == "mean_reward"
 
 
-def test_names_are_shortened_to_what_differs():
+def test_names_are_shortened_to_what_differs_and_stay_different():
     sweep = [f"demo-20261128-101010_group_size={size}_seed=1" for size in (8, 16)]
     assert labels(sweep, 32) == ["size=8", "size=16"]
     assert labels(["a", "b"], 32) == ["a", "b"]
     assert labels(["first-run", "second-run"], 32) == ["first", "second"]
     assert labels(["only-one"], 32) == ["only-one"]
-
-
-def test_long_names_are_cut_in_their_middle_and_stay_different():
     cut = labels(["x" * 60, "y" * 60], 20)
     assert cut == ["x" * 9 + "…" + "x" * 10, "y" * 9 + "…" + "y" * 10]
     alike = labels(["x" * 30 + "1" + "x" * 30, "x" * 30 + "2" + "x" * 30], 20)

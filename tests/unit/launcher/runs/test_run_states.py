@@ -111,16 +111,10 @@ def test_a_run_that_said_its_end_has_ended_even_where_slurm_cannot_be_asked(tmp_
     end(run, 1, "crashed", job_id="7", at=1.0, error="boom")
     assert read_status(run, job("", "unknown")).state == "failed"
     begin(run, 2, job_id="7")
+    status = read_status(run, job("", "unknown", reason="squeue did not answer"))
+    assert told(status)[:2] == ("unknown", "Slurm does not answer about job 7: squeue did not answer") and status.alive
     end(run, 2, "drained", then="requeue", job_id="7", at=2.0)
     assert read_status(run, job("", "unknown")).state == "unknown", "it may have come back"
-
-
-def test_a_slurm_that_is_silent_leaves_the_run_alive(tmp_path):
-    run = slurm_run(tmp_path)
-    begin(run, 1, job_id="7")
-    status = read_status(run, job("", "unknown", reason="squeue did not answer within 30 s"))
-    assert told(status)[:2] == ("unknown", "Slurm does not answer about job 7: squeue did not answer within 30 s")
-    assert status.alive
 
 
 @pytest.mark.parametrize(

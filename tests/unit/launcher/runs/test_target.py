@@ -1,4 +1,4 @@
-"""A command that ends a run never takes its name for another run's, nor for one of several."""
+"""A command that ends a run never takes its name for that of another, nor for one of several: it asks, or refuses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from run_helpers import begin, end, submitted
 
+from launcher.cli import cancel
+from launcher.cli.main import main
 from launcher.errors import BadInput
 from launcher.host.record.identity import identify, note_submission
+from launcher.runs import control
 from launcher.runs.control import target_of
 
 
@@ -64,3 +68,45 @@ def test_a_copy_is_not_ended_in_place_of_the_run(tmp_path):
     identify(run)
     shutil.copytree(run.root, tmp_path / "copy")
     assert refusal(str(tmp_path / "copy")).startswith(f"{tmp_path}/copy: is a copy of {run.root}, which is another run")
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the names of runs that are ended; one run may be alive."""
+    submitted(tmp_path / "demo-1", job_id="7", cluster="lab")
+    names: list[str] = []
+    monkeypatch.setattr(control, "cancel", lambda status, drain: names.append(status.name) or "cancelled")
+    monkeypatch.setattr(control, "requeue", lambda status, now: names.append(status.name) or "requeued")
+    return names
+
+
+def mrl(*words: str, answer: str = "") -> Result:
+    return CliRunner().invoke(main, words, input=answer)
+
+
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+@pytest.mark.parametrize("name", [(), ("demo",)])
+def test_a_script_must_name_the_run_or_confirm(ended, command, name):
+    done = mrl(command, *name)
+    assert (done.exit_code, ended) == (2, []), done.output
+    assert f"this would {command}" in done.stderr and "--yes" in done.stderr
+    assert mrl(command, *name, "--yes").exit_code == 0
+    assert mrl(command, "demo-1").exit_code == 0
+    assert ended == ["demo-1", "demo-1"]
+
+
+def test_a_user_is_asked(ended, monkeypatch):
+    monkeypatch.setattr(cancel, "at_terminal", lambda: True)
+    done = mrl("cancel", answer="n\n")
+    assert (done.exit_code, ended) == (1, [])
+    assert "no RUN was given: cancel " in done.stderr and "demo-1 (unknown, job 7)? [y/N]" in done.stderr
+    assert "nothing was done" in done.stderr
+    assert mrl("cancel", "--json", answer="y\n").stdout.startswith("{")
+    assert ended == ["demo-1"]
+
+
+def test_two_matching_runs_are_refused_even_with_yes(ended, tmp_path):
+    submitted(tmp_path / "demo-2", job_id="8", cluster="lab")
+    for words in (("cancel", "--yes"), ("cancel", "demo", "--yes"), ("cancel", "", "--yes")):
+        assert mrl(*words).exit_code == 2
+    assert ended == []
