@@ -30,12 +30,8 @@ def test_a_crashed_run_has_its_reason_first_and_is_not_called_too_early(tmp_path
     assert explanation.failure.message == "failed: rank 1 in step 4 (reward): ValueError: no column answer"
     assert explanation.failure.shown[1] == '  File "reward.py", line 3'
     assert (explanation.heading, explanation.remark) == ("Why it ended", "")
-
-
-def test_a_run_that_started_again_has_not_failed(tmp_path: Path):
-    run = crashed(tmp_path)
-    append(run.attempts_ledger, AttemptStart(2, 3e9))
-    assert explain(run, Record({}, [])).failure is None
+    append(RunDir(tmp_path).attempts_ledger, AttemptStart(2, 3e9))
+    assert explain(RunDir(tmp_path), Record({}, [])).failure is None, "it has started again"
 
 
 def test_a_young_run_is_said_to_be_young(tmp_path: Path):

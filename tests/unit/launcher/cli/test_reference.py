@@ -1,4 +1,4 @@
-"""Reference of metrics: entries are complete, and have the rules about them."""
+"""References of metrics and of keys: entries are complete, and have the rules about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mrl rehearse: its JSON, its table, and its exit code."""
+"""mrl rehearse and mrl convert, whose work a child does: their output, and how they end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from unittest import mock
 
 import pytest
+from click import BadParameter
 from click.testing import CliRunner, Result
 
 from launcher.backends import rehearsal
 from launcher.backends.rehearsal import RehearsalFailure, RehearsedRank
 from launcher.cli import rehearse
+from launcher.cli.convert import Size, command
 from launcher.plan.placement import RankKind
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.teacher_files import TeacherFiles
@@ -115,3 +117,15 @@ def test_a_rank_that_ends_without_an_answer_fails_at_its_start(monkeypatch, chil
     result = mrl_rehearse(RECIPE)
     assert result.exit_code == 1
     assert "fails in start: " in result.output and error in result.output
+
+
+@pytest.mark.parametrize("text", ["infGB", "nanGB", "1e400TB", "-1GB", "0GB", "GB", "5", ""])
+def test_sizes_need_a_number_and_a_unit(text: str) -> None:
+    with pytest.raises(BadParameter, match="is not a size such as 5GB"):
+        Size().convert(text, None, None)
+    assert Size().convert("0.1 kb", None, None) == 100
+
+
+def test_an_unreadable_source_is_one_error() -> None:
+    done = CliRunner().invoke(command, ["megatron-to-hf", "--", "-x", "y"])
+    assert (done.exit_code, done.stderr.startswith("error: ")) == (2, True), done.output
