@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from megatron_rl.contract.codes import IMAGE_VARIABLE
@@ -64,40 +63,16 @@ def needed(*extras: str) -> str:
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell command that installs extras of mrl from the source of the present installation.
-
-    mrl is not on any package index: another project owns that name.
-    """
-    source = _source()
-    if source is None:
-        return "pip install " + shlex.join(dict.fromkeys(one for extra in extras for one in requirements(extra)))
-    wanted = f"[{','.join(extras)}]"
-    if source.folder is None:
-        return f"pip install {shlex.quote(f'{OURS}{wanted} @ {source.url}')}"
-    return f"pip install {'-e ' * source.editable}{shlex.quote(source.folder + wanted)}"
-
-
-class _Source(NamedTuple):
-    url: str
-    folder: str | None  # directory of the URL, a clone; None: the URL is an archive or a repository
-    editable: bool
-
-
-def _source() -> _Source | None:
-    """Return the source recorded in direct_url.json, which pip writes (PEP 610); None: installed from an index, or not
-    by pip."""
+    """Return the shell command that installs extras of mrl: from the clone that it was installed from, else one that
+    names their requirements. mrl is not on any package index: another project owns that name."""
     ours = installed(OURS)
-    text = ours.read_text("direct_url.json") if ours else None
     try:
-        record = json.loads(text) if text else {}
-        url, folder, repository = str(record["url"]), record.get("dir_info"), record.get("vcs_info")
-        if folder is not None:
-            return _Source(url, unquote(urlsplit(url).path), bool(folder.get("editable")))
-        if repository is not None:
-            return _Source(f"{repository['vcs']}+{url}@{repository['commit_id']}", None, False)
-        return _Source(url, None, False)
+        record = json.loads((ours.read_text("direct_url.json") if ours else None) or "{}")  # PEP 610
+        wanted = f"[{','.join(extras)}]"
+        folder, how = unquote(urlsplit(record["url"]).path), "-e " * bool(record["dir_info"].get("editable"))
     except (KeyError, TypeError, ValueError, AttributeError):
-        return None
+        return "pip install " + shlex.join(dict.fromkeys(one for extra in extras for one in requirements(extra)))
+    return f"pip install {how}{shlex.quote(folder + wanted)}"
 
 
 def installed(name: str) -> Distribution | None:

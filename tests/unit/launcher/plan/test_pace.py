@@ -127,16 +127,6 @@ def test_decode_times_are_interpolated_and_extrapolated_linearly():
     assert DecodeSpeed(((2, 0.1), (4, 0.2)), 0.0).step_s(6) == pytest.approx(0.3)
 
 
-@given(prompts=st.integers(1, 12), colocated=st.booleans())
-def test_twice_the_nodes_are_never_slower_at_lag_0_if_they_scale_perfectly(prompts, colocated):
-    work = replace(WORK, prompts=prompts)
-    few, many = (Split(2, 0, 2), Split(4, 0, 4)) if colocated else (Split(2, 2, 2), Split(4, 4, 4))
-    halved = {"train_token_s": COSTS.train_token_s / 2, "train_square_s": COSTS.train_square_s / 2}
-    costs = replace(COSTS, training_replicas=4, **halved)
-    slower = pace(Scenario(work, COSTS, few))
-    assert pace(Scenario(work, costs, many)).step_s <= 1.01 * slower.step_s
-
-
 def test_co_located_ranks_that_run_ahead_begin_the_next_batch_behind_the_longest_answers():
     """Only the tail of each batch is gained: the ranks do not generate while they train."""
     work = replace(WORK, lengths=Lognormal.with_mean(30, 200))

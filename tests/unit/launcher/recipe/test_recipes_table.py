@@ -1,4 +1,4 @@
-"""What the values of shipped recipes mean; the values themselves are in shipped_values.yaml (test_shipped_values)."""
+"""Meaning of the values of shipped recipes; shipped_values.yaml holds the values themselves (test_shipped_values)."""
 
 from __future__ import annotations
 

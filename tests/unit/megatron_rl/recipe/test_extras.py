@@ -63,15 +63,9 @@ def test_from_a_clone_the_command_names_the_clone(site, folder):
     assert shlex.split(came_from(site, url=url, dir_info={})) == ["pip", "install", f"{folder}[colours,brushes]"]
 
 
-def test_from_an_archive_or_a_repository_the_command_names_that(site):
-    wheel = came_from(site, url="file:///tmp/mrl-0.1.0-py3-none-any.whl", archive_info={})
-    assert shlex.split(wheel)[2:] == ["mrl[colours,brushes] @ file:///tmp/mrl-0.1.0-py3-none-any.whl"]
-    commit = {"vcs": "git", "commit_id": "abc123"}
-    repository = came_from(site, url="https://example.org/mrl.git", vcs_info=commit)
-    assert shlex.split(repository)[2:] == ["mrl[colours,brushes] @ git+https://example.org/mrl.git@abc123"]
-
-
-@pytest.mark.parametrize("record", [None, "{", "[]"])
+@pytest.mark.parametrize(
+    "record", [None, "{", "[]", '{"url": "file:///tmp/mrl-0.1.0-py3-none-any.whl", "archive_info": {}}']
+)
 def test_command_without_a_record_never_installs_mrl_from_an_index(site, record):
     if record is not None:
         (site / "mrl-0.1.0.dist-info" / "direct_url.json").write_text(record)
