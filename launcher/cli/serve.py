@@ -97,7 +97,7 @@ def command(
     """Serve PATH: a run (its newest checkpoint), a checkpoint, a directory of Hugging Face weights, their name in the
     cache of the hub, or package:NAME.
 
-    Endpoints: completions, chat completions, models, tokenize, detokenize and load with a bearer token; health, ping
+    Endpoints: completions, chat completions, models and load with a bearer token; health, ping
     and version without.
     Ctrl-C stops the server after it has answered running requests; a second Ctrl-C stops it at once.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from megatron_rl.agent.endpoint.responses_api import (
 )
 from megatron_rl.agent.endpoint.session import MODEL, UNLIMITED, RolloutSession
 from megatron_rl.agent.server.bodies import Body, ChatBody, CompletionBody, Items, TokenId, parse
-from megatron_rl.agent.server.event_stream import EventStream, unless_gone
+from megatron_rl.agent.server.event_stream import unless_gone
 from megatron_rl.agent.server.request_parsing import ParsedRequest, ServedModel, no_template
 from megatron_rl.agent.server.response_bodies import ChoiceFormat
 from megatron_rl.agent.server.samples import AnswerPart, Prompt
@@ -43,9 +42,6 @@ from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import ConversationError
 from megatron_rl.recipe.chat_section import EndpointConfig
 
-STALL_S = 60.0
-"""Longest time, in seconds, in which the reader of a stream takes nothing."""
-
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 Answer = Callable[[RolloutSession, bytes], Awaitable[Response]]
 
@@ -54,7 +50,6 @@ class Routes:
     def __init__(self, chat: Chat, config: EndpointConfig) -> None:
         self._chat, self._config = chat, config
         self._model = ServedModel(MODEL, chat, UNLIMITED)
-        self._created = int(time.time())
 
     def application(self) -> Starlette:
         """Return the routes as an application. The state of a request must have its `session`."""
@@ -84,7 +79,7 @@ class Routes:
 
     async def _chatted(self, session: RolloutSession, body: ChatBody) -> tuple[ParsedRequest, dict[int, AnswerPart]]:
         """Answer a request of a chat. Raises ApiError."""
-        self._check_model(body.model)
+        self._model.check_model(body.model)
         conversation = None
         if not body.prompt_token_ids:
             prompt, conversation = self._prompt(session, body)
@@ -113,11 +108,11 @@ class Routes:
         session.keep_response(response["id"], [*messages, *answer_of(response)])
         if not body.stream:
             return JSONResponse(response, headers=asked.headers)
-        return event_stream([*events_of(response)], asked.headers)
+        return event_stream(b"".join(events_of(response)), asked.headers)
 
     async def _completions(self, session: RolloutSession, raw: bytes) -> Response:
         body = parse(CompletionBody, raw)
-        self._check_model(body.model)
+        self._model.check_model(body.model)
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         texts = [text for text in given if isinstance(text, str)]
         if len(texts) == 1 and not body.echo and (prompt := session.prompt_of_text(texts[0])) is not None:
@@ -131,7 +126,7 @@ class Routes:
             body = asked_for.completion()
         except ValidationError as error:
             raise invalid(error) from error
-        self._check_model(body.model)
+        self._model.check_model(body.model)
         asked = await self._model.completion(body)
         form = asked.form
         asked = replace(asked, form=GenerateFormat(form.model, form.names, form.likeliest, form.token_ids))
@@ -141,21 +136,14 @@ class Routes:
         if not asked.body.stream:
             return JSONResponse(whole_body(asked, parts), headers=asked.headers)
         events = Events(asked)
-        return event_stream([events.of(parts), events.end()], asked.headers)
+        return event_stream(events.of(parts) + events.end(), asked.headers)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._model.card]})
 
     async def _one_model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
-        return JSONResponse(self._card())
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None:
-            self._model.check_model(model)
-
-    def _card(self) -> dict[str, Any]:
-        return {"id": MODEL, "object": "model", "created": self._created, "owned_by": "mrl"}
+        self._model.check_model(request.path_params["model"])
+        return JSONResponse(self._model.card)
 
 
 def parsed(kind: type[AnyModel], raw: bytes) -> AnyModel:
@@ -168,12 +156,9 @@ def parsed(kind: type[AnyModel], raw: bytes) -> AnyModel:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def event_stream(events: Sequence[bytes], headers: Mapping[str, str]) -> EventStream:
-    async def following() -> Any:
-        for event in events[1:]:
-            yield event
-
-    return EventStream(events[0], following(), STALL_S, headers)
+def event_stream(events: bytes, headers: Mapping[str, str]) -> Response:
+    """Answer with all events at once, since the whole answer is there."""
+    return Response(events, headers=dict(headers), media_type="text/event-stream")
 
 
 # vLLM's /inference/v1/generate: token ids in, token ids and log-probs out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from megatron_rl.agent.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from megatron_rl.agent.server.bodies import ChatBody, CompletionBody, parse
 from megatron_rl.agent.server.event_stream import EventStream, unless_gone
 from megatron_rl.agent.server.request_parsing import ParsedRequest, ServedModel
 from megatron_rl.agent.server.service import GenerationService
@@ -53,15 +52,13 @@ class Application:
         self.thread = EngineThread(engine)
         self._limits = limits
         self._model = ServedModel(model, Chat(tokenizer).check(), max_length)
+        self._card = self._model.card | {"max_model_len": max_length}
         self._service = GenerationService(self.thread, tokenizer, limits.max_waiting)
-        self._created = int(time.time())
         routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/models": ("GET", self._models),
             "/v1/models/{model:path}": ("GET", self._one_model),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
             "/health": ("GET", self._health),
             "/ping": ("GET", self._health),
             "/version": ("GET", self._version),
@@ -95,8 +92,7 @@ class Application:
         return await self._answer(request, await self._model.chat(body))
 
     async def _answer(self, request: Request, asked: ParsedRequest) -> Response:
-        if asked.body.model is not None:
-            self._model.check_model(asked.body.model)
+        self._model.check_model(asked.body.model)
         asked.body.refuse_other_logits()
         if not asked.body.stream:
             whole = await unless_gone(request.receive, self._service.whole(asked))
@@ -106,30 +102,11 @@ class Application:
         return EventStream(first, events, self._limits.stall_s, asked.headers)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._card]})
 
     async def _one_model(self, request: Request) -> Response:
         self._model.check_model(request.path_params["model"])
-        return JSONResponse(self._card())
-
-    def _card(self) -> dict[str, Any]:
-        return {
-            "id": self._model.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "mrl",
-            "max_model_len": self._model.max_length,
-        }
-
-    async def _tokenize(self, request: Request) -> Response:
-        body = parse(TokenizeBody, await read_body(request))
-        tokens = await self._model.tokenize(body)
-        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._model.max_length}
-        names = {"token_strs": self._model.token_strings(tokens)} if body.return_token_strs else {}
-        return JSONResponse(answer | names)
-
-    async def _detokenize(self, request: Request) -> Response:
-        return JSONResponse({"prompt": self._model.detokenize(parse(DetokenizeBody, await read_body(request)))})
+        return JSONResponse(self._card)
 
     async def _health(self, request: Request) -> Response:
         if not self.thread.alive:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from megatron_rl.agent.server.parameters import REFUSED, WITHOUT_EFFECT
+from megatron_rl.agent.server.parameters import ADVICE, asks_nothing
 from megatron_rl.generate.engine.interface import MOST_TOP_LOGPROBS
 from megatron_rl.generate.serving.api_errors import ApiError, invalid, invalid_conversation, unsupported
 from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
@@ -81,10 +81,7 @@ class GenerationBody(Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = {}
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     skip_special_tokens: bool = True
-    return_tokens_as_token_ids: bool = False
-    """Whether log-probs name tokens by their ids, as `token_id:5`."""
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -102,7 +99,8 @@ class GenerationBody(Body):
 
     @property
     def scores(self) -> int | None:
-        return self.prompt_logprobs
+        """Likewise, at each position of the prompt."""
+        return None
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
@@ -139,6 +137,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
     """Whether to start a text as the tokenizer starts any text, with BOS if it has one."""
@@ -205,27 +204,6 @@ class ChatBody(GenerationBody):
         return self.top_logprobs if self.logprobs else None
 
 
-class TokenizeBody(Body):
-    model: str | None = None
-    prompt: str | None = None
-    messages: Objects[Any] = []
-    tools: Objects[Any] = []
-    chat_template_kwargs: dict[str, Any] = {}
-    add_special_tokens: bool | None = None
-    """Whether to add BOS; default: to a prompt, not to messages."""
-    add_generation_prompt: Literal[True] = True
-    return_token_strs: bool = False
-
-    @cached_property
-    def said(self) -> Conversation:
-        return conversation_of(self.messages, self.tools)
-
-
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: Items[TokenId]
-
-
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Parse a request body. Raises ApiError."""
     try:
@@ -237,27 +215,23 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     given = {
         name: value
         for name, value in content.items()
-        if value is not None and (name in kind.model_fields or name not in WITHOUT_EFFECT)
+        if name in kind.model_fields or not asks_nothing(name, value, content)
     }
-    for name in sorted(REFUSED.keys() & given.keys() - kind.model_fields.keys()):
-        neutral, why = REFUSED[name]
-        value = given.pop(name)
-        if value not in neutral and not (name == "best_of" and value == given.get("n")):
-            raise unsupported(name, why)
+    if advised := next((name for name in ADVICE if name in given and name not in kind.model_fields), None):
+        raise unsupported(advised, ADVICE[advised])
     try:
         body = kind.model_validate(given)
     except ValidationError as error:
         raise invalid(error) from error
-    if isinstance(body, ChatBody | TokenizeBody):
-        check_said(body)
     if isinstance(body, ChatBody):
+        check_said(body)
         _check_chat(body)
-    if isinstance(body, GenerationBody) and body.stream and body.prompt_logprobs is not None:
+    if isinstance(body, CompletionBody) and body.stream and body.prompt_logprobs is not None:
         raise unsupported("prompt_logprobs", "needs a whole answer; leave out stream")
     return body
 
 
-def check_said(body: ChatBody | TokenizeBody) -> None:
+def check_said(body: ChatBody) -> None:
     """Raise ApiError if the messages or tools cannot be understood."""
     try:
         _ = body.said

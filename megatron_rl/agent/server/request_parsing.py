@@ -5,18 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from megatron_rl.agent.server.bodies import (
-    MOST_CHOICES,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    TokenizeBody,
-)
+from megatron_rl.agent.server.bodies import MOST_CHOICES, ChatBody, CompletionBody, GenerationBody
 from megatron_rl.agent.server.response_bodies import ChatFormat, ChoiceFormat, CompletionFormat
 from megatron_rl.agent.server.samples import Prompt, Reading, TokenNames
 from megatron_rl.generate.engine.interface import GenerationRequest
@@ -57,13 +51,14 @@ class ServedModel:
         self.name, self.tokenizer, self.max_length = name, chat.tokenizer, max_length
         self._chat = chat
         self._not_enforced: set[str] = set()
-        self._names = {as_ids: TokenNames(self.tokenizer, as_ids=as_ids) for as_ids in (False, True)}
+        self._names = TokenNames(self.tokenizer)
+        self.card: dict[str, Any] = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "mrl"}
 
-    def check_model(self, model: str) -> None:
-        if model != self.name:
+    def check_model(self, model: str | None) -> None:
+        if model not in (None, self.name):
             raise ApiError(
                 404,
-                f"there is no model {model[:200]!r} here: this server has {self.name!r}",
+                f"there is no model {str(model)[:200]!r} here: this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -87,7 +82,7 @@ class ServedModel:
         if body.prompt_token_ids:
             prompt, param = body.prompt_token_ids, "prompt_token_ids"
         else:
-            text = chat_text(chat, body.said)
+            text = _rendered(chat, body.said)
             prompt, param = await self._encode(text, "messages", begins=body.add_special_tokens), "messages"
         undivided = not body.skip_special_tokens and not tools  # the names of control tokens are asked for
         reading = replace(
@@ -114,8 +109,8 @@ class ServedModel:
         return await asyncio.to_thread(self._chat.with_variables(variables).check) if variables else self._chat
 
     def _form(self, kind: type[ChoiceFormat], body: GenerationBody) -> ChoiceFormat:
-        names = self._names[body.return_tokens_as_token_ids]
-        return kind(self.name, names, body.likeliest, body.return_token_ids, body.prompt_logprobs)
+        scores = body.prompt_logprobs if isinstance(body, CompletionBody) else None
+        return kind(self.name, self._names, body.likeliest, body.return_token_ids, scores)
 
     async def _prompts(self, body: CompletionBody) -> list[Prompt]:
         prompt = body.prompt
@@ -191,26 +186,8 @@ class ServedModel:
                 code="invalid_value",
             )
 
-    async def tokenize(self, body: TokenizeBody) -> list[int]:
-        """Return the tokens of a text or a conversation. Raises ApiError."""
-        if (body.prompt is None) == (not body.messages):
-            raise ApiError(400, "prompt: give either prompt or messages", param="prompt", code="invalid_value")
-        begins = body.add_special_tokens
-        if body.prompt is not None:
-            return await self._encode(body.prompt, "prompt", begins=begins is not False)
-        text = chat_text(self._chat.with_variables(body.chat_template_kwargs), body.said)
-        return await self._encode(text, "messages", begins=begins is True)
 
-    def token_strings(self, tokens: Sequence[int]) -> list[str]:
-        return [*map(self._names[False].name, tokens)]
-
-    def detokenize(self, body: DetokenizeBody) -> str:
-        self.check_tokens(body.tokens, "tokens")
-        return self.tokenizer.decode(body.tokens)
-
-
-def chat_text(chat: Chat, said: Conversation) -> str:
-    """Render a conversation by the model's chat template. Raises ApiError."""
+def _rendered(chat: Chat, said: Conversation) -> str:
     if not chat.has_template:
         raise no_template()
     try:

@@ -45,9 +45,6 @@ class ChoiceFormat:
         """Return a choice of a chunk. calls: number of calls in earlier chunks. prompt: only with the first chunk."""
         raise NotImplementedError
 
-    def of_prompt(self, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
-        return {}
-
     def _choice(
         self, index: int, part: AnswerPart, prompt: Prompt | None, content: dict[str, Any], logprobs: Any
     ) -> dict[str, Any]:
@@ -97,13 +94,12 @@ class CompletionFormat(ChoiceFormat):
         """Return log-probs, also of the prompt if the text repeats it."""
         if self.likeliest is None:
             return None
-        tokens, logprobs, top, offsets = part.tokens, list[float | None](part.logprobs), part.top_logprobs, part.offsets
+        tokens, logprobs, top = part.tokens, list[float | None](part.logprobs), part.top_logprobs
         if prompt and prompt.text and part.prompt:
             tokens = prompt.tokens + tokens
             logprobs = [None, *part.prompt.logprobs, *logprobs]
             of_prompt = part.prompt.top_logprobs
             top = [{}, *(dict([*place.items()][: self.likeliest]) for place in of_prompt), *top]
-            offsets = part.prompt_offsets + offsets
         return {
             "tokens": [*map(self.names.name, tokens)],
             "token_logprobs": logprobs,
@@ -113,7 +109,6 @@ class CompletionFormat(ChoiceFormat):
             ]
             if self.likeliest
             else None,
-            "text_offset": offsets,
         }
 
 
@@ -131,9 +126,6 @@ class ChatFormat(ChoiceFormat):
         if part.calls:
             message |= {"content": part.content or None, "tool_calls": [call.message for call in part.calls]}
         return self._choice(index, part, prompt, {"message": message}, self._logprobs(part))
-
-    def of_prompt(self, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
-        return self.scored(part, prompt)
 
     def opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}

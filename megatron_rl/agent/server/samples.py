@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -53,15 +52,11 @@ class AnswerPart:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    """Number of characters of the choice's text before each token."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string, or the token of `stop_token_ids`, that ended the sample; None after any other end."""
     prompt: PromptScores | None = None
     """Scores of the prompt, with a sample's first part, if the request asks for them."""
-    prompt_offsets: list[int] = field(default_factory=list)
-    """Offsets of the prompt's tokens, with the first part of a sample whose text repeats the prompt."""
 
     def add(self, other: AnswerPart) -> None:
         self.content += other.content
@@ -71,7 +66,6 @@ class AnswerPart:
         self.logprobs += other.logprobs
         self.versions += other.versions
         self.top_logprobs += other.top_logprobs
-        self.offsets += other.offsets
         self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
 
 
@@ -108,18 +102,15 @@ class AnswerReader:
         decode = partial(tokenizer.decode, special=True) if reading.special else tokenizer.decode
         after = prompt.tokens if reading.continues_prompt else ()
         self._text = TextStream(decode, reading.stop, keep_stop=reading.keep_stop, after=after)
-        self._offsets = TextOffsets(tokenizer, special=reading.special)
-        self._prompt_offsets = self._offsets.prompt(prompt.tokens, prompt.text) if prompt.text else []
         self._reading = reading
         self._divider = Divider(reading.chat, reading, prompt.tokens) if reading.chat else None
         self._called = False
         self.tokens = 0
 
     def part(self, delta: Delta) -> AnswerPart:
-        prompt_offsets, self._prompt_offsets = self._prompt_offsets, []
         if self._reading.drops_answer:
             reason = "length" if delta.finish_reason else None
-            return AnswerPart(finish_reason=reason, prompt=delta.prompt, prompt_offsets=prompt_offsets)
+            return AnswerPart(finish_reason=reason, prompt=delta.prompt)
         ends = delta.finish_reason is not None
         if self._divider is not None:
             reasoning, content, calls = self._divider.push(delta.tokens, ends=ends)
@@ -138,11 +129,9 @@ class AnswerReader:
             list(delta.logprobs),
             list(delta.versions),
             list(delta.top_logprobs or []),
-            self._offsets.next(delta.tokens),
             reason,
             self._stop_reason(delta),
             delta.prompt,
-            prompt_offsets,
         )
 
     def _stop_reason(self, delta: Delta) -> str | int | None:
@@ -154,14 +143,11 @@ class AnswerReader:
 
 
 class TokenNames:
-    """Names of tokens: as they read in the middle of a text, or by their ids."""
+    """Names of tokens, as they read in the middle of a text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
-        self._show = _id_name if as_ids else cache(tokenizer.show)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.name = cache(tokenizer.show)
         self.bytes = cache(tokenizer.token_bytes)
-
-    def name(self, token: int) -> str:
-        return self._show(token)
 
     def by_name(self, likeliest: TopLogprobs, own: int, logprob: float) -> dict[str, float]:
         """Return the likeliest tokens of a position and the sampled one by name, the likeliest first. If tokens share a
@@ -169,36 +155,8 @@ class TokenNames:
         tokens = likeliest if own in likeliest else likeliest | {own: logprob}
         named: dict[str, float] = {}
         for token, value in tokens.items():
-            name = self._show(token)
-            taken = name in named or (token != own and name == self._show(own))
-            named[_id_name(token) if taken else name] = logprob if token == own else value
+            name = self.name(token)
+            if name in named or (token != own and name == self.name(own)):
+                name = f"token_id:{token}"  # as vLLM names it
+            named[name] = logprob if token == own else value
         return named
-
-
-def _id_name(token: int) -> str:
-    return f"token_id:{token}"  # as vLLM names it
-
-
-class TextOffsets:
-    """Number of characters of a text before each of its tokens, computed as tokens come."""
-
-    def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
-        """special: whether the text includes the names of special tokens."""
-        self._tokenizer, self._special = tokenizer, special
-        self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._at = 0
-
-    def prompt(self, tokens: Iterable[int], text: str) -> list[int]:
-        offsets = self.next(tokens)
-        beyond = self._at - len(text)  # SentencePiece decodes a leading space that the text does not have
-        self._at = len(text)
-        return [max(0, offset - beyond) for offset in offsets] if beyond > 0 else offsets
-
-    def next(self, tokens: Iterable[int]) -> list[int]:
-        """Return the offsets of the next tokens. Part of a character has the offset of the character."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._at)
-            if self._special or not self._tokenizer.is_special(token):
-                self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
-        return offsets

@@ -31,8 +31,11 @@ def whole_body(asked: ParsedRequest, parts: Mapping[int, AnswerPart]) -> dict[st
     choices = [
         asked.form.whole(index, part, asked.prompts[index // asked.body.n]) for index, part in sorted(parts.items())
     ]
-    head = {**asked.form.head(False), **asked.form.of_prompt(parts[0], asked.prompts[0])}
-    return {**head, "choices": choices, "usage": _usage(asked, sum(len(part.tokens) for part in parts.values()))}
+    return {
+        **asked.form.head(False),
+        "choices": choices,
+        "usage": _usage(asked, sum(len(part.tokens) for part in parts.values())),
+    }
 
 
 class Events:

@@ -252,16 +252,6 @@ def test_half_a_character_has_its_bytes() -> None:
     assert content[0]["token"] == "bytes:\\xf0"
 
 
-def test_prompt_logprobs_are_returned_beside_the_choices() -> None:
-    engine = SayingEngine("b")
-    answer = chat(engine, USER, prompt_logprobs=0)
-    tokens = engine.asked[0].prompt_tokens
-    assert len(answer["prompt_logprobs"]) == len(tokens)
-    assert answer["prompt_logprobs"][1] == {
-        str(tokens[1]): {"logprob": logprob(tokens[1]), "rank": 1, "decoded_token": byte_tokenizer().show(tokens[1])}
-    }
-
-
 def refused(body: dict[str, Any], **options: Any) -> dict[str, Any]:
     engine = SayingEngine()
     response = ask(engine, ROUTE, body, **options)
