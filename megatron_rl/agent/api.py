@@ -8,23 +8,30 @@ model only through an `InferenceInterface`, so it cannot distinguish a co-locate
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
-from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.scoring import RolloutLimits, all_of
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.interface import InferenceInterface
+from megatron_rl.generate.engine.interface import InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.registry import RegisteredEnvironment, environment_arguments, environment_class
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupRolloutRequest:
-    ordinal: int
+    ordinal: int | None
+    """Position in the prompt stream; None in an evaluation."""
     problem: Problem
     group_size: int
     sampling: Sampling
@@ -156,6 +163,26 @@ class Environment(RegisteredEnvironment, GroupedRolloutGenerator, EvaluationAgen
     @abstractmethod
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
         """Build the environment from `config`, an instance of the class's own `Config`."""
+
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        """Begin all problems at once; the engine decides how many to answer concurrently."""
+        samples = request.samples_per_problem
+
+        async def answered(index: int, problem: Problem) -> TrajectoryGroup:
+            key = stable_key("evaluation", request.key, index)
+            asked = GroupRolloutRequest(
+                None, problem, samples, request.sampling, key, request.inference, request.limits
+            )
+            try:
+                return await self.group_rollout(asked)
+            except PromptTooLong as error:
+                logger.warning("problem %d of an evaluation is lost: %s", index, error)
+                return TrajectoryGroup(0, problem, [], {"the prompt is too long": samples})
+
+        groups = await all_of(map(answered, count(), request.problems))
+        failures = sum((Counter(group.failures) for group in groups), Counter[str]())
+        finals = {place: group.final_answers for place, group in enumerate(groups) if group.final_answers}
+        return EvaluationResponse([group.trajectories for group in groups], failures, finals)
 
     def tracebacks(self) -> Mapping[str, str]:
         """Return tracebacks of errors in the environment's own code that lost answers. The keys are the prefixes of the

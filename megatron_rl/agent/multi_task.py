@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -10,8 +9,6 @@ from itertools import chain
 from megatron_rl.agent.api import (
     Demonstrator,
     Environment,
-    EvaluationRequest,
-    EvaluationResponse,
     GroupRolloutRequest,
     Scoring,
     TrainingSet,
@@ -19,7 +16,7 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.datasets import normalised
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment_section import Environments, WeightedEnvironment
 from megatron_rl.recipe.registry import check_files, required_datasets, required_extras, used_files
@@ -103,34 +100,6 @@ class WeightedMultiTask(Environment, Demonstrator):
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         id = request.problem.environment
         return await self._members[id].group_rollout(replace(request, limits=RolloutLimits.of(self._config[id])))
-
-    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
-        import asyncio  # slow import; the launcher imports this module to check a recipe
-
-        places: dict[str, list[int]] = {}
-        for place, problem in enumerate(request.problems):
-            places.setdefault(problem.environment, []).append(place)
-        responses = await asyncio.gather(
-            *(
-                self._members[id].evaluate(
-                    replace(
-                        request,
-                        problems=[request.problems[place] for place in its],
-                        limits=RolloutLimits.of(self._config[id]),
-                    )
-                )
-                for id, its in places.items()
-            )
-        )
-        trajectories: list[list[Trajectory]] = [[] for _ in request.problems]
-        failures: Counter[str] = Counter()
-        final_answers: dict[int, Sequence[str | None]] = {}
-        for its, response in zip(places.values(), responses, strict=True):
-            failures.update(response.failures)
-            final_answers |= {its[index]: finals for index, finals in response.final_answers.items()}
-            for place, answers in zip(its, response.trajectories, strict=True):
-                trajectories[place] = answers
-        return EvaluationResponse(trajectories, failures, final_answers)
 
     def tracebacks(self) -> Mapping[str, str]:
         return {kind: trace for member in self._members.values() for kind, trace in member.tracebacks().items()}

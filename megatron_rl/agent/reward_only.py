@@ -9,21 +9,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from inspect import iscoroutinefunction
-from itertools import count
 from typing import Any
 
-from megatron_rl.agent.api import Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
-from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.interface import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    InferenceInterface,
-    PromptTooLong,
-)
+from megatron_rl.generate.engine.interface import Completion, FinishReason, GenerationRequest, InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.errors import ConfigurationError, task_location, task_traceback
 from megatron_rl.recipe.own_code import where_defined
@@ -75,27 +67,7 @@ class RewardOnlyAgent(Environment):
             request.inference,
             request.limits,
         )
-        return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
-
-    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
-        """Submit all problems to the engine at once; it decides how many to answer concurrently."""
-        import asyncio  # slow import; the launcher imports this module to check a recipe
-
-        failures: Counter[str] = Counter()
-
-        async def answer(index: int, problem: Problem) -> list[Trajectory]:
-            prompt, key = self.tokenizer.encode(problem.prompt), stable_key("evaluation", request.key, index)
-            generation = GenerationRequest(prompt, request.samples_per_problem, request.sampling, key)
-            try:
-                answers, lost = await self._answer(problem, generation, request.inference, request.limits)
-            except PromptTooLong as error:
-                logger.warning("problem %d of an evaluation is lost: %s", index, error)
-                answers, lost = [], Counter({"the prompt is too long": request.samples_per_problem})
-            failures.update(lost)
-            return answers
-
-        answers = await asyncio.gather(*map(answer, count(), request.problems))
-        return EvaluationResponse(answers, failures)
+        return TrajectoryGroup(request.ordinal or 0, request.problem, trajectories, failures)
 
     async def _answer(
         self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, limits: RolloutLimits
@@ -113,7 +85,7 @@ class RewardOnlyAgent(Environment):
             for sample, completion in enumerate(completions)
         ]
         if self._waits():
-            import asyncio  # slow import, as above
+            import asyncio  # slow import; the launcher imports this module to check a recipe
 
             results = await asyncio.gather(*(_or_why_not(rollout, limits, spent_s) for rollout in rollouts))
         else:

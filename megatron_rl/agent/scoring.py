@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import isawaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_rl.agent.reward_value import Reward, checked_reward, total_reward
 from megatron_rl.recipe.environment_section import EnvironmentConfig
@@ -114,6 +114,19 @@ async def await_score(left_s: float, waited: Awaitable[Waited], limits: RolloutL
         if not clock.expired():
             raise
         raise TimeoutError(f"no score within {limits.timeout_s:g} s (environment.reward_timeout_s)") from error
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, Waited]]) -> list[Waited]:
+    """Return all results. If one fails, or the caller is cancelled, the others are cancelled, and have ended."""
+    import asyncio  # slow import, as above
+
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run_within_limit(

@@ -147,6 +147,8 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
     failures: Mapping[str, int]
     """Number of lost answers by reason. A lost answer has no reward and is excluded from the group."""
+    final_answers: Sequence[str | None] = ()
+    """One per trajectory, from an agent in another process that compares answers, in an evaluation; else empty."""
 
     @property
     def versions(self) -> Iterator[int]:

@@ -6,15 +6,22 @@ import logging
 import os
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.agent.api import Environment, EvaluationRequest, EvaluationResponse, GroupRolloutRequest
+from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
-from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, as_task_error, run_within_limit
+from megatron_rl.agent.scoring import (
+    CheckedReward,
+    RolloutLimits,
+    RolloutTimeout,
+    all_of,
+    as_task_error,
+    run_within_limit,
+)
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
@@ -29,8 +36,6 @@ if TYPE_CHECKING:  # slow imports, as those within functions; the launcher impor
     from megatron_rl.agent.endpoint.session import RolloutSession
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 LONGEST_REASON = 200
 
@@ -90,18 +95,10 @@ class EndpointAgent(Environment):
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         ask = _Ask(request.inference, request.sampling, request.limits, request.ordinal)
         keys = [stable_key("rollout", request.key, sample) for sample in range(request.group_size)]
-        trajectories, failures = await self._rollouts(request.problem, keys, ask)
-        return TrajectoryGroup(request.ordinal, request.problem, trajectories, failures)
-
-    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
-        ask = _Ask(request.inference, request.sampling, request.limits, None)
-        samples = range(request.samples_per_problem)
-        results = await _all(
-            self._rollouts(problem, [stable_key("evaluated rollout", request.key, index, i) for i in samples], ask)
-            for index, problem in enumerate(request.problems)
-        )
-        failures = sum((lost for _, lost in results), Counter[str]())
-        return EvaluationResponse([trajectories for trajectories, _ in results], failures)
+        results = await all_of(self._rollout(request.problem, key, ask) for key in keys)
+        trajectories = [result for result in results if isinstance(result, Trajectory)]
+        failures = Counter(result for result in results if isinstance(result, str))
+        return TrajectoryGroup(request.ordinal or 0, request.problem, trajectories, failures)
 
     def tracebacks(self) -> Mapping[str, str]:
         return self._traces
@@ -112,13 +109,6 @@ class EndpointAgent(Environment):
         opening, self._opening = self._opening, None
         if opening is not None and opening.get_loop() is asyncio.get_running_loop():
             await (await opening).close()
-
-    async def _rollouts(
-        self, problem: Problem, keys: Sequence[int], ask: _Ask
-    ) -> tuple[list[Trajectory], Counter[str]]:
-        results = await _all(self._rollout(problem, key, ask) for key in keys)
-        trajectories = [result for result in results if isinstance(result, Trajectory)]
-        return trajectories, Counter(result for result in results if isinstance(result, str))
 
     async def _rollout(self, problem: Problem, key: int, ask: _Ask) -> Trajectory | str:
         """Return a rollout, or the reason why it is lost. Only a rollout that exceeds its time is begun again: after
@@ -201,19 +191,6 @@ def _scored(session: RolloutSession, result: RunResult) -> Trajectory:
 
 def _without_key(text: str, session: RolloutSession) -> str:
     return text.replace(session.api_key, "KEY")
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results. If one fails, or the caller is cancelled, the others are cancelled, and have ended."""
-    import asyncio
-
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 INHERITED = (

@@ -11,27 +11,16 @@ environment:
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
-from megatron_rl.agent.api import (
-    Demonstrator,
-    Environment,
-    EvaluationRequest,
-    EvaluationResponse,
-    GroupRolloutRequest,
-)
-from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.api import Demonstrator, Environment, GroupRolloutRequest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import LaterPath, PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from megatron_rl.agent.remote.agent_wire import ScoredAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +58,7 @@ class RemoteAgent(Environment, Demonstrator):
         self._served = self._client.fetch(config.start_patience_s)
         self._digest = self._served.digest
         self.prompt_format = self._served.prompt_format
-        self.compares_answers = self._served.compares_answers  # evaluations return final answers
+        self.compares_answers = self._served.compares_answers  # evaluations have final answers
         sets = {name: _problems(name, texts) for name, texts in self._served.sets.items()}
         self._trained = sets.pop(TRAINING, [])
         self._evaluated = {name.removeprefix(EVALUATION): problems for name, problems in sets.items()}
@@ -84,60 +73,32 @@ class RemoteAgent(Environment, Demonstrator):
         return self._served.demonstrations
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        route, samples = "/grouped_rollouts", request.group_size
-        found = await self._run(route, request.problem, samples, request, request.key, request.ordinal)
-        return TrajectoryGroup(request.ordinal, request.problem, found.trajectories, found.failures)
-
-    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
-        """Send a request per problem, so that a lost request loses a single problem."""
-        import asyncio  # slow import; the launcher imports this module to check a recipe
-
-        samples = request.samples_per_problem
-        keys = [stable_key("evaluation", request.key, index) for index in range(len(request.problems))]
-        found = await asyncio.gather(
-            *(
-                self._run("/evaluation", problem, samples, request, key)
-                for problem, key in zip(request.problems, keys, strict=True)
-            )
-        )
-        failures = sum((Counter(one.failures) for one in found), Counter[str]())
-        finals = {place: one.final_answers for place, one in enumerate(found) if one.final_answers}
-        return EvaluationResponse([one.trajectories for one in found], failures, finals)
-
-    async def close(self) -> None:
-        await self._client.close()
-
-    async def _run(
-        self,
-        route: str,
-        problem: Problem,
-        samples: int,
-        request: GroupRolloutRequest | EvaluationRequest,
-        key: int,
-        ordinal: int | None = None,
-    ) -> ScoredAnswers:
         """Return the agent's answers; none if it fails. Raises the errors of the engine."""
         from megatron_rl.agent.remote.agent_client import AgentFailed, AgentUnavailable
-        from megatron_rl.agent.remote.agent_wire import AgentRequest, ScoredAnswers
+        from megatron_rl.agent.remote.agent_wire import AgentRequest
 
         asked = AgentRequest(
-            **problem.golden,
-            samples=samples,
+            **request.problem.golden,
+            samples=request.group_size,
             sampling=request.sampling,
-            key=key,
-            ordinal=ordinal,
+            key=request.key,
+            ordinal=request.ordinal,
             limits=request.limits,
         )
         generate = request.inference.generate
         for left in reversed(range(request.limits.retries + 1)):
             try:
-                return await self._client.run(route, asked, self._digest, generate, self._vocab_size)
+                found = await self._client.run(asked, self._digest, generate, self._vocab_size)
+                return TrajectoryGroup(request.ordinal or 0, request.problem, *found)
             except (AgentFailed, AgentUnavailable) as error:
                 reason = f"remote {self._served.environment}: {error}"[:200]
                 if not left or isinstance(error, AgentUnavailable):
                     break
-        logger.error("%d answers are lost: %s", samples, reason)
-        return ScoredAnswers([], {reason: samples})
+        logger.error("%d answers are lost: %s", request.group_size, reason)
+        return TrajectoryGroup(request.ordinal or 0, request.problem, [], {reason: request.group_size})
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
 def _problems(name: str, prompts: Sequence[str]) -> list[Problem]:

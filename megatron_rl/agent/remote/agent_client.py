@@ -119,9 +119,7 @@ class AgentClient:
             time.sleep(pause)
             pause = min(LONGEST_PAUSE_S, 2 * pause)
 
-    async def run(
-        self, route: str, request: AgentRequest, digest: str, generate: Generate, vocab_size: int
-    ) -> ScoredAnswers:
+    async def run(self, request: AgentRequest, digest: str, generate: Generate, vocab_size: int) -> ScoredAnswers:
         """Run a request and return its result. If the server restarts, the request is sent again, and finished
         completions are reused.
 
@@ -133,7 +131,7 @@ class AgentClient:
         starts, pause, away_since = 0, FIRST_PAUSE_S, None
         while True:
             try:
-                opened = await self._send("POST", route, body)
+                opened = await self._send("POST", "/rollouts", body)
                 starts, pause, away_since = starts + 1, FIRST_PAUSE_S, None
                 result = decode_result(await self._serve(str(opened["session"]), generated, request), vocab_size)
                 if len(result.trajectories) > request.samples:

@@ -1,8 +1,7 @@
 """Protocol between the ranks and an agent in another process: JSON over HTTP. Pure.
 
     GET    /about                             the agent, its protocol, prompts and worked answers
-    POST   /grouped_rollouts    {"request"}   {"session"}: the agent begins to answer a problem
-    POST   /evaluation          {"request"}   likewise, with its final answers if it compares them
+    POST   /rollouts            {"request"}   {"session"}: the agent begins to answer a problem
     POST   /sessions/ID/poll    {"known"}     "asks": generation requests other than `known`, which are in progress, and
                                               the "withdrawn" ones of `known`; or "result"; or "error"
     POST   /sessions/ID/answers {"answers"}   completions by the ids of their requests
@@ -18,13 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, Strict
 
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
-from megatron_rl.agent.trajectories import Branch, Trajectory
+from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, FinishReason
 from megatron_rl.generate.replicas.wire import Garbled, Refusal, kind_of
 from megatron_rl.recipe.inference import Sampling
@@ -62,16 +60,16 @@ class AgentRequest(BaseModel):
     sampling: Sampling
     key: int
     ordinal: int | None
-    """Position in the prompt stream; None outside it."""
+    """Position in the prompt stream; None in an evaluation."""
     limits: RolloutLimits
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredAnswers:
+class ScoredAnswers(NamedTuple):
+    """Fields of a TrajectoryGroup."""
+
     trajectories: list[Trajectory]
     failures: Mapping[str, int]
-    final_answers: Sequence[str | None] = field(default_factory=list)
-    """One per trajectory, from an evaluation by an agent that compares answers; else empty."""
+    final_answers: Sequence[str | None]
 
 
 class _Received(BaseModel):
@@ -140,7 +138,7 @@ def decode_refusal(body: Mapping[str, Any]) -> Exception:
     return Refusal("", body["kind"], body["message"]).error
 
 
-def encode_result(result: ScoredAnswers) -> dict[str, Any]:
+def encode_result(result: TrajectoryGroup) -> dict[str, Any]:
     answers = [
         {
             "sequences": [_encode_sequence(each) for each in one.sequences],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from megatron_rl.agent.api import Demonstrator, Environment, EvaluationRequest, GroupRolloutRequest
+from megatron_rl.agent.api import Demonstrator, Environment, GroupRolloutRequest
 from megatron_rl.agent.remote.agent_wire import (
     EVALUATION,
     POLL_S,
@@ -24,10 +25,9 @@ from megatron_rl.agent.remote.agent_wire import (
     TRAINING,
     AgentDescription,
     AgentRequest,
-    ScoredAnswers,
 )
 from megatron_rl.agent.server.agent.sessions import AgentSession, Sessions, UnknownSession
-from megatron_rl.agent.trajectories import Problem
+from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.generate.replicas.wire import Garbled
 from megatron_rl.generate.serving.access import read_body, with_token
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES = 2**28
 """Most bytes of a request body: all answers to a prompt, with up to three numbers for each token."""
-
-Work = Callable[[AgentRequest, Problem, InferenceInterface], Coroutine[Any, Any, ScoredAnswers]]
 
 
 class OtherAgent(Exception):
@@ -71,7 +69,7 @@ class AgentService:
         await self.sessions.close()
         await self._environment.close()
 
-    def begin(self, kind: Work, body: Mapping[str, Any]) -> AgentSession:
+    def begin(self, body: Mapping[str, Any]) -> AgentSession:
         """Start a session. Raises OtherAgent, and ValueError or KeyError for a body that is not a request."""
         if body["protocol"] != PROTOCOL:
             raise OtherAgent(f"protocol {body['protocol']}: this agent uses {PROTOCOL}")
@@ -79,34 +77,18 @@ class AgentService:
             raise OtherAgent(f"the problems of this agent ({self.about.environment}) have changed since the run began")
         asked = AgentRequest.model_validate(body["request"])
         problem = self._sets[asked.set][asked.number]
-        return self.sessions.begin(partial(kind, asked, problem))
+        return self.sessions.begin(partial(self._rollout, asked, problem))
 
-    async def group_rollout(
-        self, asked: AgentRequest, problem: Problem, inference: InferenceInterface
-    ) -> ScoredAnswers:
+    async def _rollout(self, asked: AgentRequest, problem: Problem, inference: InferenceInterface) -> TrajectoryGroup:
         group = await self._environment.group_rollout(
             GroupRolloutRequest(
-                ordinal=asked.ordinal or 0,
-                problem=problem,
-                group_size=asked.samples,
-                sampling=asked.sampling,
-                key=asked.key,
-                inference=inference,
-                limits=asked.limits,
+                asked.ordinal, problem, asked.samples, asked.sampling, asked.key, inference, asked.limits
             )
         )
-        return ScoredAnswers(group.trajectories, group.failures)
-
-    async def evaluate(self, asked: AgentRequest, problem: Problem, inference: InferenceInterface) -> ScoredAnswers:
-        response = await self._environment.evaluate(
-            EvaluationRequest([problem], asked.sampling, asked.samples, asked.key, inference, asked.limits)
-        )
-        (answers,) = response.trajectories
-        if not self._environment.compares_answers:
-            return ScoredAnswers(answers, response.failures)
+        if asked.ordinal is not None or not self._environment.compares_answers:
+            return group
         agent = self._environment.agent_of(problem)
-        finals = response.final_answers.get(0) or [agent.final_answer(answer.text) for answer in answers]
-        return ScoredAnswers(answers, response.failures, finals)
+        return replace(group, final_answers=[agent.final_answer(answer.text) for answer in group.trajectories])
 
 
 def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
@@ -114,11 +96,8 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
     async def about(request: Request) -> Mapping[str, Any]:
         return service.about.model_dump()
 
-    def begins(kind: Work) -> Callable[[Request], Awaitable[Response]]:
-        async def begin(request: Request) -> Mapping[str, Any]:
-            return {"session": service.begin(kind, await _body(request)).id}
-
-        return _answered(begin)
+    async def begin(request: Request) -> Mapping[str, Any]:
+        return {"session": service.begin(await _body(request)).id}
 
     async def poll(request: Request) -> Mapping[str, Any]:
         body = await _body(request)
@@ -135,8 +114,7 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
 
     routes = [
         Route("/about", _answered(about), methods=["GET"]),
-        Route("/grouped_rollouts", begins(service.group_rollout), methods=["POST"]),
-        Route("/evaluation", begins(service.evaluate), methods=["POST"]),
+        Route("/rollouts", _answered(begin), methods=["POST"]),
         Route("/sessions/{id}/poll", _answered(poll), methods=["POST"]),
         Route("/sessions/{id}/answers", _answered(answers), methods=["POST"]),
         Route("/sessions/{id}", _answered(end), methods=["DELETE"]),

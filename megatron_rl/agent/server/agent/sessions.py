@@ -10,19 +10,19 @@ from typing import Any
 from uuid import uuid4
 
 from megatron_rl.agent.remote.agent_wire import (
-    ScoredAnswers,
     decode_completions,
     decode_refusal,
     encode_refusal,
     encode_result,
 )
+from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest, InferenceInterface
 from megatron_rl.generate.replicas.wire import REFUSED, encode_request
 
 FORGOTTEN_S = 120.0
 """Seconds without a poll after which a session is dropped: the ranks, which poll every few seconds, have gone."""
 
-Work = Callable[[InferenceInterface], Coroutine[Any, Any, ScoredAnswers]]
+Work = Callable[[InferenceInterface], Coroutine[Any, Any, TrajectoryGroup]]
 
 
 class UnknownSession(Exception):

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
+from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.remote.agent_client import MAX_STARTS, AgentClient, AgentFailed, AgentUnavailable
 from megatron_rl.agent.remote.agent_wire import AgentRequest, ScoredAnswers, decode_result, encode_result
 from megatron_rl.agent.reward_only import RewardOnlyAgent
@@ -50,8 +51,9 @@ class Digits(RewardOnlyAgent):
         return float(response)
 
 
-def asked(set: str = "training", samples: int = 2, limits: RolloutLimits = LIMITS) -> AgentRequest:
-    return AgentRequest(set=set, number=0, samples=samples, sampling=SAMPLING, key=7, ordinal=0, limits=limits)
+def asked(**changed: Any) -> AgentRequest:
+    request = {"set": "training", "number": 0, "samples": 2, "sampling": SAMPLING, "key": 7, "ordinal": 0}
+    return AgentRequest(**request | {"limits": LIMITS} | changed)
 
 
 def service() -> AgentService:
@@ -66,16 +68,14 @@ def client(handler: httpx.AsyncBaseTransport, patience_s: float = 60.0) -> Agent
     return AgentClient("http://agent", TOKEN, patience_s, transport=handler, sleep=no_pause)
 
 
-def run(
-    agent: AgentService, route: str = "/grouped_rollouts", request: AgentRequest | None = None, **options: Any
-) -> Any:
+def run(agent: AgentService, request: AgentRequest | None = None, **options: Any) -> Any:
     """Run a request against an agent in this process."""
     app = options.get("app") or application(agent, [TOKEN])
     engine = options.get("engine") or ScriptedInference(TOKENIZER, ["5", "6"])
     transport = httpx.ASGITransport(app=app)
     digest = options.get("digest", agent.about.digest)
     asking = client(transport, options.get("patience_s", 60.0))
-    return asyncio.run(asking.run(route, request or asked(), digest, engine.generate, TOKENIZER.vocab_size))
+    return asyncio.run(asking.run(request or asked(), digest, engine.generate, TOKENIZER.vocab_size))
 
 
 def rewards(found: ScoredAnswers) -> list[float]:
@@ -88,7 +88,7 @@ def test_remote_rollouts_equal_local_ones() -> None:
     problem = here.training_problems()[0]
     group = asyncio.run(here.group_rollout(GroupRolloutRequest(0, problem, 3, SAMPLING, 7, engine, LIMITS)))
     there = run(service(), request=asked(samples=3), engine=ScriptedInference(TOKENIZER, ["5", "6", ""]))
-    assert there == ScoredAnswers(group.trajectories, group.failures)
+    assert there == (group.trajectories, group.failures, [])
     assert sum(group.failures.values()) == 1 and len(group.trajectories) == 2
 
 
@@ -101,10 +101,11 @@ def test_evaluation_equals_a_local_one_and_returns_final_answers_if_the_environm
 
     request = EvaluationRequest([Problem("3=", {})], SAMPLING, 2, 7, ScriptedInference(TOKENIZER, ["5", "6"]), LIMITS)
     here = asyncio.run(Digits(Digits.Config(), TOKENIZER).evaluate(request)).trajectories[0]
-    held_out = asked("evaluation/held_out")
-    assert run(service(), "/evaluation", held_out) == ScoredAnswers(here, {})
+    held_out = asked(set="evaluation/held_out", ordinal=None, key=stable_key("evaluation", 7, 0))
+    assert run(service(), held_out) == (here, {}, [])
     compared = AgentService("digits", Compared(Digits.Config(), TOKENIZER))
-    assert run(compared, "/evaluation", held_out) == ScoredAnswers(here, {}, ["5", None])
+    assert run(compared, held_out) == (here, {}, ["5", None])
+    assert run(compared).final_answers == []
 
 
 def test_refusal_of_the_engine_passes_through_the_agent_and_back() -> None:
@@ -166,7 +167,7 @@ def test_connections_close_with_the_run() -> None:
 
     async def ask() -> None:
         asking, engine = client(transport), ScriptedInference(TOKENIZER, ["5"])
-        await asking.run("/grouped_rollouts", asked(), agent.about.digest, engine.generate, TOKENIZER.vocab_size)
+        await asking.run(asked(), agent.about.digest, engine.generate, TOKENIZER.vocab_size)
         await asking.close()
 
     asyncio.run(ask())
@@ -221,7 +222,7 @@ def test_agent_that_crashes_on_every_request_is_given_up() -> None:
     opened: list[int] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/grouped_rollouts":
+        if request.url.path == "/rollouts":
             opened.append(1)
             return httpx.Response(200, json={"session": "1"})
         return httpx.Response(404)
@@ -286,7 +287,7 @@ def changed_branch(**fields: Any) -> dict[str, Any]:
 )
 def test_invalid_trajectories_are_never_trained_on(result: dict[str, Any]) -> None:
     def handler(request: httpx.Request) -> httpx.Response:
-        said = {"session": "1"} if request.url.path == "/grouped_rollouts" else {"result": result}
+        said = {"session": "1"} if request.url.path == "/rollouts" else {"result": result}
         return httpx.Response(200, content=json.dumps(said))
 
     with pytest.raises(AgentFailed, match="invalid response"):
@@ -302,12 +303,12 @@ def test_the_valid_result_of_these_is_accepted() -> None:
 def nonsense(handler: Callable[[httpx.Request], httpx.Response]) -> None:
     asking = client(httpx.MockTransport(handler))
     engine = ScriptedInference(TOKENIZER, ["5"])
-    asyncio.run(asking.run("/grouped_rollouts", asked(), "digest", engine.generate, TOKENIZER.vocab_size))
+    asyncio.run(asking.run(asked(), "digest", engine.generate, TOKENIZER.vocab_size))
 
 
 def test_result_round_trips_bit_for_bit() -> None:
     response = run(service())
-    again = json.loads(json.dumps(encode_result(response)))
+    again = json.loads(json.dumps(encode_result(TrajectoryGroup(0, Problem("", {}), *response))))
     assert decode_result(again, TOKENIZER.vocab_size) == response
 
 
