@@ -24,7 +24,6 @@ class AnswerFormat:
     find: Callable[[str], FoundAnswer | None]
     """Return the last answer of a response; None if it has no answer in this format, or an empty one."""
     written: Callable[[str], str]
-    """Return a response that consists of the given answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,6 @@ SLOW_S = 1.0
 
 class Scoring(NamedTuple):
     function: str
-    """Name and place, such as `reward (reward.py:7)`."""
     answers: int
     seconds: float
     """Seconds per answer."""

@@ -70,8 +70,6 @@ def limited(rows: Iterable[T]) -> Iterator[T]:
 
 
 class DataRow(NamedTuple):
-    """A row of a data set: values as JSON has them, whatever the format of the file."""
-
     where: str
     """Location, such as `data.jsonl:7` or `data.parquet: row 7`."""
     values: Mapping[str, Any]

@@ -46,7 +46,6 @@ class Question:
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """All columns, if the source names no answer column."""
     source: DataSource | None = field(default=None, compare=False)
-    """Data set of the question, if it names no answer column."""
     where: str = field(default="", compare=False)
 
 
@@ -93,7 +92,6 @@ def _answered(source: DataSet) -> Iterator[Question | None]:
 
 
 def _is_talk(question: Any) -> bool:
-    """Whether a question is a list of messages, which no environment with right answers reads."""
     return isinstance(question, list) and any(isinstance(each, Mapping) for each in question)
 
 

@@ -64,7 +64,6 @@ class HFDatasetAgent(RewardOnlyAgent):
     config: HFDatasetConfig
 
     def __init__(self, config: HFDatasetConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for data that is missing, empty, or does not match the configuration."""
         super().__init__(config, tokenizer)
         self.prompt_format = prompt_format(tokenizer, config)
         evaluated: Mapping[str, Sequence[Question]] = {name: _questions(data) for name, data in config.evaluate.items()}

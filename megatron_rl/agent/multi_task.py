@@ -49,7 +49,6 @@ class WeightedMultiTask(Environment, Demonstrator):
     Config = MultiTaskConfig
 
     def __init__(self, config: MultiTaskConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for an environment that cannot be built or has no problems."""
         self._config = {one.id: one for one in config.environments}
         self._members = {one.id: _build(one, at, tokenizer) for at, one in enumerate(config.environments)}
         self._evaluation_sets = {

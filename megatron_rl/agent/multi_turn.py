@@ -52,7 +52,6 @@ class ConversationAgent(RewardOnlyAgent):
     max_turns: int = 8
 
     def __init__(self, config: Any, tokenizer: Tokenizer) -> None:
-        """Raises ValueError if the recipe names a renderer that does not fit the tokenizer."""
         super().__init__(config, tokenizer)
         self.chat = Chat(tokenizer, config.chat_template if isinstance(config, ChatConfig) else None)
         self.chat.check(continues=True)
@@ -126,7 +125,6 @@ class ConversationAgent(RewardOnlyAgent):
         return builder.scored("\n".join(responses), found.reward, sum(calls) if calls else None, found.components)
 
     def _tokens_of(self, reply: str | Sequence[Message], prompt: list[int], answer: list[int]) -> list[int]:
-        """Return the tokens between a response and the next one. Raises ValueError."""
         if isinstance(reply, str):
             return self.tokenizer.encode(reply)
         said = conversation_of(reply, self.offers, field="observation")

@@ -106,7 +106,6 @@ class RewardOnlyAgent(Environment):
         inference: InferenceInterface,
         limits: RolloutLimits,
     ) -> Trajectory | str:
-        """Score a sample whose first turn is complete; return the reason if it is lost."""
         text = self.tokenizer.decode(completion.tokens)
         found = await self._answer_score(problem, text, completion.finish_reason, limits)
         if isinstance(found, str):

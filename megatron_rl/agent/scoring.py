@@ -104,7 +104,6 @@ def _cancelled(error: BaseException) -> bool:
 
 
 async def await_score(left_s: float, waited: Awaitable[Waited], limits: RolloutLimits) -> Waited:
-    """Await a score for at most `left_s` seconds. Raises TimeoutError."""
     import asyncio  # slow import; the launcher imports this module to check a recipe
 
     try:

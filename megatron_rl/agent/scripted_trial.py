@@ -17,8 +17,6 @@ from megatron_rl.recipe.inference import Sampling
 
 
 class CodePoints:
-    """Tokenizer that encodes any text without files: a token is a code point."""
-
     vocab_size, eos_id, end_ids = 0x110001, 0x110000, frozenset({0x110000})
     chat_template: str | None = None
     renderer = "auto"
@@ -105,7 +103,6 @@ def traces_of(environment: Environment, failures: Iterable[str]) -> dict[str, st
 
 
 def wrong_answer(environment: Environment, problem: Problem, tokenizer: Tokenizer) -> str:
-    """Return a wrong response; an empty one where the tokenizer lacks its characters."""
     text = environment.wrong_response(problem)
     try:
         tokenizer.encode(text)

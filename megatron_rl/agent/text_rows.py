@@ -104,7 +104,6 @@ def _values(file: str, opened: IO[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _integer(text: str) -> int | SpelledNumber:
-    """Parse an integer. Python rejects integers of thousands of digits and drops the sign of -0: their text is kept."""
     return int(text) if len(text) < 1000 and text != "-0" else SpelledNumber(text)
 
 

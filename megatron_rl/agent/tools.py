@@ -85,7 +85,6 @@ class ToolAgent(ConversationAgent):
         ]
 
     def _bracketed(self, text: str) -> list[ToolCall]:
-        """Return the call at the end of a response without a chat template."""
         begin = text.rfind(BEGIN)
         if begin < 0 or not text.endswith(END):
             return []
@@ -93,7 +92,6 @@ class ToolAgent(ConversationAgent):
         return [ToolCall(tool.name, json.dumps({next(iter(tool.parameters)): text[begin + 1 : -1]}))]
 
     async def _result(self, call: ToolCall) -> str:
-        """Call the tool. Raises ToolError."""
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         if tool is None:
             raise ToolError(f"there is no tool {call.name!r}, only {', '.join(tool.name for tool in self.tools)}")

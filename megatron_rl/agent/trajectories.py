@@ -142,7 +142,6 @@ class TrajectoryGroup:
     """Scored answers to one problem; their mean reward is the baseline of each."""
 
     ordinal: int
-    """Position of the problem in the prompt stream."""
     problem: Problem
     trajectories: list[Trajectory]
     failures: Mapping[str, int]

@@ -160,7 +160,6 @@ class EndpointAgent(Environment):
         return await asyncio.shield(self._opening)  # others wait for it as well
 
     def _reason(self, limit: str | None, error: Exception, problem: Problem) -> str:
-        """Return the reason for the record. The first error of each kind is logged."""
         trace = ""
         if limit is not None:
             kind = reason = f"rollout: {limit}"
@@ -178,7 +177,6 @@ class EndpointAgent(Environment):
 
 
 def _scored(session: RolloutSession, result: RunResult) -> Trajectory:
-    """Return the trajectory of a rollout that has ended. Raises RolloutLost."""
     try:
         score = CheckedReward.of(result.score)
         output = _without_key(result.output, session)[-OUTPUT_LIMIT:]

@@ -22,7 +22,6 @@ from megatron_rl.generate.engine.interface import Completion
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerNode:
     parent: AnswerNode | None
-    """The answer that its prompt continues."""
     context: list[int]
     """Tokens between the parent and this answer; the whole prompt if there is no parent."""
     completion: Completion
@@ -114,7 +113,6 @@ def _continues(prompt: Sequence[int], turn: AnswerNode) -> bool:
 
 
 def _branch(path: Sequence[AnswerNode], trained: Set[AnswerNode]) -> Branch:
-    """Return the sequence of tokens of a path. trained: turns that are context, since another branch trains them."""
     builder = TrajectoryBuilder([])
     for turn in path:
         builder.add_observation(turn.context)

@@ -21,12 +21,9 @@ _Compared = tuple[str, str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class KnownConversation:
-    """A conversation, and what else decides how a chat template writes it."""
-
     said: Conversation
     variables: Mapping[str, Any]
     settings: str
-    """Tools and variables, to be compared."""
     compared: tuple[_Compared, ...]
     thoughts: tuple[str, ...]
 

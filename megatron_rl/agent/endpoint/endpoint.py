@@ -29,13 +29,11 @@ KEEP_ALIVE_S = 600
 """Seconds that a connection may be open without a request. The loop may stand still for as long as a training step; a
 shorter limit would then close connections that a program is about to use."""
 CUT_S = 2
-"""Seconds for responses to end once the endpoint is closed."""
 CLOSE_S = 10.0
 BODY_BYTES = 10_000_000
 DISCARDED_BYTES = 10 * BODY_BYTES
 """Most bytes of a refused body that are read, so that its program learns why."""
 REMEMBERED = 10_000
-"""Most ended sessions that are remembered, whose later requests are answered by the reason."""
 PREFIX = "/sessions/"
 
 

@@ -52,7 +52,6 @@ class Routes:
         self._model = ServedModel(MODEL, chat, UNLIMITED)
 
     def application(self) -> Starlette:
-        """Return the routes as an application. The state of a request must have its `session`."""
         routes = [
             Route("/v1/chat/completions", self._post(self._chat_completions), methods=["POST"]),
             Route("/v1/completions", self._post(self._completions), methods=["POST"]),
@@ -64,8 +63,6 @@ class Routes:
         return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
 
     def _post(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        """Return a route that answers a body as long as its client and its session are there."""
-
         async def respond(request: Request) -> Response:
             session: RolloutSession = request.state.session
             body = await read_body(request)
@@ -173,7 +170,6 @@ class GenerateBody(Body):
 
     model: str | None = None
     token_ids: Items[TokenId]
-    """The prompt."""
     sampling_params: dict[str, Any] = {}
     stream: bool = False
 
@@ -188,8 +184,6 @@ class GenerateBody(Body):
 
 
 class GenerateFormat(ChoiceFormat):
-    """/inference/v1/generate."""
-
     def head(self, streamed: bool) -> dict[str, Any]:
         return {"request_id": self.id, "created": self.created, "model": self.model}
 

@@ -105,7 +105,6 @@ class RolloutSession:
         return chat.prompt(conversation.said), conversation
 
     def prompt_of_text(self, text: str) -> list[int] | None:
-        """Return the prompt of a text that continues a known one; None if it continues none."""
         known, turn = max(
             ((known, turn) for known, turn in self._texts if text.startswith(known)),
             key=lambda each: (len(each[0]), not each[1].children),

@@ -49,7 +49,6 @@ class CalculatorConfig(ChatConfig, DrawnProblemsConfig):
 
 
 def calculate(expression: str) -> str:
-    """Evaluate an expression. Raises ToolError."""
     try:
         value, _ = evaluate(expression)
     except (BadExpression, RecursionError) as error:

@@ -111,7 +111,6 @@ def _drawn(config: CountdownConfig) -> Iterator[dict[str, Any]]:
 
 
 def _draw(choose: random.Random, config: CountdownConfig) -> dict[str, Any]:
-    """Join random numbers two at a time in random order; repeat until the result is a valid target."""
     while True:
         count = choose.randint(config.min_numbers, config.max_numbers)
         numbers = [choose.randint(1, config.largest) for _ in range(count)]
@@ -130,7 +129,6 @@ def _joined(left: tuple[Fraction, str], right: tuple[Fraction, str], sign: str) 
 
 
 def _of_rows(source: CountdownRows) -> Iterator[dict[str, Any]]:
-    """Read problems from a data set. Raises ValueError for invalid rows."""
     for row in read_questions(source):
         try:
             numbers, target = json.loads(row.text), int(row.answer)

@@ -80,8 +80,6 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
     variant_argument = "id"
 
     def __init__(self, config: GymConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError if gymnasium is missing, if it does not have the environment, or if the actions are not
-        numbered."""
         super().__init__(config, tokenizer)
         self.max_turns = config.max_turns
         self._episode = _make(config)  # shared: making it takes ten times as long as a step
@@ -184,7 +182,6 @@ def _render_modes(gymnasium: Any, id: str) -> Sequence[str]:
 
 
 def _actions(id: str, space: Any) -> range:
-    """Return the range of the actions. Raises ValueError if they are not numbered."""
     if not hasattr(space, "n"):
         raise ValueError(f"environment.args.id: the actions of {id} are not numbered: {space}")
     return range(int(space.start), int(space.start + space.n))

@@ -101,8 +101,6 @@ class JudgeConfig(Section):
 
 
 class Judge:
-    """Client of a judge. Replies are parsed, never evaluated."""
-
     def __init__(
         self,
         config: JudgeConfig,

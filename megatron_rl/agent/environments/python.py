@@ -91,7 +91,6 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
     config: PythonConfig
 
     def __init__(self, config: PythonConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for an unusable file or unusable data."""
         from megatron_rl.agent.own_process.function import OwnFunction  # slow; the launcher only checks arguments
 
         self._file = Path(config.file).expanduser()
@@ -166,7 +165,6 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
 
 
 def _check(file: Path) -> None:
-    """Raises ValueError."""
     if not {FUNCTION, "*"} & defined_names(file):
         raise ValueError(f"{file}: defines no function {FUNCTION}: def {FUNCTION}(response, **columns) -> float")
 
@@ -178,7 +176,6 @@ def printed_below(error: NotScored) -> str:
 
 
 Parameters = Sequence[tuple[str, str, bool]]
-"""Name, kind and whether there is a default, of each parameter."""
 
 
 def _accepted(parameters: Parameters) -> frozenset[str] | None:

@@ -101,7 +101,6 @@ class ReasoningGymEnvironment(DrawnProblems):
         return {"draws": 8, "held_out": 0.0}
 
     def __init__(self, config: ReasoningGymConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for an unknown dataset or invalid arguments of it."""
         from megatron_rl.agent.sandbox.process_pools import (
             WorkerPool,  # not needed by the launcher, which only checks arguments
         )
@@ -132,7 +131,6 @@ class ReasoningGymEnvironment(DrawnProblems):
         return {**of_dataset, "task": base64.b64encode(pickle.dumps(task)).decode(), "answer": answer}
 
     async def _score(self, answer: str, task: Mapping[str, Any]) -> float:
-        """Return the dataset's score of an answer. Raises NotJudged."""
         outcome = await self._scorers.ask(self._scorer_request(answer, task))
         if outcome.ending is not Ending.OK:
             in_time = outcome.ending not in (Ending.TIME_OUT, Ending.CPU_LIMIT)
@@ -190,7 +188,6 @@ def _problems(
 
 
 def _datasets() -> Mapping[str, tuple[Any, Any]]:
-    """Return class and configuration of every dataset. Raises ValueError if reasoning-gym is not installed."""
     try:
         # Imported here because it takes a second; the launcher, which only checks the arguments, does not have it.
         from reasoning_gym.factory import DATASETS

@@ -111,7 +111,6 @@ class _Pool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def prepare(self) -> None:
-        """Start the first process. Raises UnusableFunction."""
         await self._slots[0].started()
         if not self.described["waits"]:
             self._consumers = [asyncio.create_task(self._consume(slot)) for slot in self._slots]
@@ -196,7 +195,6 @@ class _Slot:
         self.described: Mapping[str, Any] = {}
 
     async def started(self) -> AnsweringProcess:
-        """Return the running process, started if need be. Raises UnusableFunction."""
         async with self._starting:
             if self._process is None or self._process.ended:
                 self._process = await start_worker(self._file, self._name)

@@ -49,4 +49,3 @@ class Call:
     timeout_s: float
     """Seconds in the function, for all attempts together."""
     retries: int
-    """Further attempts after an exception, or after the death of the process."""

@@ -42,7 +42,6 @@ class AgentDescription(BaseModel):
     prompt_format: str
     compares_answers: bool
     sets: dict[str, list[str]]
-    """Prompts of each set."""
     demonstrations: list[tuple[str, str]]
 
     @property
@@ -51,11 +50,8 @@ class AgentDescription(BaseModel):
 
 
 class AgentRequest(BaseModel):
-    """Request to answer one problem."""
-
     set: str
     number: NonNegativeInt
-    """Index of the problem in its set."""
     samples: int
     sampling: Sampling
     key: int

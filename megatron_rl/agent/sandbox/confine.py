@@ -26,7 +26,6 @@ class SystemCalls(NamedTuple):
     """System call numbers of a processor architecture."""
 
     column: int
-    """Column of the architecture in the table below."""
     audit: int
     """AUDIT_ARCH_... value that a filter sees."""
     open: int | None
@@ -212,7 +211,6 @@ def confine() -> str | None:
 
 
 def _filter_calls() -> str | None:
-    """Install the filter of system calls. Return why it cannot be installed; None on success."""
     machine = MACHINES.get(os.uname().machine)
     if machine is None:
         return f"no filter of system calls for {os.uname().machine}"

@@ -26,7 +26,6 @@ from megatron_rl.contract.children import OUTSIDE_SIGNALS, death_with_parent
 LENGTH_DIGITS = 12
 
 OUT_OF_MEMORY = 99
-"""Exit code of a worker that reached its limit of memory."""
 
 PRELUDE = """\
 from typing import *

@@ -24,7 +24,6 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 CHUNK = 2**16
 COMPLAINT_BYTES = 2000
-"""Bytes of stderr that are kept, from its end."""
 REAP_S = 10.0
 """Seconds for the kernel to end a killed process; a process that hangs in a file system may need longer."""
 
@@ -80,7 +79,6 @@ class ConfinedProcess:
         return line
 
     def finish(self, content: bytes, deadline: float) -> bytes:
-        """Send the content; return the complete output. Raises TimeoutError and OutputTooLarge."""
         output = self._exchange(content, deadline, to_end=True)
         if not self._reap(deadline):  # it closed its output but still runs
             raise TimeoutError

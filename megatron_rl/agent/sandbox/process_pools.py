@@ -50,7 +50,6 @@ class WorkerPool:
         """End the workers. They also end with this object and with the interpreter."""
 
     async def ask(self, request: Any) -> ProcessResult:
-        """Return the answer of a worker, or why there is none. The event loop keeps running."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, request)
 
     def _ask(self, request: Any) -> ProcessResult:
@@ -96,7 +95,6 @@ class _Worker:
         return ProcessResult(Ending.KILLED, detail=f"it died ({_describe_exit(code)})")
 
     def kill(self) -> None:
-        """Kill the process, from any thread."""
         if process := self.process:
             process.kill()
 
@@ -106,7 +104,6 @@ class _Worker:
             self.process = None
 
     def _start(self) -> str | None:
-        """Start the process. Return why it did not start; None on success."""
         limit = f"within {START_S:g} s and {self._limits.memory_bytes / 2**30:g} GiB"
         try:
             self.process = ConfinedProcess(self._limits, self._function, sys.path)

@@ -180,7 +180,6 @@ class ChatBody(GenerationBody):
 
     @cached_property
     def said(self) -> Conversation:
-        """The messages, with the tools that the model may call. Raises ConversationError."""
         return conversation_of(self.messages, None if self.tool_choice == "none" else self.tools)
 
     @property

@@ -47,7 +47,6 @@ class ServedModel:
     """The model as clients see it. It detects every fault of a request before the engine is asked."""
 
     def __init__(self, name: str, chat: Chat, max_length: int) -> None:
-        """max_length: tokens of a prompt and its answer together."""
         self.name, self.tokenizer, self.max_length = name, chat.tokenizer, max_length
         self._chat = chat
         self._not_enforced: set[str] = set()

@@ -48,7 +48,6 @@ class ChoiceFormat:
     def _choice(
         self, index: int, part: AnswerPart, prompt: Prompt | None, content: dict[str, Any], logprobs: Any
     ) -> dict[str, Any]:
-        """Return a choice, with its tokens if the request asks for them. content: its fields in this format."""
         choice = {"index": index, **content, "logprobs": logprobs}
         choice |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         if self.token_ids:
@@ -77,8 +76,6 @@ class ChoiceFormat:
 
 
 class CompletionFormat(ChoiceFormat):
-    """/v1/completions."""
-
     def head(self, streamed: bool) -> dict[str, Any]:
         return self._head(f"cmpl-{self.id}", "text_completion")
 
@@ -91,7 +88,6 @@ class CompletionFormat(ChoiceFormat):
         return choice | self.scored(part, prompt)
 
     def _logprobs(self, part: AnswerPart, prompt: Prompt | None) -> dict[str, Any] | None:
-        """Return log-probs, also of the prompt if the text repeats it."""
         if self.likeliest is None:
             return None
         tokens, logprobs, top = part.tokens, list[float | None](part.logprobs), part.top_logprobs
@@ -113,8 +109,6 @@ class CompletionFormat(ChoiceFormat):
 
 
 class ChatFormat(ChoiceFormat):
-    """/v1/chat/completions."""
-
     def head(self, streamed: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         return self._head(f"chatcmpl-{self.id}", kind)

@@ -31,9 +31,7 @@ class Reading:
     keep_stop: bool = False
     special: bool = False
     continues_prompt: bool = False
-    """Whether the text continues the prompt's."""
     drops_answer: bool = False
-    """Whether the request asks only about the prompt."""
     chat: Chat | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     parallel_calls: bool = True
@@ -143,8 +141,6 @@ class AnswerReader:
 
 
 class TokenNames:
-    """Names of tokens, as they read in the middle of a text."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.name = cache(tokenizer.show)
         self.bytes = cache(tokenizer.token_bytes)

@@ -72,7 +72,6 @@ class Events:
 
 
 def error_for_client(error: Exception) -> Exception:
-    """Return the ApiError for an error of the engine; unexpected errors stay as they are."""
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, Unsupported):
@@ -129,8 +128,6 @@ class GenerationService:
 
 
 class _Answer:
-    """The engine requests of one HTTP request, and their samples, numbered consecutively."""
-
     def __init__(self, service: GenerationService, asked: ParsedRequest, *, streamed: bool) -> None:
         self._asked = asked
         waiting = service.thread.waiting

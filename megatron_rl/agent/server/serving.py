@@ -31,7 +31,6 @@ BACKLOG = 2048
 CUT_S = 2
 """Limit, in seconds, for responses to end after their requests were cut off."""
 FEWEST_CHARACTERS = 16
-"""Minimal length of a token."""
 
 
 class UnusableArgument(Exception):

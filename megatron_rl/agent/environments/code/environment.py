@@ -26,7 +26,6 @@ from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 WAITING = 4
 """Wall-clock limit of a test as a multiple of its processor time: the machine is shared with other work."""
 START_S = 20.0
-"""Seconds added to the wall-clock limit for the start of Python."""
 
 PROGRAM = "Write a Python program that reads standard input and writes to standard output."
 FUNCTION = "Write a Python function {name}, or a class Solution with a method of that name."
@@ -105,7 +104,6 @@ class CodeEnvironment(HFDatasetAgent):
         return 1.0
 
     async def _passes(self, source: str, tests: Tests, test: Test) -> bool:
-        """Raises NotJudged."""
         from megatron_rl.agent.sandbox.limits import Ending
 
         if tests.function is None:

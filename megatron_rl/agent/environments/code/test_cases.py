@@ -38,7 +38,6 @@ class Test:
 @dataclass(frozen=True, slots=True)
 class Tests:
     function: str | None
-    """Name of a function, or of a method of the class Solution; None: the answer is a program."""
     cases: Sequence[Test]
 
 
@@ -75,7 +74,6 @@ def passes(expected: Any, found: Any, *, function: bool) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """Return a text; some rows have a list of lines instead."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

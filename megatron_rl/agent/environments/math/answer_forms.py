@@ -109,7 +109,6 @@ def _matrix(text: str) -> Matrix | None:
 
 
 def _in_words(text: str) -> Form | None:
-    """Return the form of an answer in words; None if the text is something else."""
     if (number := number_in_words(text)) is not None:
         return Formula(str(number))
     if time := time_of_day(text):

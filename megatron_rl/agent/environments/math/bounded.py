@@ -15,7 +15,6 @@ from mpmath import mp
 mp.dps = 60
 
 Number = Any
-"""Fraction, or mpmath's mpf or mpc."""
 
 MOST_BITS = 2**18
 """Largest size of a numerator, a denominator, or a binary exponent, in bits."""

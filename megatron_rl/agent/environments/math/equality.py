@@ -154,7 +154,6 @@ def _same_structure(golden: Form, answer: Form) -> bool:
 
 
 def _functions(golden: Named, answer: Named) -> tuple[str, str, str, str] | None:
-    """Return names and arguments of two functions f(x) and g(t); None if one of them is not a function."""
     one, other = (re.fullmatch(r"([A-Za-z])\(([A-Za-z])\)", named.name) for named in (golden, answer))
     return one and other and (one[1], other[1], one[2], other[2])
 

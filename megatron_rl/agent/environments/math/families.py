@@ -47,7 +47,6 @@ def same_families(golden: Form, answer: Form, same: Callable[[Form, Form], bool]
 
 
 def renamed(formula: str, name: str, new: str) -> str:
-    """Return the formula with another letter for a variable. Commands keep their names."""
     return re.sub(rf"\\[A-Za-z]+|{name}", lambda found: new if found[0] == name else found[0], formula)
 
 

@@ -16,7 +16,6 @@ from megatron_rl.agent.environments.math.structure import INFINITE
 from megatron_rl.agent.environments.math.tokens import UnreadableFormula, has_bare_log, is_complex, variables
 
 POINTS = 3
-"""Points of each kind at which two formulas with variables are compared ..."""
 ENOUGH = 3
 """... and the number of points at which both must have a value."""
 

@@ -38,7 +38,6 @@ DEEPEST = 60
 COMPUTED: dict[str, Callable[[Number], Number]] = {name: getattr(mp, name.replace("arc", "a")) for name in FUNCTIONS}
 ROUNDED: dict[str, Callable[[Number], int]] = {"lfloor": math.floor, "lceil": math.ceil}
 NO_FACTORS = ("cdot", "times", "div", "rvert", "rfloor", "rceil", "infty", "circ")
-"""Commands that do not begin a factor."""
 APPLIED = "fghFGHPQ"
 """Letters that name a function if a bracket follows: f(x+1) is not a product."""
 
@@ -74,8 +73,6 @@ def value(text: str, at: Mapping[str, Number] | None = None, meaning: Meaning = 
 
 
 class _Reader:
-    """Recursive descent parser that computes the value of a formula on the way."""
-
     def __init__(self, text: str, at: Mapping[str, Number], meaning: Meaning) -> None:
         self._tokens, self._place, self._depth = tokens_of(text), 0, 0
         self._at = at
@@ -131,7 +128,6 @@ class _Reader:
                 return total
 
     def signed(self) -> Number:
-        """Parse a factor that may have a sign: 2*-3."""
         return -self.factor() if self.take("-") else self.factor()
 
     def factor(self) -> Number:
@@ -239,7 +235,6 @@ class _Reader:
         return total
 
     def _argument(self) -> Number:
-        """Parse the argument of a command: a group, or one digit or letter, as in \\frac12."""
         if self.kind == "number" and len(self.word) > 1 and self.word.isdigit():
             digit, rest = self.word[0], self.word[1:]
             self._tokens[self._place] = ("number", rest)

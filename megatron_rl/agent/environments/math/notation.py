@@ -147,7 +147,6 @@ def _each_group(text: str, command: str, replace: object) -> str:
 
 
 def closing(text: str, opening: int) -> int | None:
-    """Return the index of the bracket that closes the one at `opening`; None if it is not closed."""
     depth = 0
     for place in range(opening, len(text)):
         depth += (text[place] in OPENING) - (text[place] in CLOSING)
@@ -166,7 +165,6 @@ def too_deep(text: str) -> bool:
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Split at separators outside all brackets."""
     parts, begun, depth, place = [], 0, 0, 0
     while place < len(text):
         depth += (text[place] in OPENING) - (text[place] in CLOSING)
@@ -180,7 +178,6 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def readings(text: str) -> Iterator[str]:
-    """Yield the readings of a text: 1,234 is one number or two."""
     yield THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
     if THOUSANDS.search(text):
         yield text

@@ -21,15 +21,11 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Several answers in any order."""
-
     items: tuple[Form, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Bracketed:
-    """A tuple or an interval."""
-
     brackets: str
     items: tuple[Form, ...]
 
@@ -80,8 +76,6 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Congruence:
-    r"""4 \pmod 7, or several residues of one modulus."""
-
     residue: Form
     modulus: str
 
@@ -96,15 +90,11 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio of three numbers or more; one of two is a fraction."""
-
     terms: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LetteredChoice:
-    """A choice with its text, as (B) 12."""
-
     letter: Form
     text: Form
 

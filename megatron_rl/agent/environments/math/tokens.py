@@ -9,7 +9,6 @@ from itertools import pairwise
 from megatron_rl.agent.environments.math.bounded import multiply, whole_power
 
 ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
-"""Functions whose argument may be in degrees."""
 FUNCTIONS = (*ANGLES, "sinh", "cosh", "tanh", "ln", "exp", "arcsin", "arccos", "arctan")
 WORDS = (*FUNCTIONS, "sqrt", "pi", "binom", "frac", "log", "lg", "cdot", "times", "div", "infty", "circ")
 

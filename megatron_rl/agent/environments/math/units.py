@@ -74,8 +74,6 @@ DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:[CF]\b|\\words\{\s*[CF]\s
 
 
 class Unit(NamedTuple):
-    """A product of powers of dimensions, and its size."""
-
     size: Fraction
     powers: frozenset[tuple[str, int]]
 

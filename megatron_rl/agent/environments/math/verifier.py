@@ -14,7 +14,6 @@ from megatron_rl.recipe.extras import needed
 logger = logging.getLogger(__name__)
 
 LIMITED = (Ending.CPU_LIMIT, Ending.MEMORY_LIMIT)
-"""Endings that an answer causes, whatever else the machine does."""
 WARN_AT = frozenset(10**power for power in range(9))
 LONGEST_ANSWER = 500
 """Longest answer to compare, in characters, unless the right one is longer: a model that boxes its whole text is wrong,

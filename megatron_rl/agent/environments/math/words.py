@@ -23,7 +23,6 @@ CLOCK = re.compile(r"(1[0-2]|0?[1-9])(?::([0-5][0-9]))?\s*([ap])\.?\s?m\b\.?", r
 
 
 def bare(text: str) -> str:
-    """Return the text with its words set like the rest."""
     return WORDS.sub(r" \1 ", text).strip()
 
 
@@ -42,7 +41,6 @@ def number_in_words(text: str) -> int | None:
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    """Return the letter and the text of a choice that is given with its text, as (B) 12."""
     match = CHOICE.fullmatch(bare(text))
     if match is None or ANOTHER_CHOICE.search(match[3]) or DENIAL.search(match[3]):
         return None

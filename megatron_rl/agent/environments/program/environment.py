@@ -69,7 +69,6 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
     config: ProgramConfig
 
     def __init__(self, config: ProgramConfig, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for a command that does not exist, and for data that is missing or empty."""
         super().__init__(config, tokenizer)
         self._variables = program_environment(config.variables)
         self._program = Program(_command(config, self._variables) or None, config.function, config.code)
@@ -152,7 +151,6 @@ def why_lost(ended: ProgramEnd, timeout_s: float) -> str:
 
 
 def _error(output: str) -> str:
-    """Return the name of the error in the last line of an output, or nothing."""
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     error = _ERROR.match(last)
     return error[0] if error else ""
@@ -165,7 +163,6 @@ def _unusable_command(output: str) -> str:
 
 
 def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:
-    """Return the words of the command. Raises ValueError if this machine does not have the program."""
     words = [sys.executable if word == PYTHON else word for word in config.command]
     if words and not words[0].startswith("./") and shutil.which(words[0], path=variables.get("PATH")) is None:
         where = "is not an executable file" if "/" in words[0] else "is not in PATH"

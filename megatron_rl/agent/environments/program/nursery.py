@@ -61,7 +61,6 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, program: PreparedProgram) -> None:
-    """Fork a supervisor for each connection, until the rank closes the control socket."""
     supervisors: set[int] = set()
     arriving = select.poll()
     arriving.register(control, select.POLLIN)
@@ -85,7 +84,6 @@ def _serve(control: socket.socket, program: PreparedProgram) -> None:
 
 
 def _be_supervisor(control: socket.socket, connection: socket.socket, program: PreparedProgram) -> None:
-    """Supervise one run in a forked process, and exit: nothing may return into the loop of the nursery."""
     try:
         control.close()
         supervise(connection, program)

@@ -20,12 +20,8 @@ READY = b"ready"
 
 
 class Program(NamedTuple):
-    """The program of an environment: the first message to its nursery."""
-
     command: list[str] | None
-    """Words of a command; None: a function."""
     function: str | None
-    """module:name of a coroutine."""
     files: list[str]
     """Files that are copied into every working directory under their own names."""
 
@@ -45,7 +41,6 @@ class ProgramEnd(NamedTuple):
     """Exit code, negative for a signal."""
     over_limit: bool = False
     ending: str = ""
-    """End of its standard output."""
     output: str = ""
     """End of its standard output and error output, as they arrived."""
     returned: Any = None
@@ -62,7 +57,6 @@ Rollout = Callable[[Any, Any], Awaitable[Any]]
 class PreparedProgram(NamedTuple):
     command: list[str] | None
     rollout: Rollout | None
-    """The function, if there is no command."""
     files: dict[str, bytes]
     folder: str
     """Parent of all working directories."""

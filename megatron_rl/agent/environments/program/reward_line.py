@@ -64,7 +64,6 @@ def _is_number(value: object) -> bool:
 
 
 def _parsed(line: str) -> Any:
-    """Return the JSON value of a line; None if it is none."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

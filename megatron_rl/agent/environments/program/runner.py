@@ -81,7 +81,6 @@ class ProgramRunner:
             socket.send_fds(self._control, [b"1"], [connection.fileno()])
 
     async def _start(self) -> None:
-        """Start a nursery. Raises ConfigurationError if the program can never run."""
         if self._nursery is not None:
             how = how_ended(self._nursery.exit_code() or 0)
             logger.warning("the process that starts programs has ended (%s); it is started again", how)
@@ -127,7 +126,6 @@ class ProgramRunner:
 
 
 def _end(nursery: Child) -> int:
-    """Let it end its programs and return its exit code. It is killed where that takes too long."""
     code = nursery.wait(LEAVE_S)
     nursery.close()
     return -signal.SIGKILL if code is None else code

@@ -99,8 +99,6 @@ def _execute(command: list[str], report: int) -> None:
 
 
 def _call(rollout: Rollout, job: ProgramJob, report: int) -> int:
-    """Call a function and report its result; return the exit code."""
-
     async def rolled_out() -> Any:
         async with client() as connected:
             returned: Awaitable[Any] = rollout(connected, json.loads(job.problem))
@@ -180,7 +178,6 @@ class ProgramRun:
             os.killpg(self.pid, signal.SIGTERM)
 
     def end_all(self) -> None:
-        """Kill the program and all that it has started, and delete its working directory."""
         end_descendants(END_S, self.reap)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -129,8 +129,6 @@ def prompt_of(task: Any) -> str:
 
 
 class Worker:
-    """Runs episodes until stdin ends, or SIGTERM arrives."""
-
     def __init__(self, environments: Mapping[str, Loaded], replies: Replies) -> None:
         self._environments = environments
         self._replies = replies

@@ -94,7 +94,6 @@ class VerifiersWorker:
             await process.end()
 
     async def _started(self) -> AnsweringProcess:
-        """Raises WorkerGone."""
         command = _command(self._python)
         opening = _line({"environments": self._environments, "prompts": False})
         language = Language(_encoded, cancel_s=CANCEL_S, grace_s=END_S)
@@ -147,7 +146,6 @@ def _check(greeting: Mapping[str, Any], python: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version up to the first part that is not one."""
     numbers = []
     for part in version.split("."):
         if not part.isdigit():
