@@ -26,13 +26,7 @@ class ChoiceFormat:
 
     def _head(self, name: str, kind: str) -> dict[str, Any]:
         # Answers to one seed may differ between machines and batches, so no fingerprint promises that they are equal.
-        return {
-            "id": name,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": None,
-        }
+        return {"id": name, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": None}
 
     def whole(self, index: int, part: AnswerPart, prompt: Prompt) -> dict[str, Any]:
         raise NotImplementedError

@@ -122,12 +122,7 @@ async def serve(
 
     # Closing waits for a reader that takes nothing, as long as bytes are left; the kernel's timeout ends it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
-    server = Server(
-        application,
-        timeout_keep_alive=keep_alive_s,
-        timeout_graceful_shutdown=CUT_S,
-        backlog=BACKLOG,
-    )
+    server = Server(application, timeout_keep_alive=keep_alive_s, timeout_graceful_shutdown=CUT_S, backlog=BACKLOG)
     leaving: list[asyncio.Task[None]] = []
 
     async def end() -> None:

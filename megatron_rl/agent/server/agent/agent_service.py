@@ -18,14 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron_rl.agent.api import Demonstrator, Environment, GroupRolloutRequest
-from megatron_rl.agent.remote.agent_wire import (
-    EVALUATION,
-    POLL_S,
-    PROTOCOL,
-    TRAINING,
-    AgentDescription,
-    AgentRequest,
-)
+from megatron_rl.agent.remote.agent_wire import EVALUATION, POLL_S, PROTOCOL, TRAINING, AgentDescription, AgentRequest
 from megatron_rl.agent.server.agent.sessions import AgentSession, Sessions, UnknownSession
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import InferenceInterface

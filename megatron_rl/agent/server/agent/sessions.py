@@ -9,12 +9,7 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from megatron_rl.agent.remote.agent_wire import (
-    decode_completions,
-    decode_refusal,
-    encode_refusal,
-    encode_result,
-)
+from megatron_rl.agent.remote.agent_wire import decode_completions, decode_refusal, encode_refusal, encode_result
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest, InferenceInterface
 from megatron_rl.generate.replicas.wire import REFUSED, encode_request

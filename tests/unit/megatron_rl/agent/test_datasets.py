@@ -84,8 +84,7 @@ def in_the_hubs_cache(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "place",
-    [as_jsonl, as_parquet, as_arrow, as_folder_of_parquet, as_saved, as_saved_with_splits, in_the_hubs_cache],
+    "place", [as_jsonl, as_parquet, as_arrow, as_folder_of_parquet, as_saved, as_saved_with_splits, in_the_hubs_cache]
 )
 def test_every_file_layout_gives_the_same_questions(tmp_path: Path, place: Callable[[Path], Path | str]) -> None:
     assert list(read_questions(DataSet(path=str(place(tmp_path))))) == QUESTIONS

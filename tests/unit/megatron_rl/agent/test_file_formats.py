@@ -124,10 +124,7 @@ def test_values_of_arrow_are_those_of_json(tmp_path: Path) -> None:
     pair = pa.struct({"x": pa.int8(), "y": pa.string()})
     hour = datetime(2024, 1, 2, 3, tzinfo=UTC)
     columns: dict[str, tuple[Any, Any]] = {
-        "time": (
-            pa.array([hour], pa.timestamp("us", "UTC")),
-            "2024-01-02T03:00:00+00:00",
-        ),
+        "time": (pa.array([hour], pa.timestamp("us", "UTC")), "2024-01-02T03:00:00+00:00"),
         "moment": (pa.array([1], pa.timestamp("ns")), "1970-01-01T00:00:00.000000001"),
         "day": (pa.array([date(2024, 1, 2)]), "2024-01-02"),
         "wait": (pa.array([timedelta(seconds=1.5)]), 1.5),
@@ -139,10 +136,7 @@ def test_values_of_arrow_are_those_of_json(tmp_path: Path) -> None:
         "category": (pa.array(["red"]).dictionary_encode(), "red"),
         "days": (pa.array([[date(2024, 1, 2), None]]), ["2024-01-02", None]),
         "nested": (pa.array([[[{"x": 1, "y": None}], []]], pa.large_list(pa.list_(pair))), [[{"x": 1}], []]),
-        "map": (
-            pa.array([[("k", {"x": 1, "y": None})]], pa.map_(pa.string(), pair)),
-            {"k": {"x": 1}},
-        ),
+        "map": (pa.array([[("k", {"x": 1, "y": None})]], pa.map_(pa.string(), pair)), {"k": {"x": 1}}),
         "fixed": (pa.array([[1, 2]], pa.list_(pa.int32(), 2)), [1, 2]),
         "view": (pa.array(["s"], pa.string_view()), "s"),
         "nothing": (pa.nulls(1), None),

@@ -57,11 +57,7 @@ class AsksTwice(GroupedRolloutGenerator):
 
 @pytest.fixture
 def run(platform: Any, groups: Any) -> Iterator[Run]:
-    config = tiny_run(
-        sampling={"max_new_tokens": 8},
-        inference={"max_batch": 6},
-        optimizer={"learning_rate": 1e-2},
-    )
+    config = tiny_run(sampling={"max_new_tokens": 8}, inference={"max_batch": 6}, optimizer={"learning_rate": 1e-2})
     built = build_run(config, platform, groups, scale=0.15)
     yield built
     built.generation.loop.close()

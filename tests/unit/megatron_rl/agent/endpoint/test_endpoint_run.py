@@ -51,9 +51,7 @@ class TwoCalls(EndpointAgent):
 @pytest.fixture(scope="module")
 def run(platform: Any, groups: Any) -> Run:
     config = tiny_run(
-        sampling={"max_new_tokens": 6},
-        inference={"max_batch": 6},
-        grpo={"prompts_per_step": 2, "group_size": 3},
+        sampling={"max_new_tokens": 6}, inference={"max_batch": 6}, grpo={"prompts_per_step": 2, "group_size": 3}
     )
     return build_run(config, platform, groups, scale=0.15)
 

@@ -116,9 +116,7 @@ def test_alphabet_without_a_needed_character_is_rejected_at_start() -> None:
         environment(alphabet="0123456789+=")
 
 
-def test_tasks_are_imported_without_their_package_which_can_still_be_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tasks_are_imported_without_their_package_which_can_still_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package with all tasks imports matplotlib, among others, which takes most of a second of every start of a
     rank."""
     packages = ("reasoning_gym", "reasoning_gym.arithmetic")

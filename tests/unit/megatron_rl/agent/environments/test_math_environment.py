@@ -62,12 +62,7 @@ def test_problems_of_an_evaluation_set_are_not_trained_on(data: Path, caplog: py
 @pytest.mark.parametrize(
     ("arguments", "tokenizer", "prompt", "said"),
     [
-        (
-            {},
-            Words(),
-            "2 +  3?\nReason step by step and put your final answer within \\boxed{}.",
-            "boxed",
-        ),
+        ({}, Words(), "2 +  3?\nReason step by step and put your final answer within \\boxed{}.", "boxed"),
         ({"prompt": "Q: {question} A:", "answer_format": "tags"}, Words(), "Q: 2 +  3? A:", "tags"),
         (
             {"prompt": "{question}", "answer_format": "line"},

@@ -85,9 +85,7 @@ def test_any_row_is_a_problem(tmp_path: Path) -> None:
 
 def test_evaluation_sets_and_held_out_problems_are_not_trained_on(tmp_path: Path) -> None:
     found = environment(
-        problems=rows(tmp_path, PROBLEMS),
-        evaluate={"seen": rows(tmp_path, PROBLEMS[:2], "seen.jsonl")},
-        held_out=0.25,
+        problems=rows(tmp_path, PROBLEMS), evaluate={"seen": rows(tmp_path, PROBLEMS[:2], "seen.jsonl")}, held_out=0.25
     )
     evaluated = found.evaluation_problems()
     trained = {one.prompt for one in found.training_problems()}

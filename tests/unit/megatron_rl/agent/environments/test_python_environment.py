@@ -25,10 +25,7 @@ from megatron_rl.recipe.model import TokenizerConfig
 
 pytestmark = needs("datasets")
 
-ROWS = [
-    {"prompt": "1+1=", "answer": "2", "level": 1},
-    {"prompt": "2+2=", "answer": "4", "level": 2},
-]
+ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "2+2=", "answer": "4", "level": 2}]
 
 
 def build(
@@ -150,10 +147,7 @@ def test_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) 
     [
         ([{"role": "narrator", "content": "2+2"}], "prompt.0.role: is 'narrator'"),
         ([{"role": "user", "content": 4}], "prompt.0.content: "),
-        (
-            [{"role": "system", "content": "Be brief."}],
-            "prompt: is a prompt without a question",
-        ),
+        ([{"role": "system", "content": "Be brief."}], "prompt: is a prompt without a question"),
         (
             [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4"}],
             "its last message is from assistant",
@@ -210,10 +204,7 @@ def test_rows_are_split_and_evaluated_like_any_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (
-            "def score(response): return 0",
-            r"reward.py: defines no function reward: def reward\(",
-        ),
+        ("def score(response): return 0", r"reward.py: defines no function reward: def reward\("),
         ("def reward(response, **columns)\n    return 0", r"reward.py:1: not valid Python: expected ':'"),
         ("reward = 7", "reward is not a function"),
         (
