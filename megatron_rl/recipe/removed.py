@@ -11,6 +11,8 @@ _SERVERS = (
 )
 
 REMOVED: Final[Mapping[str, str]] = {
+    "agent.environments.code.environment": "agent.environments.code.code_environment",
+    "agent.environments.math.environment": "agent.environments.math.math_environment",
     "evaluate": "`mrl evaluate CHECKPOINT` evaluates, with --cluster in a job; leave the section out",
     "inference.engine=server": _SERVERS,
     "inference.server": _SERVERS,

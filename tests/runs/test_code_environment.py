@@ -10,7 +10,7 @@ import pytest
 from optional import needs
 from words import Words
 
-from megatron_rl.agent.environments.code.environment import CodeEnvironment, CodeEnvironmentConfig
+from megatron_rl.agent.environments.code.code_environment import CodeEnvironment, CodeEnvironmentConfig
 from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.generate.engine.interface import FinishReason
 

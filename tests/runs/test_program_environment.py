@@ -18,7 +18,7 @@ from server_helpers import byte_tokenizer
 
 from megatron_rl.agent.api import EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.environments.program.arguments import ProgramConfig
-from megatron_rl.agent.environments.program.environment import ProgramEnvironment
+from megatron_rl.agent.environments.program.program_environment import ProgramEnvironment
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.scripted_trial import CodePoints
 from megatron_rl.generate.engine.scripted import ScriptedInference

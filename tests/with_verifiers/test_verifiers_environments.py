@@ -14,8 +14,7 @@ import pytest
 from chat_templates import CHATML, qwen3, tokenizer_of
 
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
-from megatron_rl.agent.environments.vf.config import VerifiersConfig
-from megatron_rl.agent.environments.vf.environment import VerifiersEnvironment
+from megatron_rl.agent.environments.vf.verifiers_environment import VerifiersConfig, VerifiersEnvironment
 from megatron_rl.agent.environments.vf.worker_process import WORKER
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from megatron_rl.agent.environments.math.environment import MathConfig, MathEnvironment
+from megatron_rl.agent.environments.math.math_environment import MathConfig, MathEnvironment
 
 SAMPLES = Path(__file__).parent / "samples"
 """A few made-up rows in the format of each data set, by its name."""

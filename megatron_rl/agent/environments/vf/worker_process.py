@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.agent.environments.vf.config import VERSIONS
 from megatron_rl.agent.environments.vf.verifiers_worker import END_S
 from megatron_rl.rank.processes.answering import AnsweringProcess, Died, Language
 from megatron_rl.rank.processes.guard import guarded
 
+VERSIONS = ("0.4", "0.5")  # versions of verifiers that were tried: from the first, below the second
 START_S = 600.0
 """Seconds to load the environment and its tasks, which may come from the hub or a slow file system."""
 CANCEL_S = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_rl.agent.environments.code.environment import last_code_block
+from megatron_rl.agent.environments.code.code_environment import last_code_block
 from megatron_rl.agent.environments.code.test_cases import Test, Tests, parse_tests, passes
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
-from megatron_rl.agent.environments.math.environment import MathConfig, MathEnvironment
+from megatron_rl.agent.environments.math.math_environment import MathConfig, MathEnvironment
 from megatron_rl.agent.environments.math.verifier import MathVerdict
 from megatron_rl.agent.scoring import UNDECIDED, RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
@@ -215,7 +215,7 @@ def test_only_data_sets_on_the_hub_are_fetched() -> None:
 def test_arguments_are_checked_without_heavy_imports() -> None:
     program = """
 import sys
-import megatron_rl.agent.environments.math.environment
+import megatron_rl.agent.environments.math.math_environment
 print(*sorted({name.split(".")[0] for name in sys.modules} & {"datasets", "math_verify", "pyarrow", "sympy", "torch"}))
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -12,7 +12,7 @@ from optional import needs
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from megatron_rl.agent.environments.program.arguments import ProgramConfig
-from megatron_rl.agent.environments.program.environment import ProgramEnvironment
+from megatron_rl.agent.environments.program.program_environment import ProgramEnvironment
 from megatron_rl.agent.scripted_trial import CodePoints
 
 pytestmark = needs("datasets")

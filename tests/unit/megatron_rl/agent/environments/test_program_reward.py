@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.agent.environments.program.environment import why_lost
 from megatron_rl.agent.environments.program.nursery_wire import ProgramEnd
+from megatron_rl.agent.environments.program.program_environment import why_lost
 from megatron_rl.agent.environments.program.reward_line import NoReward, reward_in, reward_of
 
 

@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_rl.agent.environments.vf import worker_process
-from megatron_rl.agent.environments.vf.config import VerifiersConfig, merged
+from megatron_rl.agent.environments.vf.verifiers_environment import VerifiersConfig, merged
 from megatron_rl.agent.environments.vf.worker_process import VerifiersWorker, WorkerGone, list_tasks
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.registry import environment_arguments
