@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any, TypeVar
@@ -30,6 +30,50 @@ class RolloutLimits:
 
 class NotJudged(Exception):
     """An answer could not be judged, for a reason that is not the answer's: it is lost."""
+
+
+class UnusableFunction(Exception):
+    """The function cannot be imported; the message says why."""
+
+
+class NotScored(Exception):
+    def __init__(
+        self,
+        reason: str,
+        *,
+        kind: str = "",
+        fault: bool = False,
+        wrong: bool = False,
+        trace: str = "",
+        printed: str = "",
+    ) -> None:
+        """
+        reason: for people, with the line.
+        kind: beginning of the reason, the same for all answers with the same fault.
+        fault: whether the function itself is wrong, not a server, a limit or memory.
+        wrong: whether it returned something that is not a reward.
+        trace: traceback.
+        printed: what the function printed.
+        """
+        super().__init__(reason)
+        self.kind, self.fault, self.wrong = kind or reason, fault, wrong
+        self.trace, self.printed = trace, printed
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    value: Reward
+    printed: str
+    """Text that the function printed while it scored this answer and no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    positional: Sequence[Any]
+    named: Mapping[str, Any]
+    timeout_s: float
+    """Seconds in the function, for all attempts together."""
+    retries: int
 
 
 class RolloutTimeout(Exception):

@@ -27,11 +27,10 @@ from megatron_rl.agent.api import Demonstrator, Scoring
 from megatron_rl.agent.data_rows import DataSource
 from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
-from megatron_rl.agent.own_process.scoring_call import Call, NotScored, UnusableFunction
 from megatron_rl.agent.prompts import messages_in, render_messages, render_prompt
 from megatron_rl.agent.reward_only import of_answer
 from megatron_rl.agent.reward_value import Reward
-from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
+from megatron_rl.agent.scoring import Call, CheckedReward, NotScored, RolloutLimits, UnusableFunction
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem
 from megatron_rl.generate.engine.interface import FinishReason

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from megatron_rl.agent.own_process.scoring_call import Call, NotScored, Scored, UnusableFunction
+from megatron_rl.agent.scoring import Call, NotScored, Scored, UnusableFunction
 from megatron_rl.contract.children import module_command
 from megatron_rl.rank.processes.answering import AnsweringProcess, Died, EndedBefore, Language, Late, Reply
 from megatron_rl.rank.processes.printed import LogBudget

@@ -22,8 +22,14 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from megatron_rl.agent.environments.math.answer_forms import form
 from megatron_rl.agent.environments.math.bounded import TooLarge, Undefined, close, divide, rounds_to, within_a_percent
-from megatron_rl.agent.environments.math.families import renamed, same_families
-from megatron_rl.agent.environments.math.formula_values import ENOUGH, by_value, has_no_value, values
+from megatron_rl.agent.environments.math.formula_values import (
+    ENOUGH,
+    by_value,
+    has_no_value,
+    renamed,
+    same_families,
+    values,
+)
 from megatron_rl.agent.environments.math.formulas import value
 from megatron_rl.agent.environments.math.notation import normalise, readings, too_deep, without_decimal_comma
 from megatron_rl.agent.environments.math.structure import (

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,11 +20,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron_rl.agent.api import Demonstrator, Environment, GroupRolloutRequest
-from megatron_rl.agent.remote.agent_wire import EVALUATION, POLL_S, PROTOCOL, TRAINING, AgentDescription, AgentRequest
-from megatron_rl.agent.server.agent.sessions import AgentSession, Sessions, UnknownSession
+from megatron_rl.agent.remote.agent_wire import (
+    EVALUATION,
+    POLL_S,
+    PROTOCOL,
+    TRAINING,
+    AgentDescription,
+    AgentRequest,
+    decode_completions,
+    decode_refusal,
+    encode_refusal,
+    encode_result,
+)
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.interface import InferenceInterface
-from megatron_rl.generate.replicas.wire import Garbled
+from megatron_rl.generate.engine.interface import Completion, GenerationRequest, InferenceInterface
+from megatron_rl.generate.replicas.wire import REFUSED, Garbled, encode_request
 from megatron_rl.generate.serving.access import read_body, with_token
 from megatron_rl.generate.serving.api_errors import ApiError
 
@@ -32,8 +44,89 @@ BODY_BYTES = 2**28
 """Most bytes of a request body: all answers to a prompt, with up to three numbers for each token."""
 
 
+FORGOTTEN_S = 120.0
+"""Seconds without a poll after which a session is dropped: the ranks, which poll every few seconds, have gone."""
+
+Work = Callable[[InferenceInterface], Coroutine[Any, Any, TrajectoryGroup]]
+
+
 class OtherAgent(Exception):
     """A request comes from ranks that expect another agent."""
+
+
+class UnknownSession(Exception):
+    """There is no such session, or not any more."""
+
+
+class AgentSession:
+    """One request, from its start until its result was delivered. Implements `InferenceInterface`."""
+
+    def __init__(self, work: Work) -> None:
+        self.id = uuid4().hex
+        self._asked: dict[str, tuple[GenerationRequest, asyncio.Future[list[Completion]]]] = {}
+        self._withdrawn: set[str] = set()  # requests whose caller has left
+        self._refusals: list[Exception] = []  # errors of requests that the engine cannot answer
+        self._changed = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(work(self))
+        self._task.add_done_callback(lambda _: self._changed.set())
+        self._heard_at = time.monotonic()
+
+    @property
+    def forgotten(self) -> bool:
+        return time.monotonic() - self._heard_at > FORGOTTEN_S
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        self._asked[request.id] = request, answer
+        self._changed.set()
+        try:
+            return await answer
+        finally:
+            del self._asked[request.id]
+            if answer.cancelled():
+                self._withdrawn.add(request.id)
+                self._changed.set()
+
+    async def poll(self, known: Collection[str], wait_s: float) -> dict[str, Any]:
+        """Return requests to the model other than `known`, those of `known` that were withdrawn, the result, or the
+        agent's error. Waits up to `wait_s` seconds for one of them."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not (self._task.done() or self._asked.keys() - set(known) or self._withdrawn & set(known)):
+                    self._changed.clear()
+                    await self._changed.wait()
+        self._heard_at = time.monotonic()
+        if not self._task.done():
+            withdrawn = self._withdrawn & set(known)
+            self._withdrawn -= withdrawn
+            asks = [encode_request(one) for id, (one, _) in self._asked.items() if id not in known]
+            return {"asks": asks, "withdrawn": [*withdrawn]}
+        error = None if self._task.cancelled() else self._task.exception()
+        if error is None:
+            return {"result": encode_result(self._task.result())}
+        if isinstance(error, REFUSED) and any(error is refusal for refusal in self._refusals):
+            return {"error": encode_refusal(error)}
+        return {"error": {"kind": "error", "message": f"{type(error).__name__}: {error}"[:300]}}
+
+    def answer(self, answers: Mapping[str, Any]) -> None:
+        """Take answers of the model, or why it cannot answer. Requests that are answered or withdrawn are skipped.
+
+        Raises Garbled.
+        """
+        self._heard_at = time.monotonic()
+        for id, said in answers.items():
+            _, waiting = self._asked.get(id, (None, None))
+            if waiting is None or waiting.done():
+                continue
+            if isinstance(said, Mapping):
+                self._refusals.append(decode_refusal(said))
+                waiting.set_exception(self._refusals[-1])
+            else:
+                waiting.set_result(decode_completions(said))
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
 
 class AgentService:
@@ -52,14 +145,15 @@ class AgentService:
             demonstrations=[*environment.demonstrations()] if isinstance(environment, Demonstrator) else [],
         )
         self._digest = self.about.digest
-        self.sessions = Sessions()
+        self._sessions: dict[str, AgentSession] = {}
 
     @asynccontextmanager
     async def running(self, app: Starlette) -> AsyncIterator[None]:
-        watch = asyncio.ensure_future(self.sessions.end_forgotten())
+        watch = asyncio.ensure_future(self._end_forgotten())
         yield
         watch.cancel()
-        await self.sessions.close()
+        for id in list(self._sessions):
+            await self.end(id)
         await self._environment.close()
 
     def begin(self, body: Mapping[str, Any]) -> AgentSession:
@@ -70,7 +164,25 @@ class AgentService:
             raise OtherAgent(f"the problems of this agent ({self.about.environment}) have changed since the run began")
         asked = AgentRequest.model_validate(body["request"])
         problem = self._sets[asked.set][asked.number]
-        return self.sessions.begin(partial(self._rollout, asked, problem))
+        session = AgentSession(partial(self._rollout, asked, problem))
+        self._sessions[session.id] = session
+        return session
+
+    def session(self, id: str) -> AgentSession:
+        """Raises UnknownSession."""
+        if id not in self._sessions:
+            raise UnknownSession(id)
+        return self._sessions[id]
+
+    async def end(self, id: str) -> None:
+        if session := self._sessions.pop(id, None):
+            await session.close()
+
+    async def _end_forgotten(self) -> None:
+        while True:
+            await asyncio.sleep(FORGOTTEN_S / 4)
+            for id in [id for id, session in self._sessions.items() if session.forgotten]:
+                await self.end(id)
 
     async def _rollout(self, asked: AgentRequest, problem: Problem, inference: InferenceInterface) -> TrajectoryGroup:
         group = await self._environment.group_rollout(
@@ -94,15 +206,15 @@ def application(service: AgentService, tokens: Sequence[str]) -> ASGIApp:
 
     async def poll(request: Request) -> Mapping[str, Any]:
         body = await _body(request)
-        return await service.sessions.get(request.path_params["id"]).poll(body["known"], POLL_S)
+        return await service.session(request.path_params["id"]).poll(body["known"], POLL_S)
 
     async def answers(request: Request) -> Mapping[str, Any]:
         body = await _body(request)
-        service.sessions.get(request.path_params["id"]).answer(body["answers"])
+        service.session(request.path_params["id"]).answer(body["answers"])
         return {}
 
     async def end(request: Request) -> Mapping[str, Any]:
-        await service.sessions.end(request.path_params["id"])
+        await service.end(request.path_params["id"])
         return {}
 
     routes = [

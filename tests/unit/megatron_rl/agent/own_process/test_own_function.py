@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megatron_rl.agent.own_process.function import OwnFunction
-from megatron_rl.agent.own_process.scoring_call import Call, NotScored, Scored, UnusableFunction
+from megatron_rl.agent.scoring import Call, NotScored, Scored, UnusableFunction
 
 SOURCE = '''
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
@@ -308,7 +308,7 @@ def test_modules_beside_the_file_are_imported_and_an_import_that_fails_says_wher
 RANK = """
 import asyncio, sys, threading
 from pathlib import Path
-from megatron_rl.agent.own_process.scoring_call import Call
+from megatron_rl.agent.scoring import Call
 from megatron_rl.agent.own_process.function import OwnFunction
 
 function = OwnFunction(Path(sys.argv[1]), "reward", 1)
