@@ -9,13 +9,13 @@ time in each process, in the order of the calls; a coroutine awaits all of them 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import os
 import pickle
 import sys
 import threading
-import weakref
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -42,44 +42,11 @@ Result = TypeVar("Result")
 
 
 class OwnFunction:
-    """A function that is imported when this object is made, and again after its process has ended."""
+    """A function that is imported when this object is made, and again after its process has ended. `close` ends the
+    processes; so does the end of this one."""
 
     def __init__(self, file: Path, name: str, processes: int) -> None:
         """Raises UnusableFunction."""
-        self._pool = _Pool(file, name, processes)
-        self.close = weakref.finalize(self, self._pool.close)
-        """End the processes. They also end with this object and with the interpreter."""
-        try:
-            self._pool.run(self._pool.prepare()).result()
-        except BaseException:
-            self.close()
-            raise
-        self.name = name
-        described = self._pool.described
-        self.parameters: list[tuple[str, str, bool]] = [tuple(one) for one in described["parameters"]]
-        """Name, kind and whether there is a default, of each parameter."""
-        self.place: str = described["place"]
-
-    @property
-    def answers(self) -> int:
-        return self._pool.answers
-
-    @property
-    def seconds_per_answer(self) -> float:
-        """Mean over all answers, or the time of the present one if it takes longer."""
-        return self._pool.seconds_per_answer
-
-    async def __call__(self, call: Call) -> Scored:
-        """Return the reward of one answer. Raises NotScored.
-
-        A cancelled call is forgotten. A plain function cannot be interrupted: it continues with its answer until it is
-        done or `close` kills it.
-        """
-        return await asyncio.wrap_future(self._pool.run(self._pool.call(call)))
-
-
-class _Pool:
-    def __init__(self, file: Path, name: str, processes: int) -> None:
         self._slots = [_Slot(file, name) for _ in range(processes)]
         self._next = cycle(self._slots)
         self._scoring: set[asyncio.Task[None]] = set()
@@ -87,21 +54,50 @@ class _Pool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
+        try:
+            self._run(self._prepare()).result()
+        except BaseException:
+            self.close()
+            raise
+        described = self._slots[0].described
+        self.parameters: list[tuple[str, str, bool]] = [tuple(one) for one in described["parameters"]]
+        """Name, kind and whether there is a default, of each parameter."""
+        self.place: str = described["place"]
 
     @property
-    def described(self) -> Mapping[str, Any]:
-        return self._slots[0].described
+    def answers(self) -> int:
+        return sum(slot.answers for slot in self._slots)
 
-    def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    @property
+    def seconds_per_answer(self) -> float:
+        """Mean over all answers, or the time of the present one if it takes longer."""
+        answers = self.answers
+        mean = sum(slot.seconds for slot in self._slots) / answers if answers else 0.0
+        now = self._loop.time()
+        return max([mean, *(slot.present_s(now) for slot in self._slots)])
+
+    async def __call__(self, call: Call) -> Scored:
+        """Return the reward of one answer. Raises NotScored.
+
+        A cancelled call is forgotten. A plain function cannot be interrupted: it continues with its answer until it is
+        done or `close` kills it.
+        """
+        return await asyncio.wrap_future(self._run(self._call(call)))
 
     def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        atexit.unregister(self.close)
         with suppress(TimeoutError):
-            self.run(self._end_all()).result(CLOSE_S)
+            self._run(self._end_all()).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _end_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -110,13 +106,14 @@ class _Pool:
         await asyncio.gather(*(slot.end() for slot in self._slots))
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def prepare(self) -> None:
+    async def _prepare(self) -> None:
         await self._slots[0].started()
-        if not self.described["waits"]:
+        self._waits = self._slots[0].described["waits"]
+        if not self._waits:
             self._consumers = [asyncio.create_task(self._consume(slot)) for slot in self._slots]
 
-    async def call(self, call: Call) -> Scored:
-        if self.described["waits"]:
+    async def _call(self, call: Call) -> Scored:
+        if self._waits:
             return await next(self._next).scored(call)
         done: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
         self._calls.put_nowait((call, done))
@@ -134,17 +131,6 @@ class _Pool:
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
             task.add_done_callback(lambda _: ahead.release())
-
-    @property
-    def answers(self) -> int:
-        return sum(slot.answers for slot in self._slots)
-
-    @property
-    def seconds_per_answer(self) -> float:
-        answers = self.answers
-        mean = sum(slot.seconds for slot in self._slots) / answers if answers else 0.0
-        now = self._loop.time()
-        return max([mean, *(slot.present_s(now) for slot in self._slots)])
 
 
 async def start_worker(file: Path, function: str) -> AnsweringProcess:
