@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from agent_helpers import LIMITS, rolled_out
 from chat_templates import CHATML, tokenizer_of
 from words import Words
 
@@ -50,8 +51,7 @@ def converse(agent: Guess, answers: Mapping[str, str], size: int = 1, longest: i
     engine = ScriptedInference(
         Words(), lambda prompt, sample: answers.get(f"{prompt}{sample}", answers.get(prompt, "5")), longest
     )
-    [problem] = agent.training_problems()
-    request = GroupRolloutRequest(7, problem, size, Sampling(max_new_tokens=4), 3, engine, RolloutLimits(30.0))
+    request = GroupRolloutRequest(7, *agent.training_problems(), size, Sampling(max_new_tokens=4), 3, engine, LIMITS)
     return asyncio.run(agent.group_rollout(request))
 
 
@@ -87,11 +87,7 @@ def test_conversation_without_room_for_another_turn_is_scored_as_it_is() -> None
 def test_text_that_cannot_be_encoded_loses_one_conversation() -> None:
     """Text of the environment with characters that a small alphabet lacks."""
     agent = Guess(Section(), build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789?")))
-    engine = ScriptedInference(agent.tokenizer, ["2", "5"])
-    request = GroupRolloutRequest(
-        7, agent.training_problems()[0], 2, Sampling(max_new_tokens=4), 3, engine, RolloutLimits(30.0)
-    )
-    group = asyncio.run(agent.group_rollout(request))
+    group = rolled_out(agent, ScriptedInference(agent.tokenizer, ["2", "5"]), 2)
     assert [one.reward for one in group.trajectories] == [1.0]
     [reason] = group.failures
     assert "no token for the character 'h'" in reason
@@ -117,10 +113,8 @@ def test_conversation_over_its_limit_restarts_alone_from_its_first_turn() -> Non
             return said
 
     agent = Stuck(Section(), Words())
-    problem, sampling = agent.training_problems()[0], Sampling(max_new_tokens=4)
     engine = ScriptedInference(Words(), lambda prompt, sample: "5" if "2" in prompt else "25"[sample])
-    request = GroupRolloutRequest(7, problem, 2, sampling, 3, engine, RolloutLimits(30.0, 1, rollout_s=0.5))
-    group = asyncio.run(agent.group_rollout(request))
+    group = rolled_out(agent, engine, 2, limits=RolloutLimits(30.0, 1, rollout_s=0.5))
     assert [one.text for one in group.trajectories] == ["2\n5", "5"] and not group.failures
     assert len(engine.requests) == 2, "the first turn is had once"
 
@@ -134,10 +128,7 @@ def test_a_reply_in_messages_continues_the_tokens_of_the_conversation() -> None:
     tokenizer = tokenizer_of(CHATML)
     agent = Asking(Section(), tokenizer)
     engine = ScriptedInference(tokenizer, lambda prompt, sample: "5" if "higher" in prompt else "<think>2</think>")
-    request = GroupRolloutRequest(
-        7, Problem("?", {"number": 5}), 1, Sampling(max_new_tokens=8), 3, engine, RolloutLimits(30.0)
-    )
-    [one] = asyncio.run(agent.group_rollout(request)).trajectories
+    [one] = rolled_out(agent, engine).trajectories
     first, second = one.turns
     between = tokenizer.decode(one.tokens[first.stop : second.start], special=True)
     assert between == "\n<|im_start|>user\nhigher<|im_end|><|im_end|>\n<|im_start|>assistant\n"
@@ -148,7 +139,5 @@ def test_a_reply_in_messages_continues_the_tokens_of_the_conversation() -> None:
 def test_a_reply_that_the_template_refuses_loses_one_conversation() -> None:
     refuses = CHATML.replace("<|im_start|>{{", "{{ raise_exception('no') if message.content != '?' }}{{")
     agent = Asking(Section(), tokenizer_of(refuses))
-    engine = ScriptedInference(agent.tokenizer, ["2"])
-    request = GroupRolloutRequest(7, Problem("?", {}), 1, Sampling(max_new_tokens=8), 3, engine, RolloutLimits(30.0))
-    group = asyncio.run(agent.group_rollout(request))
+    group = rolled_out(agent, ScriptedInference(agent.tokenizer, ["2"]))
     assert not group.trajectories and "the model's chat template refuses the messages: no" in next(iter(group.failures))

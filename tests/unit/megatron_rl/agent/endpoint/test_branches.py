@@ -48,16 +48,6 @@ def test_fork_in_the_middle_has_the_beginning_as_context() -> None:
     assert (second.tokens, trained(second), second.turns) == ([1, 10, 3, 13], [13], [range(3, 4)])
 
 
-def test_edited_history_begins_another_sequence() -> None:
-    branches = AnswerTree()
-    branches.add([1], [answer(10, 11)])
-    branches.add([1, 10, 9], [answer(12)])
-    assert [(one.tokens, trained(one)) for one in sequences(branches)] == [
-        ([1, 10, 11], [10, 11]),
-        ([1, 10, 9, 12], [12]),
-    ]
-
-
 def test_several_answers_to_one_prompt_are_several_sequences() -> None:
     branches = AnswerTree()
     branches.add([1], [answer(10), answer(11)])
@@ -97,20 +87,17 @@ def played(calls: list[Call]) -> tuple[AnswerTree, list[list[int]], list[tuple[l
 
 
 @given(calls)
-def test_every_sampled_token_is_trained_exactly_once(calls: list[Call]) -> None:
-    branches, _, made = played(calls)
+def test_every_sampled_token_is_trained_exactly_once_and_sequences_consist_of_prompts_and_answers(
+    calls: list[Call],
+) -> None:
+    branches, whole, made = played(calls)
     found = sequences(branches)
     assert Counter(token for one in found for token in trained(one)) == Counter(
         token for _, tokens in made for token in tokens
     )
     turns = Counter(tuple(one.tokens[turn.start : turn.stop]) for one in found for turn in one.turns)
     assert turns == Counter(tuple(tokens) for _, tokens in made)
-
-
-@given(calls)
-def test_sequences_consist_of_prompts_and_answers(calls: list[Call]) -> None:
-    branches, whole, made = played(calls)
-    for one in sequences(branches):
+    for one in found:
         assert one.tokens in whole
         for turn in one.turns:
             assert (one.tokens[: turn.start], one.tokens[turn.start : turn.stop]) in made

@@ -249,7 +249,7 @@ def test_prompt_that_is_too_long_cuts_the_rollout_off() -> None:
     with_session(program)
 
 
-def test_256_sessions_are_served_at_once() -> None:
+def test_64_sessions_are_served_at_once() -> None:
     async def programs(one: Opened) -> None:
         async def rollout(number: int) -> str:
             async with one.endpoint.session(one.engine, SAMPLING, number, None) as session:
@@ -257,6 +257,6 @@ def test_256_sessions_are_served_at_once() -> None:
                 assert response.status_code == 200
                 return byte_tokenizer().decode(session.trajectory(1.0).tokens)
 
-        assert await asyncio.gather(*map(rollout, range(256))) == [f"{number}hello" for number in range(256)]
+        assert await asyncio.gather(*map(rollout, range(64))) == [f"{number}hello" for number in range(64)]
 
     with_session(programs)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from agent_helpers import rolled_out
 from optional import needs
 from words import Words
 
-from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.environments.gym import GymConfig, GymEnvironment
-from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.generate.engine.scripted import ScriptedInference
-from megatron_rl.recipe.inference import Sampling
 
 pytestmark = needs("gymnasium")
 
@@ -35,10 +32,7 @@ def build(**arguments: Any) -> GymEnvironment:
 
 def play(environment: GymEnvironment, *moves: str) -> Any:
     said = iter(moves)
-    problem = environment.training_problems()[0]
-    engine = ScriptedInference(Lines(), lambda prompt, sample: next(said))
-    request = GroupRolloutRequest(0, problem, 1, Sampling(max_new_tokens=40), 0, engine, RolloutLimits(30.0))
-    [one] = asyncio.run(environment.group_rollout(request)).trajectories
+    [one] = rolled_out(environment, ScriptedInference(Lines(), lambda prompt, sample: next(said))).trajectories
     return one
 
 

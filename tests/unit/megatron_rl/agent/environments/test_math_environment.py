@@ -6,23 +6,21 @@ import asyncio
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from agent_helpers import rolled_out
 from optional import needs
 from pydantic import ValidationError
 from words import Words
 
-from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.environments.math.math_environment import MathConfig, MathEnvironment
 from megatron_rl.agent.environments.math.verifier import MathVerdict
-from megatron_rl.agent.scoring import UNDECIDED, RolloutLimits
-from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.interface import Completion, FinishReason, GenerationRequest
-from megatron_rl.recipe.inference import Sampling
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.generate.engine.interface import FinishReason
+from megatron_rl.generate.engine.scripted import ScriptedInference
 
 pytestmark = needs("datasets", "math_verify")
 
@@ -121,33 +119,6 @@ def test_reward_depends_on_how_the_answer_ended(
     assert asyncio.run(rewarding.get_reward(response, {"answer": "1/2"}, finish)) == reward
 
 
-class Scripted:
-    """Engine that returns the given texts."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
-
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        answers = [[*map(ord, text), 0] for text in self.texts]
-        return [Completion(tokens, [-1.0] * len(tokens), "stop", [3] * len(tokens)) for tokens in answers]
-
-
-def answered(environment: MathEnvironment, texts: list[str]) -> TrajectoryGroup:
-    problem = environment.training_problems()[-1]
-    request = GroupRolloutRequest(
-        0, problem, len(texts), Sampling(max_new_tokens=99), 0, Scripted(texts), RolloutLimits(60.0)
-    )
-    return asyncio.run(environment.group_rollout(request))
-
-
-def test_group_is_scored_in_the_order_of_its_answers(data: Path) -> None:
-    environment = build(data, verifiers=2)
-    scored = answered(environment, [r"\boxed{5}", r"\boxed{6}", r"\boxed{10/2}", "5", r"\boxed{5.0}"])
-    assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 0.0, 1.0, 0.0, 1.0]
-    assert [trajectory.text for trajectory in scored.trajectories][2] == r"\boxed{10/2}"
-    assert scored.failures == {}
-
-
 RESPONSES: list[list[str]] = yaml.safe_load(
     (Path(__file__).parent / "tables" / "math_responses.yaml").read_text("utf-8")
 )
@@ -163,19 +134,6 @@ def test_whole_responses_are_scored_as_the_table_says(data: Path) -> None:
     assert [(row[1], reward) for row, reward in zip(RESPONSES, asyncio.run(rewards()), strict=True)] == expected
 
 
-def test_what_follows_a_right_answer_does_not_matter_by_default(data: Path) -> None:
-    environment = build(data)
-    scored = answered(
-        environment,
-        [
-            r"The final answer is $\boxed{5}$. I hope it is correct.",
-            r"\boxed{5}\text{ is wrong, it is } 6",
-            r"\boxed{6}. No, it is 5.",
-        ],
-    )
-    assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 1.0, 0.0]
-
-
 def test_answer_that_costs_too_much_is_wrong_and_marked(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ones are in tests/runs/test_verifier.py."""
     environment = build(data, format_reward=0.1)
@@ -185,7 +143,7 @@ def test_answer_that_costs_too_much_is_wrong_and_marked(data: Path, monkeypatch:
         return verdicts[answer]
 
     monkeypatch.setattr(environment._verifier, "judge", judge)
-    scored = answered(environment, [r"\boxed{5}", r"\boxed{slow}", r"\boxed{6}"])
+    scored = rolled_out(environment, ScriptedInference(Words(), [r"\boxed{5}", r"\boxed{slow}", r"\boxed{6}"]), 3)
     assert [trajectory.reward for trajectory in scored.trajectories] == [1.0, 0.1, 0.1]
     assert [dict(trajectory.components) for trajectory in scored.trajectories] == [{}, {"undecided": 1.0}, {}]
     assert scored.failures == {}
@@ -206,52 +164,14 @@ def test_bad_arguments_are_rejected_before_anything_is_read(arguments: dict[str,
         MathConfig.model_validate({"train": {"path": "a/b"}, **arguments})
 
 
-def test_only_data_sets_on_the_hub_are_fetched() -> None:
-    sets = {"a": {"path": "owner/aime"}, "b": {"path": "~/data/own.jsonl"}, "c": {"path": "owner/dapo"}}
-    config = MathConfig.model_validate({"train": {"path": "owner/dapo"}, "evaluate": sets})
-    assert config.datasets() == ["owner/aime", "owner/dapo"]
-
-
 def test_arguments_are_checked_without_heavy_imports() -> None:
     program = """
 import sys
-import megatron_rl.agent.environments.math.math_environment
-print(*sorted({name.split(".")[0] for name in sys.modules} & {"datasets", "math_verify", "pyarrow", "sympy", "torch"}))
+from megatron_rl.recipe.registry import environment_class
+for name, args in (("math", {"train": {"path": "a/b"}}), ("reasoning-gym", {"dataset": "chain_sum"})):
+    environment_class(name).Config.model_validate(args)
+heavy = {"datasets", "math_verify", "pyarrow", "reasoning_gym", "sympy", "torch"}
+print(*sorted({name.split(".")[0] for name in sys.modules} & heavy))
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == ""
-
-
-def test_run_trains_on_a_local_data_set(data: Path, platform: Any, groups: Any) -> None:
-    """End to end: prompts of the file, answers of a tiny policy, rewards, one update."""
-    from bank_helpers import bank_in, drive
-    from core_helpers import build_run, tiny_run
-
-    characters = "".join(sorted(set("What is 1/4 + 1/4? 2 + 3 + 2? 7 - 1?\\boxed{}0123456789")))
-    config = tiny_run(
-        model={"max_position_embeddings": 64},
-        tokenizer={"type": "characters", "alphabet": characters},
-        environment={
-            "name": "math",
-            "args": {
-                "train": {"path": str(data / "train.jsonl")},
-                "evaluate": {"sums": {"path": str(data / "held-out.jsonl")}},
-                "prompt": "{question}",
-                "negative_reward": -1.0,
-            },
-        },
-        sampling={"max_new_tokens": 8},
-        evaluation={"prompts": 1},
-    )
-    write(data / "held-out.jsonl", [("7 - 1?", "6")])
-    write(data / "train.jsonl", [("1/4 + 1/4?", "1/2"), ("2 + 2?", "4")])
-    run = build_run(config, platform, groups)
-    drive(run, bank_in(data / "bank"))
-    assert run.evaluate() == {"eval/sums/greedy_accuracy": 0.0, "eval/prompt_format": "boxed"}
-    batch = run.driver.collect(0)
-    rewards = {trajectory.reward for made in batch.groups for trajectory in made.trajectories}
-    assert rewards == {-1.0}  # such a policy boxes nothing
-    answers = batch.groups[0].trajectories
-    answers[0] = replace(answers[0], components={UNDECIDED: 1.0})
-    stats = run.trainer.train(batch, 1)
-    assert (stats.update.updates, stats.batch.undecided) == (1, 1)

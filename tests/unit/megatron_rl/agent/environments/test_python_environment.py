@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_helpers import rolled_out
 from optional import needs
 from pydantic import ValidationError
 from words import Words
 
-from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.environments.python import PythonConfig, PythonEnvironment
-from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.model import TokenizerConfig
 
 pytestmark = needs("datasets")
@@ -38,16 +35,8 @@ def build(
 
 
 def answered(environment: PythonEnvironment, *texts: str, problem: int = 0) -> TrajectoryGroup:
-    request = GroupRolloutRequest(
-        ordinal=0,
-        problem=environment.training_problems()[problem],
-        group_size=len(texts),
-        sampling=Sampling(max_new_tokens=99),
-        key=0,
-        inference=ScriptedInference(Words(), [*texts]),
-        limits=RolloutLimits(60.0),
-    )
-    return asyncio.run(environment.group_rollout(request))
+    engine = ScriptedInference(Words(), [*texts])
+    return rolled_out(environment, engine, len(texts), problem=environment.training_problems()[problem])
 
 
 def rewards(group: TrajectoryGroup) -> list[float]:

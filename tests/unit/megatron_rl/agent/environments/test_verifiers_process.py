@@ -74,17 +74,11 @@ async def asked(worker: VerifiersWorker, task: str) -> Any:
     return (await worker.run({"task": task}))["reward"]
 
 
-def test_a_variant_names_the_task_set():
+def test_a_variant_names_the_task_set_and_a_python_of_its_own_needs_no_package():
     arguments = environment_arguments(EnvironmentConfig(name="verifiers/gsm8k", args={"tasks": 10}))
     assert isinstance(arguments, VerifiersConfig)
     assert (arguments.id, arguments.extras()) == ("gsm8k", ["verifiers"])
-
-
-def test_a_python_of_its_own_needs_no_package_in_that_of_the_ranks():
     assert VerifiersConfig(id="gsm8k", python="/x/bin/python").extras() == []
-
-
-def test_the_task_set_cannot_be_named_twice():
     with pytest.raises(ValidationError, match="the name of the environment chooses its task set"):
         VerifiersConfig(id="gsm8k", env={"taskset": {"id": "math"}})
 

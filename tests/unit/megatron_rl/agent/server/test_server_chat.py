@@ -117,14 +117,6 @@ def test_fields_of_other_servers_in_a_conversation_are_accepted() -> None:
     )
 
 
-def test_tools_reach_the_template_without_fields_that_have_no_effect() -> None:
-    engine = SayingEngine("2")
-    strict = {**TOOLS[0], "cache_control": {}, "function": {**TOOLS[0]["function"], "strict": True}}
-    chat(engine, USER, tools=[strict])
-    chat(engine, USER, tools=TOOLS)
-    assert engine.asked[0].prompt_tokens == engine.asked[1].prompt_tokens
-
-
 @pytest.mark.parametrize(
     ("asked", "header"),
     [
@@ -244,12 +236,6 @@ def test_only_one_call_is_returned_without_parallel_calls() -> None:
     body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": False}
     chunks = events(SayingEngine(CALLS + CALLS), ROUTE, body)
     assert sum(len(chunk["choices"][0]["delta"].get("tool_calls", [])) for chunk in chunks) == 1
-
-
-def test_half_a_character_has_its_bytes() -> None:
-    content = chat(SayingEngine("🙂"), USER, logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert [each["bytes"] for each in content[:-1]] == [[byte] for byte in "🙂".encode()]
-    assert content[0]["token"] == "bytes:\\xf0"
 
 
 def refused(body: dict[str, Any], **options: Any) -> dict[str, Any]:

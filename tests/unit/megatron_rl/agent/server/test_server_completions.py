@@ -118,20 +118,6 @@ def test_echo_starts_with_the_prompt_and_its_logprobs() -> None:
     assert engine.asked[-1].prompt_logprobs is None and choice["text"] == "é abb"
 
 
-def test_streamed_echo_joins_to_the_whole_one() -> None:
-    body = {"prompt": "é ab", "max_tokens": 9, "echo": True, "logprobs": 2, "n": 2, "return_token_ids": True}
-    whole = completion(SayingEngine("héllo"), **body)["choices"]
-    for choice in whole:
-        mine = [
-            chunk["choices"][0]
-            for chunk in events(SayingEngine("héllo"), ROUTE, body)
-            if chunk["choices"][0]["index"] == choice["index"]
-        ]
-        assert "".join(each["text"] for each in mine) == choice["text"] == "é abhéllo"
-        for name, values in choice["logprobs"].items():
-            assert [value for each in mine for value in each["logprobs"][name]] == values, name
-
-
 def test_prompt_logprobs_are_by_token_id() -> None:
     engine = SayingEngine("b")
     (choice,) = completion(engine, prompt="ask", prompt_logprobs=2, max_tokens=1)["choices"]
@@ -227,7 +213,14 @@ def test_logprobs_cover_all_tokens_in_order() -> None:
     assert said["top_logprobs"][0]["a"] == logprob(tokens[0])
 
 
-@pytest.mark.parametrize("asked", [{}, {"n": 3, "logprobs": 1, "return_token_ids": True, "stop": "ld"}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"n": 3, "logprobs": 1, "return_token_ids": True, "stop": "ld"},
+        {"n": 2, "logprobs": 2, "return_token_ids": True, "echo": True},
+    ],
+)
 def test_streamed_answer_joins_to_the_whole_one(asked: dict[str, Any]) -> None:
     engine = SayingEngine(lambda request, sample: f"héllo🙂 wörld {sample}")
     body = {"prompt": "ask", "max_tokens": 100, "stream_options": {"include_usage": True}} | asked
