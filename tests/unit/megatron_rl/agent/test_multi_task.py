@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from core_helpers import ALPHABET, build_run, tiny_run
 
 from megatron_rl.agent.api import EvaluationRequest, build_environment
 from megatron_rl.agent.multi_task import WeightedMultiTask
-from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.scoring import UNDECIDED, RolloutLimits
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.rank.metrics.metric import StepReport
@@ -149,6 +150,8 @@ def test_record_of_a_step_distinguishes_environments(tmp_path: Any, platform: An
     run = build_run(config, platform, groups)
     drive(run, bank_in(tmp_path))
     batch = run.driver.collect(0)
+    answers = batch.groups[0].trajectories
+    answers[0] = replace(answers[0], components={UNDECIDED: 1.0})
     stats = run.trainer.train(batch, 1)
     tally = Tally()
     stats.put(tally)
@@ -158,6 +161,7 @@ def test_record_of_a_step_distinguishes_environments(tmp_path: Any, platform: An
     for name in metrics:
         check_name(name)
     assert (metrics["environments/plus/groups"], metrics["environments/minus/groups"]) == (6, 2)
+    assert metrics["undecided_answers"] == 1
     parts = {
         id: [
             answer.reward for group in batch.groups if group.problem.environment == id for answer in group.trajectories
@@ -168,4 +172,7 @@ def test_record_of_a_step_distinguishes_environments(tmp_path: Any, platform: An
         assert metrics[f"environments/{id}/mean_reward"] == pytest.approx(sum(rewards) / len(rewards))
         assert metrics[f"environments/{id}/failed_rollouts"] == 0
     assert not [name for name in metrics if "apart" in name]
-    assert {*run.evaluate()} >= {"eval/apart/held_out/greedy_accuracy", "eval/plus/trained/greedy_accuracy"}
+    run.environment.prompt_format = "boxed"
+    evaluated = run.evaluate()
+    assert {*evaluated} >= {"eval/apart/held_out/greedy_accuracy", "eval/plus/trained/greedy_accuracy"}
+    assert evaluated["eval/prompt_format"] == "boxed"
