@@ -170,18 +170,14 @@ def test_answers_of_text_files_keep_their_spelling(tmp_path: Path, place: Callab
     assert found == ODD[:-1]  # an empty text is not an answer
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_row_with_too_short_list_has_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str) -> None:
+def test_row_with_too_short_list_has_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"problem": "a", "answers": ["1", "2"]},
         {"problem": "b", "answers": ["3"]},
         {"problem": "c", "answers": None},
     ]
-    file = tmp_path / f"data.{ending}"
-    if ending == "parquet":
-        table(rows).to_parquet(file)
-    else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "data.parquet"
+    table(rows).to_parquet(file)
     assert list(read_questions(DataSet(path=str(file), answer="answers.1"))) == [Question("a", "2")]
     (said,) = caplog.messages
     assert "2 of 3 rows are skipped" in said
@@ -227,17 +223,6 @@ def test_repeated_problems_appear_once_in_the_order_of_the_data(
     assert not caplog.records
 
 
-def test_first_of_contradicting_answers_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert distinct([Question("a", "1"), Question("a ", "2"), Question("b", "3")]) == [
-        Question("a", "1"),
-        Question("b", "3"),
-    ]
-    assert caplog.messages == [
-        "rows left out because they have the question of an earlier row, with other values (answer): 1; questions "
-        "that remain: 2"
-    ]
-
-
 def test_rows_with_an_earlier_question_and_other_values_are_named_by_column(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,12 +234,6 @@ def test_rows_with_an_earlier_question_and_other_values_are_named_by_column(
         "rows left out because they have the question of an earlier row, with other values (task, answer): 2; "
         "questions that remain: 1"
     ]
-
-
-def test_numeric_answers_become_text_and_rows_without_answer_are_skipped(tmp_path: Path) -> None:
-    rows = [{"problem": "a", "answer": 7}, {"problem": "b", "answer": None}, {"problem": None, "answer": 1}]
-    table(rows).to_parquet(tmp_path / "data.parquet")
-    assert list(read_questions(DataSet(path=str(tmp_path / "data.parquet")))) == [Question("a", "7")]
 
 
 @pytest.mark.parametrize(

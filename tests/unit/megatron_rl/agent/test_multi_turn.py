@@ -18,9 +18,7 @@ from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.generate.engine.scripted import ScriptedInference
-from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.section import Section
 
 
@@ -82,15 +80,6 @@ def test_number_and_length_of_turns_are_limited() -> None:
 def test_conversation_without_room_for_another_turn_is_scored_as_it_is() -> None:
     [one] = converse(AGENT, {"?": "2"}, longest=8).trajectories
     assert (one.text, one.reward, one.finish_reason) == ("2", 0.0, "length"), "it counts as cut off"
-
-
-def test_text_that_cannot_be_encoded_loses_one_conversation() -> None:
-    """Text of the environment with characters that a small alphabet lacks."""
-    agent = Guess(Section(), build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789?")))
-    group = rolled_out(agent, ScriptedInference(agent.tokenizer, ["2", "5"]), 2)
-    assert [one.reward for one in group.trajectories] == [1.0]
-    [reason] = group.failures
-    assert "no token for the character 'h'" in reason
 
 
 def test_error_of_the_environment_loses_one_conversation() -> None:

@@ -108,9 +108,15 @@ def test_evaluation_equals_a_local_one_and_returns_final_answers_if_the_environm
     assert run(compared).final_answers == []
 
 
-def test_refusal_of_the_engine_passes_through_the_agent_and_back() -> None:
+def test_refusal_of_the_engine_passes_through_the_agent_and_back_and_its_failure_is_not_the_agents() -> None:
+    class Dead:
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            raise ConnectionError("engine gone")
+
     with pytest.raises(PromptTooLong):
         run(service(), engine=ScriptedInference(TOKENIZER, ["5"], max_length=3))
+    with pytest.raises(ConnectionError, match="engine gone"):
+        run(service(), engine=Dead())
 
 
 def test_any_error_of_the_agent_itself_is_a_failure() -> None:
@@ -156,31 +162,16 @@ def test_withdrawn_requests_are_cancelled() -> None:
 
 
 def test_connections_close_with_the_run() -> None:
-    class Counted(httpx.ASGITransport):
-        closed = 0
-
-        async def aclose(self) -> None:
-            self.closed += 1
-
     agent = service()
-    transport = Counted(application(agent, [TOKEN]))
 
-    async def ask() -> None:
-        asking, engine = client(transport), ScriptedInference(TOKENIZER, ["5"])
+    async def closed() -> bool:
+        asking, engine = client(httpx.ASGITransport(app=application(agent, [TOKEN]))), ScriptedInference(TOKENIZER, "5")
         await asking.run(asked(), agent.about.digest, engine.generate, TOKENIZER.vocab_size)
+        opened = asking._client
         await asking.close()
+        return opened is not None and opened.is_closed
 
-    asyncio.run(ask())
-    assert transport.closed == 1
-
-
-def test_error_of_the_engine_is_not_a_failure_of_the_agent() -> None:
-    class Dead:
-        async def generate(self, request: GenerationRequest) -> list[Completion]:
-            raise ConnectionError("engine gone")
-
-    with pytest.raises(ConnectionError, match="engine gone"):
-        run(service(), engine=Dead())
+    assert asyncio.run(closed())
 
 
 def test_restarted_agent_reuses_finished_completions() -> None:

@@ -82,20 +82,11 @@ def rollout_group(
     return asyncio.run(agent.group_rollout(request))
 
 
-def test_group_is_one_request_for_all_its_answers() -> None:
-    engine = Scripted(["1"])
-    rollout_group(Scored(float), engine, 6)
-    assert engine.requests == [GenerationRequest(TOKENIZER.encode("7="), 6, SAMPLING, 11, ordinal=5)]
-
-
-def test_reward_sees_text_without_special_tokens_golden_and_finish_reason() -> None:
-    agent = Scored(float)
-    rollout_group(agent, Scripted(["12", "3"]), 2)
+def test_group_is_one_request_whose_answers_are_scored_and_kept_as_they_were_sampled() -> None:
+    agent, engine = Scored(float), Scripted(["12", "3"])
+    group = rollout_group(agent, engine, 2)
+    assert engine.requests == [GenerationRequest(TOKENIZER.encode("7="), 2, SAMPLING, 11, ordinal=5)]
     assert agent.asked == [("12", PROBLEM.golden, "stop"), ("3", PROBLEM.golden, "length")]
-
-
-def test_trajectories_keep_the_engines_tokens_logprobs_and_policy_version() -> None:
-    group = rollout_group(Scored(float), Scripted(["12", "3"]), 2)
     assert (group.ordinal, group.problem, group.failures) == (5, PROBLEM, {})
     first, second = group.trajectories
     assert first.tokens == [*TOKENIZER.encode("7="), 1, 2, TOKENIZER.eos_id]
@@ -221,6 +212,7 @@ def test_evaluation_answers_all_problems_concurrently_in_order_with_distinct_key
     assert response.rewards == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     assert [request.prompt_tokens[0] for request in engine.requests] == [4, 5, 6]
     assert len({request.key for request in engine.requests}) == 3
+    assert {request.ordinal for request in engine.requests} == {None}
 
 
 class ScoredElsewhere(Scored):
@@ -253,15 +245,16 @@ def test_asynchronous_scores_run_concurrently_and_stay_in_order() -> None:
     assert without_places(group) == {"get_reward: OSError: no verdict": 1}
 
 
-def test_slow_reward_loses_its_answer() -> None:
-    class Endless(ScoredElsewhere):
-        async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
-            if response == "3":
-                await asyncio.Event().wait()
-            if response == "4":
-                raise TimeoutError("the verifier's own limit")
-            return await super().get_reward(response, golden, finish_reason)
+class Endless(ScoredElsewhere):
+    async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
+        if response == "3":
+            await asyncio.Event().wait()
+        if response == "4":
+            raise TimeoutError("the verifier's own limit")
+        return await super().get_reward(response, golden, finish_reason)
 
+
+def test_slow_reward_loses_its_answer() -> None:
     group = rollout_group(Endless(float), Scripted(["1", "2", "3", "4"]), 4, RolloutLimits(0.2))
     assert [trajectory.text for trajectory in group.trajectories] == ["1", "2"]
     assert without_places(group) == {
@@ -307,14 +300,8 @@ def test_rollout_over_its_limit_in_every_attempt_is_lost_and_counted() -> None:
 
 
 def test_late_reward_loses_no_other_answer_of_the_group() -> None:
-    class Endless(ScoredElsewhere):
-        async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
-            if response == "2":
-                await asyncio.Event().wait()
-            return float(response)
-
     group = rollout_group(Endless(float), Scripted(["1", "2", "3"]), 3, limited(0.5, retries=0))
-    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 3.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 2.0]
     assert [*group.failures.values()] == [1]
 
 

@@ -7,17 +7,6 @@ from typing import Any
 import pytest
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.interface import Completion
-
-
-def test_single_answer_is_one_turn_after_its_prompt() -> None:
-    one = Trajectory.single([1, 2, 3], Completion([4, 0], [-0.5, -0.25], "stop", [7, 7]), "4", 1.0)
-    assert one.tokens == [1, 2, 3, 4, 0]
-    assert one.loss_mask == [False, False, False, True, True]
-    assert one.logprobs == [0.0, 0.0, 0.0, -0.5, -0.25]
-    assert one.versions == [-1, -1, -1, 7, 7]
-    assert one.turns == [range(3, 5)]
-    assert (one.prompt_length, one.answer_length) == (3, 2)
 
 
 def conversation(**changed: Any) -> Trajectory:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bank_helpers import bank_in, collect
+from bank_helpers import collect
 from core_helpers import build_run, full_forward, tiny_run
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
@@ -90,24 +89,6 @@ def test_model_sampled_exactly_what_the_loss_mask_says(run: Run) -> None:
             mask = torch.tensor(one.loss_mask[1:])
             torch.testing.assert_close(torch.tensor(one.logprobs[1:]), expected * mask, rtol=1e-5, atol=1e-5)
     assert len({tuple(one.tokens[one.turns[1].start :]) for one in conversations}) > 8
-
-
-@pytest.mark.parametrize("stop_after", [4, 14])
-def test_interrupted_conversation_continues_in_its_turn(run: Run, tmp_path: Path, stop_after: int) -> None:
-    agent = agent_of(run)
-    undisturbed = collect(run, agent=agent)
-    assert collect(run, bank_in(tmp_path, 1), stop_after=stop_after, agent=agent) == []
-    steps = []
-    step = run.engine.step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.engine, "step", lambda: (steps.append(1), step()))
-        again = collect(run, bank_in(tmp_path, 2), agent=agent)
-        assert [[one.tokens for one in group.trajectories] for group in again] == [
-            [one.tokens for one in group.trajectories] for group in undisturbed
-        ]
-        resumed = len(steps)
-        collect(run, agent=agent)
-    assert resumed < len(steps) - resumed
 
 
 def batch_of_all(groups: list[TrajectoryGroup]) -> RolloutBatch:

@@ -77,15 +77,6 @@ def test_sub_agent_and_compaction_begin_sequences_of_their_own() -> None:
     with_session(program, in_turn("main", "sub", "done", "short"))
 
 
-def test_several_answers_are_branches() -> None:
-    async def program(one: Opened) -> None:
-        response = await one.openai.chat.completions.create(model="policy", messages=[USER], n=2)  # type: ignore[list-item]
-        assert [choice.message.content for choice in response.choices] == ["a1", "b2"]
-        assert {trained for _, trained in one.sequences()} == {"a1<end>", "b2<end>"}
-
-    with_session(program, ["a1", "b2"])
-
-
 def test_parallel_calls_of_one_conversation_are_branches() -> None:
     async def program(one: Opened) -> None:
         create = one.openai.chat.completions.create

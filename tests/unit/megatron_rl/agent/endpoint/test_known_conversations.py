@@ -44,12 +44,11 @@ def test_answer_that_is_sent_back_in_another_spelling_is_the_same(sent_back: dic
     assert conversation(USER, sent_back, RESULT).continues(KNOWN)
 
 
-def test_null_and_empty_content_are_the_same() -> None:
+@pytest.mark.parametrize("content", ["", None])
+def test_null_and_empty_content_are_the_same(content: str | None) -> None:
     known = conversation(USER).answered({"role": "assistant", "content": None, "tool_calls": [call()]})
-    for content in ("", None):
-        assert conversation(USER, {"role": "assistant", "content": content, "tool_calls": [call()]}, RESULT).continues(
-            known
-        )
+    sent_back = {"role": "assistant", "content": content, "tool_calls": [call()]}
+    assert conversation(USER, sent_back, RESULT).continues(known)
 
 
 @pytest.mark.parametrize(

@@ -32,17 +32,10 @@ def prompts(of: ArithmeticEnvironment, split: str) -> list[str]:
     return [problem.prompt for problem in of.evaluation_problems()[split]]
 
 
-def test_all_two_hundred_sums_of_two_digits_appear_once() -> None:
-    everything = {f"{a}{sign}{b}=" for a in range(10) for b in range(10) for sign in "+-"}
-    found = prompts(DEFAULT, "trained") + prompts(DEFAULT, "held_out")
-    assert len(found) == 200 and set(found) == everything
-
-
-def test_held_out_fifth_is_never_trained_on_or_demonstrated() -> None:
-    held_out = set(prompts(DEFAULT, "held_out"))
-    trained = [problem.prompt for problem in DEFAULT.training_problems()]
-    assert len(held_out) == 40 and len(trained) == 160
-    assert held_out.isdisjoint(trained)
+def test_each_of_two_hundred_sums_appears_once_and_a_fifth_is_neither_trained_on_nor_demonstrated() -> None:
+    held_out, trained = prompts(DEFAULT, "held_out"), [problem.prompt for problem in DEFAULT.training_problems()]
+    assert (len(held_out), len(trained)) == (40, 160) and {*prompts(DEFAULT, "trained")} == {*trained}
+    assert {*held_out, *trained} == {f"{a}{sign}{b}=" for a in range(10) for b in range(10) for sign in "+-"}
     assert [prompt for prompt, _ in DEFAULT.demonstrations()] == trained
 
 
@@ -54,9 +47,6 @@ def test_demonstrations_are_right() -> None:
 def test_split_is_the_same_on_every_machine_and_follows_the_seed() -> None:
     assert prompts(DEFAULT, "held_out")[:5] == ["6-7=", "5+2=", "5-4=", "8-3=", "5+9="]
     assert set(prompts(environment(seed=1), "held_out")) != set(prompts(DEFAULT, "held_out"))
-
-
-def test_split_does_not_depend_on_the_number_of_draws() -> None:
     assert prompts(environment(draws=6000), "held_out") == prompts(DEFAULT, "held_out")
 
 
@@ -80,11 +70,6 @@ def test_reward_is_the_librarys_verifier_on_canonical_integers(response: str, ri
     except ValueError:
         canonical = False
     assert DEFAULT.get_reward(response, entry, "stop") == float(verified and canonical)
-
-
-@pytest.mark.parametrize("response", ["+7", "07", "7.0", " 7", "7=", ""])
-def test_other_spellings_earn_nothing(response: str) -> None:
-    assert DEFAULT.get_reward(response, {"answer": "7"}, "stop") == 0.0
 
 
 def test_template_renders_the_tasks_metadata() -> None:

@@ -51,11 +51,6 @@ def test_returned_values_are_compared_by_value_and_type(expected: Any, found: An
     assert passes(test.expected, found, function=True) is (verdict == "right")
 
 
-def test_result_is_json_if_arguments_are_json() -> None:
-    [test] = parse_tests(json.dumps({"inputs": ['"ab"'], "outputs": ['"12"'], "fn_name": "f"})).cases
-    assert (test.given, test.expected) == (["ab"], "12")
-
-
 @pytest.mark.parametrize(
     ("response", "code"),
     [

@@ -56,12 +56,10 @@ def test_function_without_keywords_receives_the_columns_it_names(tmp_path: Path)
 
 
 def test_components_are_recorded_and_summed(tmp_path: Path) -> None:
-    environment = build(tmp_path, "def reward(response, **columns):\n    return {'right': 1, 'short': 0.25}")
-    [one] = answered(environment, "2").trajectories
-    assert (one.reward, one.components) == (1.25, {"right": 1.0, "short": 0.25})
-    environment = build(tmp_path, "def reward(response, **columns):\n    return {'reward': 1, 'short': 0.25}")
-    [one] = answered(environment, "2").trajectories
-    assert (one.reward, one.components) == (1.0, {"short": 0.25})
+    environment = build(tmp_path, "def reward(response, **columns):\n    return {response: 1, 'short': 0.25}")
+    summed, named = answered(environment, "right", "reward").trajectories
+    assert (summed.reward, summed.components) == (1.25, {"right": 1.0, "short": 0.25})
+    assert (named.reward, named.components) == (1.0, {"short": 0.25})
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])

@@ -23,7 +23,7 @@ EVERY_SUM = {f"{a} {sign} {b}" for a in range(10) for b in range(10) for sign in
 
 
 def build(tokenizer: Words | None = None, **arguments: Any) -> ReasoningGymEnvironment:
-    values = {"dataset": "chain_sum", "dataset_args": ONE_DIGIT, "prompt": "{expression}", **arguments}
+    values = {"dataset": "chain_sum", "dataset_args": ONE_DIGIT, "prompt": "{expression}", "draws": 200, **arguments}
     return ReasoningGymEnvironment(ReasoningGymConfig.model_validate(values), tokenizer or Words())
 
 

@@ -145,19 +145,6 @@ def test_the_death_of_a_worker_loses_its_rollouts_and_no_others(tmp_path):
     run(test())
 
 
-def test_all_processes_of_a_worker_end_with_it(tmp_path):
-    async def test() -> None:
-        worker = VerifiersWorker(script(tmp_path), {}, {})
-        child = await asked(worker, "child")
-        with pytest.raises(WorkerGone):
-            await worker.run({"task": "die"})
-        await asked(worker, "pid")
-        assert gone(child)
-        await worker.close()
-
-    run(test())
-
-
 def test_a_cancelled_rollout_is_cancelled_in_the_worker(tmp_path):
     async def test() -> None:
         worker = VerifiersWorker(script(tmp_path), {}, {})

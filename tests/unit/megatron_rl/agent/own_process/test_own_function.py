@@ -216,11 +216,9 @@ def test_failure_names_the_line_and_says_whose_fault_it_is(
         ("None", "None"),
         ("'1'", "'1' (str)"),
         ("float('nan')", "nan"),
-        ("1e300", "1e+300"),
         ("[1.0]", "[1.0] (list)"),
         ("{}", "a mapping without components"),
         ("{'right': 1, 'short': None}", "a mapping whose component 'short' is None"),
-        ("{'right': 1, 'short': float('nan')}", "a mapping whose component 'short' is nan"),
         ("{'a/b': 1}", "a component named 'a/b'"),
     ],
 )

@@ -43,9 +43,9 @@ def test_prompt_is_what_the_template_makes_of_the_messages() -> None:
 def test_answer_may_use_all_remaining_room() -> None:
     engine = SayingEngine()
     chat(engine, USER)
-    assert engine.asked[-1].sampling.max_new_tokens == 400 - len(encode("[user]1+1[assistant]"))
     chat(engine, USER, max_completion_tokens=3)
-    assert engine.asked[-1].sampling.max_new_tokens == 3
+    room = 400 - len(encode("[user]1+1[assistant]"))
+    assert [asked.sampling.max_new_tokens for asked in engine.asked] == [room, 3]
 
 
 def test_token_ids_replace_the_conversation() -> None:
@@ -93,38 +93,12 @@ def test_streamed_answer_has_its_role_content_and_calls() -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_fields_of_other_servers_in_a_conversation_are_accepted() -> None:
-    engine = SayingEngine("2")
-    cached = {"cache_control": {"type": "ephemeral"}}
-    chat(
-        engine,
-        {"role": "system", "content": [{"type": "text", "text": "Add.", **cached}], **cached},
-        {
-            "role": "assistant", "content": "", "reasoning_content": "Hm.", "refusal": "", "annotations": [{}],
-            "provider_specific_fields": {"x": 1}, "function_call": None,
-            "tool_calls": [
-                {"index": 0, "id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 4}'}},
-                {"index": 1, "id": "d", "type": "function", "function": {"name": "now", "arguments": ""}},
-                {"id": "e", "type": "function", "function": {"name": "now", "arguments": {}}},
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c", "content": "2", "name": "add"},
-        tools=[{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}, **cached}],
-        tool_choice="none", top_k=-1, skip_special_tokens=True, ignore_eos=False, response_format={"type": "text"},
-    )  # fmt: skip
-    assert prompt_of(engine) == (
-        f"[system]Add.[assistant]{called('add', x=4)}{called('now')}{called('now')}[tool]2[assistant]"
-    )
-
-
 @pytest.mark.parametrize(
     ("asked", "header"),
     [
         ({}, None),
         ({"tools": TOOLS, "tool_choice": "auto", "response_format": {"type": "text"}}, None),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
         (
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
@@ -140,16 +114,6 @@ def test_response_names_the_form_that_was_not_enforced(
     assert response.status_code == 200 and response.headers.get("x-mrl-not-enforced") == header
     warned = [record.getMessage() for record in caplog.records if "not enforced" in record.getMessage()]
     assert len(warned) == (len(header.split(", ")) if header else 0)
-
-
-def test_thoughts_reach_the_template() -> None:
-    template = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }};{% endfor %}"
-    for name in ("reasoning", "reasoning_content"):
-        engine = SayingEngine()
-        chat(
-            engine, {"role": "assistant", "content": "4", name: "2+2"}, options={"tokenizer": byte_tokenizer(template)}
-        )
-        assert prompt_of(engine) == "assistant:2+24;"
 
 
 VARIABLES = "{{ messages[0].content }}:{{ enable_thinking }},{{ reasoning_effort }},{{ mood }}"

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 from server_helpers import EOS, SayingEngine, ask, byte_tokenizer, completion, encode, events, logprob
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_rl.agent.server.samples import TokenNames
 from megatron_rl.generate.engine.interface import Delta
-from megatron_rl.model.tokenizer import HuggingFaceTokenizer
-from megatron_rl.recipe.inference import Sampling, ServedSampling
+from megatron_rl.recipe.inference import AdjustedSampling, Sampling
 
 ROUTE = "/v1/completions"
 USER = {"role": "user", "content": "1+1"}
@@ -163,24 +160,6 @@ def test_tokens_with_the_same_name_are_distinguished_and_the_sampled_one_keeps_i
     names.name = lambda token: "same"  # type: ignore[assignment]
     named = names.by_name({5: -0.1, 6: -0.2, 7: -3.0}, 6, -0.2)
     assert named == {"token_id:5": -0.1, "same": -0.2, "token_id:7": -3.0}
-
-
-def test_text_after_a_prompt_keeps_the_space_before_its_first_word() -> None:
-    """SentencePiece drops it before the first token of a text, but an answer does not start one."""
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<unk>": 0, "</s>": 1, "▁one": 2, "▁two": 3}
-    backend = Backend(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    tokenizer = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
-    for echo, text in ((False, " two"), (True, "one two")):
-        engine = SayingEngine()
-        engine._tokens = lambda request, sample: [3, 1]  # type: ignore[method-assign]
-        body = {"prompt": "one", "max_tokens": 2, "echo": echo, "logprobs": 0}
-        (choice,) = ask(engine, ROUTE, body, tokenizer=tokenizer).json()["choices"]
-        assert choice["text"] == text
-        assert choice["logprobs"]["tokens"][-2:] == [" two", "</s>"]
 
 
 def test_the_model_may_be_left_out_and_another_one_is_not_found() -> None:

@@ -36,11 +36,6 @@ def test_probes_need_no_token(token: str) -> None:
         assert (response.status_code, response.json()) == (200, said)
 
 
-def test_any_of_several_tokens_gives_access() -> None:
-    for token in (TOKEN, "another-of-the-tests"):
-        assert ask(SayingEngine(), COMPLETIONS, BODY, token=token, tokens=[TOKEN, "another-of-the-tests"]).is_success
-
-
 def test_token_with_another_scheme_is_refused() -> None:
     async def come(given: str) -> httpx.Response:
         async with running(SayingEngine()) as application, client_of(application) as client:

@@ -115,33 +115,6 @@ async def test_slow_reader_does_not_delay_another() -> None:
         assert b"[DONE]" in slow.got[-2]["body"]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_whole_answer_is_one_result_and_a_streamed_one_grows(streamed: bool) -> None:
-    async def listen() -> None:
-        engine = SayingEngine(LONG)
-        engine.holds_at = 3
-        thread, news = EngineThread(engine), asyncio.Event()
-        thread.start()
-        asked = thread.submit(GenerationRequest(encode("x"), 2, Sampling(max_new_tokens=300), 0), streamed, news)
-        await until(lambda: thread.load.running == 2)
-        if streamed:
-            await news.wait()
-            assert asked.unread() and not asked.answered
-        else:
-            assert not news.is_set()
-        engine.holds_at = None
-        rest = []
-        while not asked.answered:
-            await news.wait()
-            news.clear()
-            rest.append(asked.unread())
-        if not streamed:
-            ((one, other),) = rest
-            assert len(one.tokens) == len(other.tokens) == 300
-        thread.stop("enough")
-        assert await asyncio.to_thread(thread.join)
-
-    asyncio.run(asyncio.wait_for(listen(), 60))
 
 
 class BusyEngine(SayingEngine):
@@ -170,13 +143,3 @@ async def test_waiting_samples_are_counted_while_the_engine_computes() -> None:
     await until(lambda: thread.waiting == 0)
     thread.stop("enough")
     assert await asyncio.to_thread(thread.join)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine ends by SystemExit
-@limited
-async def test_stopped_engine_leaves_nobody_waiting() -> None:
-    engine = SayingEngine()
-    engine.fails = SystemExit()  # type: ignore[assignment]
-    async with running(engine) as application, client_of(application) as client:
-        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
-        assert (await client.get("/health")).status_code == 503
