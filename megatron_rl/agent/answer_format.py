@@ -63,10 +63,8 @@ def _boxed(response: str) -> FoundAnswer | None:
 
 
 def _boxes(response: str) -> tuple[list[_Box], bool]:
-    r"""Return the outermost boxes, and whether the last one is not closed.
-
-    One pass with a stack: a response of nothing but \boxed{ takes as long as any other.
-    """
+    r"""Return the outermost boxes, and whether the last one is not closed. One pass with a stack: a response of nothing
+    but \boxed{ takes as long as any other."""
     boxes: list[_Box] = []
     opened: list[tuple[int, int] | None] = []  # for each open brace: starts of its box and content
     for token in _BRACE_OR_BOX.finditer(response):

@@ -24,10 +24,8 @@ Reader: TypeAlias = "Callable[[Any], Any] | None"
 
 
 def file_batches(file: str, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yield the batches of a Parquet or Arrow file. columns: names to read; None: all.
-
-    Raises OSError and pyarrow.ArrowException.
-    """
+    """Yield the batches of a Parquet or Arrow file. columns: names to read; None: all. Raises OSError and
+    pyarrow.ArrowException."""
     import pyarrow
     from pyarrow import ipc, parquet
 

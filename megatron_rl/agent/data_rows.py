@@ -129,11 +129,8 @@ def _of_files(files: Sequence[str], columns: Sequence[str] | None) -> Iterator[t
 
 
 def _streamed(source: DataSource, scratch: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a directory by `datasets`, in any of its further layouts.
-
-    Data is streamed unless `datasets` saved it to disk: otherwise `datasets` would write it again to its cache, on a
-    file system shared by all ranks.
-    """
+    """Yield the rows of a directory by `datasets`, in any of its further layouts. Data is streamed unless `datasets`
+    saved it to disk: otherwise `datasets` would write it again to its cache, on a file system shared by all ranks."""
     from datasets import DatasetDict, load_dataset_builder, load_from_disk
 
     place = _on_this_machine(source.path)

@@ -20,12 +20,7 @@ class DroppedRows:
         self._first: dict[str, str] = {}
 
     def add(self, number: int, where: str, error: ValueError) -> None:
-        """Count a row.
-
-        number: of the row, from 0. where: its location.
-
-        Raises ValueError for one of the first rows.
-        """
+        """Count a row. number: of the row, from 0. where: its location. Raises ValueError for one of the first rows."""
         if number < CHECKED:
             named = where if where.startswith(self._path) else f"{self._path}: {where}"
             raise ValueError(f"data set {named}: {error}") from error
@@ -38,12 +33,7 @@ class DroppedRows:
         return dict(self._count.most_common())
 
     def report(self, rows: int) -> None:
-        """Warn of dropped rows.
-
-        rows: of the data set, dropped ones included.
-
-        Raises ValueError if most are dropped.
-        """
+        """Warn of dropped rows. rows: of the data set, dropped ones included. Raises ValueError if most are dropped."""
         dropped = self._count.total()
         if not dropped:
             return

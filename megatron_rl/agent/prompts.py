@@ -34,10 +34,8 @@ class PromptConfig(ChatConfig):
 
 
 def template_fields(template: str, known: Sequence[str] | None = None) -> set[str]:
-    """Return the names of the fields of a template in Python's format syntax.
-
-    Raises ValueError if the template is invalid or has a field that is not in `known`, where that is given.
-    """
+    """Return the names of the fields of a template in Python's format syntax. Raises ValueError if the template is
+    invalid or has a field that is not in `known`, where that is given."""
     fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
     unknown = sorted(fields - set(fields if known is None else known))
     if unknown:
@@ -46,10 +44,8 @@ def template_fields(template: str, known: Sequence[str] | None = None) -> set[st
 
 
 def render_prompt(tokenizer: Tokenizer, message: str, config: PromptConfig) -> str:
-    """Return the prompt that requests an answer to `message`.
-
-    Raises ValueError if a chat template is required but missing, or if it does not support the system message.
-    """
+    """Return the prompt that requests an answer to `message`. Raises ValueError if a chat template is required but
+    missing, or if it does not support the system message."""
     if in_chat(tokenizer, config):
         chat, asked = Chat(tokenizer, config.chat_template), conversation_of([{"role": "user", "content": message}])
         if config.system is None:

@@ -103,10 +103,8 @@ class ToolAgent(ConversationAgent):
 
 
 def render_tool_prompt(chat: Chat, message: str, tools: Sequence[Tool]) -> str:
-    """Return the prompt that requests an answer to `message` and offers the tools.
-
-    Raises ValueError if the chat template does not support tools, or if its calls cannot be read.
-    """
+    """Return the prompt that requests an answer to `message` and offers the tools. Raises ValueError if the chat
+    template does not support tools, or if its calls cannot be read."""
     if not chat.has_template:
         return message
     if not chat.has_tools:

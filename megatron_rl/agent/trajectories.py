@@ -187,10 +187,8 @@ class TrajectoryBuilder:
         self._last = completion
 
     def cut_off(self) -> Completion:
-        """Mark the last turn as ended by the length limit, because another turn does not fit, and return it.
-
-        Raises ValueError if the model has had no turn.
-        """
+        """Mark the last turn as ended by the length limit, because another turn does not fit, and return it. Raises
+        ValueError if the model has had no turn."""
         if self._last is None:
             raise ValueError("a conversation without a turn of the model cannot be cut off")
         self._last = replace(self._last, finish_reason="length")

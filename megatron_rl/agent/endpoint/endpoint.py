@@ -114,10 +114,8 @@ class PolicyEndpoint:
 
     @classmethod
     async def open(cls, chat: Chat, config: EndpointConfig) -> PolicyEndpoint:
-        """Listen, and serve in the running loop.
-
-        Raises ConfigurationError if the job has no interface, or the recipe names a renderer that does not fit.
-        """
+        """Listen, and serve in the running loop. Raises ConfigurationError if the job has no interface, or the recipe
+        names a renderer that does not fit."""
         await asyncio.to_thread(partial(chat.check, continues=True))
         allow_connections()
         host = LOOPBACK if config.listen == "loopback" else own_address()

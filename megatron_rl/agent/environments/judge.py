@@ -108,10 +108,7 @@ class Judge:
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[object]] | None = None,
     ) -> None:
-        """transport, sleep: replaced by tests.
-
-        Raises ConfigurationError if the token cannot be read.
-        """
+        """transport, sleep: replaced by tests. Raises ConfigurationError if the token cannot be read."""
         import asyncio  # slow imports; the launcher imports this module to check a recipe
 
         from megatron_rl.generate.engine.openai import authorization

@@ -78,11 +78,8 @@ class OwnFunction:
         return max([mean, *(slot.present_s(now) for slot in self._slots)])
 
     async def __call__(self, call: Call) -> Scored:
-        """Return the reward of one answer. Raises NotScored.
-
-        A cancelled call is forgotten. A plain function cannot be interrupted: it continues with its answer until it is
-        done or `close` kills it.
-        """
+        """Return the reward of one answer. Raises NotScored. A cancelled call is forgotten. A plain function cannot be
+        interrupted: it continues with its answer until it is done or `close` kills it."""
         return await asyncio.wrap_future(self._run(self._call(call)))
 
     def close(self) -> None:

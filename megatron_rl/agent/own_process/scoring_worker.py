@@ -58,10 +58,8 @@ def _be_worker(job: Mapping[str, Any]) -> None:
 
 
 def _set_signals() -> None:
-    """Survive the signals that ask a job's processes to leave: the rank ends this one when it is done with it.
-
-    Ignored signals would be ignored by the function's own children as well, which it may want to end.
-    """
+    """Survive the signals that ask a job's processes to leave: the rank ends this one when it is done with it. Ignored
+    signals would be ignored by the function's own children as well, which it may want to end."""
     for each in OUTSIDE_SIGNALS:
         signal.signal(each, lambda *_: None)
 

@@ -84,10 +84,8 @@ class AgentClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # the client's event loop
 
     def fetch(self, patience_s: float) -> AgentDescription:
-        """Fetch description, prompts and demonstrations. Blocks for up to `patience_s` seconds.
-
-        Raises ConfigurationError if the server is unavailable or is not an agent of mrl.
-        """
+        """Fetch description, prompts and demonstrations. Blocks for up to `patience_s` seconds. Raises
+        ConfigurationError if the server is unavailable or is not an agent of mrl."""
         with httpx.Client(**self._options) as client:
             body = self._get(client, "/about", time.monotonic() + patience_s)
         protocol = body.get("protocol") if isinstance(body, dict) else None

@@ -18,10 +18,7 @@ from megatron_rl.model.tokenizer import Tokenizer
 def parts_of(
     asked: ParsedRequest, answers: Sequence[Sequence[Completion]], tokenizer: Tokenizer
 ) -> dict[int, AnswerPart]:
-    """Return the whole samples of a request, by number.
-
-    answers: completions of each of its engine requests.
-    """
+    """Return the whole samples of a request, by number. answers: completions of each of its engine requests."""
     samples = _samples(asked, tokenizer)
     deltas = [delta for completions in answers for delta in as_deltas(completions)]
     return {index: sample.part(delta) for index, (sample, delta) in enumerate(zip(samples, deltas, strict=True))}

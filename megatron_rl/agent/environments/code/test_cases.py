@@ -64,10 +64,8 @@ def parse_tests(text: str) -> Tests:
 
 
 def passes(expected: Any, found: Any, *, function: bool) -> bool:
-    """Whether the output of a program, or the result of a function, is the expected one.
-
-    Output is compared word by word. In APPS the expected result of a function may be wrapped in a list.
-    """
+    """Whether the output of a program, or the result of a function, is the expected one. Output is compared word by
+    word. In APPS the expected result of a function may be wrapped in a list."""
     if not function:
         return len(expected.split()) == len(found.split()) and all(map(_same_word, expected.split(), found.split()))
     return _same(expected, found) or (isinstance(expected, list) and len(expected) == 1 and _same(expected[0], found))

@@ -56,12 +56,7 @@ OPEN = Meaning()
 
 
 def value(text: str, at: Mapping[str, Number] | None = None, meaning: Meaning = OPEN) -> Number:
-    """Return the value of a formula.
-
-    at: values of its variables.
-
-    Raises UnreadableFormula, TooLarge and Undefined.
-    """
+    """Return the value of a formula. at: values of its variables. Raises UnreadableFormula, TooLarge and Undefined."""
     reader = _Reader(text, at or {}, meaning)
     try:
         found = reader.sum()

@@ -48,10 +48,8 @@ class Verifier:
         self.close = self._pool.close
 
     async def judge(self, golden: str, answer: str) -> MathVerdict:
-        """Whether `answer` equals `golden` mathematically. The event loop keeps running.
-
-        Raises NotJudged if the right answer itself exceeds a limit, or if the process died for another reason.
-        """
+        """Whether `answer` equals `golden` mathematically. The event loop keeps running. Raises NotJudged if the right
+        answer itself exceeds a limit, or if the process died for another reason."""
         if golden == answer:
             return MathVerdict.RIGHT
         if len(answer) > max(LONGEST_ANSWER, 2 * len(golden)):

@@ -134,10 +134,8 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
 
 
 def why_lost(ended: ProgramEnd, timeout_s: float) -> str:
-    """Return the reason why a run of the program has no reward; empty if it may have one.
-
-    The reason is the same for all runs with the same fault: the output of the program has the details.
-    """
+    """Return the reason why a run of the program has no reward; empty if it may have one. The reason is the same for
+    all runs with the same fault: the output of the program has the details."""
     if ended.unstarted:
         return f"program: it could not be started: {ended.unstarted}"
     if ended.over_limit:

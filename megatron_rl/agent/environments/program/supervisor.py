@@ -120,10 +120,7 @@ def _call(rollout: Rollout, job: ProgramJob, report: int) -> int:
 
 class ProgramRun:
     def __init__(self, job: ProgramJob, program: PreparedProgram, private: Sequence[int]) -> None:
-        """Start the program.
-
-        private: open files that it must not inherit.
-        """
+        """Start the program. private: open files that it must not inherit."""
         self.code: int | None = None
         self._folder = tempfile.mkdtemp(dir=program.folder)
         try:

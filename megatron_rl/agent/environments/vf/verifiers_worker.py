@@ -219,10 +219,8 @@ def bypass_proxies(host: str) -> None:
 
 
 def outcome(episode: Any, client: Any) -> dict[str, Any]:
-    """Return the reward of an episode with its components, or why it has none.
-
-    The reward is the mean over the traces that train the policy; most episodes have one.
-    """
+    """Return the reward of an episode with its components, or why it has none. The reward is the mean over the traces
+    that train the policy; most episodes have one."""
     traces: Sequence[Any] = episode.traces
     errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
     if errors:  # also of an attempt that verifiers repeated: the endpoint has its tokens too

@@ -73,10 +73,8 @@ class VerifiersWorker:
         self._process: AnsweringProcess | None = None
 
     async def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the outcome of a rollout. Cancellation ends the rollout in the worker too.
-
-        Raises WorkerGone if the worker cannot be started, or ends before the rollout does.
-        """
+        """Return the outcome of a rollout. Cancellation ends the rollout in the worker too. Raises WorkerGone if the
+        worker cannot be started, or ends before the rollout does."""
         async with self._starting:
             if self._process is None or self._process.ended:
                 await self.close()

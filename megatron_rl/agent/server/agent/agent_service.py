@@ -110,9 +110,7 @@ class AgentSession:
 
     def answer(self, answers: Mapping[str, Any]) -> None:
         """Take answers of the model, or why it cannot answer. Requests that are answered or withdrawn are skipped.
-
-        Raises Garbled.
-        """
+        Raises Garbled."""
         self._heard_at = time.monotonic()
         for id, said in answers.items():
             _, waiting = self._asked.get(id, (None, None))
