@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import model_validator
 
-from megatron_rl.agent.arrow_rows import BATCH, arrow_rows, file_batches, file_columns
+from megatron_rl.agent.arrow_rows import arrow_rows, file_batches, file_columns
 from megatron_rl.agent.text_rows import as_text, text_rows, value_at
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
 from megatron_rl.recipe.extras import needed
@@ -85,9 +86,7 @@ def read_rows(source: DataSource, columns: Sequence[str] | None = None) -> Itera
     """
     found: dict[str, None] = {}
     with _errors_of(source), TemporaryDirectory(prefix="mrl-datasets-") as scratch:
-        files = _files(source, Path(scratch))
-        rows = _streamed(source, scratch) if files is None else _of_files(files, columns)
-        for where, values in limited(rows):
+        for where, values in limited(_of_files(_files(source, Path(scratch)), columns)):
             found |= dict.fromkeys(values)
             yield DataRow(where, values)
         if not found:
@@ -128,25 +127,8 @@ def _of_files(files: Sequence[str], columns: Sequence[str] | None) -> Iterator[t
         yield from arrow_rows(file_batches(file, columns), file)
 
 
-def _streamed(source: DataSource, scratch: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a directory by `datasets`, in any of its further layouts. Data is streamed unless `datasets`
-    saved it to disk: otherwise `datasets` would write it again to its cache, on a file system shared by all ranks."""
-    from datasets import DatasetDict, load_dataset_builder, load_from_disk
-
-    place = _on_this_machine(source.path)
-    if any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        found = load_from_disk(str(place))
-        if isinstance(found, DatasetDict):
-            _check_split(source.split, found)
-            found = found[source.split]
-    else:
-        builder = load_dataset_builder(str(place), name=source.subset, cache_dir=scratch)
-        found = builder.as_streaming_dataset(split=source.split)
-    yield from arrow_rows(found.with_format("arrow").iter(batch_size=BATCH), str(place))
-
-
-def _files(source: DataSource, scratch: Path) -> list[str] | None:
-    """Return the files of a data set, if they are text or Arrow columns.
+def _files(source: DataSource, scratch: Path) -> list[str]:
+    """Return the files of a data set: text or Arrow columns.
 
     scratch: directory for files and locks that `datasets` writes.
     """
@@ -155,16 +137,19 @@ def _files(source: DataSource, scratch: Path) -> list[str] | None:
         if data_suffix(place.name) not in (*COLUMNS, *TEXT):
             raise ValueError(f"unknown file type: supported are {', '.join([*COLUMNS, *TEXT])}")
         return [str(place)]
+    if (splits := place / "dataset_dict.json").exists():
+        _check_split(source.split, json.loads(splits.read_text())["splits"])
+        place /= source.split
+    if (saved := place / "state.json").exists():  # by `save_to_disk`
+        return [str(place / one["filename"]) for one in json.loads(saved.read_text())["_data_files"]]
     # Imported here because it takes seconds; the launcher, which only checks the arguments, does not have it.
     import datasets
 
     datasets.disable_progress_bars()  # a rank's log is not a terminal
-    if any((place / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
-        return None
     builder = datasets.load_dataset_builder(str(place), name=source.subset, cache_dir=str(scratch))
-    if builder.name not in ("json", "csv", "parquet", "arrow"):
-        return None
     files = builder.config.data_files
+    if builder.name not in ("json", "csv", "parquet", "arrow"):
+        raise ValueError(f"its files are of the kind {builder.name}: write them as Parquet or JSON lines")
     _check_split(source.split, files)
     return list(files[source.split])
 
