@@ -76,6 +76,10 @@ class Call:
     retries: int
 
 
+class Overtaken(Exception):
+    """Nobody waits for the result of the work any more."""
+
+
 class RolloutTimeout(Exception):
     """Every attempt at a rollout exceeded its time limit."""
 
@@ -170,6 +174,22 @@ async def all_of(work: Iterable[Coroutine[Any, Any, Waited]]) -> list[Waited]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless(ended: Awaitable[object], work: Awaitable[Waited]) -> Waited:
+    """Return the result of `work`, which is cancelled if `ended` is done first. Raises Overtaken then."""
+    import asyncio  # slow import, as above
+
+    doing, ending = asyncio.ensure_future(work), asyncio.ensure_future(ended)
+    try:
+        await asyncio.wait((doing, ending), return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise Overtaken
+    finally:
+        for task in (doing, ending):
+            task.cancel()
+        await asyncio.gather(doing, ending, return_exceptions=True)
 
 
 async def run_within_limit(

@@ -187,10 +187,8 @@ class TrajectoryBuilder:
         self._last = completion
 
     def cut_off(self) -> Completion:
-        """Mark the last turn as ended by the length limit, because another turn does not fit, and return it. Raises
-        ValueError if the model has had no turn."""
-        if self._last is None:
-            raise ValueError("a conversation without a turn of the model cannot be cut off")
+        """Mark the last turn as ended by the length limit, because another turn does not fit, and return it."""
+        assert self._last is not None  # another turn follows it
         self._last = replace(self._last, finish_reason="length")
         return self._last
 
@@ -209,8 +207,7 @@ class TrajectoryBuilder:
         self, text: str, reward: float, tool_calls: int | None = None, components: Mapping[str, float] | None = None
     ) -> Trajectory:
         """Return the trajectory; the arguments are its fields. Raises ValueError if the model has had no turn."""
-        if self._last is None:
-            raise ValueError("a conversation without a turn of the model is not a trajectory")
+        finish_reason = "stop" if self._last is None else self._last.finish_reason
         return Trajectory.of_sequences(
-            [self.branch()], text, reward, self._last.finish_reason, tool_calls=tool_calls, components=components
+            [self.branch()], text, reward, finish_reason, tool_calls=tool_calls, components=components
         )

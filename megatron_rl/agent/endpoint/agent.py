@@ -16,18 +16,18 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import (
     CheckedReward,
+    Overtaken,
     RolloutLimits,
     RolloutTimeout,
     all_of,
     as_task_error,
     run_within_limit,
+    unless,
 )
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.errors import ConfigurationError, task_location, task_traceback
-from megatron_rl.recipe.inference import Sampling
 
 if TYPE_CHECKING:  # slow imports, as those within functions; the launcher imports this module to check a recipe
     import asyncio
@@ -59,14 +59,6 @@ class RunResult:
     """Output of the program, of any length; the trajectory keeps its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    inference: InferenceInterface
-    sampling: Sampling
-    limits: RolloutLimits
-    ordinal: int | None
-
-
 class EndpointAgent(Environment):
     """An environment of problems and a `run`, which lets a program work on one problem."""
 
@@ -93,9 +85,8 @@ class EndpointAgent(Environment):
         """
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        ask = _Ask(request.inference, request.sampling, request.limits, request.ordinal)
         keys = [stable_key("rollout", request.key, sample) for sample in range(request.group_size)]
-        results = await all_of(self._rollout(request.problem, key, ask) for key in keys)
+        results = await all_of(self._rollout(request, key) for key in keys)
         trajectories = [result for result in results if isinstance(result, Trajectory)]
         failures = Counter(result for result in results if isinstance(result, str))
         return TrajectoryGroup(request.ordinal or 0, request.problem, trajectories, failures)
@@ -110,20 +101,23 @@ class EndpointAgent(Environment):
         if opening is not None and opening.get_loop() is asyncio.get_running_loop():
             await (await opening).close()
 
-    async def _rollout(self, problem: Problem, key: int, ask: _Ask) -> Trajectory | str:
+    async def _rollout(self, request: GroupRolloutRequest, key: int) -> Trajectory | str:
         """Return a rollout, or the reason why it is lost. Only a rollout that exceeds its time is begun again: after
         another fault, further attempts would choose among the model's answers."""
         endpoint = await self._opened()
         async with endpoint.room:
             try:
-                return await run_within_limit(partial(self._attempt, endpoint, problem, key, ask), ask.limits)
+                return await run_within_limit(partial(self._attempt, endpoint, request, key), request.limits)
             except RolloutTimeout as error:
                 return str(error)
 
-    async def _attempt(self, endpoint: PolicyEndpoint, problem: Problem, key: int, ask: _Ask) -> Trajectory | str:
-        async with endpoint.session(ask.inference, ask.sampling, key, ask.ordinal) as session:
+    async def _attempt(self, endpoint: PolicyEndpoint, request: GroupRolloutRequest, key: int) -> Trajectory | str:
+        async with endpoint.session(request.inference, request.sampling, key, request.ordinal) as session:
             try:
-                return _scored(session, await self._unless_stopped(problem, session, ask.limits))
+                work = self.run(request.problem, session, request.limits)
+                return _scored(session, await unless(session.stopped.wait(), work))
+            except Overtaken:
+                failure: Exception = ValueError(session.failure or "the engine has failed")
             except BaseException as error:  # noqa: BLE001 - a task's own code may raise anything; it ends no run
                 failure = as_task_error(error)
             if isinstance(failure, RolloutLost):
@@ -132,23 +126,7 @@ class EndpointAgent(Environment):
                 raise session.broken
             if isinstance(failure, ConfigurationError):
                 raise failure
-            return self._reason(session.failure, failure, problem)
-
-    async def _unless_stopped(self, problem: Problem, session: RolloutSession, limits: RolloutLimits) -> RunResult:
-        """Return the result of `run`, which is cancelled once its session has no use for it. Raises ValueError then."""
-        import asyncio
-
-        running = asyncio.ensure_future(self.run(problem, session, limits))
-        stopped = asyncio.ensure_future(session.stopped.wait())
-        try:
-            await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                return running.result()
-            raise ValueError(session.failure or "the engine has failed")
-        finally:
-            running.cancel()
-            stopped.cancel()
-            await asyncio.gather(running, stopped, return_exceptions=True)
+            return self._reason(session.failure, failure, request.problem)
 
     async def _opened(self) -> PolicyEndpoint:
         import asyncio

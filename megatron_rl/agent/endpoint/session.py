@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from megatron_rl.agent.endpoint.branches import AnswerNode, AnswerTree
 from megatron_rl.agent.endpoint.conversations import KnownConversation
 from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.scoring import Overtaken, unless
 from megatron_rl.agent.server.request_parsing import ParsedRequest
 from megatron_rl.agent.server.samples import AnswerPart
 from megatron_rl.agent.server.service import error_for_client, parts_of
@@ -82,8 +83,7 @@ class RolloutSession:
         self._extended: Counter[AnswerNode] = Counter()  # by unfinished calls
         self._tool_calls: int | None = None
         self._cut_off = False
-        self._ended = False
-        self._unfinished: set[asyncio.Future[Any]] = set()
+        self._over = asyncio.Event()
 
     # Prompts
 
@@ -154,22 +154,13 @@ class RolloutSession:
 
     async def while_open(self, work: Awaitable[T]) -> T:
         """Return the result of `work`, which the end of the session cancels. Raises ApiError then."""
-        task = asyncio.ensure_future(work)
-        self._unfinished.add(task)
         try:
-            return await task
-        except asyncio.CancelledError:
-            if self._ended and task.cancelled():
-                raise session_ended() from None
-            raise
-        finally:
-            task.cancel()
-            self._unfinished.discard(task)
+            return await unless(self._over.wait(), work)
+        except Overtaken:
+            raise session_ended() from None
 
     def end(self) -> None:
-        self._ended = True
-        for task in self._unfinished:
-            task.cancel()
+        self._over.set()
 
     def _admit(self, asked: ParsedRequest) -> tuple[int, list[AnswerNode]]:
         """Check the limits of the rollout. Return the number of branches that the call adds, and the answers that it

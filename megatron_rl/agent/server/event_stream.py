@@ -10,28 +10,22 @@ from typing import Any, TypeVar, cast
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from megatron_rl.agent.scoring import Overtaken, unless
 from megatron_rl.generate.serving.api_errors import ClientGone
 
 T = TypeVar("T")
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`, which is cancelled if the client disconnects.
+    """Return the result of `work`, which is cancelled if the client disconnects. Raises ClientGone, or any error of
+    `work`.
 
     receive: of the ASGI application, after the body was read.
-
-    Raises ClientGone, or any error of `work`.
     """
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
-        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return doing.result()
-        raise ClientGone
-    finally:
-        for task in (doing, leaving):
-            task.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
+        return await unless(_gone(receive), work)
+    except Overtaken:
+        raise ClientGone from None
 
 
 async def _gone(receive: Receive) -> None:
