@@ -45,8 +45,7 @@ def test_split_depends_only_on_the_words(texts: list[str], held_out: float, rand
     assert {*split(questions, held_out, 3)[1]} == {*apart}
 
 
-def test_repeats_are_removed_before_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def test_repeats_are_removed_before_the_split(tmp_path: Path) -> None:
     agent = build(rows(tmp_path, *"abcdabcdabcd"), held_out=0.5)
     trained, held_out = agent.training_problems(), agent.evaluation_problems()["held_out"]
     assert sorted(problem.prompt for problem in [*trained, *held_out]) == [*"abcd"]
@@ -54,15 +53,11 @@ def test_repeats_are_removed_before_the_split(tmp_path: Path, monkeypatch: pytes
     assert agent.gold_response(trained[0]) == trained[0].prompt.upper()
 
 
-def test_error_for_data_without_questions_names_split_and_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def test_error_for_data_without_questions_names_split_and_columns(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"problem": "a", "answer": null}\n')
-    with pytest.raises(
-        ValueError, match=r"split train: no row has both a question \(problem\) and an answer \(answer\)"
-    ):
+    said = r"split train: no row has both a question \(problem\) and an answer \(answer\)"
+    with pytest.raises(ValueError, match=said):
         build(path)
     path.write_text("")
     with pytest.raises(ValueError, match=r"rows.jsonl: it has no rows"):

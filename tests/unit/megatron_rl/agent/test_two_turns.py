@@ -91,10 +91,6 @@ def test_model_sampled_exactly_what_the_loss_mask_says(run: Run) -> None:
     assert len({tuple(one.tokens[one.turns[1].start :]) for one in conversations}) > 8
 
 
-def batch_of_all(groups: list[TrajectoryGroup]) -> RolloutBatch:
-    return RolloutBatch(groups, list(range(len(groups))), 0, len(groups))
-
-
 def test_observations_do_not_contribute_to_the_loss(run: Run) -> None:
     """Every sampled token contributes once, and the log-probs of observations have no effect."""
     groups = collect(run, agent=agent_of(run))
@@ -109,7 +105,7 @@ def test_observations_do_not_contribute_to_the_loss(run: Run) -> None:
         with torch.no_grad():
             for weight, value in zip(run.trainer.policy.parameters(), before, strict=True):
                 weight.copy_(value)
-        stats = run.trainer.train(batch_of_all(changed), 1)
+        stats = run.trainer.train(RolloutBatch(changed, list(range(len(changed))), 0, len(changed)), 1)
         gradients.append([weight.main_grad.clone() for weight in run.trainer.policy.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert any(gradient.any() for gradient in gradients[0])

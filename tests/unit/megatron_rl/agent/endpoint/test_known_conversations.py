@@ -74,7 +74,3 @@ def test_changed_text_calls_tools_or_variables_are_another_conversation(other: K
 def test_reasoning_that_a_program_leaves_out_stays_known() -> None:
     following = conversation(USER, {**ANSWER, "reasoning_content": None}, RESULT)
     assert following.after(KNOWN).said.messages[1]["reasoning_content"] == "Hm."
-
-
-def test_result_without_a_name_gets_that_of_its_call() -> None:
-    assert conversation(USER, ANSWER, RESULT).said.messages[-1]["name"] == "add"

@@ -70,11 +70,6 @@ def test_missing_chat_template_is_an_error(arguments: dict[str, str], needs: str
         build(**arguments)
 
 
-def test_system_message_requires_a_chat() -> None:
-    with pytest.raises(ValueError, match="no system message with chat: never; put it into the prompt"):
-        build(chat="never", system="Add.")
-
-
 def test_last_number_scores_each_problem() -> None:
     environment = build(scoring="last_number")
     for problem in environment.training_problems():
@@ -176,6 +171,7 @@ def test_unknown_dataset_or_argument_is_rejected_at_start(arguments: dict[str, A
         ({"prompt": "{question"}, "prompt"),
         ({"scoring": "best"}, "scoring"),
         ({"held_out": 1.0}, "held_out"),
+        ({"chat": "never", "system": "Add."}, "no system message with chat: never; put it into the prompt"),
     ],
 )
 def test_bad_arguments_are_rejected_before_anything_is_drawn(arguments: dict[str, Any], said: str) -> None:

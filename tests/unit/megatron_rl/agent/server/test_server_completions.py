@@ -56,14 +56,6 @@ def test_text_ends_before_the_stop_string_and_tokens_with_it() -> None:
     assert choice["policy_versions"] == [7] * len(choice["token_ids"])
 
 
-def test_prompt_may_be_token_ids_and_special_tokens_are_not_text() -> None:
-    engine = SayingEngine("hi")
-    answer = completion(engine, prompt=[5, 6, 7], return_token_ids=True)
-    assert engine.asked[0].prompt_tokens == [5, 6, 7]
-    assert answer["choices"][0]["text"] == "hi"
-    assert answer["choices"][0]["token_ids"] == [*encode("hi"), EOS]
-
-
 @pytest.mark.parametrize("prompts", [["one", "two"], [encode("one"), encode("two")]])
 def test_several_prompts_have_their_choices_in_order(prompts: list[Any]) -> None:
     engine = SayingEngine(lambda request, sample: f"{byte_tokenizer().decode(request.prompt_tokens)}{sample}")
@@ -180,16 +172,6 @@ def test_stop_reason_names_the_stop_string_or_token_that_the_request_gave(asked:
     assert choice["stop_reason"] == reason
     streamed = events(SayingEngine("aéb"), ROUTE, {"prompt": "ask", **asked})
     assert [chunk["choices"][0]["stop_reason"] for chunk in streamed][-1] == reason
-
-
-def test_logprobs_cover_all_tokens_in_order() -> None:
-    answer = completion(SayingEngine("aéb"), logprobs=2)
-    said = answer["choices"][0]["logprobs"]
-    tokens = [*encode("aéb"), EOS]
-    assert said["tokens"] == ["a", "é", "b", "<end>"]
-    assert said["token_logprobs"] == [logprob(token) for token in tokens]
-    assert all(len(place) == 2 for place in said["top_logprobs"])
-    assert said["top_logprobs"][0]["a"] == logprob(tokens[0])
 
 
 @pytest.mark.parametrize(
