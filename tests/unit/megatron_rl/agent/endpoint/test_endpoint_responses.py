@@ -114,32 +114,3 @@ def test_forms_that_frameworks_ask_for_lose_no_rollout() -> None:
         assert [trained for _, trained in one.sequences()] == ["hello<end>"] * 2
 
     with_session(program)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("streamed", [False, True])
-def test_agent_of_the_sdk_is_one_sequence(streamed: bool) -> None:
-    from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool  # takes seconds
-
-    @function_tool
-    def add(x: int) -> str:
-        """Add one."""
-        return str(x + 1)
-
-    async def program(one: Opened) -> None:
-        model = OpenAIResponsesModel("policy", one.openai)
-        settings = ModelSettings(tool_choice="required")
-        agent = Agent("adder", instructions="Use the tool.", tools=[add], model=model, model_settings=settings)
-        config = RunConfig(tracing_disabled=True)
-        if streamed:
-            stream = Runner.run_streamed(agent, "1+1", run_config=config)
-            async for _ in stream.stream_events():
-                pass
-            result: Any = stream
-        else:
-            result = await Runner.run(agent, "1+1", run_config=config)
-        assert result.final_output == "two"
-        ((whole, trained),) = one.sequences()
-        assert trained == f"{CALL}<end>two<end>" and "[tool]2[assistant]" in whole
-
-    with_session(program, in_turn(CALL, "two"))

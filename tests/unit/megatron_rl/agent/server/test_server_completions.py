@@ -11,7 +11,7 @@ from server_helpers import EOS, SayingEngine, ask, byte_tokenizer, completion, e
 
 from megatron_rl.agent.server.samples import TokenNames
 from megatron_rl.generate.engine.interface import Delta
-from megatron_rl.recipe.inference import AdjustedSampling, Sampling
+from megatron_rl.recipe.inference import Sampling, ServedSampling
 
 ROUTE = "/v1/completions"
 USER = {"role": "user", "content": "1+1"}

@@ -115,8 +115,6 @@ async def test_slow_reader_does_not_delay_another() -> None:
         assert b"[DONE]" in slow.got[-2]["body"]
 
 
-
-
 class BusyEngine(SayingEngine):
     """An engine that stays in the middle of a step until it is released."""
 
