@@ -222,7 +222,8 @@ def test_nothing_of_wandb_outlives_a_killed_rank(server: Server, tmp_path: Path)
     run = a_run(tmp_path / "mine")
     run.attempt(1).folder.mkdir(parents=True)
     program = (
-        "from test_wandb import *\nrecord = record_of(RunDir(sys.argv[1]), 1)\nstep(record, 1, 1.0)\ntime.sleep(120)"
+        "import time\nfrom test_wandb import *\n"
+        "record = record_of(RunDir(sys.argv[1]), 1)\nstep(record, 1, 1.0)\ntime.sleep(120)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     rank = subprocess.Popen([sys.executable, "-c", program, str(run.root)], env=environment)
