@@ -12,8 +12,8 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.hf_config import CONFIG_FILE
 from megatron_rl.recipe.model import is_hub_name, package_of
 
-HOLDS = ("manifest.json", CONFIG_FILE, "release")
-"""A directory of weights holds one of these files: a checkpoint, Hugging Face weights, Megatron-LM's shards."""
+HOLDS = ("manifest.json", CONFIG_FILE)
+"""A directory of weights holds one of these files: a checkpoint, Hugging Face weights."""
 
 
 def prepare_policy(path: str, trusted: bool) -> str:
