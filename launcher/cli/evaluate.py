@@ -168,10 +168,10 @@ def _make_folder_of(out: Path) -> None:
 
 def _on_this_machine(evaluation: Evaluation, as_json: bool) -> int:
     from launcher.backends.child import ChildInterrupted, evaluate  # not needed to submit a job
-    from launcher.cli.show.scores import EvaluationProgress, lines
+    from launcher.cli.show.scores import ProgressLine, lines
 
     try:
-        result, out = evaluate(evaluation, EvaluationProgress().report)
+        result, out = evaluate(evaluation, ProgressLine().report)
     except ChildInterrupted:
         click.echo("interrupted; answers so far are kept, and the same command continues", err=True)
         return EXIT_INTERRUPTED

@@ -21,7 +21,7 @@ NAMES = {"mean_reward": "mean reward", "tokens": "tokens per answer", "cut_off":
 LINE_EVERY_S = 10.0  # seconds between two lines of progress
 
 
-class EvaluationProgress:
+class ProgressLine:
     def __init__(self) -> None:
         self._began = self._due = time.monotonic()
         self._doing: str | None = None  # what the last line said, without its numbers

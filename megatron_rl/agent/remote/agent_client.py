@@ -15,9 +15,9 @@ import httpx
 from megatron_rl.agent.remote.agent_wire import (
     POLL_S,
     PROTOCOL,
+    AgentAnswers,
     AgentDescription,
     AgentRequest,
-    ScoredAnswers,
     decode_refusal,
     decode_result,
     encode_completions,
@@ -117,7 +117,7 @@ class AgentClient:
             time.sleep(pause)
             pause = min(LONGEST_PAUSE_S, 2 * pause)
 
-    async def run(self, request: AgentRequest, digest: str, generate: Generate, vocab_size: int) -> ScoredAnswers:
+    async def run(self, request: AgentRequest, digest: str, generate: Generate, vocab_size: int) -> AgentAnswers:
         """Run a request and return its result. If the server restarts, the request is sent again, and finished
         completions are reused.
 

@@ -60,7 +60,7 @@ class AgentRequest(BaseModel):
     limits: RolloutLimits
 
 
-class ScoredAnswers(NamedTuple):
+class AgentAnswers(NamedTuple):
     """Fields of a TrajectoryGroup."""
 
     trajectories: list[Trajectory]
@@ -150,7 +150,7 @@ def _encode_sequence(one: Branch) -> dict[str, Any]:
     return {name: getattr(one, name) for name in LISTS} | {"turns": [(turn.start, turn.stop) for turn in one.turns]}
 
 
-def decode_result(body: Any, vocab_size: int) -> ScoredAnswers:
+def decode_result(body: Any, vocab_size: int) -> AgentAnswers:
     """Decode a result. Raises Garbled, also for trajectories that no model can be trained on."""
     try:
         result = _Result.model_validate(body)
@@ -159,4 +159,4 @@ def decode_result(body: Any, vocab_size: int) -> ScoredAnswers:
             raise ValueError("not one final answer per answer")
     except ValueError as error:
         raise Garbled(f"a result: {error!r}"[:300]) from error
-    return ScoredAnswers(trajectories, result.failures, result.final_answers)
+    return AgentAnswers(trajectories, result.failures, result.final_answers)

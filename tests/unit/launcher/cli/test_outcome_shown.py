@@ -13,7 +13,7 @@ from launcher.cli.main import main
 from launcher.cli.show.ending import ending_lines
 from launcher.cli.show.history import History, HistoryReader
 from launcher.cli.show.progress_lines import ProgressLines
-from launcher.cli.show.scores import EvaluationProgress
+from launcher.cli.show.scores import ProgressLine
 from launcher.cli.show.status_rows import status_json, status_lines
 from launcher.runs.state import read_status, result_file
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
@@ -80,7 +80,7 @@ def test_the_result_file_is_the_requested_one_and_a_training_run_has_none(tmp_pa
 def test_progress_is_a_line_now_and_then_and_when_something_else_begins(capsys, monkeypatch):
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    line = EvaluationProgress()
+    line = ProgressLine()
     answering = {"set": "test", "mode": "greedy", "done": 3, "of": 40, "waits_for": ""}
     line.report({**answering, "waits_for": "reading the weights"})
     for seconds in (4, 10, 34, 35, 40, 41):

@@ -17,7 +17,7 @@ import pytest
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.remote.agent_client import MAX_STARTS, AgentClient, AgentFailed, AgentUnavailable
-from megatron_rl.agent.remote.agent_wire import AgentRequest, ScoredAnswers, decode_result, encode_result
+from megatron_rl.agent.remote.agent_wire import AgentAnswers, AgentRequest, decode_result, encode_result
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.server.agent.agent_service import AgentService, application
@@ -78,7 +78,7 @@ def run(agent: AgentService, request: AgentRequest | None = None, **options: Any
     return asyncio.run(asking.run(request or asked(), digest, engine.generate, TOKENIZER.vocab_size))
 
 
-def rewards(found: ScoredAnswers) -> list[float]:
+def rewards(found: AgentAnswers) -> list[float]:
     return [one.reward for one in found.trajectories]
 
 
