@@ -16,7 +16,7 @@ from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.registry import environment_class, required_datasets
 
-FOR_GPUS = [name for name in shipped_recipes() if load_recipe(name).config.job.device == "cuda"]
+FOR_GPUS = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned", "-32b-lora"))]
 
 
 @cache
