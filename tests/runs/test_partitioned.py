@@ -122,6 +122,8 @@ def test_generation_ahead_trains_each_prompt_once_and_no_token_beyond_the_bound(
     until(lambda: any(line["failed_rollouts"] for line in lines_of(run_dir.metrics)), "answers are given up")
     until(lambda: not killed[0].is_alive(), "the first replica has killed itself")
     assert killed[0].exitcode == -signal.SIGKILL
+    first.start_replica(0, start=1)
+    first.wait_for_step(9)
     for process in first.processes:
         os.kill(process.pid or 0, signal.SIGUSR1)
     assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
