@@ -29,7 +29,7 @@ from megatron_rl.recipe.evaluation_job import Evaluation, read_evaluation
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
 from megatron_rl.recipe.registry import check_files, environment_arguments, environment_class, with_kept_files
-from megatron_rl.recipe.removed import REMOVED, only_shown
+from megatron_rl.recipe.removed import REMOVED, harmless_keys
 from megatron_rl.recipe.section import Section, flat
 from megatron_rl.recipe.teacher_files import TeacherFiles, against_teacher, teacher_files
 
@@ -72,7 +72,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     more = implied(files.overridden(given))
     written = files.overridden([*given, *more])
     locate = written.locate
-    if Path(asked).name != RunDir("").resolved.name and (removed := only_shown(written.values)):
+    if Path(asked).name != RunDir("").resolved.name and (removed := harmless_keys(written.values)):
         raise BadInput(f"{locate(tuple(key.split('.')))[0]}: {key}: was removed: {REMOVED[key]}" for key in removed)
     values, listed_in = _with_environments_of_file(written)
 

@@ -13,6 +13,8 @@ _SERVERS = (
 REMOVED: Final[Mapping[str, str]] = {
     "agent.environments.code.environment": "agent.environments.code.code_environment",
     "agent.environments.math.environment": "agent.environments.math.math_environment",
+    "agent.environments.program.environment": "agent.environments.program.program_environment",
+    "agent.environments.vf.environment": "agent.environments.vf.verifiers_environment",
     "evaluate": "`mrl evaluate CHECKPOINT` evaluates, with --cluster in a job; leave the section out",
     "inference.engine=server": _SERVERS,
     "inference.server": _SERVERS,
@@ -27,7 +29,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "while the run goes on; leave the key out",
 }
 """Key, or KEY=VALUE -> what does the same today, for the error of a recipe that has it."""
-ONLY_SHOWN: Final = frozenset(
+HARMLESS: Final = frozenset(
     {
         "distill.server.kind",
         "logging.histograms_every",
@@ -41,9 +43,11 @@ REMOVED_OF_PROFILES: Final[Mapping[str, str]] = dict.fromkeys(
     ("gpu_hour_price", "currency"), "`mrl report` shows the GPU-hours of a run; leave it out"
 )
 """The same of a cluster profile."""
-
-
 MOVED: Final[Mapping[str, str]] = {
+    "agent.environments.code.environment": "agent.environments.code.code_environment",
+    "agent.environments.math.environment": "agent.environments.math.math_environment",
+    "agent.environments.program.environment": "agent.environments.program.program_environment",
+    "agent.environments.vf.environment": "agent.environments.vf.verifiers_environment",
     "chat": "model.chat",
     "endpoint": "agent.endpoint",
     "environments": "agent.environments",
@@ -69,7 +73,7 @@ def moved_hint(error: BaseException) -> str:
 
 
 def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop removed keys that are null, 0 or in ONLY_SHOWN, as runs of earlier versions have recorded them. Raises
+    """Drop removed keys that are null, 0 or in HARMLESS, as runs of earlier versions have recorded them. Raises
     ValueError for a removed value."""
     found = dict(values)
     for removed, instead in REMOVED.items():
@@ -80,13 +84,13 @@ def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if value and inside[name] == value:
             raise ValueError(f"{key} is {value}, which was removed: {instead}")
-        if key in ONLY_SHOWN or (not value and not inside[name]):
+        if key in HARMLESS or (not value and not inside[name]):
             found = _without(found, key.split("."))
     return found
 
 
-def only_shown(values: Mapping[str, Any]) -> list[str]:
-    places = ((key, _inside(values, key.rpartition(".")[0])) for key in sorted(ONLY_SHOWN))
+def harmless_keys(values: Mapping[str, Any]) -> list[str]:
+    places = ((key, _inside(values, key.rpartition(".")[0])) for key in sorted(HARMLESS))
     return [key for key, inside in places if inside is not None and key.rpartition(".")[2] in inside]
 
 
