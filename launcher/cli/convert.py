@@ -1,4 +1,4 @@
-"""mrl convert: weights from Megatron's format to Hugging Face's. It runs in a child process; this one imports
+"""mrl convert: weights between the formats of Hugging Face and Megatron. It runs in a child process; this one imports
 no torch."""
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ as_json = click.option(
 )
 
 
-@click.group("convert", short_help="Convert weights to Hugging Face's format.", invoke_without_command=True)
+@click.group("convert", short_help="Convert weights from and to Hugging Face's format.", invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Convert weights from Megatron's format to Hugging Face's. The other way needs no conversion: a recipe reads
-    published weights itself (model.init=huggingface).
+    """Convert weights between the formats of Hugging Face and Megatron.
 
-    Supports Qwen2, Qwen2.5, Qwen3, Llama 3.x, Mistral and Qwen3-MoE. Names and bits are preserved; tokenizer,
+    Supports Qwen2, Qwen2.5, Qwen3, Llama 3.x, Mistral and Qwen3-MoE. A round trip preserves names and bits; tokenizer,
     generation config and chat template are copied. DST appears complete or not at all.
 
     \b
@@ -64,6 +63,21 @@ def command(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
+@command.command("hf-to-megatron", short_help="Convert published weights to a checkpoint.")
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@shard_size
+@force
+@as_json
+def hf_to_megatron(source: str, target: Path, shard_size: int, force: bool, as_json: bool) -> None:
+    """Convert SRC, a directory of Hugging Face weights or its name in the cache of the hub, to a checkpoint for any
+    layout, in megatron-core's format torch_dist.
+
+    A run starts from DST with model.init=checkpoint model.checkpoint=DST; model.init=huggingface needs no conversion.
+    """
+    _convert("hf-to-megatron", source, target, shard_size, force, as_json)
+
+
 @command.command("megatron-to-hf", short_help="Convert a checkpoint to safetensors for transformers.")
 @click.argument("source", metavar="SRC", shell_complete=complete_run)
 @click.argument("target", metavar="DST", type=click.Path(path_type=Path))
@@ -72,16 +86,17 @@ def command(context: click.Context) -> None:
 @force
 @as_json
 def megatron_to_hf(source: str, target: Path, adapters: bool, shard_size: int, force: bool, as_json: bool) -> None:
-    """Convert SRC to safetensors that transformers loads: a run (its newest checkpoint), or a checkpoint
-    (RUN_DIR/checkpoints/step-000040).
+    """Convert SRC to safetensors that transformers loads: a run (its newest checkpoint), a checkpoint
+    (RUN_DIR/checkpoints/step-000040), or an output of hf-to-megatron.
 
     Weights keep the type of the checkpoint. Tokenizer and configuration come from the weights that the run began with.
     Adapters (model.lora) are merged into those weights; DST/adapter has them alone, as PEFT loads them.
     """
-    from launcher.runs.policy_path import run_named  # imports Slurm's client
+    from launcher.runs.policy_path import run_named  # imports Slurm's client, which the other direction does not need
 
     run = run_named(source)
-    _convert(str(run.root) if run else source, target, shard_size, force, as_json, ["--adapters"] * adapters)
+    source = str(run.root) if run else source
+    _convert("megatron-to-hf", source, target, shard_size, force, as_json, *["--adapters"] * adapters)
 
 
 def _warn_of_left(target: Path) -> None:
@@ -104,10 +119,12 @@ def _left_beside(target: Path) -> list[Path]:
     return [path for path in beside if path.name.startswith(f".{target.name}.") and path.suffix == ".tmp"]
 
 
-def _convert(source: str, target: Path, shard_size: int, force: bool, as_json: bool, options: list[str]) -> None:
+def _convert(
+    direction: str, source: str, target: Path, shard_size: int, force: bool, as_json: bool, *options: str
+) -> None:
     refuse_unready(["huggingface"])
-    options = [*options, "--shard-bytes", str(shard_size), *["--force"] * force]
-    arguments = [*options, "--", source, str(target)]
+    options = (*options, "--shard-bytes", str(shard_size), *["--force"] * force)
+    arguments = [direction, *options, "--", source, str(target)]
     try:
         with interruptible(CONVERTER, *arguments) as child:
             said = [*child.said()]

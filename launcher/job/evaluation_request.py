@@ -23,7 +23,7 @@ from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import validation_problems
 from launcher.recipe.published import find_published
 from launcher.recipe.written import RecipeFile, with_base
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.evaluation_job import Evaluation
@@ -191,7 +191,8 @@ def job_recipe(evaluation: Evaluation, origin: CheckpointRun | None, cluster: st
         if values["model"]["init"] == "supervised":  # the job needs no worked examples
             values["model"]["init"] = "from-scratch"
     else:
-        folder = str(evaluation.checkpoint)
+        carried = Path(evaluation.checkpoint) / CARRIED  # of converted weights, which have no config.json themselves
+        folder = str(carried if carried.is_dir() else evaluation.checkpoint)
         values = {
             "model": {"init": "huggingface", "huggingface": folder, "dtype": evaluation.dtype or "bf16"},
             "tokenizer": {"type": "huggingface", "path": folder},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,8 +14,17 @@ from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.origin import contradictions as contradictions_of_checkpoint
 from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.contract.manifest import CheckpointError
-from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, OUTPUT, sources, weights
-from megatron_rl.model.hf_parts import Held, held_weights
+from megatron_rl.model.hf_mapping import (
+    EMBEDDING,
+    HF_EMBEDDING,
+    HF_OUTPUT,
+    OUTPUT,
+    TensorPiece,
+    Weight,
+    sources,
+    weights,
+)
+from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank.groups import Groups
@@ -77,26 +87,31 @@ def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:
     files.check(sources(weights(model)).values(), tied=model.tied_embeddings)
     for held in held_weights(policy, model):
         if held.copies.rank() == 0:
-            _fill(held, files)
+            fill(held.tensor, held.weight, held.pieces(), files)
             if model.tied_embeddings and held.name == EMBEDDING:
                 for piece in held.pieces():
-                    _check_tied(files, piece.index)
+                    has_equal_output(files, piece.index)
     return files.digest
 
 
-def _check_tied(files: WeightsFolder, index: tuple[slice, ...]) -> None:
-    """Raise UnusableWeights if a part of an output layer is stored that differs from the tied embedding."""
-    if HF_OUTPUT in files.tensors and not torch.equal(files.read(HF_OUTPUT, index), files.read(HF_EMBEDDING, index)):
+def has_equal_output(files: WeightsFolder, index: tuple[slice, ...] = (slice(None),)) -> bool:
+    """Whether an output layer is stored beside the tied embedding. Raises UnusableWeights if they differ in the part
+    at `index`."""
+    if HF_OUTPUT not in files.tensors:
+        return False
+    if not torch.equal(files.read(HF_OUTPUT, index), files.read(HF_EMBEDDING, index)):
         raise UnusableWeights(
             f"{files.folder}: {HF_OUTPUT} is not {HF_EMBEDDING}, and {CONFIG_FILE} says that they are one "
             "(tie_word_embeddings)"
         )
+    return True
 
 
-def _fill(held: Held, files: WeightsFolder) -> None:
-    if held.weight.padded:
-        held.tensor.zero_()
-    for piece in held.pieces():
+def fill(tensor: Tensor, weight: Weight, pieces: Iterable[TensorPiece], files: WeightsFolder) -> None:
+    """Fill `tensor`, a weight or a rank's part of it, from the files that hold its pieces."""
+    if weight.padded:
+        tensor.zero_()
+    for piece in pieces:
         if piece.view.numel():  # a rank may hold only padding
             piece.view.copy_(files.read(piece.source.name, piece.index).reshape(piece.view.shape))
 

@@ -13,7 +13,7 @@ import yaml
 from megatron_rl.checkpoint.hf.origin import origin_of
 from megatron_rl.checkpoint.publish import newest_step
 from megatron_rl.contract.manifest import MANIFEST, CheckpointError, read_manifest
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer, load_pretrained_tokenizer
 from megatron_rl.recipe.config import RunConfig, read_config
 from megatron_rl.recipe.errors import ConfigurationError
@@ -77,6 +77,12 @@ def _of_run(run: RunDir, dtype: Precision | None, today: str | None, step: int) 
 
 
 def _of_checkpoint(folder: Path, dtype: Precision | None, today: str | None) -> PolicySource:
+    carried = folder / CARRIED
+    if carried.is_dir():
+        precision = dtype or read_hf_config(carried).precision
+        model = origin_of(folder).model.model_copy(update={"dtype": precision})
+        tokenizer = _tokenizer(TokenizerConfig(path=str(carried)), today)
+        return PolicySource(folder.name, "checkpoint", folder, None, None, model, tokenizer)
     run = RunDir(folder.parent.parent)
     if folder.parent != run.checkpoints or not run.resolved.is_file():
         origin_of(folder)  # raises an error that says what is missing

@@ -18,6 +18,8 @@ FOLDERS = {INFER: "replicas", TEACHER: "teachers"}  # kind of replicas -> folder
 NUMBER_OPTIONS = {INFER: "--replica", TEACHER: "--teacher"}
 """Kind of replicas -> option of `megatron_rl.replica_main` with the number of one."""
 OF_REPLICAS = "-infer"  # suffix of names that belong to an image which only the inference replicas run in
+CARRIED = "huggingface"
+"""Folder in a converted checkpoint: config.json, the tokenizer, and the other files that came with the weights."""
 
 
 class RunDir:

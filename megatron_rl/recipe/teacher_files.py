@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_rl.contract.files import read_bytes
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.flops import training_flops
@@ -48,7 +48,7 @@ class TeacherFiles:
     def vocabulary(self) -> dict[str, int] | None:
         """Return the tokens of its tokenizer with their numbers; None if their file is not on this machine."""
         if self.tokenizer is None:
-            return read_vocabulary(self.folder)
+            return read_vocabulary(self.folder / CARRIED if self.is_checkpoint else self.folder)
         path = self.tokenizer.path if self.tokenizer.type == "huggingface" else None
         try:
             folder = None if path is None else local_folder(path, "tokenizer.path", VOCABULARY_FILE)
@@ -68,6 +68,9 @@ def teacher_files(folder: Path) -> TeacherFiles:
         except (ValidationError, yaml.YAMLError, OSError, KeyError, TypeError) as error:
             raise ConfigurationError(f"distill.teacher: {run.resolved} cannot be read: {error}") from error
         return TeacherFiles(folder, model, True, tokenizer)
+    if (folder / CARRIED).is_dir():
+        model = ModelConfig(**shape(read_hf_config(folder / CARRIED)), init="from-scratch")
+        return TeacherFiles(folder, model, True, None)
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigurationError(
             f"distill.teacher: {folder} holds neither Hugging Face weights ({CONFIG_FILE}) nor a checkpoint of a run "

@@ -124,6 +124,6 @@ def saved_run(published: Path, run: Path, platform: Any, **fields: Any) -> Path:
 
 def export(run: RunDir, target: Path) -> Path:
     """Export the newest checkpoint of a run as `mrl convert` does. Returns the folder of the weights."""
-    command = [sys.executable, "-m", "megatron_rl.checkpoint.hf", "--shard-bytes", str(10**9), str(run.root)]
-    subprocess.run([*command, str(target)], check=True)
+    command = [sys.executable, "-m", "megatron_rl.checkpoint.hf", "megatron-to-hf", "--shard-bytes", str(10**9)]
+    subprocess.run([*command, str(run.root), str(target)], check=True)
     return target

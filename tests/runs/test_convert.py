@@ -22,15 +22,19 @@ from megatron_rl.contract.codes import EXIT_INTERRUPTED, EXIT_USAGE
 WIDE = PUBLISHED["Qwen2"] | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}  # 0.25 GB
 
 
-def start(*arguments: str | Path) -> Command:
-    return Command(["mrl", "convert", "megatron-to-hf", *arguments])
+def start(*arguments: str | Path, direction: str = "megatron-to-hf") -> Command:
+    return Command(["mrl", "convert", direction, *arguments])
 
 
-def convert(*arguments: str | Path) -> tuple[int, str, str]:
+def convert(*arguments: str | Path, direction: str = "megatron-to-hf") -> tuple[int, str, str]:
     """Return exit code, stdout and stderr."""
-    process = start(*arguments)
+    process = start(*arguments, direction=direction)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +57,26 @@ def large(tmp_path_factory: pytest.TempPathFactory, platform: Any, groups: Any) 
 
 
 @pytest.mark.slow
-def test_weights_of_a_run_are_those_of_its_checkpoint(tmp_path: Path, published: Path, checkpoint: Path) -> None:
-    code, out, _ = convert(checkpoint, tmp_path / "back", "--shard-size", "20KB", "--json")
+def test_weights_converted_to_a_checkpoint_and_back_are_unchanged(tmp_path: Path, published: Path) -> None:
+    code, out, err = convert(published, tmp_path / "m", direction="hf-to-megatron")
+    assert (code, err) == (0, "") and out.startswith(f"{tmp_path / 'm'}: ")
+    code, out, _ = convert(tmp_path / "m", tmp_path / "back", "--shard-size", "20KB", "--json")
     assert code == 0
     said = json.loads(out)
-    assert (said["source"], said["target"]) == (str(checkpoint), str(tmp_path / "back"))
-    before, after = (
-        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for folder in (published, tmp_path / "back")
-    )
+    assert (said["source"], said["target"]) == (str(tmp_path / "m"), str(tmp_path / "back"))
+    before, after = tensors_of(published), tensors_of(tmp_path / "back")
     assert said["bytes"] == sum(tensor.nbytes for tensor in before.values())
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    error = f"error: SRC {tmp_path / 'none'}: no such directory; give one that holds config.json\n"
+    assert convert(tmp_path / "none", tmp_path / "n", direction="hf-to-megatron") == (EXIT_USAGE, "", error)
+
+
+@pytest.mark.slow
+def test_weights_of_a_run_are_those_of_its_checkpoint(tmp_path: Path, published: Path, checkpoint: Path) -> None:
     code, out, err = convert(checkpoint.parent.parent, tmp_path / "of-run")
     assert (code, err) == (0, "") and out.startswith(f"{tmp_path / 'of-run'}: ")
     assert out.rstrip().endswith(f", from {checkpoint}")
-    assert load_file(tmp_path / "of-run" / "model.safetensors").keys() == before.keys()
+    assert tensors_of(tmp_path / "of-run").keys() == tensors_of(published).keys()
     young = make_run(tmp_path / "run")
     code, _, err = convert(young.root, tmp_path / "of-young")
     assert (code, "run has no checkpoint yet" in err) == (EXIT_USAGE, True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from checkpoint_helpers import run_ranks
 from core_helpers import full_forward
-from hf_helpers import PUBLISHED, SENTENCE, publish, saved_run
+from hf_helpers import PUBLISHED, SENTENCE, publish
 from layout_helpers import Layout
 
+from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.checkpoint.source import find_source
 from megatron_rl.generate.engine.opened_policy import load_policy
 from megatron_rl.model.platform.select import select
@@ -34,11 +36,11 @@ def logits(rank: int, world_size: int, folders: dict[str, Path]) -> dict[str, tu
     return found
 
 
-def test_ranks_together_compute_what_transformers_does(tmp_path: Path, platform: object, groups: object) -> None:
+def test_ranks_together_compute_what_transformers_does(tmp_path: Path, platform: Any, groups: object) -> None:
     folders = {name: tmp_path / str(number) for number, name in enumerate(CASES)}
     published = {name: publish(folders[name], PUBLISHED[name]) for name in CASES if name in PUBLISHED}
     published["a checkpoint"] = published["Qwen2"]
-    folders["a checkpoint"] = saved_run(folders["Qwen2"], tmp_path / "run", platform)
+    to_megatron(folders["Qwen2"], folders["a checkpoint"], platform)
     first, second = run_ranks(tmp_path, 2, logits, folders)
     for name, theirs in published.items():
         with torch.inference_mode():

@@ -1,1 +1,1 @@
-"""Weights in Hugging Face's format: read by the ranks, and written from checkpoints."""
+"""Weights in Hugging Face's format: read by the ranks, converted to checkpoints and back."""

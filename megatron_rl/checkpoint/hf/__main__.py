@@ -1,6 +1,7 @@
-"""Export in a separate process, for `mrl convert`:
+"""Conversion in a separate process, for `mrl convert`:
 
-    python -m megatron_rl.checkpoint.hf SRC DST
+    python -m megatron_rl.checkpoint.hf hf-to-megatron SRC DST
+    python -m megatron_rl.checkpoint.hf megatron-to-hf SRC DST
 
 Prints the result on stdout as one JSON object, and errors on stderr in one line.
 """
@@ -13,8 +14,9 @@ import logging
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,10 +26,13 @@ from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.world import die_with_parent
 from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import CONFIG_FILE
+from megatron_rl.recipe.hub import local_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.checkpoint.hf", description="Export weights.")
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.checkpoint.hf", description="Convert weights.")
+    parser.add_argument("direction", choices=["hf-to-megatron", "megatron-to-hf"])
     parser.add_argument("source")
     parser.add_argument("target", type=Path)
     parser.add_argument("--shard-bytes", type=int, required=True)
@@ -61,22 +66,25 @@ def _interrupt(*_: object) -> NoReturn:
 def _convert(options: argparse.Namespace) -> dict[str, Any]:
     """Convert, with imports that take seconds and so come after the signal handlers."""
     import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-    from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
+    from megatron_rl.checkpoint.hf.to_hf import Converted, to_hugging_face
+    from megatron_rl.checkpoint.hf.to_megatron import to_megatron
     from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    run = RunDir(options.source)
-    if run.resolved.is_file():
-        options.source = str(run.checkpoint(newest_step(run)))
+    convert: Callable[..., Converted] = to_megatron
+    if options.direction == "hf-to-megatron":
+        try:
+            source = local_folder(options.source, "SRC", CONFIG_FILE)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+    else:
+        convert = partial(to_hugging_face, adapters_only=options.adapters)
+        run = RunDir(options.source)
+        if run.resolved.is_file():
+            options.source = str(run.checkpoint(newest_step(run)))
+        source = Path(options.source)
     with connected(StandaloneWorld.single()) as (platform, _):
-        done = to_hugging_face(
-            Path(options.source),
-            options.target,
-            platform,
-            shard_bytes=options.shard_bytes,
-            replace=options.force,
-            adapters_only=options.adapters,
-        )
+        done = convert(source, options.target, platform, shard_bytes=options.shard_bytes, replace=options.force)
     return {"source": options.source, "target": str(options.target), **asdict(done)}
 
 

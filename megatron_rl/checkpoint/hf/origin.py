@@ -1,19 +1,21 @@
-"""Origin of a checkpoint: the model's shape, and its Hugging Face files."""
+"""Origin of a checkpoint, a conversion or a run: the model's shape, and its Hugging Face files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.model.chat.turn_end import turn_end
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe import hf_config
 from megatron_rl.recipe.config import read_config
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE, KEYS
+from megatron_rl.recipe.hf_config import CONFIG_FILE, KEYS, read_hf_config, shape
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig
+
+OUTPUT_STORED = "output_layer_stored"  # in the manifest of a conversion: whether tied weights were published twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +27,19 @@ class CheckpointOrigin:
 
 
 def origin_of(checkpoint: Path) -> CheckpointOrigin:
-    """Find the origin of a checkpoint in its run.
+    """Find the origin of a checkpoint in its own folder or in its run.
 
-    Raises ConfigurationError if it has no run, or if files are missing on this machine.
+    Raises ConfigurationError if it has neither, or if files are missing on this machine.
     """
+    carried = checkpoint / CARRIED
+    if carried.is_dir():
+        model = ModelConfig(**shape(read_hf_config(carried)), init="from-scratch")
+        return CheckpointOrigin(model, carried, carried)
     run = _run_of(checkpoint)
     if run is None:
         raise ConfigurationError(
-            f"{checkpoint} is not a checkpoint in the directory of its run (.../checkpoints/step-000040), which says "
-            "the shape of the model"
+            f"{checkpoint} is neither a checkpoint in the directory of its run (.../checkpoints/step-000040), which "
+            "says the shape of the model, nor one that `mrl convert hf-to-megatron` made"
         )
     return _of_run(run)
 
@@ -47,6 +53,9 @@ def contradictions(model: ModelConfig, checkpoint: Path) -> list[str]:
 
     Raises ConfigurationError if a file with that information cannot be read.
     """
+    carried = checkpoint / CARRIED
+    if carried.is_dir():
+        return hf_config.contradictions(model, read_hf_config(carried), carried / CONFIG_FILE)
     run = _run_of(checkpoint)
     if run is None:
         return []

@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.hf.folder import INDEX
 from megatron_rl.checkpoint.publish import sync_names
 from megatron_rl.recipe.errors import ConfigurationError
 
-CARRIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*")
+PATTERNS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*")
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def staged(target: Path, needed_bytes: int, *, replace: bool) -> Iterator[Path]:
 
 
 def carry(source: Path, target: Path) -> None:
-    for pattern in CARRIED:
+    for pattern in PATTERNS:
         for file in source.glob(pattern):
             if file.is_file() and file.name != INDEX:
                 copy = target / file.relative_to(source)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE
-from megatron_rl.checkpoint.hf.origin import CheckpointOrigin, origin_of
+from megatron_rl.checkpoint.hf.origin import OUTPUT_STORED, CheckpointOrigin, origin_of
 from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, CheckpointReader, MergedReader, save
 from megatron_rl.checkpoint.hf.staging import carry, staged
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.contract.manifest import find_corruption, read_manifest
-from megatron_rl.model.hf_mapping import EMBEDDING, weights
+from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, weights
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY
 from megatron_rl.recipe.errors import ConfigurationError
@@ -70,6 +70,8 @@ def to_hugging_face(
         name: sum(math.prod(source.shape) for source in wanted[name].sources) * reader.dtype(name).itemsize
         for name in reader.names
     }
+    if read_manifest(checkpoint).meta.get(OUTPUT_STORED):
+        sizes[HF_OUTPUT] = sizes[EMBEDDING]
     files = list(batches(sizes, shard_bytes))
     with staged(target, sum(sizes.values()), replace=replace) as folder:
         file_of: dict[str, str] = {}
@@ -77,6 +79,9 @@ def to_hugging_face(
             file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors: dict[str, Tensor] = {}
             for name in names:
+                if name == HF_OUTPUT:
+                    tensors[name] = reader.read(EMBEDDING, wanted[EMBEDDING])[HF_EMBEDDING]
+                    continue
                 tensors |= {theirs: each.contiguous() for theirs, each in reader.read(name, wanted[name]).items()}
             save(folder / file, tensors)
             file_of |= dict.fromkeys(tensors, file)

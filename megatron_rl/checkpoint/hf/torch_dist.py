@@ -1,11 +1,11 @@
-"""Weights of a checkpoint in torch_dist format, read tensor by tensor without a model in memory."""
+"""Weights of a checkpoint in torch_dist format, written and read tensor by tensor without a model in memory."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_rl.contract.manifest import CheckpointError
+from megatron_rl.checkpoint.shards import Snapshot, WrittenPart, write_metadata, write_part
+from megatron_rl.contract.manifest import CheckpointError, FileRecord
 from megatron_rl.model.hf_mapping import Weight, pieces
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
@@ -34,15 +35,57 @@ def skeleton(model: ModelConfig, platform: Device) -> Policy:
         return build_policy(model, model.vocab_size, without_memory)
 
 
-def _shards(item: Any) -> list[ShardedTensor]:
+def _split(policy: Policy) -> tuple[dict[str, Any], list[ShardedObject]]:
+    """Weights by name, and the empty object that megatron-core saves for each linear."""
+    items = policy.sharded_state_dict()
+    objects = [item for item in items.values() if isinstance(item, ShardedObject)]
+    return {name: item for name, item in items.items() if not isinstance(item, ShardedObject)}, objects
+
+
+def _shards(item: Any, data: Tensor | None = None) -> list[ShardedTensor]:
     """Shards of one weight in a checkpoint: some weights are stored in two. A layer of a tensor that stacks all layers
     becomes [1, ...]: in megatron-core's own form torch would need the ranks with the other layers."""
+    if data is not None:
+        typed = {"dtype": data.dtype} if isinstance(item, ShardedTensor) else {}  # a factory has no dtype
+        item = dataclasses.replace(item, data=data, **typed)
     (found,) = save_preprocess({"": item}, validate_access_integrity=False)[0].values()
     shards = []
     for shard in found if isinstance(found, list) else [found]:
         size = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
         shards.append(dataclasses.replace(shard, data=shard.data.view(size), local_shape=size, prepend_axis_num=0))
     return shards
+
+
+class TorchDistWriter:
+    """Writes the weights of a policy into a folder in several calls, each in the role of another rank."""
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self._folder = folder
+        self._items, self._objects = _split(policy)
+        self._parts: list[WrittenPart] = []
+        self._dtypes: dict[str, torch.dtype] = {}
+        self.shapes = {name: tuple(item.data.shape) for name, item in self._items.items()}
+        """Shapes of the weights to write, by megatron-core's names, with padding."""
+
+    def write(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        """Write weights, read one by one. All of a call are in memory at once.
+
+        Raises CheckpointError if layers that share a tensor of the checkpoint have different dtypes.
+        """
+        held: dict[str, list[Any]] = {} if self._parts else {one.unique_key: [one] for one in self._objects}
+        for name in names:
+            for shard in _shards(self._items[name], read(name)):
+                if self._dtypes.setdefault(shard.key, shard.dtype) != shard.dtype:
+                    raise CheckpointError(f"{name} is {shard.dtype} and in other layers {self._dtypes[shard.key]}")
+                if shard.data.untyped_storage().nbytes() != shard.data.nbytes:
+                    shard.data = shard.data.clone()  # torch.save writes whole storages
+                held.setdefault(shard.key, []).append(shard)
+        self._parts.append(write_part(self._folder, Snapshot(held, {}), len(self._parts), lambda: None))
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Write the index. Returns a record of every file."""
+        files = {name: record for part in self._parts for name, record in part.files.items()}
+        return files | {".metadata": write_metadata(self._folder, self._parts)}
 
 
 class TorchDistReader:
@@ -55,11 +98,8 @@ class TorchDistReader:
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         stored = metadata.state_dict_metadata
         self._stored = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
-        self._shards = {
-            name: _shards(item)
-            for name, item in policy.sharded_state_dict().items()
-            if not isinstance(item, ShardedObject) and (only is None or name in only)
-        }
+        items = _split(policy)[0].items()
+        self._shards = {name: _shards(item) for name, item in items if only is None or name in only}
         for name, shards in self._shards.items():
             if shards[0].key not in self._stored:
                 raise CheckpointError(f"{folder} does not fit this model: it has no {shards[0].key} ({name})")

@@ -21,6 +21,7 @@ from launcher.doctor.preflight import arithmetic, collect_local, extras_of, find
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.contract.manifest import Manifest, write_manifest
+from megatron_rl.contract.paths import CARRIED
 from megatron_rl.recipe import extras
 
 GIB = 2**30
@@ -146,7 +147,8 @@ def test_a_recipe_that_starts_from_adapters_alone_is_refused_with_the_command_th
     assert (
         f"override 'model.checkpoint={adapters}': model.checkpoint: {said} {adapters} DIR`, and start from" in student
     )
-    (laptop / "adapters" / "config.json").write_text(json.dumps(TEACHER))
+    (laptop / "adapters" / CARRIED).mkdir()
+    (laptop / "adapters" / CARRIED / "config.json").write_text(json.dumps(TEACHER))
     _, of_teacher = submitted("demo", "--dry-run", f"distill.teacher={adapters}")
     assert f"distill.teacher: {said} {adapters} DIR`, and give distill.teacher=DIR" in of_teacher
     _, whole = submitted(*start, f"model.checkpoint={checkpoint(laptop / 'whole')}")

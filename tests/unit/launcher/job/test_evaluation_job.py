@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.job.evaluation_request import CheckpointRun, job_recipe, refuse_ranks, requested
 from launcher.recipe.load import Recipe, load_recipe
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import CARRIED, RunDir
 
 
 def job_of(tmp_path: Path, recipe: str, **asked: Any) -> Recipe:
@@ -43,3 +44,14 @@ def test_what_a_node_cannot_hold_is_refused_by_the_option(tmp_path: Path, asked:
     with pytest.raises(BadInput) as refused:
         job_of(tmp_path, "qwen2.5-32b-dapo", **asked)
     assert str(refused.value).startswith(why)
+
+
+def test_converted_weights_have_the_shape_of_the_files_beside_them(tmp_path: Path) -> None:
+    carried = tmp_path / CARRIED
+    carried.mkdir()
+    shape = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    fields = {"num_key_value_heads": 2, "max_position_embeddings": 1024, "vocab_size": 16}
+    (carried / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **shape, **fields}))
+    job = job_recipe(requested(None, "arithmetic", [], {}, {"checkpoint": str(tmp_path)}), None, "h100", [])
+    assert (job.config.model.huggingface, job.config.tokenizer.path) == (str(carried), str(carried))
+    assert job.config.model.num_layers == 2

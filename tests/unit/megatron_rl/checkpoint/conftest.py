@@ -1,4 +1,4 @@
-"""A published model and a checkpoint with its weights, shared by several files."""
+"""A published model, its conversion and the checkpoint of a run with its weights, shared by several files."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def saved(published: Path, platform: Any, groups: Any) -> Path:
     from hf_helpers import saved_run
 
     return saved_run(published, published.parent / "run", platform)
+
+
+@pytest.fixture(scope="module")
+def converted(published: Path, platform: Any, groups: Any) -> Path:
+    from hf_helpers import SHARD
+
+    from megatron_rl.checkpoint.hf.to_megatron import to_megatron
+
+    to_megatron(published, published.parent / "megatron", platform, shard_bytes=SHARD)
+    return published.parent / "megatron"

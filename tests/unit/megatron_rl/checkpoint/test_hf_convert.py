@@ -1,4 +1,4 @@
-"""Checkpoints to Hugging Face's weights: every tensor, name, dtype and bit is kept, and nothing is half done."""
+"""Hugging Face weights to checkpoints and back: every tensor, name, dtype and bit is kept, and nothing is half done."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from hf_helpers import (
     tokenizer,
     usual_mode,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from supervised_helpers import supervised_recipe
 
 from megatron_rl.checkpoint.hf.origin import contradictions, origin_of
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
+from megatron_rl.checkpoint.hf.to_megatron import to_megatron
+from megatron_rl.checkpoint.initial_weights import load_pretrained, read_initial_weights
 from megatron_rl.checkpoint.source import find_source
-from megatron_rl.contract.manifest import CheckpointError
+from megatron_rl.contract.manifest import CheckpointError, read_manifest
+from megatron_rl.model.policy import build_policy
 from megatron_rl.recipe.errors import ConfigurationError
 
 
@@ -64,23 +67,75 @@ def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
         ("Qwen3, wider heads", torch.bfloat16),
         ("Llama 3.1", torch.float32),
         ("Llama, one key for all", torch.float32),
-        ("Mistral", torch.bfloat16),
+        ("Mistral", torch.float16),
         ("Qwen3 MoE", torch.bfloat16),
     ],
 )
 def test_a_round_trip_changes_no_bit(tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype) -> None:
     publish(tmp_path / "hf", PUBLISHED[name], dtype)
-    checkpoint = saved_run(
-        tmp_path / "hf", tmp_path / "run", platform, dtype="fp32" if dtype == torch.float32 else "bf16"
-    )
-    to_hugging_face(checkpoint, tmp_path / "back", platform, shard_bytes=SHARD)
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", platform, shard_bytes=SHARD)
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back", platform, shard_bytes=SHARD)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     assert same_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "back").iterdir()}
     assert {*modes.values()} == {usual_mode(tmp_path)}, f"another user's server reads them: {modes}"
-    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    files = "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+    for file in files:
         assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "back"}
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "megatron", "back"}
+
+
+def with_output_layer(folder: Path, change: float) -> Path:
+    """Tied weights that are published twice, as in some models."""
+    publish(folder, PUBLISHED["Qwen2, tied"], shard="1GB")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_tied_weights_published_twice_stay_so(tmp_path: Path, platform: Any, groups: Any) -> None:
+    source = with_output_layer(tmp_path / "hf", 0.0)
+    to_megatron(source, tmp_path / "m", platform, shard_bytes=SHARD)
+    to_hugging_face(tmp_path / "m", tmp_path / "back", platform, shard_bytes=SHARD)
+    assert same_bits(tensors_of(source), tensors_of(tmp_path / "back"))
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        to_megatron(with_output_layer(tmp_path / "hf", 0.1), tmp_path / "m", platform, shard_bytes=SHARD)
+    model = model_of(tmp_path / "hf")
+    with pytest.raises(ConfigurationError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        load_pretrained(build_policy(model, VOCAB, platform), model, tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("self_attn.k_proj.weight", "have different types, but decoder.layers.1.self_attention.linear_qkv.weight comb"),
+        ("input_layernorm.weight", r"layers.1.input_layernorm.weight is torch.float16 and in other layers torch.float"),
+    ],
+)
+def test_weights_that_one_tensor_cannot_hold_are_refused(
+    tmp_path: Path, platform: Any, groups: Any, name: str, said: str
+) -> None:
+    publish(tmp_path / "hf", PUBLISHED["Qwen2"], shard="1GB")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    half = {f"model.layers.1.{name}": tensors[f"model.layers.1.{name}"].half()}
+    save_file(tensors | half, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((ConfigurationError, CheckpointError), match=said):
+        to_megatron(tmp_path / "hf", tmp_path / "m", platform, shard_bytes=SHARD)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_run_starts_from_a_conversion(published: Path, converted: Path, platform: Any, groups: Any) -> None:
+    start = {"init": "checkpoint", "huggingface": None, "checkpoint": str(converted)}
+    model = model_of(published, vocab_multiple=32, **start)  # 64 rows; the checkpoint has 128
+    policy = build_policy(model, VOCAB, platform)
+    assert read_initial_weights(policy, model, groups) == read_manifest(converted).digest
+    torch.testing.assert_close(full_forward(policy, SENTENCE), logits_of(published), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigurationError, match=r"epsilon 1e-06 contradicts 1e-05 \(rms_norm_eps\) of "):
+        read_initial_weights(policy, model.model_copy(update={"layernorm_epsilon": 1e-6}), groups)
 
 
 def test_a_recipe_must_not_contradict_the_checkpoint_that_it_starts_from(published: Path, saved: Path) -> None:
@@ -189,12 +244,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize(("harm", "said"), REFUSED.values(), ids=REFUSED)
 def test_weights_that_would_not_work_later_are_refused(
-    tmp_path: Path, published: Path, harm: Callable[[Path], Any], said: str
+    tmp_path: Path, published: Path, platform: Any, harm: Callable[[Path], Any], said: str
 ) -> None:
     folder = copied(published, tmp_path / "hf")
     harm(folder)
     with pytest.raises(ConfigurationError, match=said):
         find_source(str(folder))
+    with pytest.raises(ConfigurationError, match=said):
+        to_megatron(folder, tmp_path / "m", platform)
 
 
 def test_an_existing_target_is_replaced_only_on_demand(
@@ -227,19 +284,22 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, saved: Path, platform: 
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
-    with pytest.raises(ConfigurationError, match="is not a checkpoint in the directory of its run"):
+    with pytest.raises(ConfigurationError, match="is neither a checkpoint in the directory of its run"):
         to_hugging_face(tmp_path, tmp_path / "back", platform, shard_bytes=SHARD)
     with pytest.raises(ConfigurationError, match="no such directory"):
         to_hugging_face(tmp_path / "none", tmp_path / "back", platform, shard_bytes=SHARD)
 
 
-def test_a_failed_export_leaves_nothing(tmp_path: Path, saved: Path, platform: Any, groups: Any) -> None:
+@pytest.mark.parametrize("convert", [to_megatron, to_hugging_face])
+def test_a_failed_conversion_leaves_nothing(
+    tmp_path: Path, published: Path, saved: Path, platform: Any, groups: Any, convert: Callable[..., Any]
+) -> None:
     """Files are limited to the size of those beside the weights, as if the disk filled up while writing weights."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
         with pytest.raises(OSError):
-            to_hugging_face(saved, tmp_path / "back", platform, shard_bytes=SHARD)
+            convert(published if convert is to_megatron else saved, tmp_path / "to", platform, shard_bytes=SHARD)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())

@@ -81,3 +81,11 @@ def test_irregular_files_are_refused_in_a_checkpoint(
     file = replace(run / "checkpoints" / saved.name / name)
     with pytest.raises((ConfigurationError, CheckpointError), match=f"{file}.* not a regular file"):
         to_hugging_face(file.parent, tmp_path / "hf", platform, shard_bytes=SHARD)
+
+
+def test_an_irregular_config_is_refused_in_a_conversion(
+    tmp_path: Path, converted: Path, platform: Any, groups: Any, replace: Callable[[Path], Path]
+) -> None:
+    file = replace(shutil.copytree(converted, tmp_path / "m") / "huggingface" / "config.json")
+    with pytest.raises(ConfigurationError, match=f"{file}.* not a regular file"):
+        to_hugging_face(tmp_path / "m", tmp_path / "hf", platform, shard_bytes=SHARD)

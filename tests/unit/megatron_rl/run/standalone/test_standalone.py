@@ -13,6 +13,7 @@ from core_helpers import full_forward, quiet_safe_points, stir, tiny_run
 from hf_helpers import PUBLISHED, SENTENCE, publish
 from run_helpers import make_run
 
+from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.checkpoint.source import find_source
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.opened_policy import load_policy
@@ -32,17 +33,19 @@ def theirs(folder: Path) -> Any:
 
 
 @torch.inference_mode()
-def test_published_weights_compute_what_transformers_does(
-    theirs: Any, folder: Path, platform: Any, groups: Any
+def test_published_weights_and_their_checkpoint_compute_what_transformers_does(
+    tmp_path: Path, theirs: Any, folder: Path, platform: Any, groups: Any
 ) -> None:
+    to_megatron(folder, tmp_path / "converted", platform)
     reference = theirs(torch.tensor([SENTENCE])).logits[0]
-    source = find_source(str(folder))
-    assert (source.name, source.kind, source.step, source.model.dtype) == (folder.name, "huggingface", None, "fp32")
-    policy, digest, version = load_policy(source, platform, groups)
-    assert version == 0 and len(digest) == 64
-    assert not any(weight.requires_grad for weight in policy.parameters())
-    ours = full_forward(policy, SENTENCE)
-    assert torch.allclose(ours, reference[:, : ours.shape[1]], atol=1e-4)
+    for path, kind in ((folder, "huggingface"), (tmp_path / "converted", "checkpoint")):
+        source = find_source(str(path))
+        assert (source.name, source.kind, source.step, source.model.dtype) == (path.name, kind, None, "fp32")
+        policy, digest, version = load_policy(source, platform, groups)
+        assert version == 0 and len(digest) == 64
+        assert not any(weight.requires_grad for weight in policy.parameters())
+        ours = full_forward(policy, SENTENCE)
+        assert torch.allclose(ours, reference[:, : ours.shape[1]], atol=1e-4)
 
 
 def test_run_is_its_newest_good_checkpoint_with_tokenizer_and_policy_version(
@@ -96,7 +99,7 @@ def test_error_says_what_a_path_is_and_what_it_should_be(tmp_path: Path, theirs:
         (run.root, "has no good checkpoint: checkpoint of step 40 passed over"),
         (run.checkpoint(40), "is neither a run directory"),
         (empty, "is neither a run directory"),
-        (stranger, "is not a checkpoint in the directory of its run"),
+        (stranger, "is neither a checkpoint in the directory of its run"),
         (tmp_path / "nothing", "no such directory"),
         (unread, "has no checkpoint yet"),
     ):
