@@ -72,7 +72,7 @@ def test_hanging_replica_is_ended_by_slurm_and_restarted(login: Login) -> None:
     assert "infer-1 rank 0 on node03: silent for" in run.dir.batch_log.read_text()
     lines = login.call("mrl", "status", run.dir.root).stdout
     assert "infer-1: starts on node03" in lines
-    assert "2 starts; infer-1 rank 0 on node03: silent for" in lines
+    assert "2 starts; the last one ended: infer-1 rank 0 on node03: silent for" in lines
     ends_in_order(login, run)
 
 

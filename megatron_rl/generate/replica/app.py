@@ -96,6 +96,10 @@ class ReplicaService:
         self._transfer: asyncio.Future[None] | None = None  # of the newest weights
         self._swaps = asyncio.Lock()
 
+    @property
+    def over(self) -> bool:
+        return self.ended.is_set()
+
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         try:
             await first_of(self._until_over(asked, limit_s), self._inbox.deliver())

@@ -84,6 +84,11 @@ class Service(Protocol):
     @property
     def engine(self) -> Running: ...
 
+    @property
+    def over(self) -> bool:
+        """Whether the run needs the replica no more; false if the run only seems to be gone."""
+        ...
+
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         """Answer until the replica must end.
 
@@ -126,7 +131,9 @@ def run_start(
             served()
             return DRAINED if drain.asked else FINISHED
         asyncio.run(serve(here, served))
-        return recorded(replica, drain)
+        # A network that fails for a minute looks like a run that is gone. Such a replica must start again, and the host
+        # side starts none again that has finished.
+        return recorded(replica, FINISHED if served.over and not drain.asked else DRAINED)
 
 
 async def serve(here: ReplicaRank, service: Service) -> None:
@@ -160,9 +167,8 @@ async def answering(service: Service, replica: Replica) -> AsyncIterator[None]:
             await asyncio.wait([serving], timeout=STOP_S)
 
 
-def recorded(replica: Replica, drain: DrainListener) -> str:
-    """Return how a replica leaves, FINISHED or DRAINED, once it is recorded as the outcome."""
-    outcome = DRAINED if drain.asked else FINISHED
+def recorded(replica: Replica, outcome: str) -> str:
+    """Return how a replica leaves, FINISHED or DRAINED, once that is recorded."""
     with suppress(OSError):  # no decision depends on it
         once_there_is_room(replica.outcome, lambda: write(replica.outcome, Outcome(outcome)))
     return outcome

@@ -37,12 +37,14 @@ class ScoringService:
             Starlette(routes=[Route("/v1/completions", self._completions, methods=["POST"])]), [token]
         )
         self.engine, self._replica = scorer, replica
+        self.over = False
 
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         """Return when the ranks of the run have left, or are asked to leave; where they end otherwise, the host side
         ends the replica."""
         while not (asked.is_set() or await asyncio.to_thread(self._replica.attempt.outcome.exists)):
             await first_of(asked.wait(), limit_s=LOOK_S)
+        self.over = not asked.is_set()
 
     async def _completions(self, request: Request) -> Response:
         try:

@@ -39,6 +39,7 @@ def over(limit_s: float = 1000.0, *, leaves: bool = False, told: bool = False, *
         for _ in range(20):  # turns of the loop, of which each step of the service takes one
             await asyncio.sleep(0)
         ends = lives.done()
+        assert service.over is told, "a run that is silent may only be out of reach"
         lives.cancel()
         return ends
 
@@ -76,6 +77,8 @@ class Endless:
         if self._error is not None:
             raise self._error
         await asyncio.Event().wait()
+
+    over = False
 
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         await asked.wait()
