@@ -115,6 +115,6 @@ def test_a_run_waits_for_a_teacher_whose_engine_dies(teacher: Path, tmp_path: Pa
     until(lambda: not is_there(core), "the end of the engine")
     assert run.end() == 0, run.log()
     (state,) = read_replicas(run.dir.attempt(1), TEACHER)
-    assert state.starts == 2 and "vLLM has ended" in (state.why or ""), state
+    assert state.starts == 2 and "VllmGone: vLLM has" in (state.why or ""), state  # ended, or closed its socket first
     found = [line["teacher_kl"] for line in lines_of(run.dir.metrics)]
     assert len(found) == steps and sum(found[-3:]) < sum(found[:3])
