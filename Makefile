@@ -30,14 +30,14 @@ env: $(READY) ## install .venv (Python 3.11 to 3.13; to choose one: PYTHON=/path
 demo: $(READY) ## train a tiny model on arithmetic while you watch, about two minutes
 	$(BIN)/mrl-submit demo
 
-# Four workers on two cores, because tests/runs and tests/slurm mostly wait. --no-loadscope-reorder keeps the order of
+# Three workers on two cores, because tests/runs and tests/slurm mostly wait. --no-loadscope-reorder keeps the order of
 # tests/conftest.py; otherwise pytest-xdist starts files with many tests first, and all workers wait for Slurm at the end.
 # Types are checked beside the tests, which wait for Slurm at first.
 test: $(READY) ## lint, unit tests, whole runs here and, if its packages are installed, on a real Slurm
 	@$(MAKE) --no-print-directory --jobs 2 lint tests
 
 tests: $(READY)
-	$(BIN)/pytest -m "not slow" --numprocesses 4 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder \
 	    --durations-file tests/durations.json tests/unit tests/runs tests/slurm
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
