@@ -197,7 +197,7 @@ def test_streamed_answer_joins_to_the_whole_one(asked: dict[str, Any]) -> None:
                 continue
             assert so_far["finish_reason"] is None
             so_far["text"] += choice["text"]
-            so_far["finish_reason"] = choice["finish_reason"]
+            so_far |= {name: choice[name] for name in ("finish_reason", "stop_reason")}
             for name in ("token_ids", "policy_versions"):
                 if name in choice:
                     so_far[name] += choice[name]
