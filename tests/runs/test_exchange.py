@@ -20,7 +20,7 @@ from core_helpers import random_groups, tiny_run
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.learn.rollout import exchange as exchange_module
 from megatron_rl.learn.rollout.exchange import exchange, group_costs
-from megatron_rl.rank.groups import gathered_objects
+from megatron_rl.rank.groups import gathered
 
 CONFIG = tiny_run(grpo={"prompts_per_step": 12, "group_size": 4})
 RANKS = 4
@@ -73,8 +73,7 @@ def exchanged(rank: int, ranks: int) -> dict[str, Any]:
         groups: Any = SimpleNamespace(control=dist.group.WORLD, data=data)
         made = made_by(rank, drivers) if rank in drivers else {}
         with counted() as sent:
-            gather = partial(gathered_objects, group=groups.control)
-            found[name] = (made, exchange(made, CONFIG, groups, problem, gather), sent)
+            found[name] = (made, exchange(made, CONFIG, groups, problem, partial(gathered, group=groups.control)), sent)
     return found
 
 
@@ -137,7 +136,7 @@ def test_group_is_sent_to_another_replica_once(on_four_ranks: Any) -> None:
 def test_single_rank_sends_nothing_and_keeps_all_groups(groups: Any) -> None:
     made = made_by(0, [0])
     with counted() as sent:
-        assert exchange(made, CONFIG, groups, problem, partial(gathered_objects, group=groups.control)) == made
+        assert exchange(made, CONFIG, groups, problem, partial(gathered, group=groups.control)) == made
     assert not sent
 
 
@@ -146,7 +145,7 @@ def lose_a_rank(rank: int, ranks: int) -> str:
     exchange_module._deliver = _leave if rank == 0 else exchange_module._deliver
     groups: Any = SimpleNamespace(control=dist.group.WORLD, data=dist.group.WORLD)
     try:
-        exchange(made_by(rank, [0, 1]), CONFIG, groups, problem, partial(gathered_objects, group=groups.control))
+        exchange(made_by(rank, [0, 1]), CONFIG, groups, problem, partial(gathered, group=groups.control))
     except RuntimeError as error:
         return " ".join(getattr(error, "__notes__", []))
     return ""

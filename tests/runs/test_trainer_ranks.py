@@ -22,7 +22,7 @@ from megatron_rl.learn.rollout import exchange as exchange_module
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.stream import shares
 from megatron_rl.model.platform.select import select
-from megatron_rl.rank.groups import Groups, gathered_objects
+from megatron_rl.rank.groups import Groups, gathered
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.stats import Tally
 from megatron_rl.recipe.job import JobConfig
@@ -112,7 +112,7 @@ def moved(batch: RolloutBatch, run: Run) -> RolloutBatch:
     made = dict(zip(batch.positions, batch.groups, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_module, "NEGLIGIBLE_FLOPS", 0.0)
-        gather = partial(gathered_objects, group=run.groups.control)
+        gather = partial(gathered, group=run.groups.control)
         here = exchange_module.exchange(made, run.config, run.groups, lambda ordinal: Problem("", {}), gather)
     return replace(batch, groups=[*here.values()], positions=[*here])
 

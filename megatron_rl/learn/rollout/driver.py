@@ -10,6 +10,7 @@ group is begun beyond the batch, except the surplus of dynamic sampling, which i
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections import Counter
@@ -17,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -31,10 +31,10 @@ from megatron_rl.learn.rollout.curriculum import Curriculum
 from megatron_rl.learn.rollout.evaluation import scoring_progress
 from megatron_rl.learn.rollout.exchange import exchange
 from megatron_rl.learn.rollout.in_flight import InFlightGroups
-from megatron_rl.learn.rollout.step_advantages import of_positions, step_advantages
+from megatron_rl.learn.rollout.step_advantages import gathered_bytes, of_positions, step_advantages
 from megatron_rl.learn.rollout.stream import Mixture, shares
 from megatron_rl.learn.rollout.window import BatchChoice, State, Window
-from megatron_rl.rank.groups import gathered_objects
+from megatron_rl.rank.groups import gathered
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.names import OVERDUE_ANSWERS, PROMPT_TOO_LONG
 from megatron_rl.recipe.config import RunConfig
@@ -252,8 +252,9 @@ class RolloutDriver:
         for group in groups:
             if found := accuracies(group, self._config):
                 own[group.ordinal] = math.fsum(found) / len(found)
-        return {ordinal: accuracy for part in self._gather(own) for ordinal, accuracy in part.items()}
+        parts = gathered_bytes(json.dumps([*own.items()]).encode(), self._gather)
+        return {ordinal: accuracy for part in parts for ordinal, accuracy in json.loads(part)}
 
-    def _gather(self, own: Any) -> list[Any]:
-        """[ranks] the object of each rank. Collective. Not a safe point, because the batch is already settled."""
-        return gathered_objects(own, self._groups.control)
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """[ranks] the tensor of each rank. Collective. Not a safe point, because the batch is already settled."""
+        return gathered(own, self._groups.control)

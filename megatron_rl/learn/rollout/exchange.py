@@ -58,7 +58,7 @@ def exchange(
     Args:
         finished: groups of this rank's driver, by position in the global batch; empty on a rank that does not drive.
         problem: returns the problem of an ordinal.
-        gather: gathers an object over all ranks.
+        gather: gathers a tensor over all ranks.
         advantages: those of all groups of the step, by position, if they depend on one another.
     """
     costs = [0.0] * len(finished)
@@ -67,7 +67,7 @@ def exchange(
         # (replicas - 1) / replicas, so below this sum no move saves NEGLIGIBLE_FLOPS.
         negligible = NEGLIGIBLE_FLOPS * replicas / (replicas - 1)
         costs = group_costs([*finished.values()], config, of_positions(advantages, finished), negligible=negligible)
-    offers, replica_of = _offers(finished, costs, gather, groups.data.rank())
+    offers, replica_of = _offers(finished, costs, gather, config.grpo.prompts_per_step, groups.data.rank())
     members = [[rank for rank, its in enumerate(replica_of) if its == number] for number in range(1 + max(replica_of))]
     homes = [replica_of[offer.driver] for offer in offers]
     assigned = balance([offer.cost for offer in offers], homes, len(members), negligible=NEGLIGIBLE_FLOPS)
@@ -131,18 +131,24 @@ def _flops(config: RunConfig, tokens: int, pairs: int, predictions: int) -> floa
 
 
 def _offers(
-    positions: Collection[int], costs: Sequence[float], gather: Gather, replica: int
+    positions: Collection[int], costs: Sequence[float], gather: Gather, most: int, replica: int
 ) -> tuple[list[Offer], list[int]]:
     """Return all drivers' groups by position, ascending, and the training replica of every rank. Collective.
 
     Args:
         positions: positions of this driver's groups.
         costs: their costs.
+        most: largest number of groups in the global batch.
         replica: number of this rank's training replica.
     """
-    of_ranks = gather((replica, [*zip(positions, costs, strict=True)]))
-    offers = [Offer(position, cost, rank) for rank, (_, its) in enumerate(of_ranks) for position, cost in its]
-    return sorted(offers, key=lambda offer: offer.position), [its_replica for its_replica, _ in of_ranks]
+    mine = torch.zeros(1 + most, 2, dtype=torch.float64)
+    rows = [(replica, len(costs)), *zip(positions, costs, strict=True)]
+    mine[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
+    offers, replica_of = [], []
+    for rank, ((its_replica, count), *its) in enumerate(table.tolist() for table in gather(mine)):
+        replica_of.append(int(its_replica))
+        offers += [Offer(int(position), cost, rank) for position, cost in its[: int(count)]]
+    return sorted(offers, key=lambda offer: offer.position), replica_of
 
 
 Routes = Mapping[tuple[int, int], Sequence[int]]

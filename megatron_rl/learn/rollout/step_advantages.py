@@ -8,22 +8,47 @@ So the result depends on the step alone, not on how many drivers share it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.answers import ScoredAnswers, scored_answers
+from megatron_rl.algorithms.answers import ScoredAnswers, fp64, scored_answers
 from megatron_rl.algorithms.credit import estimate
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.grpo import GrpoConfig
 
-Gather = Callable[[Any], list[Any]]  # an object of this rank -> [ranks] the object of each rank
-Table = tuple[list[int], ScoredAnswers]  # [groups] position of each group in the global batch; their answers
+Gather = Callable[[Tensor], list[Tensor]]  # a tensor of this rank -> [ranks] the tensor of each rank, all of one shape
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    positions: list[int]  # [groups] position of each group in the global batch
+    answers: ScoredAnswers
+
+    def encoded(self) -> bytes:
+        return json.dumps({"positions": self.positions, **asdict(self.answers.each(Tensor.tolist))}).encode()
+
+    @classmethod
+    def decoded(cls, message: bytes) -> Table:
+        content = json.loads(message)
+        return cls(
+            content["positions"],
+            ScoredAnswers(
+                group=torch.tensor(content["group"], dtype=torch.long),
+                num_groups=content["num_groups"],
+                scored=fp64(content["scored"]),
+                rewards=fp64(content["rewards"]),
+                accuracy=fp64(content["accuracy"]),
+                tokens=torch.tensor(content["tokens"], dtype=torch.long),
+                components={name: fp64(values) for name, values in content["components"].items()},
+                component_weights={name: fp64(values) for name, values in content["component_weights"].items()},
+            ),
+        )
 
 
 def step_advantages(finished: Mapping[int, TrajectoryGroup], config: RunConfig, gather: Gather) -> dict[int, Tensor]:
@@ -31,14 +56,15 @@ def step_advantages(finished: Mapping[int, TrajectoryGroup], config: RunConfig, 
 
     finished: groups of this rank's driver, by position in the global batch; empty on a rank that does not drive.
     """
-    own: Table = ([*finished], scored_answers([*finished.values()], config))
-    return of_tables(gather(own), config.grpo)
+    own = Table([*finished], scored_answers([*finished.values()], config))
+    parts = [Table.decoded(message) for message in gathered_bytes(own.encoded(), gather)]
+    return of_tables(parts, config.grpo)
 
 
 def of_tables(parts: Sequence[Table], config: GrpoConfig) -> dict[int, Tensor]:
-    positions = [position for its, _ in parts for position in its]
+    positions = [position for part in parts for position in part.positions]
     order = sorted(range(len(positions)), key=positions.__getitem__)
-    whole = in_order(joined_answers([answers for _, answers in parts]), order)
+    whole = in_order(joined_answers([part.answers for part in parts]), order)
     advantages = estimate(whole, config)
     sizes = torch.bincount(whole.group, minlength=len(positions)).tolist()
     return dict(zip((positions[number] for number in order), advantages.split(sizes), strict=True))
@@ -76,6 +102,14 @@ def in_order(answers: ScoredAnswers, order: Sequence[int]) -> ScoredAnswers:
     group = place[answers.group]
     rows = group.argsort(stable=True)
     return replace(answers.each(lambda column: column[rows]), group=group[rows])
+
+
+def gathered_bytes(own: bytes, gather: Gather) -> list[bytes]:
+    """[ranks] the bytes of each rank, of any length. Collective."""
+    sizes = [int(size) for size in gather(torch.tensor([len(own)]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    return [each[:size].numpy().tobytes() for each, size in zip(gather(padded), sizes, strict=True)]
 
 
 def of_positions(advantages: Mapping[int, Tensor] | None, positions: Iterable[int]) -> Tensor | None:

@@ -264,7 +264,7 @@ def collected(config: RunConfig, ranks: int, steps: int, resume_after: int | Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safe_points_module, "dist", ThreadRanks(ranks))
         patch.setattr(driver_module, "exchange", lambda groups, *_: groups)  # each rank keeps its own
-        patch.setattr(driver_module, "gathered_objects", shared(ranks))
+        patch.setattr(driver_module, "gathered", shared(ranks))
         threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
         for thread in threads:
             thread.start()
@@ -277,7 +277,7 @@ def collected(config: RunConfig, ranks: int, steps: int, resume_after: int | Non
 
 
 def shared(ranks: int) -> Any:
-    """Stand-in for `gathered_objects`: the ranks are threads."""
+    """Stand-in for `gathered`: the ranks are threads."""
     barrier, slots = threading.Barrier(ranks), [None] * ranks
 
     def gathered(own: Any, rank: int) -> Any:
