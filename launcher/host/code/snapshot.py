@@ -72,21 +72,22 @@ def update(sources: list[CodeSource], target: Path) -> CodeSnapshot:
     """Make a further snapshot, and move the link `target` to it. Raises as `take`."""
     if target.exists() and not target.is_symlink():
         raise SnapshotError(f"{target} exists and is not a snapshot of mrl; move it away")
-    for debris in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
-        shutil.rmtree(debris) if debris.is_dir() and not debris.is_symlink() else debris.unlink()
-    matches = [re.match(re.escape(target.name) + r"-([0-9]{3,})$", name) for name in names_in(target.parent)]
-    number = max([int(match.group(1)) for match in matches if match] or [0]) + 1
-    made = target.with_name(f"{target.name}-{number:03d}")
     building, link = (target.with_name(f".{target.name}.{kind}.tmp") for kind in ("files", "link"))
+    made = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        for debris in target.parent.glob(f".{target.name}.*.tmp"):  # of a process that was killed
+            shutil.rmtree(debris) if debris.is_dir() and not debris.is_symlink() else debris.unlink()
+        matches = [re.match(re.escape(target.name) + r"-([0-9]{3,})$", name) for name in names_in(target.parent)]
+        number = max([int(match.group(1)) for match in matches if match] or [0]) + 1
         building.mkdir()
         record = _fill(sources, str(building), number)
-        building.rename(made)
+        made = building.rename(target.with_name(f"{target.name}-{number:03d}"))
         link.symlink_to(made.name)
         link.replace(target)
     except OSError as error:
-        shutil.rmtree(made, ignore_errors=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
         raise SnapshotError(f"{error.filename or target}: {error.strerror}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -97,7 +97,7 @@ class GenerationService:
         self.thread, self.tokenizer, self.max_waiting = thread, tokenizer, max_waiting
 
     async def whole(self, asked: ParsedRequest) -> dict[str, Any]:
-        answer = _Answer(self, asked, streamed=False)
+        answer = _RunningAnswer(self, asked, streamed=False)
         wholes: dict[int, AnswerPart] = {}
         try:
             async for batch in answer.batches():
@@ -108,7 +108,7 @@ class GenerationService:
 
     async def events(self, asked: ParsedRequest) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, from the first token on. Raises ApiError before the first event."""
-        answer = _Answer(self, asked, streamed=True)
+        answer = _RunningAnswer(self, asked, streamed=True)
         events = Events(asked)
         try:
             async for batch in answer.batches():
@@ -124,7 +124,7 @@ class GenerationService:
             answer.close()
 
 
-class _Answer:
+class _RunningAnswer:
     def __init__(self, service: GenerationService, asked: ParsedRequest, *, streamed: bool) -> None:
         self._asked = asked
         waiting = service.thread.waiting
