@@ -26,7 +26,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "verbosity": ("medium",),
 }
-"""Values that ask for nothing. Of other parameters false and empty ones do."""
+"""Values that ask for nothing."""
+REFUSED = frozenset(
+    "allowed_token_ids audio bad_words cache_salt chat_template continue_final_message documents "  # noqa: SIM905
+    "ec_transfer_params echo functions guided_choice guided_decoding_backend guided_grammar guided_json "
+    "guided_regex kv_transfer_params logprob_token_ids media_io_kwargs mm_processor_kwargs moderation "
+    "prediction prompt_embeds prompt_logprobs repetition_detection return_prompt_text "
+    "return_tokens_as_token_ids store structured_outputs suffix truncate_prompt_tokens use_beam_search "
+    "vllm_xargs watermarking web_search_options".split()
+)
+"""Refused unless false or empty. Names that neither API has are refused with any value: a misspelt
+`add_special_token: false` would otherwise change nothing, in silence."""
 
 _FORCED = (
     "is not supported here: answers cannot be forced into a grammar or a schema. Leave it out and ask for the format "
@@ -54,4 +64,4 @@ def asks_nothing(name: str, value: Any, request: Mapping[str, Any]) -> bool:
         return True
     if name in NEUTRAL:
         return value in NEUTRAL[name] or (name == "best_of" and value == request.get("n"))
-    return value is False or value in ([], {}, "")
+    return name in REFUSED and (value is False or value in ([], {}, ""))

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from server_helpers import EOS, MAX_LENGTH, SayingEngine, ask, byte_tokenizer
 
 from megatron_rl.agent.server.bodies import CHANGE_LOGITS, ChatBody, CompletionBody
-from megatron_rl.agent.server.parameters import ADVICE, NEUTRAL, WITHOUT_EFFECT
+from megatron_rl.agent.server.parameters import ADVICE, NEUTRAL, WITHOUT_EFFECT, asks_nothing
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -248,3 +248,8 @@ def test_model_reports_its_name_and_context() -> None:
     (card,) = ask(engine, "/v1/models", b"", method="GET").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", MAX_LENGTH)
     assert ask(engine, "/v1/models/tiny", b"", method="GET").json()["id"] == "tiny"
+
+
+def test_a_misspelt_name_is_refused_though_its_value_is_false() -> None:
+    assert asks_nothing("echo", False, {})
+    assert not asks_nothing("add_special_token", False, {}), "which is on by default"
