@@ -53,7 +53,7 @@ PROMISES: dict[str, list[list[str]]] = {
         ]
     ],
     "prefetch": [[MRL, "prefetch", "demo"]],
-    "serve": [["import megatron_rl.agent.server.application, megatron_rl.generate.serving.metrics"]],
+    "serve": [["import megatron_rl.agent.server.application, megatron_rl.agent.server.serving"]],
     "wandb": [[SUBMIT, "demo", *SHORT, "logging.wandb={project: p, mode: offline}", "--run-dir", "run"]],
 }
 """Least that each extra must do: programs of Python, with arguments."""
