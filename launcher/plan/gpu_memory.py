@@ -13,7 +13,6 @@ from launcher.plan.memory_terms import CONTEXT, FP32_BYTES, WEIGHT_BYTES, Term, 
 from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.job import Offload
 
 CHECKPOINT_ADAM_BYTES = 12
@@ -61,7 +60,7 @@ class RankMemory:
 
 def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[RankMemory]:
     found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
-    if sizes.partitioned:
+    if sizes.has_replicas:
         found.append(_inference(config, sizes, vocab))
     if sizes.teacher_nodes and config.distill and config.distill.parameters:
         found.append(_teacher(config, sizes, config.distill.parameters))
@@ -112,7 +111,7 @@ def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
     }
     counts = {"training": sizes.training_world, "colocated": sizes.training_world, "inference": sizes.generating}
     counts["teacher"] = sizes.teacher_nodes * sizes.gpus_per_node
-    fronts = sizes.replicas * (sizes.partitioned and sizes.starts_workers)
+    fronts = sizes.replicas * sizes.starts_workers
     fronts += sizes.teacher_replicas * sizes.teacher_starts_workers
     held = sum(counts[role] * (PROCESS_BYTES + each) for role, each in lasting.items())
     return held + fronts * (PROCESS_BYTES + VLLM_BYTES)
@@ -157,7 +156,7 @@ def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> RankMe
         "train": [train],
         "update": [(gradients, adam, *widened)],
     }
-    if config.generates and not sizes.partitioned and capabilities_of(config.inference.engine).colocated:
+    if config.generates and not sizes.has_replicas:
         built += [(*models, *stays, engine) for engine in memory_terms.start(config, sizes, held)]
         models += memory_terms.engine_weights(config, sizes, vocab, held)
         phases["generate"] = [(cache, *graphs, memory_terms.prefill(config, sizes))]

@@ -4,7 +4,8 @@ Ranks are numbered node by node. Coordinates in the training world are those of 
 tp-cp-ep-dp-pp): tensor-parallel neighbours are adjacent ranks, pipeline stages are furthest apart. An inference replica
 is `placement.inference.tp` adjacent ranks.
 
-    colocated     all ranks train, and generate in between. One step.
+    colocated     all ranks train, and generate in between. One step. Or they train in turns with a vLLM on the same
+                  GPUs: each replica is a separate Step beside them, on `placement.inference.tp` GPUs of their node.
     partitioned   the first nodes train, the last `placement.inference.nodes` generate. Each inference replica is a
                   world and a separate Slurm step, so that losing one does not affect the others. A replica is
                   whole nodes, or one of several that share a node (`Step.gpu_offset`).
@@ -74,6 +75,8 @@ class Step:
     gpu_offset: int
     """First GPU of the step on its node; 0 unless replicas share a node."""
     replica: int | None
+    shares_devices: bool = False
+    """Whether these are GPUs of training ranks, with which the step takes turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,9 @@ class Plan:
         sizes, ranks = self.sizes, self.sizes.gpus_per_node
         role: Role = "training" if sizes.inference_nodes else "colocated"
         found = [Step(TRAIN, role, tuple(range(sizes.training_nodes)), ranks, ranks, 0, None)]
-        if sizes.inference_nodes:
-            tp, processes = sizes.inference_tp, sizes.replica_processes
-            found += _replica_steps(sizes, INFER, "inference", sizes.training_nodes, sizes.replicas, tp, processes)
+        if sizes.has_replicas:
+            first, tp, processes = sizes.first_inference_node, sizes.inference_tp, sizes.replica_processes
+            found += _replica_steps(sizes, INFER, "inference", first, sizes.replicas, tp, processes)
         first, replicas = sizes.nodes - sizes.teacher_nodes, sizes.teacher_replicas
         found += _replica_steps(sizes, TEACHER, "teacher", first, replicas, sizes.teacher_tp, sizes.teacher_processes)
         return tuple(found)
@@ -163,7 +166,8 @@ def _replica_steps(
     for replica in range(replicas):
         node, gpu = divmod(first_node * sizes.gpus_per_node + replica * tp, sizes.gpus_per_node)
         nodes = tuple(range(node, node + tp // gpus))
-        yield Step(f"{kind}-{replica}", role, nodes, min(processes, gpus), gpus, gpu, replica)
+        shared = role == "inference" and sizes.shares_devices
+        yield Step(f"{kind}-{replica}", role, nodes, min(processes, gpus), gpus, gpu, replica, shared)
 
 
 def _ranks(sizes: Sizes, nodes: range) -> Iterator[Rank]:
@@ -228,5 +232,5 @@ def rank_kinds(sizes: Sizes) -> list[RankKind]:
     role: Role = "training" if sizes.partitioned else "colocated"
     stages = sorted({0, min(1, sizes.pp - 1), sizes.pp - 1})
     kinds = [RankKind(role, stage, stage * (world // sizes.pp), world) for stage in stages]
-    kinds += [RankKind("inference", None, 0, sizes.inference_tp)] * sizes.partitioned
+    kinds += [RankKind("inference", None, 0, sizes.inference_tp)] * sizes.has_replicas
     return kinds + [RankKind("teacher", None, 0, sizes.teacher_tp)] * (sizes.teacher_nodes > 0)

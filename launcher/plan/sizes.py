@@ -37,7 +37,8 @@ class Sizes:
     asked_inference_tp: int | None
     tp_across_nodes: bool
     starts_workers: bool
-    """Whether an inference replica is one process that starts the workers on its GPUs itself."""
+    """Whether an inference replica is one process that starts the workers on its GPUs itself. Co-located, such a
+    replica is there beside the ranks; otherwise they generate themselves."""
     teacher_nodes: int = 0
     """Nodes that only hold the teacher, the last ones; 0: none."""
     teacher_tp: int = 1
@@ -83,6 +84,16 @@ class Sizes:
         return self.asked_inference_tp or self.tp
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether replicas answer, each a separate step, instead of the training ranks."""
+        return self.partitioned or self.starts_workers
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether replicas take turns with the training ranks on the same devices."""
+        return self.has_replicas and not self.partitioned
+
+    @property
     def replica_processes(self) -> int:
         return 1 if self.starts_workers else self.inference_tp
 
@@ -97,6 +108,10 @@ class Sizes:
     @property
     def training_nodes(self) -> int:
         return self.nodes - self.inference_nodes - self.teacher_nodes
+
+    @property
+    def first_inference_node(self) -> int:
+        return self.training_nodes if self.partitioned else 0
 
     @property
     def training_world(self) -> int:
@@ -196,6 +211,12 @@ def _generating(s: Sizes) -> Iterator[str]:
             f"{key} {tp} does not divide the {nodes} x {s.gpus_per_node} = {s.generating} ranks that generate "
             f"({_remainder(s.generating, tp)})"
         )
+    elif s.shares_devices and s.gpus_per_node % tp:
+        yield (
+            f"{key} {tp} does not divide job.gpus_per_node {s.gpus_per_node} ({_remainder(s.gpus_per_node, tp)}): a "
+            "vLLM is on the GPUs of one node's training ranks"
+        )
+        return
     elif s.partitioned and s.gpus_per_node % tp and tp % s.gpus_per_node:
         yield (
             f"{key} {tp} is neither a number of whole nodes nor an equal share of a node with {s.gpus_per_node} GPUs "

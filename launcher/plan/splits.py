@@ -121,7 +121,7 @@ def _inference_nodes(config: RunConfig, nodes: int) -> list[int]:
     """Numbers of inference nodes to compare; 0: co-located."""
     every, able = -(-nodes // MOST_SPLITS), capabilities_of(config.inference.engine)
     asked = config.placement.inference.nodes
-    counts = {0} if able.colocated else set()
+    counts = {0}
     if able.own_replicas:
         counts |= {*range(every, nodes, every)} | ({asked} if asked and asked < nodes else set())
     return sorted(counts)

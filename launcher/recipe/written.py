@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,30 +240,14 @@ def _seen(look: Callable[[], bool]) -> bool:
 
 
 def implied(written: Written) -> tuple[Override, ...]:
-    """Overrides that follow from that of an engine which can only be replicas. A co-located recipe becomes partitioned:
-    half of its nodes generate (a recipe of one node gets a second one), and unfinished answers are kept. Keys that the
-    user overrides stay as they are."""
-    engine = _value(written, ("inference", "engine"), "native")
+    """Overrides that follow from that of an engine which does not repeat its answers: unfinished ones are kept. A key
+    that the user overrides stays as it is."""
+    engine, partial = _value(written, ("inference", "engine"), "native"), ("resume", "partial")
     if engine not in ENGINES or not written.is_overridden(("inference", "engine")):
         return ()
-    return tuple(Override(f"{'.'.join(path)}={value}", path, value) for path, value in _needs(written, engine))
-
-
-def _needs(written: Written, engine: str) -> Iterator[tuple[KeyPath, Any]]:
-    able = capabilities_of(engine)
-    if able.colocated or not able.own_replicas:
-        return
-    mode, generating, partial = ("placement", "mode"), ("placement", "inference", "nodes"), ("resume", "partial")
-    nodes = _value(written, ("job", "nodes"), 1)
-    given = written.is_overridden(mode) or (nodes == 1 and written.is_overridden(("job", "nodes")))
-    if isinstance(nodes, int) and not given and _value(written, mode, "colocated") == "colocated":
-        yield mode, "partitioned"
-        if nodes == 1:
-            yield ("job", "nodes"), 2
-        if _value(written, generating, None) is None:
-            yield generating, max(1, nodes // 2)
-    if not able.repeatable and not written.is_overridden(partial) and _value(written, partial, "") == "regenerate":
-        yield partial, "keep"
+    if capabilities_of(engine).repeatable or written.is_overridden(partial):
+        return ()
+    return (Override("resume.partial=keep", partial, "keep"),) if _value(written, partial, "") == "regenerate" else ()
 
 
 def _value(written: Written, path: KeyPath, default: Any) -> Any:

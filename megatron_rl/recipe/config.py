@@ -68,6 +68,16 @@ class RunConfig(Sections):
             raise ValueError(reason)
         return self
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether replicas answer, each a separate world, instead of the training ranks."""
+        return self.placement.mode == "partitioned" or self.inference.own_vllm is not None
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether the replicas take turns with the training ranks on the same devices."""
+        return self.has_replicas and self.placement.mode == "colocated"
+
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # both are safe; that of libyaml is five times as fast
 

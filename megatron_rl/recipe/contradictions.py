@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.recipe.engine_limits import against_engine
-from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.inference import pages_of
 from megatron_rl.recipe.sections import Sections
@@ -110,7 +109,7 @@ def _of_objective(config: Sections) -> Iterator[str]:
             "placement.mode is partitioned, and training.objective supervised needs no replicas: set colocated; "
             "all ranks train, and evaluations are answered in between"
         )
-    if not capabilities_of(config.inference.engine).colocated:
+    if config.inference.own_vllm is not None:
         yield (
             f"inference.engine is {config.inference.engine}, which training.objective supervised does not use: leave "
             "it out; the training ranks answer evaluations"
@@ -176,7 +175,10 @@ def _of_placement(config: Sections) -> Iterator[str]:
             "answers again; with max_lag they depend on when new weights arrive: set resume.partial to keep"
         )
     if config.harvest is not None and config.placement.mode != "partitioned":
-        yield ("harvest adds inference replicas, and placement.mode is colocated, which has none: set partitioned")
+        yield (
+            "harvest adds inference replicas on other nodes, and placement.mode is colocated, where generation waits "
+            "for training: set partitioned"
+        )
     if config.placement.mode == "partitioned" and config.job.fewest_nodes < config.job.most_nodes:
         yield (
             f"job.nodes {config.job.nodes} is a range, and placement.mode partitioned needs one number: each node "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.hf_config import architecture_of, features
 from megatron_rl.recipe.inference import beyond_megatron, beyond_vllm
-from megatron_rl.recipe.job import JobConfig
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.sections import Sections
 from megatron_rl.recipe.vllm import VllmConfig
@@ -28,21 +27,10 @@ def _incapable(asked: Sections) -> Iterator[str]:
     able, lag = capabilities_of(asked.inference.engine), asked.asynchronous.max_lag
     if asked.placement.mode == "partitioned" and not able.own_replicas:
         yield "placement.mode is partitioned, and that engine cannot be replicas of a run: set colocated"
-    if asked.placement.mode == "colocated" and able.own_replicas and not able.colocated:
-        yield (
-            "placement.mode is colocated, and that engine cannot share GPUs with training: add "
-            f"placement.mode=partitioned {_nodes_apart(asked.job)}"
-        )
     if asked.resume.partial == "regenerate" and not able.repeatable:
         yield "resume.partial is regenerate, and that engine does not repeat its answers bit for bit: set keep"
     if lag > 0 and not able.spans_updates:
         yield f"async.max_lag is {lag}, and that engine cannot pause answers during training"
-
-
-def _nodes_apart(job: JobConfig) -> str:
-    """Overrides that leave some nodes to generation; a job of one node gets a second one."""
-    nodes = job.most_nodes
-    return f"placement.inference.nodes={nodes // 2}" if nodes > 1 else "placement.inference.nodes=1 job.nodes=2"
 
 
 def _megatron(asked: Sections) -> Iterator[str]:

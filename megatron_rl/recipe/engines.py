@@ -16,12 +16,12 @@ class Capabilities:
     own_replicas: bool = False
     """May be the replicas of a partitioned run, which the run starts, feeds with weights and restarts."""
     starts_workers: bool = False
-    """A replica is one process, which starts the workers on its GPUs itself: a vLLM (`inference.vllm`)."""
+    """Is always replicas, each one process that starts the workers on its GPUs itself: a vLLM (`inference.vllm`). In a
+    co-located run they take turns with the training ranks on the same GPUs."""
     of_megatron_core: bool = False
     """Generates in megatron-core's engine, which has its own scheduler and cache."""
     records_steps: bool = False
     """Records the GPU work of decode steps under the conditions of this project's own engine."""
-    colocated: bool = False
     spans_updates: bool = False
     """Answers may begin before an update and end after it (`async.max_lag` above 0)."""
     modelled: bool = False
@@ -29,10 +29,8 @@ class Capabilities:
 
 
 _CAPABILITIES: Mapping[str, Capabilities] = {
-    "native": Capabilities(
-        repeatable=True, own_replicas=True, records_steps=True, colocated=True, spans_updates=True, modelled=True
-    ),
-    "megatron": Capabilities(of_megatron_core=True, colocated=True),
+    "native": Capabilities(repeatable=True, own_replicas=True, records_steps=True, spans_updates=True, modelled=True),
+    "megatron": Capabilities(of_megatron_core=True),
     "vllm": Capabilities(probed=True, own_replicas=True, starts_workers=True, spans_updates=True),
 }
 ENGINES = tuple(_CAPABILITIES)

@@ -108,9 +108,9 @@ class InferenceConfig(Section):
     """native: the engine of this project, without further requirements. megatron: megatron-core's
     DynamicInferenceEngine; it needs GPUs, bf16, a model without experts, flash-attn 2.7.3 or later and einops, and
     supports neither min_p, min_new_tokens nor top_k together with top_p; its samples depend on what else is generated
-    at the same time. vllm: replicas of a partitioned run are vLLM, which the run starts (see `vllm`) and sends each
-    version of the weights; answers are not repeatable, and a temperature other than 1 excludes top_p, top_k, min_p and
-    min_new_tokens. As an override, `inference.engine=vllm` also makes a co-located recipe partitioned."""
+    at the same time. vllm: vLLM, which the run starts (see `vllm`) and sends each version of the weights. In a
+    partitioned run it has separate nodes, else it takes turns with the training ranks on the same GPUs. Its answers are
+    not repeatable, and a temperature other than 1 excludes top_p, top_k, min_p and min_new_tokens."""
     vllm: VllmConfig | None = None
     """How to start vLLM with `engine: vllm`; default: the defaults of the section."""
     max_batch: PositiveInt = 256

@@ -190,13 +190,14 @@ class PlacementConfig(Section):
     """Roles of the ranks, and what stays in GPU memory."""
 
     mode: Literal["colocated", "partitioned"] = "colocated"
-    """colocated: all ranks train, and generate in between. partitioned: some nodes train and the others generate."""
+    """colocated: all nodes train and generate, in turns. partitioned: some nodes train and the others generate."""
     training: TrainingLayout = TrainingLayout()
     inference: InferenceLayout = InferenceLayout()
     offload: Offload | None = None
     """Data that leaves GPU memory while it is unused; results are the same bit for bit. none: nothing. buffers:
-    gradient memory except during forward and backward passes, and KV cache memory except during generation. optimizer:
-    also Adam's state and fp32 weights, which move to host memory except during updates. Default: on GPUs buffers, or
+    gradient memory except during forward and backward passes, and KV cache memory, with a co-located vLLM its weights
+    too, except during generation. optimizer: also Adam's state and fp32 weights, which move to host memory except
+    during updates, and with a co-located vLLM the ranks' weights except during training. Default: on GPUs buffers, or
     optimizer where the estimate of `mrl plan` does not fit otherwise; on CPUs none."""
     tp_across_nodes: bool = False
     """Allow tensor-parallel groups larger than a node; slow without a fast fabric between nodes."""

@@ -36,7 +36,7 @@ def splits(*arguments: str) -> list[dict[str, Any]]:
     ("overrides", "inference_nodes"),
     [
         (("inference.engine=megatron",), {0}),
-        (("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=2"), {1, 2, 3, 4, 5, 6, 7}),
+        (("inference.engine=vllm",), {0, 1, 2, 3, 4, 5, 6, 7}),
     ],
 )
 def test_only_splits_that_the_engine_can_run_are_compared(

@@ -24,9 +24,10 @@ def planned(
     node_gpus: int | None = None,
     device: Any = "cuda",
     teacher: dict[str, Any] | None = None,
+    engine: str = "native",
     **placement: Any,
 ) -> Plan:
-    """Partitioned if inference nodes are given. teacher: `distill.replicas`."""
+    """Partitioned if inference nodes are given. teacher: `distill.replicas`. engine: `inference.engine`."""
     mode: Any = "partitioned" if inference and "nodes" in inference else "colocated"
     return place(
         JobConfig(nodes=nodes, gpus_per_node=gpus, device=device),
@@ -37,6 +38,7 @@ def planned(
             **placement,
         ),
         node_gpus,
+        engine=engine,
         teacher=TeacherReplicas(**teacher) if teacher else None,
     )
 
@@ -70,6 +72,56 @@ def test_replicas_smaller_than_a_node_share_it():
         ("infer-0", (2,), 4, 0),
         ("infer-1", (2,), 4, 4),
     ]
+
+
+def test_a_vllm_beside_the_ranks_is_one_process_on_the_gpus_of_its_share_of_a_node() -> None:
+    plan = planned(2, 8, {"tp": 4, "pp": 2}, {"tp": 4}, engine="vllm")
+    train, *fronts = plan.steps
+    assert (train.name, train.role, train.nodes, train.tasks_per_node) == ("train", "colocated", (0, 1), 8)
+    assert not train.shares_devices
+    assert {(step.role, step.tasks_per_node, step.gpus_per_node, step.shares_devices) for step in fronts} == {
+        ("inference", 1, 4, True)
+    }
+    assert [(step.name, step.nodes, step.gpu_offset) for step in fronts] == [
+        ("infer-0", (0,), 0),
+        ("infer-1", (0,), 4),
+        ("infer-2", (1,), 0),
+        ("infer-3", (1,), 4),
+    ]
+    for rank in plan.ranks:  # worker r of front K is on the GPU of training rank K * tp + r
+        assert rank.infer is not None
+        front = fronts[rank.infer.replica]
+        assert (front.nodes[0], front.gpu_offset + rank.infer.rank) == (rank.node, rank.gpu)
+    assert [(kind.role, kind.world) for kind in rank_kinds(plan.sizes)] == [
+        ("colocated", 16),
+        ("colocated", 16),
+        ("inference", 4),
+    ]
+
+
+def test_a_teacher_has_nodes_of_its_own_also_where_a_vllm_is_beside_the_ranks() -> None:
+    plan = planned(3, 4, None, {"tp": 2}, teacher={"nodes": 1, "tp": 4}, engine="vllm")
+    assert [(step.name, step.nodes, step.shares_devices) for step in plan.steps] == [
+        ("train", (0, 1), False),
+        *((f"infer-{replica}", (replica // 2,), True) for replica in range(4)),
+        ("teacher-0", (2,), False),
+    ]
+
+
+def test_each_count_of_a_range_has_the_vllms_of_its_nodes() -> None:
+    job = JobConfig(nodes="2-3", gpus_per_node=4)
+    plan = place(job, PlacementConfig(inference=InferenceLayout(tp=2)), engine="vllm")
+    assert [len(each.steps) - 1 for each in (plan, *plan.smaller)] == [6, 4]
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_a_vllm_beside_the_ranks_does_not_cross_nodes(across: bool) -> None:
+    with pytest.raises(
+        LayoutError, match=r"placement\.inference\.tp 3 does not divide job\.gpus_per_node 8"
+    ) as refused:
+        planned(3, 8, None, {"tp": 3}, engine="vllm", tp_across_nodes=across)
+    assert len(refused.value.problems) == 1
+    assert "placement.inference.tp=2" in str(refused.value)
 
 
 @pytest.mark.parametrize("inference", [None, {"nodes": 1}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -54,47 +53,43 @@ def test_at_temperature_1_every_cut_of_sampling_is_supported(cut: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "implied"),
     [
-        (
-            "smollm2-135m-chain-sum",
-            ["placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1", "resume.partial=keep"],
-        ),
-        ("qwen2.5-32b-dapo", ["placement.mode=partitioned", "placement.inference.nodes=4"]),
+        ("smollm2-135m-chain-sum", ["resume.partial=keep"]),
+        ("qwen2.5-32b-dapo", []),
         ("qwen2.5-32b-dapo-partitioned", []),
     ],
 )
-def test_the_override_of_the_engine_alone_makes_a_recipe_partitioned(recipe: str, implied: list[str]) -> None:
-    found = load_recipe(recipe, ["inference.engine=vllm"])
+def test_the_override_of_the_engine_keeps_the_placement_and_unfinished_answers(recipe: str, implied: list[str]) -> None:
+    found, before = load_recipe(recipe, ["inference.engine=vllm"]), load_recipe(recipe)
     assert [override.text for override in found.implied] == implied
-    assert found.config.placement.mode == "partitioned"
+    assert (found.config.placement, found.config.job) == (before.config.placement, before.config.job)
+    assert found.config.has_replicas
+    assert found.config.shares_devices is (found.config.placement.mode == "colocated")
     assert found.overrides == ("inference.engine=vllm", *implied), "the command that resumes the run repeats them"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["placement.mode=colocated"], "placement.mode=partitioned placement.inference.nodes=1 job.nodes=2"),
-        (["job.nodes=1"], "placement.mode=partitioned placement.inference.nodes=1 job.nodes=2"),
-        (["job.nodes=1-2"], "placement.mode is colocated"),
-        (["resume.partial=regenerate"], "resume.partial is regenerate"),
-    ],
-)
-def test_the_override_of_the_engine_changes_no_key_with_an_override_of_its_own(overrides: list[str], said: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(said)):
-        load_recipe("smollm2-135m-chain-sum", ["inference.engine=vllm", *overrides])
+def test_the_override_of_the_engine_changes_no_key_with_an_override_of_its_own() -> None:
+    with pytest.raises(BadInput, match=r"resume\.partial is regenerate"):
+        load_recipe("smollm2-135m-chain-sum", ["inference.engine=vllm", "resume.partial=regenerate"])
 
 
 def test_a_recipe_that_names_the_engine_is_taken_as_it_is_written(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("extends: qwen2.5-32b-dapo\nname: mine\ninference: {engine: vllm}\n")
-    with pytest.raises(BadInput, match=r"placement\.mode=partitioned placement\.inference\.nodes=4"):
+    file.write_text("extends: smollm2-135m-chain-sum\nname: mine\ninference: {engine: vllm}\n")
+    with pytest.raises(BadInput, match=r"resume\.partial is regenerate"):
         load_recipe(str(file))
 
 
 def test_everything_that_the_engine_cannot_do_is_said_at_once() -> None:
     with pytest.raises(BadInput) as refused:
-        load_recipe("demo", ["inference.engine=vllm", "placement.mode=colocated", "resume.partial=regenerate"])
-    for key in ("placement.mode is colocated", "resume.partial is regenerate", "attention heads have size 16"):
+        load_recipe("demo", ["inference.engine=vllm", "resume.partial=regenerate"])
+    for key in ("resume.partial is regenerate", "attention heads have size 16"):
         assert key in str(refused.value)
+
+
+def test_the_ranks_that_generate_themselves_are_no_replicas() -> None:
+    for engine in ("native", "megatron"):
+        config = load_recipe("qwen2.5-32b-dapo", [f"inference.engine={engine}"]).config
+        assert not (config.has_replicas or config.shares_devices)
 
 
 def test_a_section_of_vllm_without_its_engine_is_refused() -> None:
