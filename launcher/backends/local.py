@@ -150,14 +150,8 @@ def supervisor_command(
     supervisor = module_command("launcher.host.supervise")
     supervisor += ["--run-dir", str(run.root.absolute()), "--attempt", str(attempt.number)]
     supervisor += ["--ranks", str(sizes.training_world), "--threads", str(job.threads_per_rank), "--device", job.device]
-    for kind, count, processes, gpus in (
-        (INFER, sizes.replicas * sizes.partitioned, sizes.replica_processes, sizes.inference_tp),
-        (TEACHER, sizes.teacher_replicas, sizes.teacher_processes, sizes.teacher_tp),
-    ):
-        if count:
-            command = replica_command(replica_python(config, None, kind), attempt)
-            replicas = LocalReplicas(kind, count, processes, gpus if processes < gpus else 0, command)
-            supervisor += ["--replicas", json.dumps(replicas)]
+    for replicas in _replicas(config, sizes, attempt):
+        supervisor += ["--replicas", json.dumps(replicas)]
     supervisor += ["--drain-limit", str(drain_limit_s), "--silence-limit", str(job.silence_limit_s)]
     if notify is not None:
         supervisor += ["--notify", notify]
@@ -165,3 +159,15 @@ def supervisor_command(
         supervisor += ["--owner", f"{owner}:{start_time(owner)}"]
     path = os.pathsep.join([*include, *filter(None, [os.environ.get("PYTHONPATH")])])
     return [*supervisor, "--", *(["env", f"PYTHONPATH={path}"] if include else []), *RANK_COMMAND]
+
+
+def _replicas(config: RunConfig, sizes: Sizes, attempt: Attempt) -> Iterator[LocalReplicas]:
+    """Yield the replicas of each kind that the run has. Raises Failed."""
+    if sizes.has_replicas:
+        command = replica_command(replica_python(config, None, INFER), attempt)
+        gpus = sizes.inference_tp if sizes.starts_workers else 0
+        yield LocalReplicas(INFER, sizes.replicas, sizes.replica_processes, gpus, command, sizes.shares_devices)
+    if sizes.teacher_nodes:
+        command = replica_command(replica_python(config, None, TEACHER), attempt)
+        gpus = sizes.teacher_tp if sizes.teacher_starts_workers else 0
+        yield LocalReplicas(TEACHER, sizes.teacher_replicas, sizes.teacher_processes, gpus, command)

@@ -86,8 +86,8 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace, notifi
     conclude_lost(run, began, unseen="its supervisor was killed")
     host = socket.gethostname()
     replicas = [LocalReplicas(*json.loads(each)) for each in options.replicas]
-    generating = sum(each.replicas * each.devices for each in replicas if each.kind == INFER)
-    ranks = options.ranks + sum(each.replicas * each.devices for each in replicas)
+    generating = sum(each.own_devices for each in replicas if each.kind == INFER)
+    ranks = options.ranks + sum(each.own_devices for each in replicas)
     write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=ranks, generating=generating))
     job = LocalJob(run, options.drain_limit, options.owner)
     settings = RankSettings(

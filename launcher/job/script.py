@@ -171,7 +171,8 @@ def _asked_nodes(job: PlannedJob) -> str:
 
 
 def _outlives_nodes(job: PlannedJob) -> bool:
-    return len(job.plan.steps) > 1 or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
+    apart = any(step.replica is not None and not step.shares_devices for step in job.plan.steps)
+    return apart or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
     that all replicas share."""
     nodes, ranks = str(len(step.nodes)), str(len(step.nodes) * step.tasks_per_node)
     counts = [Option("nodes", nodes), Option("nodelist", None, '"$nodes"'), Option("ntasks", ranks)]
-    if plan.smaller:
+    if plan.smaller and step.replica is None:
         counts[0] = Option("nodes", None, '"${#hosts[@]}"')
         counts[2] = Option("ntasks", None, f'"$((${{#hosts[@]}} * {step.tasks_per_node}))"')
     log = Option("output", None, f'"$logs/{name}.%t.log"')
@@ -83,10 +83,12 @@ def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: 
     # Slurm counts the CPUs of a node as busy for another replica there, and for a while for one that was killed.
     beside = [Option("overlap")] if step.replica is not None else []
     counts += per_node(config, profile, step.tasks_per_node)
-    if step.tasks_per_node < step.gpus_per_node:
-        cpus = shares_of_cpus(step.gpus_per_node // step.tasks_per_node)
-        counts.append(Option("cpus-per-task", None, f'"{cpus}"'))
-    return [counts, [*binding(profile, several=step.tasks_per_node < step.gpus_per_node), *ending, *beside]]
+    # Beside ranks a replica may use all CPUs of its node, whose ranks wait while it generates. To Slurm all of them are
+    # busy, so it would give each replica there the same first ones.
+    ranks_of_task = (plan.gpus_per_node if step.shares_devices else step.gpus_per_node) // step.tasks_per_node
+    if ranks_of_task > 1:
+        counts.append(Option("cpus-per-task", None, f'"{shares_of_cpus(ranks_of_task)}"'))
+    return [counts, [*binding(profile, several=ranks_of_task > 1), *ending, *beside]]
 
 
 def shares_of_cpus(ranks: int) -> str:

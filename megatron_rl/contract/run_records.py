@@ -60,6 +60,7 @@ class PlanStep(NamedTuple):
     tasks_per_node: int
     gpus_per_node: int
     of: str = ""  # paths.OF_REPLICAS if it runs in the image of the replicas with vLLM
+    shares_devices: bool = False  # whether its GPUs are those of training ranks, with which it takes turns
     rest: dict[str, Any] = {}
 
 

@@ -36,13 +36,22 @@ class Partitioned:
     options: further options of the supervisor.
     """
 
-    def __init__(self, root: Path, training: str, replicas: str, *options: str, ranks: int = 2, gpus: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        training: str,
+        replicas: str,
+        *options: str,
+        ranks: int = 2,
+        gpus: int = 0,
+        shared: bool = False,
+    ) -> None:
         self.run = RunDir(root)
         self.attempt = self.run.attempt(1)
         self.attempt.folder.mkdir(parents=True)
         command = [sys.executable, "-m", "launcher.host.supervise", "--run-dir", str(root), "--attempt", "1"]
         command += ["--ranks", "1", "--device", "cpu", "--grace", "0.5", "--silence-limit", "60"]
-        kept = LocalReplicas(INFER, 2, ranks, gpus, [sys.executable, FAKE_REPLICA, replicas])
+        kept = LocalReplicas(INFER, 2, ranks, gpus, [sys.executable, FAKE_REPLICA, replicas], shared)
         command += ["--replicas", json.dumps(kept), *options]
         command += ["--", sys.executable, FAKE_RANK, training]
         self.process = subprocess.Popen(command, start_new_session=True)
@@ -108,6 +117,14 @@ def test_a_replica_that_starts_its_workers_is_one_process_that_sees_their_gpus(p
     run.finish()
     (start, _) = read_ledger(run.run)
     assert (start.ranks, start.generating) == (5, 4), "GPUs are counted"
+
+
+def test_replicas_beside_the_ranks_see_the_same_gpus_which_count_once(partitioned):
+    run = partitioned("long", "serve", "--device", "cuda", ranks=1, gpus=2, shared=True)
+    assert [run.seen(replica, 0)["CUDA_VISIBLE_DEVICES"] for replica in (0, 1)] == ["0,1", "2,3"]
+    run.finish()
+    (start, _) = read_ledger(run.run)
+    assert (start.ranks, start.generating) == (1, 0)
 
 
 def test_killed_replica_is_restarted_and_training_continues(partitioned):

@@ -36,11 +36,17 @@ class LocalReplicas(NamedTuple):
     ranks: int  # processes of each
     gpus: int  # GPUs of each, if its process starts the workers on them; 0: each process has one
     command: Sequence[str]  # command of a rank; --run-dir, --attempt and the option of the number are added
+    shares_devices: bool = False  # whether they are on the GPUs of the training ranks, not on others after those
 
     @property
     def devices(self) -> int:
         """GPUs of each; on CPUs processes."""
         return self.gpus or self.ranks
+
+    @property
+    def own_devices(self) -> int:
+        """GPUs of all that only they use; on CPUs processes."""
+        return 0 if self.shares_devices else self.replicas * self.devices
 
 
 class RankSettings(NamedTuple):
@@ -61,12 +67,12 @@ class LocalRanks(Steps):
     def __init__(self, run: RunDir, attempt: Attempt, settings: RankSettings) -> None:
         self._run, self._attempt, self._settings = run, attempt, settings
         self._training = _Processes(settings.grace)
-        self._first = {}  # kind of replicas -> it, and the number of its first process
+        self._first = {}  # kind of replicas -> it, and the number of its first GPU
         files, first = [], settings.ranks
         for of in settings.replicas:
             files += [attempt.replica(number, of.kind) for number in range(of.replicas)]
-            self._first[of.kind] = of, first
-            first += of.replicas * of.devices
+            self._first[of.kind] = of, 0 if of.shares_devices else first
+            first += of.own_devices
         self.replicas = Replicas(files, self._start_replica, settings.silence_limit)
 
     def start(self) -> None:

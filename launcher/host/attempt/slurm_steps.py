@@ -105,7 +105,8 @@ class SlurmSteps(Steps):
 
 
 class SlurmReplicas:
-    """Starts the replicas of one attempt; a spare node takes the place of one that has died."""
+    """Starts the replicas of one attempt; a spare node takes the place of one that has died, unless ranks train there
+    too."""
 
     def __init__(self, context: JobContext, steps: SlurmSteps, attempt: Attempt, assignment: NodeAssignment) -> None:
         self._context, self._steps, self._attempt, self._assignment = context, steps, attempt, assignment

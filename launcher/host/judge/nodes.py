@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from megatron_rl.contract.attempt_records import FabricReport, NodeAssignment, NodeHealth
+from megatron_rl.contract.paths import TRAIN
 from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
 
 ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
@@ -98,10 +99,11 @@ def assign(plan: PlanRecord, hosts: Sequence[str], unfit: dict[str, str], given:
 
 
 def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> NodeAssignment:
-    """Return the assignment with spare nodes for a step's dead ones; unchanged where there are too few."""
+    """Return the assignment with spare nodes for a step's dead ones; unchanged where there are too few, and where ranks
+    train on them too: the attempt ends with those."""
     spare = [host for host in assignment.spare if host not in dead]
     lost = [host for host in assignment.steps[step] if host in dead]
-    if not lost or len(spare) < len(lost):
+    if not lost or len(spare) < len(lost) or set(lost) & set(assignment.steps.get(TRAIN, ())):
         return assignment
     stands_in = dict(zip(lost, spare))
     hosts = [stands_in.get(host, host) for host in assignment.steps[step]]

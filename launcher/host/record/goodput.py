@@ -30,7 +30,8 @@ def mark(attempt: Attempt, **times: float) -> None:
 
 
 def generating_gpus(plan: PlanRecord) -> int:
-    replicas = [step for step in plan.steps if step.name.startswith(INFER + "-")]
+    """Number of the GPUs that only generate."""
+    replicas = [step for step in plan.steps if step.name.startswith(INFER + "-") and not step.shares_devices]
     return sum(len(step.nodes) * step.gpus_per_node for step in replicas)
 
 

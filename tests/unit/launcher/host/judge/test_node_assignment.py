@@ -53,6 +53,14 @@ def test_a_spare_node_stands_in_for_that_of_a_replica_which_died():
     assert replaced(before, "infer-0", ["n3", "n5"]) == before, "the spare one has died too"
 
 
+def test_a_replica_beside_ranks_keeps_their_node_although_there_is_a_spare_one():
+    steps = [PlanStep("train", [0, 1], 8, 8), *(PlanStep(f"infer-{k}", [k // 2], 1, 4) for k in range(4))]
+    before = assign(PlanRecord(2, 8, 1, steps), HOSTS[:3], {})
+    assert before.steps == {"train": ["n1", "n2"]} | {f"infer-{k}": [f"n{1 + k // 2}"] for k in range(4)}
+    assert before.spare == ["n3"]
+    assert replaced(before, "infer-2", ["n2"]) == before, "the attempt ends with the ranks of the node"
+
+
 def test_too_many_bad_nodes_are_named():
     with pytest.raises(NotEnoughNodes, match=r"4 nodes are needed, 3 of 5 are fit \(n2: 7 of 8 GPUs; n5: no answer\)"):
         assign(PARTITIONED, HOSTS, {"n5": "no answer", "n2": "7 of 8 GPUs"})
