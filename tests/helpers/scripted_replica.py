@@ -27,7 +27,7 @@ from megatron_rl.generate.engine.transcript import RowAnswer, Transcript
 from megatron_rl.generate.replica.app import ReplicaService
 from megatron_rl.generate.replica.leader import Leader, LedEngineThread
 from megatron_rl.generate.replica.lifecycle import first_of
-from megatron_rl.generate.replicas.wire import PROTOCOL
+from megatron_rl.generate.replicas.wire import PROTOCOL, State
 from megatron_rl.rank.activity import Activity
 
 DIGEST = "0123456789abcdef"
@@ -65,6 +65,8 @@ class ScriptedEngine:
         self.sampled = 0
         self.cancelled: list[str] = []
         self.fails: Exception | None = None
+        self.asleep = False
+        """Whether it samples nothing."""
         self._open: dict[str, list[Transcript]] = {}
         self._answered: dict[str, list[Completion]] = {}
 
@@ -97,6 +99,8 @@ class ScriptedEngine:
         if self.fails:
             raise self.fails
         time.sleep(0.0005)
+        if self.asleep:
+            return
         for request_id, samples in list(self._open.items()):
             for each in samples:
                 place = len(each.tokens)
@@ -139,7 +143,30 @@ class ScriptedWeights:
 
     def swap(self, version: int) -> None:
         self.said.append(("swap", version))
-        self._engine.policy_version = version
+        self._engine.policy_version, self._engine.asleep = version, False
+
+
+class ScriptedTurns:
+    """Implements `Turns`: the engine of a replica beside training ranks, which starts and sleeps at once."""
+
+    rested_s = 0.0
+
+    def __init__(self, leader: Leader, engine: ScriptedEngine) -> None:
+        self._leader, self._engine = leader, engine
+        self._started = False
+        engine.asleep, leader.version = True, None
+
+    @property
+    def state(self) -> State:
+        return ("asleep" if self._engine.asleep else "awake") if self._started else "down"
+
+    def start(self) -> None:
+        self._started = True
+
+    async def sleep(self) -> None:
+        if not self._started:
+            raise RuntimeError("it was not started")
+        self._engine.asleep, self._leader.version = True, None
 
 
 def done(error: Exception | None = None) -> Future[None]:
@@ -165,7 +192,9 @@ class ScriptedReplica:
         digest: str = DIGEST,
         token: str = TOKEN,
         transport: str = "gloo",
+        beside: bool = False,
     ) -> None:
+        """beside: whether it shares a device with training ranks, which must start it."""
         self.engine = ScriptedEngine()
         self.weights = ScriptedWeights(self.engine)
         self.mute = False
@@ -176,7 +205,10 @@ class ScriptedReplica:
         self.leader.version = version
         address = ReplicaAddress(number, start, "127.0.0.1", 0, 1, digest, PROTOCOL, 0.0, transport)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.service = ReplicaService(LedEngineThread(self.leader), address, token)
+        led = LedEngineThread(self.leader)
+        if beside:
+            led.turns = ScriptedTurns(self.leader, self.engine)
+        self.service = ReplicaService(led, address, token)
         self._loop = asyncio.new_event_loop()
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,11 +17,18 @@ from starlette.types import ASGIApp
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.generate.engine.engine_thread import EngineGone
-from megatron_rl.generate.engine.interface import EngineLoad, GenerationRequest
 from megatron_rl.generate.refit.probe import Probe
-from megatron_rl.generate.replica.driver_inbox import DriverInbox, OpenRequest
-from megatron_rl.generate.replica.lifecycle import Running, first_of
-from megatron_rl.generate.replicas.wire import PROTOCOL, About, Garbled, News, decode_request, encode_news
+from megatron_rl.generate.replica.driver_inbox import DriverInbox
+from megatron_rl.generate.replica.lifecycle import first_of
+from megatron_rl.generate.replica.replica_leader import ReplicaLeader, Turns
+from megatron_rl.generate.replicas.wire import (
+    PROTOCOL,
+    About,
+    Garbled,
+    News,
+    decode_request,
+    encode_news,
+)
 from megatron_rl.generate.serving.access import with_token
 
 logger = logging.getLogger(__name__)
@@ -33,43 +40,6 @@ LEFT_S = 2.0
 
 Body = dict[str, Any]
 Handler = Callable[[Body], Awaitable[Body]]
-
-
-class ReplicaLeader(Running, Protocol):
-    """The engine of a replica and its weights. All methods belong to the HTTP loop."""
-
-    @property
-    def version(self) -> int | None:
-        """Policy version of the weights; None before the first ones."""
-        ...
-
-    @property
-    def load(self) -> EngineLoad: ...
-
-    @property
-    def busy_s(self) -> float: ...
-
-    def submit(self, request: GenerationRequest, news: asyncio.Event) -> OpenRequest:
-        """Begin to answer a request. Raises one of REFUSED, or EngineGone.
-
-        news: set whenever there are new results.
-        """
-        ...
-
-    async def receive(self, version: int, epoch: dict[str, Any] | None) -> asyncio.Future[None]:
-        """Begin to receive a version next to the weights in use, while the engine continues. It may fail with a
-        RuntimeError.
-
-        epoch: whose transfer group to join before (`refit.epoch.Epoch.to_json`); None: the group remains.
-        """
-        ...
-
-    async def swap(self, version: int, probe: Probe | None) -> None:
-        """Make the engine use the received weights, which are complete. Raises RuntimeError.
-
-        probe: log-probs under these weights, which an engine that is probed must report (`capabilities`).
-        """
-        ...
 
 
 class OtherRun(Exception):
@@ -94,7 +64,9 @@ class ReplicaService:
         self.engine = leader
         self._inbox = DriverInbox(leader.submit)
         self._transfer: asyncio.Future[None] | None = None  # of the newest weights
-        self._swaps = asyncio.Lock()
+        self._asked: tuple[int, dict[str, Any] | None] | None = None  # version and epoch of that transfer
+        self._receipts = asyncio.Lock()
+        self._changes = asyncio.Lock()  # of the weights in use, and of whose turn it is
 
     @property
     def over(self) -> bool:
@@ -137,6 +109,8 @@ class ReplicaService:
             cache_used=load.cache_used,
             preemptions=load.preemptions,
             busy_s=engine.busy_s,
+            state="awake" if engine.turns is None else engine.turns.state,
+            rested_s=0.0 if engine.turns is None else engine.turns.rested_s,
         )
 
     @property
@@ -145,6 +119,8 @@ class ReplicaService:
             "/hello": self._hello,
             "/ask": self._ask,
             "/news": self._news,
+            "/start": self._start,
+            "/sleep": self._sleep,
             "/receive": self._receive,
             "/swap": self._swap,
             "/end": self._end,
@@ -176,12 +152,38 @@ class ReplicaService:
         last, pieces, refused = await self._inbox.news(body["driver"], body["seen"], body["wait_s"])
         return encode_news(News(self.about(), last, [*pieces], [*refused]))
 
+    async def _start(self, body: Body) -> Body:
+        self._turns().start()
+        return self._state()
+
+    async def _sleep(self, body: Body) -> Body:
+        async with self._changes:
+            try:
+                await self._turns().sleep()
+            except RuntimeError as error:
+                raise NotThere(f"it does not sleep: {error}") from error
+        self._inbox.wake()
+        return self._state()
+
+    def _turns(self) -> Turns:
+        if (turns := self.engine.turns) is None:
+            raise NotThere("this replica has its devices to itself")
+        return turns
+
     async def _receive(self, body: Body) -> Body:
-        epoch = body["epoch"]
-        if epoch is None and (self._transfer is None or (self._transfer.done() and self._transfer.exception())):
-            raise NotThere("this replica is in no transfer group")
-        self._transfer = await self.engine.receive(body["version"], epoch)
-        self._transfer.add_done_callback(_log_failure)
+        version, epoch = asked = body["version"], body["epoch"]
+        async with self._receipts:
+            before = self._transfer
+            if epoch is None and (before is None or (before.done() and before.exception())):
+                raise NotThere("this replica is in no transfer group")
+            # A request that is repeated, because its connection broke, must not join the same epoch a second time.
+            if before is None or self._asked != asked or (epoch is None and before.done()):
+                try:
+                    self._transfer = await self.engine.receive(version, epoch)
+                except RuntimeError as error:
+                    raise NotThere(f"it does not receive version {version}: {error}") from error
+                self._asked = asked
+                self._transfer.add_done_callback(_log_failure)
         return self._state()
 
     async def _swap(self, body: Body) -> Body:
@@ -190,7 +192,7 @@ class ReplicaService:
         # The rank repeats a request whose connection broke, while the first one may still be loading. The second then
         # waits here, finds the version in use, and answers as the first would have. Without the lock, both would load
         # it, and the second would find the received weights already used.
-        async with self._swaps:
+        async with self._changes:
             if self.engine.version != version:
                 if self._transfer is None:
                     raise NotThere("no weights were received")

@@ -16,7 +16,7 @@ from megatron_rl.generate.engine.request_limits import refuse_duplicate
 from megatron_rl.generate.replicas.link import DecodePace, LinkTimings, ReplicaGone, ReplicaLink
 from megatron_rl.generate.replicas.links import ReplicaLinks, Roster, Start
 from megatron_rl.generate.replicas.unanswered import Unanswered
-from megatron_rl.generate.replicas.wire import OTHER_VERSION, News
+from megatron_rl.generate.replicas.wire import OTHER_VERSION, News, State
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ class Dispatch:
         driver: number of this driver; requests of driver 0 keep the replicas alive.
         resumes: whether an answer whose replica is lost resumes from its tokens, see `resume.partial`. If not, it is
             sampled again.
-        limit_s: seconds until a replica must be available, and until a replica with requests must have tokens.
+        limit_s: seconds until a replica must be available, and until a replica with requests must have tokens. While
+            a replica is asleep or down, no wait counts: training has its device.
         """
         self.policy_version = -1
         """Requests go to replicas with weights of this version or a newer one. Other threads may set it, before
@@ -117,18 +118,20 @@ class Dispatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def starts(self) -> dict[Start, ReplicaAddress]:
-        return {start: link.address for start, link in self._links.reached.items()}
+    async def reached(self) -> dict[Start, tuple[ReplicaAddress, State]]:
+        found = self._links.reached.items()
+        return {start: (link.address, link.about.state) for start, link in found if link.about is not None}
 
     async def metrics(self) -> dict[str, float]:
         repeated, self._repeated = self._repeated, 0
-        ready = self._links.ready(self.policy_version).values()
+        ready = self._links.ready(self.policy_version)
+        present = [link for start, link in self._links.reached.items() if start in ready or link.asleep]
         found: dict[str, float] = {
-            "system/replicas": len(ready),
-            "system/slow_replicas": sum(link.slow for link in ready),
+            "system/replicas": len(present),
+            "system/slow_replicas": sum(link.slow for link in present),
             "system/repeated_requests": repeated,
         }
-        if abouts := [link.about for link in ready if link.about is not None]:
+        if abouts := [link.about for link in present if link.about is not None]:
             found["system/replica_running_mean"] = fmean(about.running for about in abouts)
             found["system/replica_waiting_mean"] = fmean(about.waiting for about in abouts)
             found["system/replica_cache_used_mean"] = fmean(about.cache_used for about in abouts)
@@ -174,6 +177,8 @@ class Dispatch:
         self._homes.clear()
         for link in self._links.reached.values():
             link.pace, link.slow = DecodePace(), False
+        for work in self._work.values():
+            work.unanswered.restart_clock()
         self._assign_waiting()
 
     # Assignment of requests to replicas
@@ -274,7 +279,7 @@ class Dispatch:
             self._links.give_up_stuck(self._limit_s)
             waiting = [work for work in self._work.values() if work.waiting]
             self._check_wait(waiting)
-            self.starved = bool(waiting and self._links.reached and not self._links.ready(self.policy_version))
+            self.starved = bool(waiting) and self._links.starved(self.policy_version)
             await asyncio.sleep(self._timings.check_s)
 
     def _exclude_slow(self) -> None:
@@ -294,6 +299,8 @@ class Dispatch:
             return
         now = time.monotonic()
         self._count_busy(now)
+        if self._links.any_rests:
+            self._nobody_since = self._logged_at = now
         waited = now - self._nobody_since
         if self.given_up is not None or waited > self._limit_s:
             error = NoReplica(

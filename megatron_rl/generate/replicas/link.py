@@ -36,6 +36,15 @@ class ReplicaRefuses(ReplicaGone):
     """A replica responds, but not as a replica of this run should."""
 
 
+class Computed(NamedTuple):
+    """What a replica had done at a time, in seconds."""
+
+    at: float
+    """time.monotonic() of the news that say so."""
+    busy_s: float
+    rested_s: float
+
+
 class DecodePace(NamedTuple):
     """Decoding speed of a replica: tokens of all its samples, and the seconds that they took."""
 
@@ -79,8 +88,8 @@ class ReplicaLink:
         """Tokens of this driver's requests that remain to be computed."""
         self.pace = DecodePace()
         self.progressed = time.monotonic()
-        self.busy: tuple[float, float] | None = None
-        """Time of its last news, and the seconds that it had computed by then."""
+        self.computed: Computed | None = None
+        """According to its last news."""
         self.slow = False
         """Whether other replicas are preferred until there are new weights."""
         self._common = {"protocol": PROTOCOL, "digest": digest, "driver": driver}
@@ -106,6 +115,15 @@ class ReplicaLink:
     def version(self) -> int:
         """Policy version of its weights; -1 before the first ones."""
         return -1 if self.about is None or self.about.version is None else self.about.version
+
+    @property
+    def asleep(self) -> bool:
+        return self.about is not None and self.about.state == "asleep"
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is asleep or down, so that nothing is expected of it."""
+        return self.about is not None and self.about.state != "awake"
 
     def ask(self, request: GenerationRequest, version: int) -> None:
         if not self.outstanding:
@@ -199,5 +217,5 @@ class ReplicaLink:
             body = {"seen": seen, "wait_s": self._timings.poll_s}
             news = decode_news(await self.post("news", body, timeout_s=self._timings.poll_s))
             self.about, seen = news.about, news.last
-            self.busy = time.monotonic(), news.about.busy_s
+            self.computed = Computed(time.monotonic(), news.about.busy_s, news.about.rested_s)
             self._on_news(self, news)

@@ -13,7 +13,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.paths import Replica
 from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
-from megatron_rl.generate.replicas.link import ReplicaGone, ReplicaLink, ReplicaRefuses
+from megatron_rl.generate.replicas.link import Computed, ReplicaGone, ReplicaLink, ReplicaRefuses
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ReplicaLinks:
         self._keepers: dict[Start, asyncio.Task[None]] = {}
         self._avoided: set[Start] = set()  # starts that get no more requests: refused, or without any progress
         self._complained: set[str] = set()
-        self._busy: dict[Start, tuple[float, float]] = {}  # ReplicaLink.busy at the last call of `busy_share`
+        self._computed: dict[Start, Computed] = {}  # at the last call of `busy_share`
 
     def get(self, start: Start) -> ReplicaLink | None:
         return self._links.get(start)
@@ -49,7 +49,16 @@ class ReplicaLinks:
 
     def ready(self, version: int) -> dict[Start, ReplicaLink]:
         """Links of replicas with weights of this version or a newer one, which may be requested any moment."""
-        return {start: link for start, link in self.reached.items() if link.version >= version}
+        return {start: link for start, link in self.reached.items() if link.version >= version and not link.rests}
+
+    @property
+    def any_rests(self) -> bool:
+        """Whether a replica is asleep or down."""
+        return any(link.rests for link in self._links.values())
+
+    def starved(self, version: int) -> bool:
+        """Whether there are replicas, but none that has this version, or is asleep and will get one."""
+        return bool(self.reached) and not self.ready(version) and not any(link.asleep for link in self._links.values())
 
     async def connect_new(self) -> str | None:
         """Connect to replicas that have started. Returns why there will be none any more; None if there may be."""
@@ -61,23 +70,28 @@ class ReplicaLinks:
     def give_up_stuck(self, limit_s: float) -> None:
         now = time.monotonic()
         for start, link in self._links.items():
-            if link.outstanding and now - link.progressed > limit_s:
+            if link.rests:
+                link.progressed = now  # its limit begins when it wakes
+            elif link.outstanding and now - link.progressed > limit_s:
                 logger.error("%s has sampled nothing for %.0f s: it gets no more requests", link.name, limit_s)
                 self._avoided.add(start)
                 self._keepers[start].cancel()
 
     def busy_share(self) -> float | None:
-        """Return the share of time that a replica has computed since the last call, mean over replicas; None if it is
-        unknown for all of them."""
+        """Return the share of its waking time that a replica has computed since the last call, mean over replicas;
+        None if it is unknown for all of them."""
         # Replicas report how long they have computed since their start, so a share needs two reports. A start that is
         # in only one of them, because it came or went since the last call, says nothing:
         #
         #     before   {(0, 0): (100 s, 60 s), (1, 0): (100 s, 80 s)}
         #     now      {(0, 0): (110 s, 69 s), (1, 1): (110 s, 2 s)}        -> 9 s of 10 s, of replica 0 alone
-        before = self._busy
-        self._busy = {start: link.busy for start, link in self._links.items() if link.busy is not None}
-        spans = [(then, self._busy[start]) for start, then in before.items() if start in self._busy]
-        shares = [(now[1] - then[1]) / (now[0] - then[0]) for then, now in spans if now[0] > then[0]]
+        #
+        # A replica that takes turns with training on its device does not idle while it is asleep.
+        before = self._computed
+        self._computed = {start: link.computed for start, link in self._links.items() if link.computed is not None}
+        spans = [(then, self._computed[start]) for start, then in before.items() if start in self._computed]
+        awake = [(then, now, now.at - then.at - (now.rested_s - then.rested_s)) for then, now in spans]
+        shares = [min(1.0, (now.busy_s - then.busy_s) / seconds) for then, now, seconds in awake if seconds > 0]
         return fmean(shares) if shares else None
 
     async def end(self, timeout_s: float) -> None:

@@ -23,6 +23,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.generate.replicas.dispatch import Dispatch
 from megatron_rl.generate.replicas.links import Start
+from megatron_rl.generate.replicas.wire import State
 
 STOP_S = 10.0
 """Seconds in which the thread must end."""
@@ -85,11 +86,16 @@ class ReplicaPool:
 
     @property
     def starved(self) -> bool:
-        """Whether requests wait for weights: there are replicas, but every replica that had this version is lost."""
+        """Whether requests wait for weights: there are replicas, but every replica that had this version is lost, and
+        none is asleep and about to get weights."""
         return self._dispatch.starved
 
     def starts(self) -> dict[Start, ReplicaAddress]:
-        return self._in_thread(self._dispatch.starts()).result()
+        return {start: address for start, (address, _) in self._in_thread(self._dispatch.reached()).result().items()}
+
+    def states(self) -> dict[Start, State]:
+        """State of each replica in its last response, of which there is one every few seconds."""
+        return {start: state for start, (_, state) in self._in_thread(self._dispatch.reached()).result().items()}
 
     def metrics(self) -> dict[str, float]:
         """Return what happened since the last call, see metrics.names."""

@@ -56,6 +56,11 @@ class Unanswered:
         sample.finish_reason, sample.stop = delta.finish_reason, delta.stop
         return (0, 0.0) if before is None else (len(delta.tokens), now - before)
 
+    def restart_clock(self) -> None:
+        """Let the next tokens of each sample count as its first ones, since its replica did not compute meanwhile."""
+        for sample in self._samples:
+            sample.updated_at = None
+
     @property
     def answered(self) -> bool:
         return all(sample.finish_reason is not None for sample in self._samples)

@@ -3,11 +3,21 @@
     POST /hello    {"driver"}                                  about; forgets earlier requests of this driver
     POST /ask      {"driver", "version", "requests", "cancel"} about
     POST /news     {"driver", "seen", "wait_s"}                about, "last", "pieces", "refused": all after `seen`
-    POST /receive  {"version",        begin to receive the weights, after joining    } of training rank 0 only;
-                    "epoch"}          the group of a new epoch; null: the same epoch } `receive` responds
-    POST /swap     {"version",        use them, once they are complete; the          } immediately
-                    "probe"}          probe is null or of `generate/refit/probe.py`           }
-    POST /end      {}                 the run no longer needs the replica
+
+Of training rank 0 only:
+
+    POST /start    {}                    begin to start the engine; returns at once
+    POST /sleep    {}                    leave the device to the training ranks, once the engine has started;
+                                         unfinished answers stay
+    POST /receive  {"version", "epoch"}  begin to receive the weights, after joining the group of a new epoch; null:
+                                         the same epoch. Returns at once
+    POST /swap     {"version", "probe"}  use them, once they are complete; the probe is null or of
+                                         `generate/refit/probe.py`
+    POST /end      {}                    the run no longer needs the replica
+
+A replica beside training ranks is `down` until its engine has started. Then it is `asleep` until a swap makes it
+`awake`, and again after each /sleep, which forgets the version. Only an engine that is asleep receives weights. Other
+replicas are always awake, and answer /start and /sleep with HTTP 424.
 
 Each request carries the run's token, and repeating it changes nothing. All bodies contain PROTOCOL and the digest of
 the configuration: a replica of another start of the run, or with other code, refuses them.
@@ -19,17 +29,19 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest, PromptTooLong, Unsupported
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 
-PROTOCOL = 5
+PROTOCOL = 6
 FEWEST_CHARACTERS = 32
 
 Body = Mapping[str, Any]
+
+State = Literal["awake", "asleep", "down"]
 
 OTHER_VERSION = "other version"
 """Kind of a refusal: the weights are older than the request allows."""
@@ -54,7 +66,7 @@ class About:
     start: int
     ranks: int
     version: int | None
-    """Policy version of its weights; None before the first ones."""
+    """Policy version of its weights; None before the first ones, and while it is not awake."""
     running: int
     """Samples being decoded, of all drivers."""
     waiting: int
@@ -64,6 +76,9 @@ class About:
     """Samples that lost their cache to others since its start, and were computed again."""
     busy_s: float
     """Seconds that its engine has computed so far."""
+    state: State = "awake"
+    rested_s: float = 0.0
+    """Seconds in which it was not awake so far."""
 
 
 class Refusal(NamedTuple):
@@ -160,6 +175,9 @@ def decode_news(body: Body) -> News:
 def decode_about(body: Body) -> About:
     """Raises Garbled."""
     try:
-        return About(**body["about"])
-    except (KeyError, TypeError) as error:
+        about = About(**body["about"])
+        if about.state not in get_args(State):
+            raise ValueError(f"no state: {about.state!r}")
+        return about
+    except (KeyError, TypeError, ValueError) as error:
         raise Garbled(f"about: {error!r}") from error

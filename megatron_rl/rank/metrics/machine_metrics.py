@@ -132,8 +132,8 @@ MACHINES: dict[str, Metric] = {
         unit="bytes",
     ),
     "system/replicas": Metric(
-        "inference replicas that answer the first rank with the weights of the step; absent if the training ranks "
-        "generate (placement.mode), as are the next eight",
+        "inference replicas that answer the first rank with the weights of the step, or are asleep while it trains; "
+        "absent if the training ranks generate (placement.mode), as are the next eight",
         unit="replicas",
         good="all of the plan",
         advice="`mrl status` shows each replica, and how it ended last.",
@@ -153,7 +153,8 @@ MACHINES: dict[str, Metric] = {
     ),
     "system/replica_busy_mean": Metric(
         "share of the time since the previous step in which an inference replica computed, mean over the replicas "
-        "present; updated every few seconds",
+        "present; the time in which it is asleep, because the ranks train on its GPUs, does not count; updated every "
+        "few seconds",
         unit="share",
         good="above 0.8",
         advice="Replicas wait for work: raise `async.max_lag`, or give them fewer nodes (`mrl plan RECIPE --measured "

@@ -108,7 +108,7 @@ def test_replica_that_was_asked_to_leave_while_it_started_does_so(tmp_path: Path
 class Swapped:
     """An engine that takes a while to use a version."""
 
-    load, busy_s, submit = EngineLoad(0, 0, 1, 1), 0.0, None
+    load, busy_s, submit, turns = EngineLoad(0, 0, 1, 1), 0.0, None, None
 
     def __init__(self) -> None:
         self.version: int | None = None
