@@ -1,4 +1,4 @@
-"""What the HTTP routes of a replica ask of its engine, whichever it is."""
+"""The engine of a replica, whichever it is, as the HTTP routes use it."""
 
 from __future__ import annotations
 

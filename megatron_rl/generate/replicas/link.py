@@ -37,7 +37,7 @@ class ReplicaRefuses(ReplicaGone):
 
 
 class Computed(NamedTuple):
-    """What a replica had done at a time, in seconds."""
+    """Work of a replica up to a time, in seconds."""
 
     at: float
     """time.monotonic() of the news that say so."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -132,6 +132,15 @@ class VllmClient:
 
     async def resume(self) -> None:
         await self._post("/resume")
+
+    async def sleep(self) -> None:
+        """Pause as `pause` does, and give up the memory of weights and cache. No-op for what was given up before."""
+        await self._post("/sleep", params={"level": "2", "mode": "keep"})
+
+    async def wake(self, tag: Literal["weights", "kv_cache"]) -> bool:
+        """Take memory for weights, which have no values yet, or for the cache. Returns whether it has both, and has
+        resumed."""
+        return (await self._post("/wake_up", params={"tags": tag})).get("status") == "awake"
 
     async def begin_receive(self, version: int, epoch: dict[str, Any] | None, setting: dict[str, Any]) -> None:
         asked = {"version": version, "epoch": epoch, "setting": setting}

@@ -1,8 +1,13 @@
 """vLLM behind a replica: this process, the front, starts `vllm serve`, gives it the requests and weights of the run,
-and is the only one that reaches it."""
+and is the only one that reaches it.
+
+A front whose vLLM has its devices to itself starts it first, and then answers the run. One beside training ranks
+answers at once, and starts it when the ranks have left the devices.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -16,16 +21,19 @@ from megatron_rl.generate.engine.request_limits import RequestLimits
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.app import ReplicaService
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
-from megatron_rl.generate.vllm.client import VllmClient
 from megatron_rl.generate.vllm.command import DTYPES, Served, replica_command, seed_of, vllm_environment
 from megatron_rl.generate.vllm.plugin import write_plugin, write_version
 from megatron_rl.generate.vllm.private_folder import private_folder
 from megatron_rl.generate.vllm.running import RunningVllm
-from megatron_rl.generate.vllm.start import started, version_in
+from megatron_rl.generate.vllm.staged_weights import StagedWeights
+from megatron_rl.generate.vllm.start import VllmStart, version_in
+from megatron_rl.generate.vllm.streams import Streams
 from megatron_rl.generate.vllm.vllm_leader import VllmLeader
+from megatron_rl.generate.vllm.vllm_turns import VllmTurns
 from megatron_rl.model.platform.transport import offered
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.device_turns import sleeps
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE, to_hf_config
 from megatron_rl.recipe.inference import pages_of
@@ -34,8 +42,9 @@ from megatron_rl.recipe.model import ModelConfig
 
 @contextmanager
 def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
-    """Start a vLLM that waits for the weights of the run. Raises ConfigurationError, and VllmGone if it has ended."""
+    """Open a vLLM that waits for the weights of the run. Raises ConfigurationError, and VllmGone if it has ended."""
     config, replica = here.config, here.replica
+    beside = config.placement.mode == "colocated"
     tp = config.placement.inference.tp or config.placement.training.tp
     gpus = config.job.device == "cuda"
     try:
@@ -53,35 +62,37 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         traces = replica.attempt.profile if profiled else None
         return served, replica_command(config, served, sys.executable, seed, traces)
 
-    with started_vllm(here, command, "inference.vllm.args") as vllm:
+    with opened_vllm(here, command, "inference.vllm.args", at_once=not beside) as vllm:
         if vllm is None:
             yield None
             return
-        leader = VllmLeader(
-            vllm,
-            _limits(config, tokenizer),
-            tokenizer,
-            _setting(here, tokenizer),
-            config.inference.max_batch,
-            holds=gpus and tp > 1,
-            profiled=profiled,
-        )
-        yield ReplicaService(leader, here.address(tp, offered("nccl" if gpus else "gloo")), here.token)
+        streams, setting = Streams(vllm, tokenizer, config.inference.max_batch), _setting(here, tokenizer)
+        order: VllmTurns | StagedWeights
+        if beside:
+            order = VllmTurns(vllm, streams, setting, sleeps=sleeps(config.offload))
+        else:
+            order = StagedWeights(vllm, streams, setting, holds=gpus and tp > 1)
+        leader = VllmLeader(vllm, _limits(config, tokenizer), streams, order, profiled)
+        transport = "device" if beside else offered("nccl" if gpus else "gloo")
+        yield ReplicaService(leader, here.address(tp, transport), here.token)
 
 
 @contextmanager
-def started_vllm(
+def opened_vllm(
     here: ReplicaRank,
     command: Callable[[Path, int], tuple[Served, Sequence[str]]],
     args_key: str,
     further: MappingProxyType[str, str] = MappingProxyType({}),
+    *,
+    at_once: bool = True,
 ) -> Iterator[RunningVllm | None]:
-    """Start vLLM, and wait until it answers; it ends with the context. None if the replica is asked to leave before.
+    """Prepare a vLLM, which ends with the context. None if the replica is asked to leave before it has started.
 
     Args:
         command: returns paths of a vLLM and its command, given its private folder and its seed.
         args_key: key of the options that the recipe adds.
         further: variables of its environment.
+        at_once: whether to start it, and wait until it answers.
 
     Raises ConfigurationError if no tried vLLM is here or it refuses its options, and VllmGone.
     """
@@ -102,12 +113,15 @@ def started_vllm(
         environment = further | vllm_environment(
             os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
         )
-        activity.enter("starting vLLM", 0)
-        with started(words, environment, served, sys.stdout, args_key, goes_on) as process:
-            if process is None:
-                yield None
-            else:
-                yield RunningVllm(process, VllmClient(served.socket), activity, config.job.silence_limit_s)
+        start = VllmStart(words, environment, served, sys.stdout, args_key)
+        vllm = RunningVllm(start, activity, config.job.silence_limit_s)
+        try:
+            if at_once:
+                activity.enter("starting vLLM", 0)
+                asyncio.run(vllm.start(goes_on))
+            yield vllm if vllm.up or not at_once else None
+        finally:
+            vllm.end()
 
 
 def write_served_model(model: ModelConfig, vocabulary: int, folder: Path) -> Path:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TextIO
 
 from megatron_rl.generate.vllm.client import VllmClient
@@ -60,6 +60,51 @@ def version_in(python: str, environment: Mapping[str, str]) -> str:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class VllmStart:
+    """One start of a vLLM."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    served: Served
+    log: TextIO
+    """File that its output is passed on to."""
+    args_key: str
+    """Key of the options that the recipe adds."""
+
+    def begin(self) -> VllmProcess:
+        """Start the process, whose owner must end it. It also ends with the thread that calls this. Raises OSError."""
+        logger.info("starting vLLM: %s", shlex.join(self.command))
+        self.served.temporary.mkdir()
+        return VllmProcess(self.command, self.environment, self.log, self.served.folder)
+
+    async def answers(self, process: VllmProcess, goes_on: Callable[[], bool]) -> bool:
+        """Wait until vLLM answers on its socket. False if it need not go on.
+
+        goes_on: asked while waiting.
+
+        Raises ConfigurationError if vLLM refuses its options, and VllmGone if it ends in another way or takes too long.
+        """
+        began, socket = time.monotonic(), self.served.socket
+        client = VllmClient(socket)
+        try:
+            while not (socket.exists() and await client.healthy()):
+                process.check()
+                if not goes_on():
+                    return False
+                if time.monotonic() - began > START_LIMIT_S:
+                    raise VllmGone(f"vLLM did not answer within {START_LIMIT_S:.0f} s")
+                await asyncio.sleep(POLL_S)
+        except VllmGone as error:
+            if process.code == EXIT_OPTIONS:
+                raise ConfigurationError(f"vLLM refuses its options, see {self.args_key}: {error}") from error
+            raise
+        finally:
+            await client.close()
+        logger.info("vLLM has started in %.0f s", time.monotonic() - began)
+        return True
+
+
 @contextmanager
 def started(
     command: Sequence[str],
@@ -79,33 +124,9 @@ def started(
     Raises ConfigurationError if vLLM refuses its options, VllmGone if it ends in another way or takes too long, and
     OSError.
     """
-    logger.info("starting vLLM: %s", shlex.join(command))
-    served.temporary.mkdir()
-    process = VllmProcess(command, environment, log, served.folder)
+    start = VllmStart(command, environment, served, log, args_key)
+    process = start.begin()
     try:
-        try:
-            answers = asyncio.run(_answers(process, served.socket, goes_on))
-        except VllmGone as error:
-            if process.code == EXIT_OPTIONS:
-                raise ConfigurationError(f"vLLM refuses its options, see {args_key}: {error}") from error
-            raise
-        yield process if answers else None
+        yield process if asyncio.run(start.answers(process, goes_on)) else None
     finally:
         process.end()
-
-
-async def _answers(process: VllmProcess, socket: Path, goes_on: Callable[[], bool]) -> bool:
-    began = time.monotonic()
-    client = VllmClient(socket)
-    try:
-        while not (socket.exists() and await client.healthy()):
-            process.check()
-            if not goes_on():
-                return False
-            if time.monotonic() - began > START_LIMIT_S:
-                raise VllmGone(f"vLLM did not answer within {START_LIMIT_S:.0f} s")
-            await asyncio.sleep(POLL_S)
-    finally:
-        await client.close()
-    logger.info("vLLM has started in %.0f s", time.monotonic() - began)
-    return True

@@ -53,11 +53,13 @@ class Streams:
         self._report: asyncio.TimerHandle | None = None  # next report of unfinished answers
         self._label = -1  # version of the weights that sample now
         self._checked = True  # whether those weights were checked
+        self._rests = False  # until the next label
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the answer's id()
 
     @property
     def busy(self) -> bool:
-        return any(not answer.left for answer in self._answers())
+        """Whether tokens are expected."""
+        return not self._rests and any(not answer.left for answer in self._answers())
 
     @property
     def unfinished(self) -> int:
@@ -76,9 +78,15 @@ class Streams:
         self._begin(answers)
         return asked
 
+    def rest(self) -> None:
+        """vLLM samples nothing until the next label. Unfinished answers stay where they are."""
+        self._rests = True
+
     def label(self, version: int, *, checked: bool) -> None:
         """Tokens that come from now on are of this version, and leave once its weights are checked."""
         self._label, self._checked = version, checked
+        if self._rests:
+            self._rests, self._came_at = False, time.monotonic()
 
     def check(self) -> None:
         self._checked = True

@@ -14,7 +14,7 @@ from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.replica.scoring_service import ScoringService
 from megatron_rl.generate.vllm.command import Served, ServeSizes, teacher_command
 from megatron_rl.generate.vllm.process import VllmGone, VllmRefused
-from megatron_rl.generate.vllm.replica import started_vllm
+from megatron_rl.generate.vllm.replica import opened_vllm
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.distill import ROWS
@@ -41,7 +41,7 @@ def open_teacher(here: ReplicaRank) -> Iterator[RankWork]:
         served = Served(weights, folder)
         return served, teacher_command(config, served, sizes, sys.executable, seed)
 
-    with started_vllm(here, command, "distill.replicas.vllm.args", FURTHER) as vllm:
+    with opened_vllm(here, command, "distill.replicas.vllm.args", FURTHER) as vllm:
         if vllm is None:
             yield None
             return

@@ -1,4 +1,4 @@
-"""The leader of a replica with vLLM, with stand-ins for vLLM's process and client."""
+"""Weights and answers of a replica whose vLLM has its devices to itself, with a stand-in for vLLM's client."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.refit.epoch import Epoch, Member
 from megatron_rl.generate.vllm import streams
 from megatron_rl.generate.vllm.client import NewTokens
+from megatron_rl.generate.vllm.staged_weights import StagedWeights
 from megatron_rl.generate.vllm.streams import Streams
-from megatron_rl.generate.vllm.vllm_leader import VllmLeader
 from megatron_rl.recipe.inference import Sampling
 
 SAME, OTHER = "nccl 2.29.7", "nccl 2.27.3"
@@ -41,15 +41,14 @@ class Client:
     ],
 )
 def test_vllm_pauses_for_weights_that_come_over_nccl(trainers: str, requests: list[str]) -> None:
-    client, anything = Client(), SimpleNamespace()
-    vllm: Any = SimpleNamespace(client=client)
-    given: Any = (vllm, anything, anything)
-    leader = VllmLeader(*given, {}, 1, holds=True)
+    client = Client()
+    vllm: Any = SimpleNamespace(client=client, begin=asyncio.ensure_future)
+    weights = StagedWeights(vllm, SimpleNamespace(), {}, holds=True)  # type: ignore[arg-type]
     epoch = Epoch(1, "host", 1, "key", 1, (Member(0, 0, 4, SAME),), trainers)
 
     async def transfer() -> None:
-        await (await leader.receive(1, epoch.to_json()))
-        await (await leader.receive(2, None))
+        await (await weights.receive(1, epoch.to_json()))
+        await (await weights.receive(2, None))
 
     asyncio.run(transfer())
     assert client.requests == requests

@@ -132,7 +132,7 @@ def test_repeated_posts_change_nothing(attempt: Attempt, replica) -> None:
 
 
 def test_time_asleep_does_not_count_as_idle() -> None:
-    """Of 100 s a replica slept 60, and computed 30 of the other 40."""
+    """A replica sleeps 60 of 100 s, and computes for 30 of the other 40."""
     links = ReplicaLinks(*[None] * 4)  # type: ignore[arg-type]
 
     class Link:
