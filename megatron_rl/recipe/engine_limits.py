@@ -10,7 +10,7 @@ from megatron_rl.recipe.inference import beyond_megatron, beyond_vllm
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.sections import Sections
 from megatron_rl.recipe.vllm import VllmConfig
-from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES
+from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES, GPU_SHARE_OPTION
 
 
 def against_engine(asked: Sections) -> str | None:
@@ -62,6 +62,11 @@ def _vllm(asked: Sections) -> Iterator[str]:
         )
     if asked.sampling.min_p > 0 and (asked.inference.own_vllm or VllmConfig()).drafts:
         yield "sampling.min_p is given, and vLLM ignores it with inference.vllm.args.speculative-config: leave out one"
+    if asked.placement.mode == "colocated" and (asked.inference.own_vllm or VllmConfig()).gives(GPU_SHARE_OPTION):
+        yield (
+            f"inference.vllm.args has {GPU_SHARE_OPTION}, and placement.mode is colocated, where the training ranks "
+            "have the GPUs too and inference.cache_tokens says what vLLM's cache takes: leave it out"
+        )
     if tp > gpus:
         yield f"placement.inference.tp {tp} is more than job.gpus_per_node {gpus}, and a vLLM stays on one node"
     if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:

@@ -10,7 +10,15 @@ from pydantic import AfterValidator, PlainValidator, WithJsonSchema, field_valid
 from pydantic_core import PydanticCustomError
 
 from megatron_rl.recipe.section import PathMark, Section
-from megatron_rl.recipe.vllm_options import GPU_SHARE, INEXACT_OPTIONS, draft_faults, draft_of, option_name, owned
+from megatron_rl.recipe.vllm_options import (
+    GPU_SHARE,
+    GPU_SHARE_OPTION,
+    INEXACT_OPTIONS,
+    draft_faults,
+    draft_of,
+    option_name,
+    owned,
+)
 
 
 def _plain_value(value: Any) -> bool | int | float | str:
@@ -62,9 +70,13 @@ class VllmConfig(Section):
             raise ValueError("; ".join(faults))
         return args
 
+    def gives(self, option: str) -> bool:
+        """Whether `args` has an option, however its key is written."""
+        return any(option_name(name) == option for name in self.args)
+
     @property
     def gpu_share(self) -> float:
-        given = [value for name, value in self.args.items() if option_name(name) == "gpu-memory-utilization"]
+        given = [value for name, value in self.args.items() if option_name(name) == GPU_SHARE_OPTION]
         return float(given[0]) if given else GPU_SHARE
 
     @property

@@ -14,8 +14,9 @@ VLLM_VERSIONS = ("0.32.0", "0.33")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM has attention on a CPU. On GPUs multiples of 8 work."""
 
+GPU_SHARE_OPTION = "gpu-memory-utilization"
 GPU_SHARE = 0.92
-"""Share of a GPU's memory that vLLM 0.32 takes: default of its option gpu-memory-utilization."""
+"""Share of a GPU's memory that vLLM 0.32 takes: default of GPU_SHARE_OPTION."""
 
 INEXACT_OPTIONS = ("quantization", "quantization-config", "kv-cache-dtype")
 
@@ -56,7 +57,7 @@ _OWNED = {
     "the check of new weights precedes the answers": "scheduling-policy",
     "a replica reads answers a few tokens at a time": "stream-interval",
     "the run sends the weights": ("load-format weight-transfer-config worker-cls worker-extension-cls enable-lora"),
-    "a replica always generates": "enable-sleep-mode",
+    "placement.offload says it": "enable-sleep-mode",
     "metrics of the run come from it": "disable-log-stats",
     "a line for each request would fill the replica's log": "disable-uvicorn-access-log",
     "inference.vllm.args is the place for further options": "config",

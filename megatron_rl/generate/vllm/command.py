@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.generate.vllm.client import MODEL_NAME
 from megatron_rl.generate.vllm.plugin import BACKEND
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.device_turns import sleeps
 from megatron_rl.recipe.inference import processes_logprobs
 from megatron_rl.recipe.job import PLANS
 from megatron_rl.recipe.model import ModelConfig
@@ -28,6 +29,11 @@ STREAM_INTERVAL = 16
 """Tokens of an answer in one message: each message costs vLLM and the front about 0.1 ms."""
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the front's own world, which vLLM's workers would mistake for theirs."""
+SHARE_TO_START = "0.01"
+"""Share of a GPU that must be free when a vLLM beside training ranks starts. vLLM demands `gpu-memory-utilization` of
+it, also where the size of the cache is given and that option has no other effect; but the ranks' contexts,
+communicators, and with `placement.offload` none or buffers their weights, are there too. `mrl plan` adds up what both
+need."""
 BYTES = {"fp32": 4, "bf16": 2}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -68,10 +74,13 @@ class ServeSizes:
     """Answers decoded at once."""
     prefill_tokens: int
     cache_tokens: int | None = None
-    """Tokens of the cache; default: `rows` sequences of full length on a CPU, and what is left of a GPU's memory."""
+    """Tokens of the cache; default: `rows` sequences of full length, and on GPUs of vLLM alone what is left
+    of their memory."""
     page_tokens: int | None = None
     graphs: bool = True
     """Whether to record decode steps on GPUs."""
+    beside_ranks: bool = False
+    """Whether training ranks take turns with vLLM on its devices."""
     splits: bool = False
     """Whether a prompt of more than `prefill_tokens` tokens is split, although nothing else is computed."""
 
@@ -119,7 +128,9 @@ def serve_command(
         options["enforce-eager"] = True
     if sizes.page_tokens is not None:
         options["block-size"] = str(sizes.page_tokens)
-    if sizes.cpu or sizes.cache_tokens is not None:
+    if sizes.beside_ranks and not sizes.cpu:
+        options["gpu-memory-utilization"] = SHARE_TO_START
+    if sizes.cpu or sizes.beside_ranks or sizes.cache_tokens is not None:
         options["kv-cache-memory-bytes"] = str(sizes.cache_bytes)
     words = [option_word(name, value) for name, value in options.items()]
     return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
@@ -140,9 +151,12 @@ def replica_command(config: RunConfig, served: Served, python: str, seed: int, t
         "logprobs-mode": "processed_logprobs" if processes_logprobs(config.sampling) else "raw_logprobs",
         "stream-interval": str(STREAM_INTERVAL),
     }
+    sizes = sizes_of(config)
+    if sizes.beside_ranks and not sizes.cpu and sleeps(config.offload):  # vLLM refuses it on a CPU
+        further = {**further, "enable-sleep-mode": True}
     if traces is not None:
         further = {**further, "profiler-config": json.dumps(profiler_config(traces))}
-    return serve_command(python, served, sizes_of(config), config.inference.vllm, further, seed)
+    return serve_command(python, served, sizes, config.inference.vllm, further, seed)
 
 
 def profiler_config(traces: Path) -> dict[str, Any]:
@@ -182,6 +196,7 @@ def sizes_of(config: RunConfig) -> ServeSizes:
         cache_tokens=inference.cache_tokens,
         page_tokens=inference.page_tokens,
         graphs=inference.cuda_graphs,
+        beside_ranks=config.placement.mode == "colocated",
     )
 
 

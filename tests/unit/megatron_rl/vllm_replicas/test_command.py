@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from core_helpers import tiny_run
@@ -19,7 +19,8 @@ from megatron_rl.generate.vllm.command import (
     vllm_environment,
 )
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.job import PLANS
+from megatron_rl.recipe.device_turns import sleeps
+from megatron_rl.recipe.job import PLANS, Offload
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_options import owned
 
@@ -76,6 +77,28 @@ def test_vllm_profiles_its_workers_for_a_limited_number_of_steps() -> None:
     assert (traces["torch_profiler_dir"], traces["max_iterations"]) == ("/traces", PLANS)
     assert traces["ignore_frontend"], "its trace has no limit"
     assert "profiler-config" not in options(run())
+
+
+def beside_ranks(device: Literal["cpu", "cuda"], offload: Offload) -> dict[str, str]:
+    """Options of a vLLM on the devices of training ranks."""
+    config = run({"max_batch": 4, "page_tokens": 16})
+    placement = config.placement.model_copy(update={"mode": "colocated", "offload": offload})
+    job = config.job.model_copy(update={"device": device})
+    return options(config.model_copy(update={"placement": placement, "job": job}))
+
+
+@pytest.mark.parametrize("offload", ["none", "buffers", "optimizer"])
+def test_a_vllm_on_the_gpus_of_ranks_has_a_cache_of_known_size_and_sleeps_if_memory_is_put_away(
+    offload: Offload,
+) -> None:
+    found = beside_ranks("cuda", offload)
+    assert ("enable-sleep-mode" in found) == sleeps(offload)
+    assert found["kv-cache-memory-bytes"] == str(4 * 48 * 2 * 2 * 2 * 32 * 4)
+    assert float(found["gpu-memory-utilization"]) < 0.1, "vLLM demands this share to be free when it starts"
+
+
+def test_a_vllm_on_a_cpu_has_no_sleep_mode() -> None:
+    assert not {"enable-sleep-mode", "gpu-memory-utilization"} & beside_ranks("cpu", "optimizer").keys()
 
 
 @pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])

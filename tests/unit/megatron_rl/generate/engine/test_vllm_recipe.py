@@ -92,6 +92,12 @@ def test_the_ranks_that_generate_themselves_are_no_replicas() -> None:
         assert not (config.has_replicas or config.shares_devices)
 
 
+def test_a_share_of_the_gpus_is_refused_beside_training_ranks() -> None:
+    given = ["inference.engine=vllm", "placement.mode=colocated", "inference.vllm.args={gpu_memory_utilization: 0.4}"]
+    with pytest.raises(BadInput, match=r"args has gpu-memory-utilization, and placement\.mode is colocated"):
+        load_recipe("smollm2-135m-chain-sum", given)
+
+
 def test_a_section_of_vllm_without_its_engine_is_refused() -> None:
     with pytest.raises(BadInput, match=r"inference\.vllm is given, and inference\.engine is native"):
         load_recipe("demo", ["inference.vllm.python=/opt/vllm/bin/python"])
