@@ -39,3 +39,13 @@ def weight_name(key: str, offset: Sequence[int]) -> str:
     if axes == 2:
         rest = f"mlp.experts.local_experts.{offset[1]}.{rest.removeprefix(EXPERTS)}"
     return f"{LAYERS}{offset[0]}.{_NORMS.get(rest, rest)}"
+
+
+def loading_order(name: str) -> tuple[int, int, str]:
+    """Key that sorts the weights of `weight_name` in an order for loading: those outside of layers, then layer after
+    layer with its experts one by one."""
+    if not name.startswith(LAYERS):
+        return -1, -1, name
+    layer, _, rest = name.removeprefix(LAYERS).partition(".")
+    _, _, expert = rest.partition(".local_experts.")
+    return int(layer), int(expert.partition(".")[0]) if expert else -1, rest

@@ -18,6 +18,9 @@ ReplicaStart = tuple[int, int]
 
 
 GLOO = "gloo"
+DEVICE = "device"
+"""Transport of replicas on the devices of the training ranks. The first training ranks are beside replica 0, the next
+ones beside replica 1, ..."""
 
 
 class Member(NamedTuple):
@@ -57,7 +60,7 @@ class Epoch:
 
     @property
     def backend(self) -> str:
-        """Backend of torch.distributed that transfers use: nccl or gloo."""
+        """Backend of torch.distributed that transfers use: nccl or gloo; or `DEVICE`."""
         return GLOO if self.others else self.transport.partition(" ")[0]
 
     @property

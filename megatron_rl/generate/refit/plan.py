@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -37,6 +38,16 @@ class Box:
         starts = (mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
+    def to_json(self) -> list[Any]:
+        return [self.key, str(self.dtype).removeprefix("torch."), self.offset, self.shape]
+
+    @classmethod
+    def from_json(cls, content: list[Any]) -> Self:
+        key, dtype, offset, shape = content
+        found = getattr(torch, dtype)
+        assert isinstance(found, torch.dtype), dtype
+        return cls(str(key), found, tuple(offset), tuple(shape))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
@@ -55,7 +66,7 @@ class Move:
     needed: Box
 
 
-def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -> list[Move]:
+def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]], near: int | None = None) -> list[Move]:
     """Moves that give every rank each element that it needs exactly once.
 
     A rank that holds what it needs copies it. Among ranks that hold the same box, such as data-parallel copies, the one
@@ -64,6 +75,8 @@ def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -
     Args:
         held: boxes of each rank. Boxes of one tensor are equal or disjoint.
         needed: boxes of each rank.
+        near: number of neighbouring ranks on one node, of which one sends what it holds even if it has sent most; None:
+            nodes do not matter.
 
     Raises:
         ValueError: no rank holds a needed element, held boxes overlap, or dtypes differ.
@@ -81,7 +94,8 @@ def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -
                 found += shared.elements
                 source = target
                 if target not in ranks:
-                    source = min(ranks, key=lambda rank: (sent[rank], abs(rank - target), rank))
+                    here = [rank for rank in ranks if near is not None and rank // near == target // near]
+                    source = min(here or ranks, key=lambda rank: (sent[rank], abs(rank - target), rank))
                     sent[source] += shared.bytes
                 moves.append(Move(source, target, shared, source_box, box))
             if found != box.elements:

@@ -148,12 +148,12 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Mod
         TransferFailed: a member is gone.
         ValueError: the training ranks do not hold what a member needs.
     """
-    needs = _share_to_json(needed) if isinstance(needed, ModelShare) else [_to_json(box) for box in needed]
-    of_members = group.gather([[_to_json(box) for box in held], needs])
-    held_by = [[_from_json(box) for box in boxes] for boxes, _ in of_members]
+    needs = _share_to_json(needed) if isinstance(needed, ModelShare) else [box.to_json() for box in needed]
+    of_members = group.gather([[box.to_json() for box in held], needs])
+    held_by = [[Box.from_json(box) for box in boxes] for boxes, _ in of_members]
     shares = cache(lambda count: shares_of(held_by, count))
     needed_by = [
-        shares(its["of"])[its["share"]] if isinstance(its, dict) else [_from_json(box) for box in its]
+        shares(its["of"])[its["share"]] if isinstance(its, dict) else [Box.from_json(box) for box in its]
         for _, its in of_members
     ]
     once, always = (rounds_of(moves, round_bytes) for moves in lasting(plan_moves(held_by, needed_by)))
@@ -162,14 +162,3 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Mod
 
 def _share_to_json(share: ModelShare) -> dict[str, int]:
     return {"share": share.index, "of": share.of}
-
-
-def _to_json(box: Box) -> list[Any]:
-    return [box.key, str(box.dtype).removeprefix("torch."), box.offset, box.shape]
-
-
-def _from_json(content: list[Any]) -> Box:
-    key, dtype, offset, shape = content
-    found = getattr(torch, dtype)
-    assert isinstance(found, torch.dtype), dtype
-    return Box(str(key), found, tuple(offset), tuple(shape))

@@ -1,27 +1,30 @@
-"""A vLLM worker's share of the weights: received from the training ranks beside the engine, then handed to the model.
+"""A vLLM worker's share of the weights: received from the training ranks, then handed to the model.
 
-Together the workers of a replica receive every weight once. Before loading they send one another the tensors, which
+Together the workers of a replica receive every weight once. When they load, they send one another the tensors, which
 costs little next to the way from the training ranks, because they are on one node.
+
+From training ranks elsewhere the whole share arrives beside the engine, and is staged in host memory. From those on the
+workers' devices it comes in buckets while the model loads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_rl.generate.refit.epoch import ReplicaStart, TransferFailed
+from megatron_rl.generate.refit.bucket_plan import Announced
+from megatron_rl.generate.refit.bucket_receiver import BucketReceiver
+from megatron_rl.generate.refit.epoch import DEVICE, Epoch, ReplicaStart, TransferFailed
 from megatron_rl.generate.refit.plan import ModelShare
 from megatron_rl.generate.refit.receiving import Receiving
 from megatron_rl.generate.refit.transfer import Receiver
-from megatron_rl.generate.vllm.whole_weights import hugging_face_tensors
-from megatron_rl.model.hf_mapping import OUTPUT, sources, weights
-from megatron_rl.model.sharded_names import weight_name
+from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
 from megatron_rl.recipe.model import ModelConfig
 
 
@@ -48,6 +51,17 @@ class Setting:
     """Tokens of the model, without the rows that pad the embedding."""
 
 
+class Load(NamedTuple):
+    """A weight to load."""
+
+    name: str
+    owner: int
+    """Worker that has it."""
+    dtype: torch.dtype
+    own: Mapping[str, Tensor] | None
+    """Hugging Face's tensors of it, if this worker is the owner."""
+
+
 class WeightShare(Receiving):
     def __init__(
         self,
@@ -63,49 +77,94 @@ class WeightShare(Receiving):
         receiver = Receiver(ModelShare(workers.rank, workers.size), host_memory)
         super().__init__(receiver, setting.replica, workers.rank, setting.timeout, beside)
         self._setting, self._workers = setting, workers
+        self._buckets: BucketReceiver | None = None  # in an epoch of the training ranks on the workers' devices
 
     def wait(self, version: int) -> None:
-        """Return once the version has arrived on all workers. Collective. Raises TransferFailed."""
-        failure = self.failure(version)
-        if reasons := [each for each in self._workers.gather(None if failure is None else str(failure)) if each]:
-            raise TransferFailed(f"version {version} has not arrived: {reasons[0]}")
+        """Return once the version has arrived on all workers; from training ranks on the workers' devices, once it can
+        come. Collective. Raises TransferFailed."""
+        self._agree(version, self.failure(version))
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the whole model under Hugging Face's names, layer after layer, on a device.
+        """Yield (name, tensor) of the whole model under Hugging Face's names, layer after layer, on a device. A version
+        of training ranks on the workers' devices comes meanwhile, and a tensor that is kept keeps no part of a bucket.
 
         Collective: each worker must exhaust the iterator.
 
-        Raises ValueError if the shares of all workers together lack a tensor.
+        Raises:
+            ValueError: the shares of all workers together lack a tensor.
+            TransferFailed: on all workers, before the first tensor or after the last one, if the version has not come.
+                Tensors that were yielded are then useless.
         """
-        staged, setting = self.receiver.staged(), self._setting
-        own = hugging_face_tensors(staged, setting.model, setting.vocabulary, device)
-        owners = self._owners({box: box.dtype for box in staged})
-        for name, (owner, dtype, shape) in owners.items():
-            if owner == self._workers.rank:
-                found, tensor = next(own)
-                assert found == name, f"{found} instead of {name}"
-                tensor = tensor.to(device)
-            else:
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-            if self._workers.size > 1:
-                self._workers.broadcast(tensor, owner)
-            yield name, tensor
+        whole = WholeWeights(self._setting.model, self._setting.vocabulary, device)
+        loads = self._staged(whole) if self._buckets is None else self._pulled(self._buckets, whole, device)
+        for name, owner, dtype, own in loads:
+            for source in whole.expected[name].sources:
+                tensor = torch.empty(source.shape, dtype=dtype, device=device) if own is None else own[source.name]
+                if self._workers.size > 1:
+                    self._workers.broadcast(tensor, owner)
+                yield source.name, tensor
 
-    def _owners(self, dtypes: Mapping[Any, torch.dtype]) -> dict[str, tuple[int, torch.dtype, Sequence[int]]]:
-        """The worker that has each tensor, with its dtype and shape, in the order of loading. Collective."""
-        setting = self._setting
-        mine = {weight_name(box.key, box.offset): str(dtype) for box, dtype in dtypes.items()}
-        of_workers = self._workers.gather(mine)
-        model = setting.model.model_copy(update={"vocab_size": setting.vocabulary})
-        found: dict[str, tuple[int, torch.dtype, Sequence[int]]] = {}
-        for name, weight in weights(model).items():
-            if name == OUTPUT and model.tied_embeddings:
-                continue
-            owner = next((rank for rank, held in enumerate(of_workers) if name in held), None)
-            if owner is None:
-                raise ValueError(f"no training rank has sent {name}")
-            dtype = getattr(torch, of_workers[owner][name].removeprefix("torch."))
-            for source in weight.sources:
-                found[source.name] = (owner, dtype, source.shape)
-        assert found.keys() == sources(weights(model)).keys()
-        return found
+    def _staged(self, whole: WholeWeights) -> Iterator[Load]:
+        parts = by_name(self.receiver.staged())
+        dtypes = {name: str(next(iter(of)).dtype).removeprefix("torch.") for name, of in parts.items()}
+        of_workers = self._workers.gather(dtypes)
+        whole.check({name for held in of_workers for name in held})
+        for name in whole.expected:
+            owner = next(rank for rank, held in enumerate(of_workers) if name in held)
+            own = whole.compose(name, parts) if owner == self._workers.rank else None
+            yield Load(name, owner, getattr(torch, of_workers[owner][name]), own)
+
+    def _pulled(self, buckets: BucketReceiver, whole: WholeWeights, device: torch.device) -> Iterator[Load]:
+        version, failure = self._received, None
+        assert version is not None, "no version was received"
+        try:
+            buckets.begin(version, device)
+        except TransferFailed as error:
+            failure = error
+        self._agree(version, failure)
+        whole.check({each.name for each in buckets.announced})
+        for each in buckets.announced:
+            own = None
+            try:
+                # A worker that has failed still takes part in the broadcasts, since the others wait for it there.
+                if failure is None:
+                    buckets.reach(each.last_round)
+                    own = self._own(buckets, whole, each)
+            except TransferFailed as error:
+                failure = error
+            if each.name in whole.expected:
+                yield Load(each.name, each.worker, getattr(torch, each.dtype), own)
+        try:
+            if failure is None:
+                buckets.end()
+        except TransferFailed as error:
+            failure = error
+        self._agree(version, failure)
+
+    def _own(self, buckets: BucketReceiver, whole: WholeWeights, each: Announced) -> dict[str, Tensor] | None:
+        if each.worker != self._workers.rank:
+            return None
+        parts = {name: buckets.parts_of(name) for name in (each.name, *whole.adapter_of(each.name))}
+        return whole.compose(each.name, parts) if each.name in whole.expected else None
+
+    def _agree(self, version: int, failure: BaseException | None) -> None:
+        reasons = self._workers.gather(None if failure is None else str(failure))
+        if found := [each for each in reasons if each is not None]:
+            raise TransferFailed(f"version {version} has not arrived: {found[0]}")
+
+    def _receive(self, version: int, epoch: Epoch | None) -> None:
+        if epoch is not None:
+            self._leave()
+            if epoch.backend == DEVICE:
+                rank = self._setting.replica[0] * self._workers.size + self._workers.rank
+                self._buckets = BucketReceiver.join(epoch, rank, self._setting.timeout.total_seconds())
+        if self._buckets is None:
+            super()._receive(version, epoch)
+        else:
+            self._received = version
+
+    def _leave(self) -> None:
+        super()._leave()
+        buckets, self._buckets = self._buckets, None
+        if buckets is not None:
+            buckets.close()

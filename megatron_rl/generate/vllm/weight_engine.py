@@ -5,6 +5,9 @@ POST /start_weight_update
 POST /update_weights               {"version": 7, "load": false}   wait until it has arrived
 POST /update_weights               {"version": 7, "load": true}    load it into the model
 POST /finish_weight_update
+
+A version of training ranks on the workers' devices comes while it is loaded, without the call that waits. If it does
+not come, the model's weights are useless until a next version is loaded.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megatron_rl.generate.refit.epoch import TransferFailed
 from megatron_rl.generate.vllm.share import Setting, WeightShare
 from megatron_rl.model.platform.transport import beside
 from megatron_rl.recipe.model import ModelConfig
@@ -65,12 +69,16 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
         share = self._share
         if share is None:
             raise RuntimeError("this worker was asked for weights before a version")
+        share.wait(update_info.version)
         if not update_info.load:
-            share.wait(update_info.version)
             return
         self._forget_packed_experts()
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(share.tensors(self.device))
+        try:
+            self.model.load_weights(share.tensors(self.device))
+        except TransferFailed:
+            self.finish_weight_update()  # vLLM would add the next version's tensors to those of layers that lack some
+            raise
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor
@@ -14,48 +14,72 @@ from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas
 from megatron_rl.model.sharded_names import leading_axes, weight_name
 from megatron_rl.recipe.model import ModelConfig
 
+Parts = Mapping[Box, Tensor]
+"""Parts of one weight, or of one matrix of an adapter: all of them, each in the shape of its box."""
 
-def hugging_face_tensors(
-    boxes: Mapping[Box, Tensor], model: ModelConfig, vocabulary: int, device: torch.device | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all Hugging Face tensors that the boxes contain, layer after layer, merged with their
-    adapters.
 
-    Tensors may be views of the boxes. The output layer of a model with tied embeddings is left out.
+class WholeWeights:
+    """Composes the weights of a model."""
 
-    Args:
-        boxes: the parts of each weight, and of its adapter, all of them or none, each tensor in the shape of its box.
+    def __init__(self, model: ModelConfig, vocabulary: int, device: torch.device | None = None) -> None:
+        """
         vocabulary: tokens of the model, without the rows that pad the embedding.
-        device: where to compose and merge the tensors; default: where the boxes are.
+        device: where to compose and merge the tensors; default: where the parts are.
+        """
+        self._model, self._device = model, device
+        self._of_adapters = adapters(model)
+        known = weights(model.model_copy(update={"vocab_size": vocabulary}))
+        self.expected = {name: each for name, each in known.items() if name != OUTPUT or not model.tied_embeddings}
+        """Weights that Hugging Face's tensors come from. The output layer of tied embeddings is left out."""
+        self._names = known.keys() | self._of_adapters.keys()
 
-    Raises:
-        ValueError: a weight is unknown, or incomplete.
-    """
-    parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
-    for box, part in boxes.items():
-        parts[weight_name(box.key, box.offset)][box] = part
-    known, of_adapters = weights(model.model_copy(update={"vocab_size": vocabulary})), adapters(model)
-    if unknown := parts.keys() - known.keys() - of_adapters.keys():
-        raise ValueError(f"Hugging Face has no weight {min(unknown)}")
-    for name, weight in known.items():
-        if name not in parts or (name == OUTPUT and model.tied_embeddings):
-            continue
-        whole = _joined(name, parts[name]).to(device)
+    def check(self, sent: Set[str]) -> None:
+        """Raise ValueError unless the weights that were sent, with or without the matrices of adapters, are a model."""
+        if unknown := sent - self._names:
+            raise ValueError(f"Hugging Face has no weight {min(unknown)}")
+        if missing := self.expected.keys() - sent:
+            raise ValueError(f"no training rank has sent {min(missing)}")
+
+    def adapter_of(self, name: str) -> tuple[str, ...]:
+        """Names of the matrices of a weight's adapter; empty without one."""
+        linear = name.removesuffix(".weight")
+        pair = tuple(f"{linear}.{matrix}" for matrix in (LORA_A, LORA_B))
+        return pair if self._model.lora and pair[0] in self._of_adapters else ()
+
+    def compose(self, name: str, parts: Mapping[str, Parts]) -> dict[str, Tensor]:
+        """Hugging Face's tensors of a weight, merged with its adapter. They share no memory with the parts.
+
+        parts: of the weight, and of each matrix of its adapter. Raises ValueError if some are missing.
+        """
+        weight = self.expected[name]
+        whole = self._joined(name, parts)
         tensors = {source.name: whole.new_empty(source.shape) for source in weight.sources}
         for piece in pieces(weight, whole):
             place = tensors[piece.source.name][piece.index]
             place.copy_(piece.view.reshape(place.shape))
-        linear = name.removesuffix(".weight")
-        pair = [f"{linear}.{matrix}" for matrix in (LORA_A, LORA_B)]
-        if model.lora and pair[0] in of_adapters:
-            a, b = (matrices(of_adapters[each], _joined(each, parts[each]).to(device)) for each in pair)
-            for changed, delta in deltas(a, b, model.lora):
+        if pair := self.adapter_of(name):
+            a, b = (matrices(self._of_adapters[each], self._joined(each, parts)) for each in pair)
+            assert self._model.lora is not None
+            for changed, delta in deltas(a, b, self._model.lora):
                 tensors[changed] = add(tensors[changed], delta)
-        yield from tensors.items()
+        return tensors
+
+    def _joined(self, name: str, parts: Mapping[str, Parts]) -> Tensor:
+        """Join the parts of one weight, without the axes that count layers and experts."""
+        return _joined(name, parts.get(name) or {}).to(self._device)
 
 
-def _joined(name: str, parts: Mapping[Box, Tensor]) -> Tensor:
-    """Join the parts of one weight, without the axes that count layers and experts."""
+def by_name(boxes: Mapping[Box, Tensor]) -> dict[str, dict[Box, Tensor]]:
+    """Parts of each weight, and of each matrix of an adapter. boxes: tensors in the shape of their boxes."""
+    parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
+    for box, part in boxes.items():
+        parts[weight_name(box.key, box.offset)][box] = part
+    return dict(parts)
+
+
+def _joined(name: str, parts: Parts) -> Tensor:
+    if not parts:
+        raise ValueError(f"{name} is missing")
     axes = leading_axes(next(iter(parts)).key)
     ends = [[start + size for start, size in zip(box.offset, box.shape, strict=True)][axes:] for box in parts]
     shape = [max(of_axis) for of_axis in zip(*ends, strict=True)]

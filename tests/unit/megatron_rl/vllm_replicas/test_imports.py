@@ -10,6 +10,7 @@ MODULES = (
     "megatron_rl.replica_main",
     "megatron_rl.generate.replica.lifecycle",
     "megatron_rl.generate.refit.probe",
+    "megatron_rl.generate.refit.bucket_receiver",
     "megatron_rl.generate.refit.transfer",
     "megatron_rl.generate.vllm.replica",
     "megatron_rl.generate.vllm.share",

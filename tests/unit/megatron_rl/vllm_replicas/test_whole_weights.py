@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
 from megatron_rl.generate.refit.plan import Box
-from megatron_rl.generate.vllm.whole_weights import hugging_face_tensors
+from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
 from megatron_rl.model.hf_mapping import OUTPUT, pieces
 from megatron_rl.model.hf_parts import global_names, held_weights
 from megatron_rl.model.lora import Adapter
@@ -67,6 +68,13 @@ def exported(policy: Policy, model: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
+def composed(boxes: Mapping[Box, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Hugging Face's tensors from boxes."""
+    whole, parts = WholeWeights(model, VOCAB), by_name(boxes)
+    whole.check(parts.keys())
+    return {name: tensor for weight in whole.expected for name, tensor in whole.compose(weight, parts).items()}
+
+
 @pytest.mark.parametrize("axis", [None, -1, -2], ids=["whole", "columns cut", "rows cut"])
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 def test_boxes_give_the_tensors_of_an_export(
@@ -77,7 +85,7 @@ def test_boxes_give_the_tensors_of_an_export(
     boxes = parts_by_box(model_tensors(policy).values())
     if axis is not None:
         boxes = halves(boxes, axis)
-    found = dict(hugging_face_tensors(boxes, model, VOCAB))
+    found = composed(boxes, model)
     expected = exported(policy, model)
     assert found.keys() == expected.keys()
     if "lora" not in fields:
@@ -90,4 +98,4 @@ def test_a_weight_with_a_part_missing_is_refused(platform: Any, groups: Any) -> 
     lost = next(box for box in boxes if "linear_fc2" in box.key and box.offset[0] == 1)
     del boxes[lost]
     with pytest.raises(ValueError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight .* is incomplete"):
-        list(hugging_face_tensors(boxes, tiny_model(), VOCAB))
+        composed(boxes, tiny_model())
