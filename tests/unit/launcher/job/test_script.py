@@ -64,15 +64,23 @@ def a_job(
     )
 
 
-SHAPES = {"qwen2.5-32b-dapo": "h100", "qwen2.5-32b-dapo-partitioned": "h100", "demo": "plain"}
-"""Recipes whose scripts have other functions; those of the others differ in values. And where each is golden."""
+BESIDE = ("inference.engine=vllm", "inference.vllm.image=vllm/vllm-openai:v0.32.0", "placement.inference.tp=4")
+SHAPES = {
+    "qwen2.5-32b-dapo": ("h100",),
+    "qwen2.5-32b-dapo-partitioned": ("h100",),
+    "qwen2.5-32b-dapo-vllm": ("h100", "qwen2.5-32b-dapo", *BESIDE),
+    "demo": ("plain",),
+}
+"""Scripts that have other functions; those of other recipes differ in values. And where each is golden, and its recipe
+if that has another name."""
 
 
-@pytest.mark.parametrize(("recipe", "cluster"), SHAPES.items(), ids=SHAPES)
-def test_the_script_is_the_golden_one(recipe, cluster, monkeypatch):
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_script_is_the_golden_one(name, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/opt/mrl/bin/python")
-    text = render(a_job(recipe, on=profile(cluster), run_dir=f"/shared/runs/{recipe}-20261121-080000"))
-    golden = GOLDEN / f"{recipe}.{cluster}.sbatch"
+    cluster, *asked = SHAPES[name]
+    text = render(a_job(*(asked or [name]), on=profile(cluster), run_dir=f"/shared/runs/{name}-20261121-080000"))
+    golden = GOLDEN / f"{name}.{cluster}.sbatch"
     if "UPDATE_GOLDEN" in os.environ:
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(text)
@@ -83,8 +91,9 @@ def test_the_script_is_the_golden_one(recipe, cluster, monkeypatch):
 def test_bash_and_shellcheck_have_nothing_to_say(cluster, tmp_path):
     script = tmp_path / "job.sbatch"
     named = {"container": Container(image="a:b", named=False, writable=True)} if cluster == "h100" else {}
-    for recipe in shipped_recipes() if cluster == "h100" else SHAPES:
-        script.write_text(render(a_job(recipe, on=profile(cluster, **named))))
+    for recipe in (*shipped_recipes(), "qwen2.5-32b-dapo-vllm") if cluster == "h100" else SHAPES:
+        asked = SHAPES.get(recipe, ())[1:] or [recipe]
+        script.write_text(render(a_job(*asked, on=profile(cluster, **named))))
         checks = [["bash", "-n"]] + [["shellcheck"]] * (recipe in SHAPES and shutil.which("shellcheck") is not None)
         for check in checks:
             said = subprocess.run([*check, script], capture_output=True, text=True, check=False)
@@ -404,6 +413,25 @@ def test_replicas_of_vllm_without_an_image_of_their_own_run_as_the_ranks_do(tmp_
     script = render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, "inference.vllm.python=/opt/vllm/bin/python", on=on))
     (infer,) = asked_of_srun(tmp_path / "other", script, "infer-0")
     assert {"--container-image=/ranks.sqsh", "/opt/vllm/bin/python"} <= {*infer}
+
+
+def test_a_vllm_beside_the_ranks_overlaps_them_on_its_share_of_their_gpus(tmp_path):
+    script = render(a_job("qwen2.5-32b-dapo", *BESIDE))
+    train, front, last = asked_of_srun(tmp_path, script, "train", "infer-3", "infer-15")
+    assert {"--ntasks=64", "--gpus-per-node=8", "--container-image=/ranks.sqsh"} <= {*train}
+    assert "--overlap" not in train
+    assert {"--nodes=1", "--ntasks=1", "--gpus-per-node=8", "--overlap", "--container-image=/vllm.sqsh"} <= {*front}
+    assert "--cpus-per-task=64" in front, "those of all ranks of the node, which wait while it generates"
+    for asked, number in ((front, "3"), (last, "15")):
+        assert "CUDA_VISIBLE_DEVICES=4,5,6,7" in asked and asked[-2:] == ["--replica", number]
+    assert "--no-kill" not in script and "--outlives-nodes" not in script, "no node is there for replicas alone"
+
+
+def test_the_vllms_beside_the_ranks_of_a_range_are_steps_of_one_node(tmp_path):
+    script = render(a_job("qwen2.5-32b-dapo", *BESIDE, "job.nodes=4-8"))
+    train, front = asked_of_srun(tmp_path, script, "train", "infer-3")
+    assert {"--nodes=2", "--ntasks=16"} <= {*train}, "of the nodes that this start has"
+    assert {"--nodes=1", "--ntasks=1"} <= {*front}
 
 
 TAUGHT = (
