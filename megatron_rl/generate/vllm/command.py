@@ -196,7 +196,7 @@ def sizes_of(config: RunConfig) -> ServeSizes:
         cache_tokens=inference.cache_tokens,
         page_tokens=inference.page_tokens,
         graphs=inference.cuda_graphs,
-        beside_ranks=config.placement.mode == "colocated",
+        beside_ranks=config.shares_devices,
     )
 
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_rl.generate.engine.request_limits import RequestLimits
+from megatron_rl.generate.refit.epoch import DEVICE
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.app import ReplicaService
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
@@ -44,7 +45,7 @@ from megatron_rl.recipe.model import ModelConfig
 def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
     """Open a vLLM that waits for the weights of the run. Raises ConfigurationError, and VllmGone if it has ended."""
     config, replica = here.config, here.replica
-    beside = config.placement.mode == "colocated"
+    beside = config.shares_devices
     tp = config.placement.inference.tp or config.placement.training.tp
     gpus = config.job.device == "cuda"
     try:
@@ -73,7 +74,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         else:
             order = StagedWeights(vllm, streams, setting, holds=gpus and tp > 1)
         leader = VllmLeader(vllm, _limits(config, tokenizer), streams, order, profiled)
-        transport = "device" if beside else offered("nccl" if gpus else "gloo")
+        transport = DEVICE if beside else offered("nccl" if gpus else "gloo")
         yield ReplicaService(leader, here.address(tp, transport), here.token)
 
 
