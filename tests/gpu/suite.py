@@ -44,7 +44,12 @@ class Part:
 
 
 PARTS = (
-    Part("parity", 300, ("test_cuda_parity.py", "test_cuda_run.py", "test_cuda_two_ranks.py"), at_once=True),
+    Part(
+        "parity",
+        300,
+        ("test_cuda_parity.py", "test_cuda_run.py", "test_cuda_two_ranks.py", "test_cuda_buckets.py"),
+        at_once=True,
+    ),
     Part("kernels", 240, ("test_cuda_kernels.py", "test_cuda_layer_kernels.py")),
     Part("decode", 240, ("test_cuda_decode.py", "test_cuda_megatron_engine.py")),
     Part("graphs", 240, ("test_cuda_graphs.py", "test_cuda_exit.py"), at_once=True),

@@ -1,5 +1,5 @@
-"""Weights arrive bit for bit in the workers of vLLM beside training ranks, for any layout of these. A death on either side
-ends no other process."""
+"""Weights arrive bit for bit in the workers of vLLM beside training ranks, for any layout of these. A death on either
+side ends no other process."""
 
 from __future__ import annotations
 
