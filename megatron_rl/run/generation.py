@@ -36,7 +36,7 @@ def open_pool(config: RunConfig, here: Here) -> ReplicaPool | None:
 
     Raises ConfigurationError if the run has no token.
     """
-    if config.placement.mode != "partitioned":
+    if not config.has_replicas:
         return None
     from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
 
