@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
@@ -19,6 +20,7 @@ from megatron_rl.generate.engine.openai import Endpoint
 from megatron_rl.learn.distill.served import ServedTeacher, endpoints_of, replicas_of
 from megatron_rl.learn.training import warm_up
 from megatron_rl.learn.training.objective import FrozenTeacher, Teacher
+from megatron_rl.learn.training.offload import HostWeights
 from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.platform.device import Device
@@ -46,6 +48,8 @@ class Models:
     optimizer: PolicyOptimizer
     reference: Policy | None
     """Initial policy, for the KL penalty: a copy, or `policy` if it still contains the initial weights."""
+    weights: HostWeights | None
+    """Weights of policy and reference, which leave the device while an engine generates there; None: they stay."""
     platform: Device
     groups: Groups
 
@@ -53,7 +57,12 @@ class Models:
         """Trained weights, optimizer and random numbers in megatron-core's sharded form."""
         model = sharded_weights(self.policy, self.groups.data_context, self.groups.expert_data, self.trainable.trained)
         rng = ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
-        return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": rng}
+        if self.weights is None:
+            return {"model": model, "optimizer": self.optimizer.sharded_state(model), "rng": rng}
+        for item in nested_values(model):
+            if isinstance(item, ShardedTensor | ShardedTensorFactory):
+                item.data = self.weights.held(item.data)
+        return {"model": model, "optimizer": self.optimizer.sharded_state(model, self.weights.held), "rng": rng}
 
     def restore(self, checkpoint: VerifiedCheckpoint) -> None:
         """Load a checkpoint of this run, written by any number of ranks. Collective. Raises ConfigurationError if its
@@ -99,8 +108,11 @@ def build_models(
     trainable.mark(policy)
     updates = config.training.steps * config.grpo.updates_per_step
     optimizer = PolicyOptimizer(policy, config.model, config.optimizer, updates, config.offload)
+    weights = None
+    if config.shares_devices and config.offload == "optimizer":
+        weights = HostWeights([policy] if reference is None else [policy, reference], platform)
     torch.manual_seed(config.training.seed)
-    return Models(policy, trainable, optimizer, reference, platform, groups), digest
+    return Models(policy, trainable, optimizer, reference, weights, platform, groups), digest
 
 
 def load_initial_weights(

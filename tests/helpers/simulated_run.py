@@ -183,7 +183,7 @@ class Simulation:
         policy: Any = _Policy()
         self.policy = policy
         optimizer: Any = _Optimizer()
-        return Models(policy, Trainable(None), optimizer, None, self.platform, self.groups), None
+        return Models(policy, Trainable(None), optimizer, None, None, self.platform, self.groups), None
 
 
 @dataclass(frozen=True)

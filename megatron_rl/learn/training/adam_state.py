@@ -51,8 +51,9 @@ def sharded_adam_state(
 
     Args:
         optimizer: of megatron-core, not a chain of them.
-        model_state: the model's sharded state with these parameters, neither saved nor loaded yet.
-        held: maps one of `adam_tensors` to the tensor that holds its values now.
+        model_state: the model's sharded state with these parameters as `held` returns them, neither saved nor loaded
+            yet.
+        held: maps a parameter or one of `adam_tensors` to the tensor that holds its values now, the same one each time.
     """
     of_parameter = {
         id(item.data): item
@@ -61,13 +62,14 @@ def sharded_adam_state(
     }
     state: dict[str, Any] = {}
     for share in _shares(optimizer, parameters):
-        sharded = of_parameter[id(share.parameter)]
+        weight = held(share.parameter)
+        sharded = of_parameter[id(weight)]
         # Gate and up projection, two tensors of a checkpoint, are one parameter: a factory builds both.
         parts = sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]
         for part in parts:
             for name in share.tensors:
                 flat = held(share.tensors[name]).detach().view(-1)
-                for piece in _pieces(f"optimizer.state.{name}.{part.key}", flat, share, part):
+                for piece in _pieces(f"optimizer.state.{name}.{part.key}", flat, share, weight, part):
                     state[f"{piece.key} {piece.global_offset}"] = piece
     return state
 
@@ -132,12 +134,13 @@ def _share(optimizer: Any, parameter: Parameter, main: Tensor, start: int, *, re
     return AdamShare(parameter, start, tensors, replicated)
 
 
-def _pieces(key: str, flat: Tensor, share: AdamShare, part: ShardedTensor) -> Iterator[ShardedTensor]:
+def _pieces(key: str, flat: Tensor, share: AdamShare, weight: Tensor, part: ShardedTensor) -> Iterator[ShardedTensor]:
     """Boxes of the whole model's tensor that a share fills.
 
-    flat: one of the share's tensors. part: this rank's parameter, or one of two tensors in it, within the model.
+    flat: one of the share's tensors. weight: holds the values of its parameter. part: this rank's parameter, or one of
+    two tensors in it, within the model.
     """
-    first = part.data.storage_offset() - share.parameter.storage_offset() - share.start  # index of the part in `flat`
+    first = part.data.storage_offset() - weight.storage_offset() - share.start  # index of the part in `flat`
     start = max(0, -first)
     end = max(start, min(part.data.numel(), len(flat) - first))
     layers, whole = part.prepend_axis_num, first + start

@@ -7,9 +7,11 @@ buffers need not be rebuilt, though every weight is a view of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_rl.model.platform.device import Device
 
@@ -65,6 +67,77 @@ class HostState:
     def held(self, tensor: Tensor) -> Tensor:
         """Return the tensor that holds the values now: `tensor` itself or its copy in host memory."""
         return self._copy_of.get(id(tensor), tensor) if self.away else tensor
+
+
+class WeightsAway(RuntimeError):
+    """Weights were about to be used while they are in host memory."""
+
+
+class HostWeights:
+    """Weights of models, all on the device or all in host memory. While they are away, a module that computes with them
+    raises WeightsAway."""
+
+    # Weights share storages: megatron-core's distributed optimizer makes all of them views of a few buffers, and tied
+    # ones are one tensor. So whole storages move, and a weight in host memory is the same view of the storage's copy.
+
+    def __init__(self, models: Sequence[Module], platform: Device) -> None:
+        self._modules = [
+            module for model in models for module in model.modules() if any(True for _ in module.parameters(False))
+        ]
+        storages = {
+            weight.untyped_storage()._cdata: weight.untyped_storage()
+            for model in models
+            for weight in model.parameters()
+        }
+        self._whole = {key: torch.empty(0, dtype=torch.uint8).to(its.device).set_(its) for key, its in storages.items()}
+        self._state = HostState([*self._whole.values()], platform)
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # weight -> itself, and its copy
+        self._guards: list[Any] = []
+
+    @property
+    def bytes(self) -> int:
+        return self._state.bytes
+
+    @property
+    def away(self) -> bool:
+        return self._state.away
+
+    def put_away(self) -> None:
+        """Move the weights to host memory. No-op for weights that are there."""
+        if not self.away:
+            self._state.offload()
+            self._guards = [module.register_forward_pre_hook(_refuse) for module in self._modules]
+
+    def fetch(self) -> None:
+        """Move the weights to the device. No-op for weights that are there."""
+        if self.away:
+            self._state.reload()
+            for guard in self._guards:
+                guard.remove()
+            self._held.clear()
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """Return the tensor that holds the values of a weight, or of a view of it, now; the same one each time. Returns
+        other tensors as they are."""
+        if not self.away:
+            return tensor
+        if id(tensor) in self._held:
+            return self._held[id(tensor)][1]
+        whole = self._whole.get(tensor.untyped_storage()._cdata)
+        if whole is None:
+            return tensor
+        copy = self._state.held(whole).view(tensor.dtype)
+        offset = copy.storage_offset() + tensor.storage_offset()
+        found = copy.as_strided(tensor.shape, tensor.stride(), offset)
+        self._held[id(tensor)] = tensor, found
+        return found
+
+
+def _refuse(module: Module, _inputs: Any) -> NoReturn:
+    raise WeightsAway(
+        f"{type(module).__name__} is used while its weights are in host memory, because an engine generates on this "
+        "device (placement.offload optimizer)"
+    )
 
 
 def _host_copies(tensors: Sequence[Tensor], host_memory: Callable[[int], Tensor]) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -140,15 +141,21 @@ class PolicyOptimizer:
         self.megatron.step_with_ready_grads()
         return Update(grad_norm, rate, applied=True)
 
-    def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Return Adam's state in megatron-core's sharded form, on the device or the host: see `sharded_adam_state`."""
+    def sharded_state(
+        self, model_state: dict[str, Any], weight_held: Callable[[Tensor], Tensor] = lambda weight: weight
+    ) -> dict[str, Any]:
+        """Return Adam's state in megatron-core's sharded form, on the device or the host: see `sharded_adam_state`.
+
+        weight_held: maps a weight to the tensor that holds its values now, as `model_state` has it.
+        """
+
+        def held(tensor: Tensor) -> Tensor:
+            return weight_held(self._host.held(tensor) if self._host else tensor)
+
         state: dict[str, Any] = {"step": get_step(self._parts()[0].optimizer)}
         for part in self._parts():
-            state |= sharded_adam_state(part, self.ddp.module.parameters(), model_state, self._held)
+            state |= sharded_adam_state(part, self.ddp.module.parameters(), model_state, held)
         return state
-
-    def _held(self, tensor: Tensor) -> Tensor:
-        return self._host.held(tensor) if self._host else tensor
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume from a loaded sharded state of this optimizer: loading filled all but the number of updates."""

@@ -57,6 +57,9 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()  # torch's allocator keeps what tensors have freed
+
     @cached_property
     def _beside(self) -> torch.cuda.Stream:
         """One stream for all work beside: torch caches freed memory per stream."""

@@ -152,6 +152,10 @@ class Device(Protocol):
         """Wait for queued device work, so that clock readings are meaningful."""
         return
 
+    def release_memory(self) -> None:
+        """Give memory that no tensor uses back to the device, where other processes may need it."""
+        return
+
     def beside(self) -> AbstractContextManager[None]:
         """Context of a thread whose device copies run beside other work. Exit waits for the copies."""
         return nullcontext()

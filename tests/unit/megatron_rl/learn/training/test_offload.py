@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import checkpointer, load, world
+from core_helpers import answer_logprobs, tiny_policy
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from offload_helpers import UPDATES, adams_numbers, an_optimizer, one_update, state_of
 from torch import Tensor
 
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.learn.training import offload as offload_module
-from megatron_rl.learn.training.offload import HostState
+from megatron_rl.learn.training.offload import HostState, HostWeights, WeightsAway
 from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.model.platform.phantom import PhantomCuda, PhantomDevice
+from megatron_rl.model.trainable import Trainable
 from megatron_rl.recipe.job import Offload
+from megatron_rl.run.models import Models
 
 
 def gradient_bytes(optimizer: PolicyOptimizer) -> int:
@@ -121,3 +126,65 @@ def test_a_gpu_frees_memory_and_waits_once_for_all_copies(platform: Any, groups:
             pass
         assert (before.bytes, away.bytes, back.bytes) == (12000, 0, 12000)
         assert device.waits == 0
+
+
+def sharded_of(optimizer: PolicyOptimizer, weights: HostWeights, groups: Any) -> dict[str, Tensor]:
+    """Weights and Adam's state, as a checkpoint gets them, copied."""
+    policy = optimizer.ddp.module
+    models = Models(policy, Trainable(None), optimizer, None, weights, policy.platform, groups)
+    state = models.sharded_state()
+    tensors = [
+        part
+        for item in nested_values({"model": state["model"], "optimizer": state["optimizer"]})
+        if isinstance(item, ShardedTensor | ShardedTensorFactory)
+        for part in (item.build() if isinstance(item, ShardedTensorFactory) else [item])
+    ]
+    return {f"{part.key} {part.global_offset}": part.data.detach().clone() for part in tensors}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied": {"tied_embeddings": False},
+    "experts": {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 16},
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_weights_in_host_memory_are_saved_and_come_back_bit_for_bit(
+    platform: Any, groups: Any, dtype: str, model: dict[str, Any], *, distributed: bool
+) -> None:
+    usual, moved = (
+        an_optimizer(platform, dtype, each, distributed=distributed, model=model) for each in ("none", "optimizer")
+    )
+    policy = moved.ddp.module
+    weights = HostWeights([policy], platform)
+    own = [*policy.parameters()]
+    assert weights.bytes >= sum(weight.nbytes for weight in own)
+    for number in range(UPDATES):
+        one_update(usual, number)
+        one_update(moved, number)
+        weights.put_away()
+        assert {weight.untyped_storage().nbytes() for weight in own} == {0}
+        away = sharded_of(moved, weights, groups)
+        weights.fetch()
+        here = sharded_of(moved, weights, groups)
+        assert away.keys() == here.keys()
+        assert all(torch.equal(away[name], here[name]) for name in here)
+    assert all(map(torch.equal, usual.ddp.module.parameters(), own))
+
+
+def test_weights_that_are_away_cannot_be_used(platform: Any, groups: Any) -> None:
+    policy = tiny_policy(platform)
+    weights = HostWeights([policy], platform)
+    before = answer_logprobs(policy, [1, 2], [3, 4])
+    weights.put_away()
+    weights.put_away()
+    with pytest.raises(WeightsAway, match="its weights are in host memory"):
+        answer_logprobs(policy, [1, 2], [3, 4])
+    with pytest.raises(WeightsAway):
+        policy.output()
+    weights.fetch()
+    weights.fetch()
+    assert torch.equal(answer_logprobs(policy, [1, 2], [3, 4]), before)
