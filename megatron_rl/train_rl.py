@@ -53,8 +53,7 @@ def train_step(run: Run) -> None:
 
     batch = run.driver.collect(run.next_ordinal)
     with run.profiler.training(step):
-        if not run.here.platform.transfers_beside_collectives:
-            run.refit.finish()
+        run.refit.begin_training()
         stats = run.trainer.train(batch, step, weights_change=run.refit.finish, record=run.record)
         with run.safe_points.phase("refit"):
             run.refit.publish(run.trainer.policy_version)

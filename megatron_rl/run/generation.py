@@ -1,5 +1,4 @@
-"""Generation of a run, by an engine on the training ranks or by replicas on other ranks (partitioned.py), and the
-driver that makes the batches of its steps, from sampled answers or from rows of data. The driver does not know who
+"""Generation of a run, by an engine on the training ranks or by replicas (replica_generation.py), and the driver that makes the batches of its steps, from sampled answers or from rows of data. The driver does not know who
 generates."""
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from megatron_rl.learn.rollout.driver import RolloutDriver
 from megatron_rl.learn.rollout.in_flight import InFlightGroups
 from megatron_rl.learn.rollout.window import Window
 from megatron_rl.learn.supervised.example_driver import ExampleDriver
-from megatron_rl.model.policy import Policy
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.profiler import generation_profiler
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.run.models import Models
 from megatron_rl.run.problems import Material
 from megatron_rl.run.standalone.first_rows import Lesson
 from megatron_rl.run.state import Counters, Driver, Generation
@@ -32,21 +31,23 @@ if TYPE_CHECKING:
 
 
 def open_pool(config: RunConfig, here: Here) -> ReplicaPool | None:
-    """Open the pool of replicas, before any model is built because replicas wait for it; None if there are none.
+    """Open the pool of replicas, before any model is built because replicas wait for it; None if there are none. The
+    engines of those on the ranks' own devices start here. Collective.
 
-    Raises ConfigurationError if the run has no token.
+    Raises ConfigurationError if the run has no token, NoReplicaLeft if no engine starts, and LeaveAgreed if a rank is
+    asked to leave meanwhile.
     """
     if not config.has_replicas:
         return None
-    from megatron_rl.run import partitioned  # slow to import: it needs an HTTP client
+    from megatron_rl.run import replica_generation  # slow to import: it needs an HTTP client
 
-    return partitioned.open_pool(config, here)
+    return replica_generation.open_pool(config, here)
 
 
 def build_generation(
-    config: RunConfig, here: Here, lesson: Lesson, policy: Policy, pool: ReplicaPool | None
+    config: RunConfig, here: Here, lesson: Lesson, models: Models, pool: ReplicaPool | None
 ) -> Generation | None:
-    """Set up the generation of answers with the weights of `policy`, once they are published; None if nothing is
+    """Set up the generation of answers with the weights of the policy, once they are published; None if nothing is
     sampled. Collective.
 
     pool: opened by `open_pool`.
@@ -54,14 +55,21 @@ def build_generation(
     if not config.generates:
         return None
     if pool is not None:
-        from megatron_rl.run import partitioned
+        from megatron_rl.run import replica_generation
 
-        return partitioned.generate_elsewhere(config, here, lesson, policy, pool)
+        return replica_generation.generate_elsewhere(config, here, lesson, models, pool)
     tp = config.placement.inference.tp or config.placement.training.tp
     ranks = EngineRanks.form(here.groups, tp, timedelta(seconds=config.job.collective_timeout_s))
     tokenizer = lesson.tokenizer
     engine, refit = build_engine(
-        policy, config, tokenizer.vocab_size, tokenizer.end_ids, here.platform, here.groups, ranks, tokenizer.decode
+        models.policy,
+        config,
+        tokenizer.vocab_size,
+        tokenizer.end_ids,
+        here.platform,
+        here.groups,
+        ranks,
+        tokenizer.decode,
     )
     engine.profiler = generation_profiler(here.attempt, config, here.platform, dist.get_rank())
     return Generation(engine, refit, EngineInTurn(ranks, engine, here.safe_points))

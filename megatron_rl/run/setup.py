@@ -42,7 +42,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
     progress = counters.policy_version, counters.nonfinite_in_a_row
     trainer = Trainer(models.policy, models.optimizer, objective, config, here, *progress)
 
-    generation = build_generation(config, here, lesson, models.policy, pool)
+    generation = build_generation(config, here, lesson, models, pool)
     if generation is not None:
         generation.refit.publish(counters.policy_version)
     driver = build_driver(config, here, material, generation, counters)

@@ -111,6 +111,9 @@ class NoRefit:
 
     moved_bytes = 0
 
+    def begin_training(self) -> None:
+        """No-op: nothing has the device."""
+
     def publish(self, policy_version: int) -> None:
         """No-op: nobody needs the weights."""
 

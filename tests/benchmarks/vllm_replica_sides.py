@@ -33,7 +33,7 @@ from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.run.partitioned import Prober, probe_text
+from megatron_rl.run.prober import Prober, probe_text
 
 ENGINES = {"native": "mrl", "vllm": "vLLM"}
 """Engine of recipes -> its name in tables."""

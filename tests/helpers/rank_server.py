@@ -16,7 +16,7 @@ IMPORTED = (
     "hypothesis",
     "megatron_rl.agent.environments.arithmetic",
     "megatron_rl.run.attempt",
-    "megatron_rl.run.partitioned",
+    "megatron_rl.run.replica_generation",
     "megatron_rl.model.platform.cpu",
     "megatron_rl.rank_main",
     "megatron_rl.generate.replica.own_engine",

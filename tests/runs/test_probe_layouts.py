@@ -12,7 +12,7 @@ from layout_helpers import Layout, fill
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import build_policy
-from megatron_rl.run.partitioned import Prober
+from megatron_rl.run.prober import Prober
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32}

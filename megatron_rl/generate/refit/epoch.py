@@ -4,7 +4,8 @@ The members of an epoch are the training ranks and the ranks of all replicas tha
 dies the epoch ends, and the next one excludes it.
 
 Tensors go over NCCL if all members have the same release of it, because NCCL connects no others; else over gloo, by TCP
-and host memory. The image of the ranks and a vLLM beside it usually have different releases.
+and host memory. The image of the ranks and a vLLM beside it usually have different releases. Replicas on the devices of
+the training ranks take the weights from there.
 """
 
 from __future__ import annotations

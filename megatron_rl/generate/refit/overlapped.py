@@ -39,7 +39,7 @@ class OverlappedRefit:
         safe_points: SafePoints,
         measure: Callable[[], Probe | None] | None = None,
     ) -> None:
-        """measure: measures the probe of a version (`run.partitioned`); None for replicas that are not probed."""
+        """measure: measures the probe of a version (`run.prober`); None for replicas that are not probed."""
         self._measure, self._probe_s = measure, 0.0
         self._transfer, self._pool, self._platform, self._safe_points = transfer, pool, platform, safe_points
         self._publication: Future[None] | None = None  # until `finish`
@@ -59,6 +59,11 @@ class OverlappedRefit:
         if publication is None:
             return self._pool.starved
         return publication.done() and (publication.exception() is not None or self._pool.starved)
+
+    def begin_training(self) -> None:
+        """Wait for a transfer that must not run beside the step's collectives. Collective."""
+        if not self._platform.transfers_beside_collectives:
+            self.finish()
 
     def publish(self, policy_version: int) -> None:
         """Start a transfer. Requests from now on are answered with this version. Collective."""

@@ -23,6 +23,11 @@ class Refit(Protocol):
         """Bytes that all ranks together send with a version."""
         ...
 
+    def begin_training(self) -> None:
+        """Have the engine leave the device to a step of training, as far as it must. Called after the batch of the step
+        is generated. Collective."""
+        ...
+
     def publish(self, policy_version: int) -> None:
         """Have the engine sample with the trainer's weights; `policy_version` is the number of optimizer steps in them.
         Collective. May continue in the background until `finish`."""
@@ -40,6 +45,9 @@ class SharedWeights:
 
     def __init__(self, engine: RankEngine) -> None:
         self._engine = engine
+
+    def begin_training(self) -> None:
+        """The engine's phase has ended before."""
 
     def publish(self, policy_version: int) -> None:
         self._engine.policy_version = policy_version
@@ -96,6 +104,9 @@ class ReshardedWeights:
         self._once: Transfer | None = transfer(once)
         self._always = transfer(always)
         self.moved_bytes = self._always.bytes
+
+    def begin_training(self) -> None:
+        """The engine's phase has ended before."""
 
     @torch.no_grad()
     def publish(self, policy_version: int) -> None:

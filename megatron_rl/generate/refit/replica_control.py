@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
+from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.generate.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.replicas.link import ReplicaGone
@@ -28,11 +29,42 @@ class PoolControl:
         self._members: frozenset[ReplicaStart] = frozenset()
 
     def live(self) -> list[Member]:
-        """Replicas that answered recently; may be empty. Returns at once. Raises NoReplicaLeft if no replica will ever
-        come back."""
-        if self._pool.given_up is not None and not self._pool.starts():
+        """Replicas that answered recently and whose engine runs; may be empty. Returns at once. Raises NoReplicaLeft if no
+        replica will ever come back."""
+        down = self.down()
+        return [
+            Member(each.replica, each.start, each.ranks, each.transport)
+            for started, each in self._reached().items()
+            if started not in down
+        ]
+
+    def reached(self) -> frozenset[ReplicaStart]:
+        """Replicas that answered recently, whether their engine runs or not. Raises NoReplicaLeft as `live` does."""
+        return frozenset(self._reached())
+
+    def _reached(self) -> dict[ReplicaStart, ReplicaAddress]:
+        starts = self._pool.starts()
+        if self._pool.given_up is not None and not starts:
             raise NoReplicaLeft(f"all inference replicas are given up: {self._pool.given_up}")
-        return [Member(each.replica, each.start, each.ranks, each.transport) for each in self._pool.starts().values()]
+        return starts
+
+    def down(self) -> frozenset[ReplicaStart]:
+        """Replicas beside training ranks whose engine is not started, or still starting."""
+        return frozenset(started for started, state in self._pool.states().items() if state == "down")
+
+    def start(self) -> None:
+        """Have all replicas that are down begin to start their engines. Returns at once."""
+        self._note_lost(self._call("start", {}, self.down()))
+
+    def sleep(self) -> None:
+        """Have all engines that run leave the devices to the training ranks. Returns when they have; the replica of one
+        that cannot is lost."""
+        running = self.reached() - self.down()
+        self._note_lost(self._call("sleep", {}, running, self._timeout_s))
+
+    def _note_lost(self, failed: Mapping[ReplicaStart, ReplicaGone]) -> None:
+        for error in failed.values():
+            logger.warning("%s", error)
 
     def receive(self, version: int, epoch: Epoch | None) -> None:
         """Have all replicas of an epoch join it and then receive a version; None: of the present one. Returns when all
@@ -40,17 +72,19 @@ class PoolControl:
         if epoch is not None:
             self._members = epoch.started
         body = {"version": version, "epoch": None if epoch is None else epoch.to_json()}
-        if failed := self._call("receive", body):
+        if failed := self._call("receive", body, self._members):
             raise ReplicaLost(failed.keys(), "; ".join(map(str, failed.values())))
 
     def swap(self, version: int, probe: Probe | None) -> frozenset[ReplicaStart]:
         """Have all replicas of the epoch generate with the received version, which passes the probe. Returns those that
         do."""
         body = {"version": version, "probe": None if probe is None else probe.encode()}
-        return self._members - self._call("swap", body, self._timeout_s).keys()
+        return self._members - self._call("swap", body, self._members, self._timeout_s).keys()
 
-    def _call(self, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> dict[ReplicaStart, ReplicaGone]:
-        answers = {started: self._pool.call(started, path, body, timeout_s) for started in sorted(self._members)}
+    def _call(
+        self, path: str, body: dict[str, Any], who: Collection[ReplicaStart], timeout_s: float = 0.0
+    ) -> dict[ReplicaStart, ReplicaGone]:
+        answers = {started: self._pool.call(started, path, body, timeout_s) for started in sorted(who)}
         failed = {}
         for started, answer in answers.items():
             try:

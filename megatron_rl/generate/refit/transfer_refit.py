@@ -62,12 +62,20 @@ class TransferRefit:
         self._listener: Listener | None = None  # on rank 0, from the beginning of an epoch until rank 0 joins it
         self._aborted = threading.Event()
 
-    def publish(self, policy_version: int, probe: Probe | None = None) -> bool:
+    def publish(
+        self,
+        policy_version: int,
+        probe: Probe | None = None,
+        ready: Callable[[], bool] = lambda: True,
+        sent: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Have the replicas generate with the current weights. A replica that is gone or fails is left out; one that
         has come since the last version is included. Publishing a version again gives it to replicas that came too late.
         Collective.
 
         probe: of these weights, on rank 0, for engines that are probed.
+        ready: called on all ranks before each attempt; false on all of them if one was asked to leave meanwhile.
+        sent: called on all ranks between sending the weights and their use.
 
         Returns whether any replica has the version: false if a rank was asked to leave, or aborted, before one came.
 
@@ -76,7 +84,9 @@ class TransferRefit:
             ValueError: the replicas have another model.
         """
         give_up = time.monotonic() + self._no_replica_timeout.total_seconds()
-        while not self._publish_to_some(policy_version, probe):
+        while ready():
+            if self._publish_to_some(policy_version, probe, sent):
+                return True
             if any(self._gather(self._leaves() or self._aborted.is_set())):
                 return False
             if self._decide(lambda: time.monotonic() > give_up):
@@ -85,7 +95,7 @@ class TransferRefit:
                     f"{self._no_replica_timeout}: see the logs of the replicas, infer-*.log"
                 )
             self._aborted.wait(WAIT_S)
-        return True
+        return False
 
     def abort(self) -> None:
         """End a transfer soon and begin no other one. Call it on all ranks, from another thread."""
@@ -103,7 +113,7 @@ class TransferRefit:
             self._listener.close()
             self._listener = None
 
-    def _publish_to_some(self, version: int, probe: Probe | None) -> bool:
+    def _publish_to_some(self, version: int, probe: Probe | None, sent: Callable[[], None]) -> bool:
         """Whether a replica has taken the version. Every failed epoch is followed by one without the replicas that
         failed. Equal on all ranks."""
         # Rank 0 alone talks to the replicas, and all ranks must take the same branch: `_decide` broadcasts what it
@@ -117,6 +127,7 @@ class TransferRefit:
                     self._on_all_ranks(partial(self._join, epoch))
                 self._on_all_ranks(lambda: self._sender.publish(version))
                 self.moved_bytes = sum(self._gather(self._sender.sent_bytes))
+                sent()
                 return bool(self._decide(lambda: self._swap(version, probe)))
             except TransferFailed as error:
                 logger.warning("policy version %d: %s", version, error)

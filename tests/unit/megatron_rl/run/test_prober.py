@@ -10,7 +10,7 @@ import torch
 from core_helpers import answer_logprobs, stir, tiny_policy
 
 from megatron_rl.model.tokenizer import CharacterTokenizer
-from megatron_rl.run.partitioned import TOKENS, Prober, probe_text
+from megatron_rl.run.prober import TOKENS, Prober, probe_text
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 

@@ -19,7 +19,7 @@ from megatron_rl.generate.refit.overlapped import OverlappedRefit
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_refit import TransferRefit
-from megatron_rl.run.partitioned import Prober
+from megatron_rl.run.prober import Prober
 
 
 class HeldReplicas(ThreadedReplicas):

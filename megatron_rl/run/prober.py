@@ -1,10 +1,9 @@
-"""Generation by replicas on other ranks, in a partitioned run: the part of the training ranks."""
+"""Log-probs of a short text under the trainer's weights, which an engine that got them must report too."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from itertools import islice
 
 import torch
@@ -13,83 +12,13 @@ from torch import Tensor
 
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.packing import pack
-from megatron_rl.generate.refit.model_tensors import weights_by_box
-from megatron_rl.generate.refit.overlapped import OverlappedRefit
 from megatron_rl.generate.refit.probe import Probe
-from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
-from megatron_rl.generate.refit.transfer import Sender
-from megatron_rl.generate.refit.transfer_refit import TransferRefit
-from megatron_rl.generate.replicas.dispatch import Dispatch
-from megatron_rl.generate.replicas.pool import ReplicaPool
-from megatron_rl.generate.replicas.wire import digest_of, read_token
-from megatron_rl.learn.rollout.agent_loop import AgentThread, TrainingDriver
 from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward
-from megatron_rl.model.platform.transport import offered
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.here import Here
-from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.engines import capabilities_of
-from megatron_rl.run.standalone.first_rows import Lesson
-from megatron_rl.run.state import Generation
 
 logger = logging.getLogger("megatron_rl")
-
-
-def open_pool(config: RunConfig, here: Here) -> ReplicaPool:
-    """Open the pool of replicas that this rank's driver queries. Called early, because replicas wait for it.
-
-    Raises ConfigurationError if the run has no token.
-    """
-    role = TrainingDriver.of(here.groups)
-    dispatch = Dispatch(
-        here.attempt,
-        digest_of(here.run_dir.resolved),
-        read_token(here.run_dir.token),
-        role.index,
-        resumes=config.resume.partial == "keep",
-        limit_s=config.job.silence_limit_s,
-    )
-    pool = ReplicaPool(dispatch)
-    if role.drives:
-        pool.start()
-    return pool
-
-
-def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, policy: Policy, pool: ReplicaPool) -> Generation:
-    """Set up the refit of the replicas, which generate with the weights of `policy` once they are published.
-    Collective.
-
-    pool: opened by `open_pool`.
-    """
-    prober = None
-    if capabilities_of(config.inference.engine).probed:
-        prompts = (problem.prompt for problem in lesson.sets[0].problems)
-        prober = Prober(policy, probe_text(prompts, lesson.tokenizer, config.sequence_length), here.groups)
-    platform, safe_points = here.platform, here.safe_points
-    timeout = timedelta(seconds=config.job.collective_timeout_s)
-    transfer = TransferRefit(
-        Sender(weights_by_box(policy)),
-        dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
-        offered(platform.backend),
-        PoolControl(pool, timeout) if dist.get_rank() == 0 else None,
-        safe_points.poll,
-        min(timeout, TRANSFER_TIMEOUT),
-        no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
-    )
-    refit = OverlappedRefit(transfer, pool, platform, safe_points, prober.measure if prober else None)
-    loop = AgentThread(TrainingDriver.of(here.groups), pool, safe_points, refit)
-
-    def end() -> None:
-        refit.close()
-        pool.close(end=dist.get_rank() == 0)
-
-    def metrics() -> dict[str, float]:
-        return pool.metrics() | refit.metrics()
-
-    return Generation(pool, refit, loop, end, metrics if dist.get_rank() == 0 else dict)
-
 
 TOKENS = 64
 """Most tokens of a probe: enough that all layers and positions have an effect, and as cheap as a short prompt."""

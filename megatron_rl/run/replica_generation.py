@@ -1,0 +1,101 @@
+"""Generation by replicas, on nodes of their own or on the devices of the training ranks: the part of those ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_rl.generate.refit.model_tensors import weights_by_box
+from megatron_rl.generate.refit.overlapped import OverlappedRefit
+from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
+from megatron_rl.generate.refit.transfer import Sender
+from megatron_rl.generate.refit.transfer_refit import TransferRefit
+from megatron_rl.generate.replicas.dispatch import Dispatch
+from megatron_rl.generate.replicas.pool import ReplicaPool
+from megatron_rl.generate.replicas.wire import digest_of, read_token
+from megatron_rl.learn.rollout.agent_loop import AgentThread, TrainingDriver
+from megatron_rl.model.platform.transport import offered
+from megatron_rl.rank.here import Here
+from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.run.models import Models
+from megatron_rl.run.prober import Prober, probe_text
+from megatron_rl.run.standalone.first_rows import Lesson
+from megatron_rl.run.state import Generation
+from megatron_rl.run.turns import Engines, Turns
+
+
+def open_pool(config: RunConfig, here: Here) -> ReplicaPool:
+    """Open the pool of replicas that this rank's driver queries, and start the engines on the devices of the ranks.
+    Called early, because replicas wait for it, and those engines need free devices. Collective.
+
+    Raises as `run.generation.open_pool` does.
+    """
+    role = TrainingDriver.of(here.groups)
+    dispatch = Dispatch(
+        here.attempt,
+        digest_of(here.run_dir.resolved),
+        read_token(here.run_dir.token),
+        role.index,
+        resumes=config.resume.partial == "keep",
+        limit_s=config.job.silence_limit_s,
+    )
+    pool = ReplicaPool(dispatch)
+    if role.drives:
+        pool.start()
+    if config.shares_devices:
+        here.safe_points.activity.enter("waiting for vLLM", 0)
+        tp = config.placement.inference.tp or config.placement.training.tp
+        if not _engines(config, here, pool).start(dist.get_world_size() // tp):
+            here.safe_points.agree()
+    return pool
+
+
+def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, models: Models, pool: ReplicaPool) -> Generation:
+    """Set up the refit of the replicas, which generate with the weights of the policy once they are published.
+    Collective.
+
+    pool: opened by `open_pool`.
+    """
+    measure = None
+    if capabilities_of(config.inference.engine).probed:
+        prompts = (problem.prompt for problem in lesson.sets[0].problems)
+        text = probe_text(prompts, lesson.tokenizer, config.sequence_length)
+        measure = Prober(models.policy, text, here.groups).measure
+    timeout = timedelta(seconds=config.job.collective_timeout_s)
+    transfer = TransferRefit(
+        Sender(weights_by_box(models.policy)),
+        dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
+        offered(here.platform.backend),
+        _control(config, pool),
+        here.safe_points.poll,
+        min(timeout, TRANSFER_TIMEOUT),
+        no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
+    )
+    refit: OverlappedRefit | Turns
+    if config.shares_devices:
+        engines = _engines(config, here, pool)
+        refit = Turns(transfer, engines, pool, models.weights, here, config.offload, measure)
+    else:
+        refit = OverlappedRefit(transfer, pool, here.platform, here.safe_points, measure)
+    loop = AgentThread(TrainingDriver.of(here.groups), pool, here.safe_points, refit)
+
+    def end() -> None:
+        refit.close()
+        pool.close(end=dist.get_rank() == 0)
+
+    def metrics() -> dict[str, float]:
+        return pool.metrics() | refit.metrics()
+
+    return Generation(pool, refit, loop, end, metrics if dist.get_rank() == 0 else dict)
+
+
+def _engines(config: RunConfig, here: Here, pool: ReplicaPool) -> Engines:
+    return Engines(_control(config, pool), here, config.job.silence_limit_s)
+
+
+def _control(config: RunConfig, pool: ReplicaPool) -> PoolControl | None:
+    """None on ranks other than the first."""
+    timeout = timedelta(seconds=config.job.collective_timeout_s)
+    return PoolControl(pool, timeout) if dist.get_rank() == 0 else None
