@@ -24,7 +24,7 @@ PHASES = {
     "generate": "generating",
     "log-probs": "computing log-probs",
     "train": "training",
-    "offload": "moving the optimizer's state",
+    "offload": "moving state on or off the device",
     "refit": "refitting",
     "save": "saving",
     "evaluate": "evaluating",

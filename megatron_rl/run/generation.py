@@ -1,5 +1,5 @@
-"""Generation of a run, by an engine on the training ranks or by replicas (replica_generation.py), and the driver that makes the batches of its steps, from sampled answers or from rows of data. The driver does not know who
-generates."""
+"""Generation of a run, by an engine on the training ranks or by replicas (replica_generation.py), and the driver that
+makes the batches of its steps, from sampled answers or from rows of data. The driver does not know who generates."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class PoolControl:
         self._members: frozenset[ReplicaStart] = frozenset()
 
     def live(self) -> list[Member]:
-        """Replicas that answered recently and whose engine runs; may be empty. Returns at once. Raises NoReplicaLeft if no
-        replica will ever come back."""
+        """Replicas that answered recently and whose engine runs; may be empty. Returns at once. Raises NoReplicaLeft if
+        no replica will ever come back."""
         down = self.down()
         return [
             Member(each.replica, each.start, each.ranks, each.transport)

@@ -189,6 +189,11 @@ MACHINES: dict[str, Metric] = {
         good="below time/step_s",
         advice="On slow networks train adapters (`model.lora`): they alone are sent.",
     ),
+    "time/sleep_s": Metric(
+        "seconds until the replicas on the training ranks' GPUs had left them to the step; absent if replicas have GPUs "
+        "of their own",
+        unit="s",
+    ),
     "time/probe_s": Metric(
         "seconds in which the ranks computed log-probs of a short text, which replicas must report under the "
         "new weights; absent if the engine is not probed",
