@@ -114,7 +114,7 @@ class Sections(Section):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether replicas answer, which are worlds of their own, instead of the training ranks themselves."""
+        """Whether replicas answer, each a separate world, instead of the training ranks themselves."""
         return self.placement.mode == "partitioned" or self.inference.own_vllm is not None
 
     @property

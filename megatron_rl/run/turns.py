@@ -94,8 +94,8 @@ class Engines:
         return True
 
     def _missing(self, replicas: int) -> str:
-        """What is missing until that many replicas have engines that run, after asking those that are there to start
-        theirs; empty: nothing. On rank 0."""
+        """Ask the replicas that are there to start their engines. Return, for people, what is missing until that many
+        have engines that run; empty: nothing. On rank 0."""
         assert self._control is not None
         self._control.start()
         there = {replica for replica, _ in self._control.reached()}

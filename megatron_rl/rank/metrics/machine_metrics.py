@@ -190,8 +190,8 @@ MACHINES: dict[str, Metric] = {
         advice="On slow networks train adapters (`model.lora`): they alone are sent.",
     ),
     "time/sleep_s": Metric(
-        "seconds until the replicas on the training ranks' GPUs had left them to the step; absent if replicas have GPUs "
-        "of their own",
+        "seconds until the replicas on the training ranks' GPUs had left them to the step; absent if replicas have "
+        "other GPUs",
         unit="s",
     ),
     "time/probe_s": Metric(

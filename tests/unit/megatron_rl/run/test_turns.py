@@ -120,7 +120,7 @@ class Shared:
         return Engines(self.replicas, self.here, self.limit_s)
 
     def train(self) -> None:
-        """What the training step does between the turns, and a change of the weights."""
+        """Change the weights, as the training step does between the turns."""
         self.acts.append("train")
         stir(self.trained, 0.1, seed=2)
         self.acts += ["update", "stow"]
