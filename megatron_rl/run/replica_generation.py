@@ -6,6 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_rl.generate.refit.bucket_sender import BucketSender
+from megatron_rl.generate.refit.epoch import DEVICE
 from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.overlapped import OverlappedRefit
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
@@ -64,17 +66,18 @@ def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, models: Mo
         text = probe_text(prompts, lesson.tokenizer, config.sequence_length)
         measure = Prober(models.policy, text, here.groups).measure
     timeout = timedelta(seconds=config.job.collective_timeout_s)
+    held, shared = weights_by_box(models.policy), config.shares_devices
     transfer = TransferRefit(
-        Sender(weights_by_box(models.policy)),
+        BucketSender(held, here.groups.world, near=config.job.gpus_per_node) if shared else Sender(held),
         dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
-        offered(here.platform.backend),
+        DEVICE if shared else offered(here.platform.backend),
         _control(config, pool),
         here.safe_points.poll,
         min(timeout, TRANSFER_TIMEOUT),
         no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
     )
     refit: OverlappedRefit | Turns
-    if config.shares_devices:
+    if shared:
         engines = _engines(config, here, pool)
         refit = Turns(transfer, engines, pool, models.weights, here, config.offload, measure)
     else:

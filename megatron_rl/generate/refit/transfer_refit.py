@@ -12,7 +12,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.generate.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart, TransferFailed
+from megatron_rl.generate.refit.bucket_group import BucketGroup
+from megatron_rl.generate.refit.bucket_sender import BucketSender
+from megatron_rl.generate.refit.epoch import (
+    DEVICE,
+    Epoch,
+    Member,
+    NoReplicaLeft,
+    ReplicaLost,
+    ReplicaStart,
+    TransferFailed,
+)
 from megatron_rl.generate.refit.liveness import Listener
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import BackOff, PoolControl
@@ -29,7 +39,7 @@ class TransferRefit:
 
     def __init__(
         self,
-        sender: Sender,
+        sender: Sender | BucketSender,
         control: dist.ProcessGroup,
         transport: str,
         replicas: PoolControl | None,
@@ -38,9 +48,9 @@ class TransferRefit:
         no_replica_timeout: timedelta,
     ) -> None:
         """
-        sender: this rank's.
+        sender: this rank's, of the transport.
         control: all training ranks, over gloo; used by nothing else.
-        transport: of tensors, that all training ranks have: see `transport.offered`.
+        transport: of tensors, that all training ranks have: see `transport.offered`; or `DEVICE`.
         replicas: on rank 0; None on other ranks.
         leaves: whether this rank was asked to leave; called about once a second while there is no replica.
         timeout: bounds every wait within a transfer.
@@ -56,7 +66,7 @@ class TransferRefit:
         self._no_replica_timeout = no_replica_timeout
         self._number = 0
         self.moved_bytes = 0
-        self._group: TransferGroup | None = None
+        self._group: TransferGroup | BucketGroup | None = None
         self._left_out: set[ReplicaStart] = set()  # in this publication
         self._back_off = BackOff()  # over all publications, on rank 0
         self._listener: Listener | None = None  # on rank 0, from the beginning of an epoch until rank 0 joins it
@@ -176,11 +186,14 @@ class TransferRefit:
             self.close()
         rank = dist.get_rank(self._control)
         try:
-            self._group = TransferGroup.join(epoch, rank, self._timeout, listener)
+            if epoch.backend == DEVICE:
+                self._group = BucketGroup.join(epoch, rank, self._timeout, listener, control=self._control)
+            else:
+                self._group = TransferGroup.join(epoch, rank, self._timeout, listener)
         except ReplicaLost as error:
             self._left_out |= error.who
             raise
-        self._sender.connect(self._group)
+        self._sender.connect(self._group)  # type: ignore[arg-type]  # of the same transport
         if rank == 0:
             names = ", ".join(str(member.replica) for member in epoch.replicas)
             moved = self._sender.moved_bytes
