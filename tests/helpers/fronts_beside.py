@@ -3,7 +3,9 @@ samples tokens that are functions of the request's key."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -34,6 +36,9 @@ class PulledWeights(ScriptedWeights):
         super().__init__(engine)
         self._share, self._thread = share, ThreadPoolExecutor(1)
         self.loaded: dict[str, Tensor] = {}
+        self.dies_at: int | None = None
+        """Version in whose middle it dies."""
+        self.hold: Callable[[str], None] = lambda act: None
 
     def receive(self, version: int, epoch: dict[str, Any] | None) -> Future[None]:
         return self._thread.submit(self._pull, version, epoch)
@@ -41,7 +46,12 @@ class PulledWeights(ScriptedWeights):
     def _pull(self, version: int, epoch: dict[str, Any] | None) -> None:
         self._share.receive(version, epoch)
         self._share.wait(version)
-        self.loaded = {name: tensor.clone() for name, tensor in self._share.tensors(CPU)}
+        self.hold("receive")
+        for name, tensor in self._share.tensors(CPU):
+            if version == self.dies_at:
+                self._share._leave()
+                raise RuntimeError("it was killed")
+            self.loaded[name] = tensor.clone()
         self.said.append(("receive", version))
 
 
@@ -64,6 +74,7 @@ class HeldTurns(ScriptedTurns):
 
     async def sleep(self) -> None:
         self._front.acts.append("sleep")
+        await asyncio.to_thread(self._front.weights.hold, "sleep")
         await super().sleep()
 
 
@@ -77,7 +88,8 @@ class FrontBeside(ScriptedReplica):
         tokenizer = build_tokenizer(config.tokenizer)
         setting = Setting((number, start), LIMIT, config.model, tokenizer.vocab_size)
         share = WeightShare(setting, OneWorker(), host_memory, nullcontext)
-        self.weights = self.leader._weights = PulledWeights(self.engine, share)
+        self.weights: PulledWeights = PulledWeights(self.engine, share)
+        self.leader._weights = self.weights
         self.acts: list[str] = []
         self.let_start = threading.Event()
         self.let_start.set()

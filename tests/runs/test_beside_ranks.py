@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from exactly_once import fates
 from fronts_beside import FrontBeside, few_tokens
 from loop_helpers import Attempt, lines_of, loop_recipe, outcome_of, prepare
+from waiting import until
 
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
@@ -85,6 +87,73 @@ def test_a_killed_front_comes_back_and_a_drained_run_continues(
     assert len(fates(run)) == STEPS * PROMPTS
     assert max(line["staleness_max"] for line in lines_of(run.metrics)) <= max_lag
     assert all(torch_equal(last[0].weights.loaded, each.weights.loaded) for each in last)
+
+
+def test_training_survives_that_all_engines_die_and_that_one_dies_while_it_gets_weights(
+    tmp_path: Path, cache: Path, fronts: Callable[..., FrontBeside]
+) -> None:
+    run = prepare(tmp_path / "run", recipe("optimizer"))
+    first = Attempt(run, cache)
+    both = [fronts(run, number) for number in range(2)]
+    first.wait_for_step(1)
+    for front in both:
+        front.die()
+    both = [fronts(run, number, start=1) for number in range(2)]
+    first.wait_for_step(3)
+    version = max(both[0].versions) + 2
+    both[1].weights.dies_at = version
+    until(lambda: version in both[0].versions, "the other one gets the version")
+    both[1].die()
+    assert both[1].versions[-1] == version - 1
+    fronts(run, 1, start=2)
+    assert first.exit_codes() == [0, 0], first.logs()
+    assert len(fates(run)) == STEPS * PROMPTS
+
+
+@pytest.mark.parametrize("act", ["start", "sleep", "receive", "generate"])
+def test_ranks_leave_in_any_act_and_killed_ones_continue_from_their_checkpoint(
+    tmp_path: Path, cache: Path, fronts: Callable[..., FrontBeside], act: str
+) -> None:
+    run = prepare(tmp_path / "run", recipe("optimizer", max_lag=1))
+    first, held, let = Attempt(run, cache), threading.Event(), threading.Event()
+    both = [fronts(run, number) for number in range(2)]
+    first.wait_for_step(3)
+
+    def hold(now: str) -> None:
+        if now == act:
+            held.set()
+            assert let.wait(30)
+
+    both[1].weights.hold = hold
+    if act == "start":
+        both[1].die()
+        both[1] = fronts(run, 1, start=1)
+        both[1].let_start.clear()
+        until(lambda: both[1].acts, "the ranks wait for the start")
+    elif act == "generate":
+        for front in both:
+            front.engine.hold_at = 0
+        until(lambda: both[0].engine.busy, "answers do not end")
+    else:
+        assert held.wait(30)
+    for process in first.processes:
+        os.kill(process.pid or 0, signal.SIGUSR1)
+    let.set()
+    assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
+    outcome = outcome_of(first.files)
+    assert outcome is not None
+    assert (outcome.outcome, outcome.step) == (DRAINED, len(lines_of(run.metrics)))
+
+    second = Attempt(run, cache)
+    for number in range(2):
+        fronts(run, number, attempt=2)
+    second.wait_for_step(6)
+    second.kill()
+    third = Attempt(run, cache)
+    for number in range(2):
+        fronts(run, number, attempt=3)
+    assert third.exit_codes() == [0, 0], third.logs()
+    assert len(fates(run)) == STEPS * PROMPTS
 
 
 def torch_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
