@@ -113,16 +113,6 @@ class Sections(Section):
         return self.grpo.kl_beta > 0 or self.model.lora is not None
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether replicas answer, each a separate world, instead of the training ranks themselves."""
-        return self.placement.mode == "partitioned" or self.inference.own_vllm is not None
-
-    @property
-    def shares_devices(self) -> bool:
-        """Whether the replicas take turns with the training ranks on the same devices."""
-        return self.has_replicas and self.placement.mode == "colocated"
-
-    @property
     def generates(self) -> bool:
         """Whether the run samples answers, to train or to evaluate on: it has an environment."""
         return self.environment is not None or self.environments is not None
