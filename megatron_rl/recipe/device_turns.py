@@ -36,10 +36,13 @@ Act = Literal[
 Holding = Literal["weights", "gradients", "optimizer", "activations", "bucket", "engine weights", "KV cache"]
 
 ENGINE: frozenset[Holding] = frozenset({"engine weights", "KV cache"})
+_RANKS: frozenset[Holding] = frozenset({"weights", "gradients", "optimizer"})
+_BRIEF: frozenset[Holding] = frozenset({"bucket", "activations"})
+"""What goes after its use, whatever is off-loaded."""
 _LEAVES: dict[Offload, frozenset[Holding]] = {
     "none": frozenset(),
-    "buffers": frozenset({"gradients"}) | ENGINE,
-    "optimizer": frozenset({"gradients", "optimizer", "weights"}) | ENGINE,
+    "buffers": ENGINE.union({"gradients"}),
+    "optimizer": ENGINE.union({"gradients", "optimizer", "weights"}),
 }
 """What leaves the device while it is unused."""
 _BROUGHT: dict[Act, frozenset[Holding]] = {
@@ -84,13 +87,13 @@ def sleeps(offload: Offload) -> bool:
 
 def stages(offload: Offload) -> tuple[Stage, ...]:
     """Stages of one step, from generation until the engine may generate again."""
-    leaves, stays = _LEAVES[offload], frozenset({"bucket", "activations"})
-    present = ENGINE | {"weights", "gradients", "optimizer"} - (leaves - ENGINE)
+    leaves = _LEAVES[offload]
+    present: frozenset[Holding] = ENGINE | (_RANKS - leaves)
     found = [Stage("generate", present)]
     for act in (*TO_TRAIN, *TRAINING, *TO_GENERATE):
         if act in _ONLY_IF_AWAY and _ONLY_IF_AWAY[act] not in leaves:
             continue
         during = present | _BROUGHT.get(act, frozenset())
         found.append(Stage(act, during))
-        present = during - (_TAKEN.get(act, frozenset()) & (leaves | stays))
+        present = during - (_TAKEN.get(act, frozenset()) & (leaves | _BRIEF))
     return tuple(found)
