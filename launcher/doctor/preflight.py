@@ -240,7 +240,9 @@ def memory(machine: LocalMachine, config: RunConfig, least: int) -> Iterator[Doc
     if config.job.device != "cpu" or machine.memory_bytes is None or not needed:
         return
     says = f"{config.name} needs {'' if measured else 'at least '}{size(needed)}" + (
-        " (job.memory_gib)" if measured else " for weights, gradients and Adam's state"
+        " (job.memory_gib)"
+        if measured
+        else f" for {'vLLM, ' * bool(config.started_vllms)}weights, gradients and Adam's state"
     )
     smaller = "use a machine with more memory, a smaller model or fewer ranks (job.gpus_per_node)"
     if needed > machine.memory_bytes:

@@ -130,6 +130,36 @@ def test_replicas_that_start_their_workers_are_one_process_in_an_image_of_their_
 
 
 @together
+def test_vllms_beside_the_ranks_are_on_their_nodes_and_gpus_at_the_same_time(login: Login) -> None:
+    login.confine(1, 8)
+    image = login.home / "beside.sqsh"
+    shutil.copyfile(login.image, image)
+    layout = ("job.nodes=2", "job.gpus_per_node=4", "placement.training.tp=4", "placement.inference.tp=2")
+    python = login.profiles["pods"]["python"]
+    vllm = ("inference.engine=vllm", f"inference.vllm.image={image}", f"inference.vllm.python={python}")
+    stub = {"steps": 100_000, "seconds": 0.1, "until": "enough", "replica_dies": 1}
+    run = run_script_of(login, "qwen2.5-32b-dapo", *layout, *vllm, stub=stub)
+    finish_after_starts(run, {f"infer-{number}.0": str(int(number == 1)) for number in range(4)})
+    assert run.ends() == [("finished", None)]
+    assert {line["attempt"] for line in run.metrics()} == {1}, "the training went on beside them"
+
+    seen = run.seen()
+    fronts = [seen[f"infer-{number}.0"] for number in range(4)]
+    assert [front["host"] for front in fronts] == [seen[f"train.{rank}"]["host"] for rank in (0, 2, 4, 6)]
+    assert [front["environment"]["CUDA_VISIBLE_DEVICES"] for front in fronts] == ["0,1", "2,3"] * 2
+    assert seen["train.0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    cpus = {int(each["environment"]["SLURM_CPUS_PER_TASK"]) for each in fronts}
+    assert cpus == {4 * int(seen["train.0"]["environment"]["SLURM_CPUS_PER_TASK"])}
+
+    steps = [step for step in login.lab.containers() if str(step["job"]) == run.job]
+    ours = f"mrl-{run.job}-1"
+    assert {step["name"]: step["image"] for step in steps} == {
+        f"{ours}:no_exec": str(login.image),
+        f"{ours}-infer:no_exec": str(image),
+    }
+
+
+@together
 def test_node_with_a_missing_gpu_is_replaced_by_the_spare_node(login: Login) -> None:
     login.lab.run("srun", "--nodelist=node09", "mv", "/dev/nvidia3", "/dev/broken3")
     try:

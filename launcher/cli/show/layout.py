@@ -12,6 +12,7 @@ from rich.text import Text
 
 from launcher.cli.show.node_lines import FOLD, MARGIN, legend, node_lines
 from launcher.plan.placement import Plan
+from launcher.plan.sizes import Sizes
 from launcher.plan.summary import TIGHT
 from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig
@@ -79,8 +80,7 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
         ("experts", f"{sizes.ep} ranks share the experts of a layer" if sizes.ep > 1 else ""),
         (
             "inference",
-            _product({"tp": sizes.inference_tp, "replicas": sizes.replicas}, sizes.generating)
-            + ("" if sizes.partitioned else ", the same ranks in turn" + ", for evaluations" * config.supervised)
+            _product({"tp": sizes.inference_tp, "replicas": sizes.replicas}, sizes.generating) + _beside(config, sizes)
             if config.generates
             else "",
         ),
@@ -94,6 +94,18 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
         if text:
             grid.add_row(name, text)
     return grid
+
+
+def _beside(config: RunConfig, sizes: Sizes) -> str:
+    if sizes.partitioned:
+        return ""
+    if sizes.shares_devices:
+        return f": {config.inference.engine} beside the training ranks, in turns on the same {_units(config)}"
+    return ", the same ranks in turn" + ", for evaluations" * config.supervised
+
+
+def _units(config: RunConfig) -> str:
+    return "GPUs" if config.job.device == "cuda" else "processors"
 
 
 def _teacher(config: RunConfig, plan: Plan) -> str:

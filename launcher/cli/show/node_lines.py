@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from launcher.plan.placement import Plan, Rank
@@ -13,8 +13,8 @@ MARGIN = 11
 
 
 def node_lines(plan: Plan) -> Iterator[str]:
-    """Yield `node 3 dp6 p1 | dp7 p1` for each node, with a label for each tensor-parallel group of its GPUs. Of many
-    nodes with one role the first three and the last are shown."""
+    """Yield `node 3 dp6 p1 | dp7 p1` for each node, with a label for each tensor-parallel group of its GPUs, and after
+    `with` the replicas on the same GPUs. Of many nodes with one role the first three and the last are shown."""
     teachers = plan.nodes - plan.sizes.teacher_nodes
     training = min(plan.sizes.training_nodes, teachers)
     for nodes in (range(training), range(training, teachers), range(teachers, plan.nodes)):
@@ -22,16 +22,27 @@ def node_lines(plan: Plan) -> Iterator[str]:
         for node in [*nodes[:3], nodes[-1]] if folded else nodes:
             if folded and node == nodes[-1]:
                 yield f"{'...':>{MARGIN - 1}} {len(nodes) - 4} more nodes like these"
-            labels = [label for label, _ in groupby(plan.ranks_of(node), key=lambda rank: _label(plan, rank))]
-            yield f"{f'node {node}':>{MARGIN - 1}} {' | '.join(labels)}"
+            ranks = plan.ranks_of(node)
+            line = f"{f'node {node}':>{MARGIN - 1}} {_labels(_label(plan, rank) for rank in ranks)}"
+            if plan.sizes.shares_devices and ranks[0].role == "colocated":
+                line += f" with {_labels(_replica_label(rank) for rank in ranks)}"
+            yield line
     if plan.spare_nodes:
         yield f"{'spare':>{MARGIN - 1}} {plan.spare_nodes} more node{'s' * (plan.spare_nodes > 1)}, to replace others"
 
 
+def _labels(labels: Iterable[str]) -> str:
+    return " | ".join(label for label, _ in groupby(labels))
+
+
+def _replica_label(rank: Rank) -> str:
+    assert rank.infer is not None  # every rank trains or belongs to a replica
+    return f"{'t' if rank.role == 'teacher' else 'r'}{rank.infer.replica}"
+
+
 def _label(plan: Plan, rank: Rank) -> str:
     if rank.train is None:
-        assert rank.infer is not None  # every rank trains or belongs to a replica
-        return f"{'t' if rank.role == 'teacher' else 'r'}{rank.infer.replica}"
+        return _replica_label(rank)
     parts = [("p", rank.train.pp, plan.sizes.pp), ("c", rank.train.cp, plan.sizes.cp)]
     return " ".join([f"dp{rank.train.dp}", *(f"{letter}{number}" for letter, number, of in parts if of > 1)])
 
@@ -39,8 +50,8 @@ def _label(plan: Plan, rank: Rank) -> str:
 def legend(plan: Plan) -> str:
     sizes = plan.sizes
     what = ["dp: data-parallel replica"]
-    if sizes.partitioned:
-        what.append("r: inference replica")
+    if sizes.has_replicas:
+        what.append("r: inference replica" + ", in turns on the same GPUs" * sizes.shares_devices)
     if sizes.teacher_nodes:
         what.append("t: replica of the teacher")
     if sizes.pp > 1:

@@ -20,7 +20,8 @@ def job_in_brief(job: PlannedJob) -> str:
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
     spare = f" and {job.plan.spare_nodes} spare" if job.plan.spare_nodes else ""
     nodes = f"{config.job.nodes} nodes" if job.plan.smaller else _nodes(job.plan.nodes)
-    return f"{config.name} on {nodes}{spare} x {job.plan.gpus_per_node} {kind}, {job.plan.mode}"
+    beside = f" with {config.inference.engine}" if config.shares_devices else ""
+    return f"{config.name} on {nodes}{spare} x {job.plan.gpus_per_node} {kind}, {job.plan.mode}{beside}"
 
 
 def dry_run_lines(draft: Draft) -> list[str]:

@@ -112,7 +112,8 @@ def _show(recipe: Recipe, root: Path | None, request: Request) -> None:
 def _in_brief(config: RunConfig) -> str:
     kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
     apart = ", partitioned" if config.placement.mode == "partitioned" else ""
-    return f"{config.name} on {config.job.world_size} {kind} of this machine{apart}"
+    beside = f", with {config.inference.engine} in turns" if config.shares_devices else ""
+    return f"{config.name} on {config.job.world_size} {kind} of this machine{apart}{beside}"
 
 
 def _report_finished(config: RunConfig, run: RunDir) -> int:

@@ -39,6 +39,17 @@ def test_each_node_has_a_line_with_its_groups_of_ranks():
     assert [*node_lines(plan_of(deep))][2:] == ["    node 2 dp0 p1 c0 | dp0 p1 c1", "    node 3 dp1 p1 c0 | dp1 p1 c1"]
 
 
+def test_replicas_beside_the_ranks_are_on_the_line_of_their_node():
+    plan = plan_of(["job.nodes=2", "placement.training.tp=4", "placement.inference.tp=2", "inference.engine=vllm"])
+    assert [*node_lines(plan)] == [
+        "    node 0 dp0 | dp1 with r0 | r1 | r2 | r3",
+        "    node 1 dp2 | dp3 with r4 | r5 | r6 | r7",
+    ]
+    shown = mrl_plan(RECIPE, "--cluster", "h100", "inference.engine=vllm", "placement.inference.tp=4").output
+    assert "vllm beside the training ranks, in turns on the same GPUs" in " ".join(shown.split())
+    assert "r: inference replica, in turns on the same GPUs" in " ".join(shown.split())
+
+
 def test_many_similar_nodes_are_folded():
     lines = [*node_lines(plan_of(["job.nodes=64", "job.spare_nodes=2"]))]
     assert len(lines) == 6

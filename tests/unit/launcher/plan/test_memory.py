@@ -208,12 +208,15 @@ def test_a_vllm_may_take_its_share_of_a_gpu_for_weights_cache_and_prefill(args: 
 
 
 def test_a_vllm_on_a_cpu_takes_a_front_a_server_and_an_engine_beside_its_workers() -> None:
-    def least(engine: str) -> int:
-        apart = ["placement.mode=partitioned", "placement.inference.nodes=1", "job.nodes=2", "resume.partial=keep"]
-        recipe = load_recipe("smollm2-135m-chain-sum", [f"inference.engine={engine}", *apart])
+    def least(engine: str, *placement: str) -> int:
+        recipe = load_recipe(
+            "smollm2-135m-chain-sum", [f"inference.engine={engine}", "resume.partial=keep", *placement]
+        )
         return least_host_bytes(recipe.config, make_plan(recipe, None).sizes)
 
-    assert least("vllm") - least("native") == PROCESS_BYTES + VLLM_BYTES
+    apart = ("placement.mode=partitioned", "placement.inference.nodes=1", "job.nodes=2")
+    assert least("vllm", *apart) - least("native", *apart) == PROCESS_BYTES + VLLM_BYTES
+    assert least("vllm") == least("vllm", *apart), "the same processes, beside a rank that generated itself before"
 
 
 def test_inference_nodes_need_host_memory_for_new_weights():
