@@ -86,7 +86,7 @@ def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> list[int | bool]:
     elif name == "teacher_nodes":
         others = range(1, sizes.nodes)
     elif name == "inference_nodes":
-        others = range(max(0, value - 8), min(value + 17, sizes.nodes))
+        others = range(max(0, value - 8), min(value + 17, max(2, sizes.nodes)))  # one node may get a second one
     else:
         others = (*range(1, 17), 32, 64, 128)
 

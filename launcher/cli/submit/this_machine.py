@@ -110,10 +110,11 @@ def _show(recipe: Recipe, root: Path | None, request: Request) -> None:
 
 
 def _in_brief(config: RunConfig) -> str:
-    kind = "CPU processes" if config.job.device == "cpu" else "GPUs"
+    ranks, cpu = config.job.world_size, config.job.device == "cpu"
+    kind = ("CPU process" + "es" * (ranks > 1)) if cpu else ("GPU" + "s" * (ranks > 1))
     apart = ", partitioned" if config.placement.mode == "partitioned" else ""
-    beside = f", with {config.inference.engine} in turns" if config.shares_devices else ""
-    return f"{config.name} on {config.job.world_size} {kind} of this machine{apart}{beside}"
+    beside = f" with {config.inference.engine} beside {'them' if ranks > 1 else 'it'}" if config.shares_devices else ""
+    return f"{config.name} on {ranks} {kind} of this machine{apart}{beside}"
 
 
 def _report_finished(config: RunConfig, run: RunDir) -> int:

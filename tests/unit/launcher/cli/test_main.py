@@ -150,6 +150,7 @@ def test_a_dry_run_names_what_the_engine_brings(tmp_path, monkeypatch):
     words = ["demo", "inference.engine=vllm", *heads, "--dry-run", "--cluster", "local"]
     done = CliRunner().invoke(mrl_submit, words)
     assert "note: inference.engine=vllm also sets resume.partial=keep" in done.stderr
+    assert "would start demo on 2 CPU processes of this machine with vllm beside them" in done.stderr
 
 
 def test_every_shipped_recipe_has_a_line_and_a_purpose() -> None:

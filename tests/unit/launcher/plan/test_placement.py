@@ -165,6 +165,11 @@ def test_nodes_of_the_teacher_that_are_not_there_are_refused_with_the_nearest_la
     assert "nearest that work" in str(refused.value)
 
 
+def test_a_partitioned_recipe_of_one_node_is_told_of_a_second_one() -> None:
+    with pytest.raises(LayoutError, match=r"nearest that work: job\.nodes=2 placement\.inference\.nodes=1"):
+        place(JobConfig(nodes=1, gpus_per_node=2), PlacementConfig(mode="partitioned"))
+
+
 def test_spare_nodes_have_no_ranks():
     plan = place(JobConfig(nodes=2, gpus_per_node=4, spare_nodes=1), PlacementConfig())
     assert plan.spare_nodes == 1
