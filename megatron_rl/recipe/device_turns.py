@@ -38,13 +38,13 @@ Holding = Literal["weights", "gradients", "optimizer", "activations", "bucket", 
 ENGINE: frozenset[Holding] = frozenset({"engine weights", "KV cache"})
 _RANKS: frozenset[Holding] = frozenset({"weights", "gradients", "optimizer"})
 _BRIEF: frozenset[Holding] = frozenset({"bucket", "activations"})
-"""What goes after its use, whatever is off-loaded."""
+"""Holdings that go after their use, whatever is off-loaded."""
 _LEAVES: dict[Offload, frozenset[Holding]] = {
     "none": frozenset(),
     "buffers": ENGINE.union({"gradients"}),
     "optimizer": ENGINE.union({"gradients", "optimizer", "weights"}),
 }
-"""What leaves the device while it is unused."""
+"""Holdings that leave the device while they are unused."""
 _BROUGHT: dict[Act, frozenset[Holding]] = {
     "fetch": frozenset({"weights"}),
     "train": frozenset({"gradients", "activations"}),
