@@ -14,12 +14,12 @@ a worker that waits for it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_rl.generate.refit.packages import aligned
-from megatron_rl.generate.refit.plan import Box, Move, cut, plan_moves
+from megatron_rl.generate.refit.plan import Box, cut
 from megatron_rl.model.lora_mapping import adapted_weight, is_adapter
 from megatron_rl.model.sharded_names import loading_order, weight_name
 
@@ -63,44 +63,66 @@ class BucketPlan:
 
 
 def plan_buckets(
-    held: Sequence[Iterable[Box]], fronts: Iterable[int], workers: int, half: int, near: int | None = None
+    held: Sequence[Iterable[Box]], fronts: Sequence[int], workers: int, half: int, near: int | None = None
 ) -> BucketPlan:
     """Plan a version.
+
+    Among ranks that hold the same box, the target sends it; else one of its node, if there is one; of those, the one
+    that has sent least so far.
 
     Args:
         held: boxes of each training rank. Boxes of one tensor are equal or disjoint.
         fronts: numbers of those whose workers take it.
         workers: of each front.
         half: most bytes that a rank gets, and sends to others, in a round; a multiple of ALIGNMENT.
-        near: number of neighbouring ranks on one node, which get from one another what they can; see plan_moves.
+        near: number of neighbouring ranks on one node; None: all are on one.
 
-    Raises ValueError: ranks have a box in different dtypes.
+    Raises ValueError: an adapter has no weight.
     """
-    weights = _weights(held)
+    holders = _holders(held)
+    weights = _weights(holders)
     owners = _owners(weights, workers)
-    needed: list[list[Box]] = [[] for _ in held]
-    for front in fronts:
-        for name, boxes in weights.items():
-            needed[front * workers + owners[name]] += boxes
-    queues: dict[int, dict[str, list[Part]]] = {front: {name: [] for name in weights} for front in fronts}
-    for move in plan_moves(held, needed, near):
-        queues[move.target // workers][_loaded_with(move.box)] += _parts(move, half)
-    packed = _Rounds(half)
-    packed.fill({front: deque((name, part) for name in of for part in of[name]) for front, of in queues.items()})
     dtypes = {name: _dtype(name, boxes) for name, boxes in weights.items()}
+    sent: Counter[int] = Counter()
+    queues: dict[int, deque[tuple[str, Part]]] = {front: deque() for front in fronts}
+    for front, queue in queues.items():
+        for name, boxes in weights.items():
+            target = front * workers + owners[name]
+            for box in boxes:
+                source = _source(target, holders[box], sent, near or len(held))
+                if source != target:
+                    sent[source] += box.bytes
+                parts = cut(box, half // box.dtype.itemsize)
+                queue.extend((name, Part(source, target, part, box)) for part in parts)
+    packed = _Rounds(half)
+    packed.fill(queues)
     announced = {
         front: [Announced(name, owners[name], dtypes[name], packed.last[front, name]) for name in weights]
-        for front in queues
+        for front in fronts
     }
     return BucketPlan([_laid_out(parts) for parts in packed.rounds], announced)
 
 
-def _weights(held: Sequence[Iterable[Box]]) -> dict[str, list[Box]]:
-    """Distinct boxes of each weight and its adapter, in the order of loading."""
-    found: dict[str, set[Box]] = defaultdict(set)
-    for boxes in held:
+def _holders(held: Sequence[Iterable[Box]]) -> dict[Box, list[int]]:
+    """Ranks that hold each distinct box."""
+    found: dict[Box, list[int]] = defaultdict(list)
+    for rank, boxes in enumerate(held):
         for box in boxes:
-            found[_loaded_with(box)].add(box)
+            found[box].append(rank)
+    return found
+
+
+def _source(target: int, ranks: Sequence[int], sent: Mapping[int, int], near: int) -> int:
+    if target in ranks:
+        return target
+    return min(ranks, key=lambda rank: (rank // near != target // near, sent[rank], abs(rank - target), rank))
+
+
+def _weights(boxes: Iterable[Box]) -> dict[str, list[Box]]:
+    """Boxes of each weight and its adapter, in the order of loading."""
+    found: dict[str, list[Box]] = defaultdict(list)
+    for box in boxes:
+        found[_loaded_with(box)].append(box)
     return {
         name: sorted(found[name], key=lambda box: (box.key, box.offset)) for name in sorted(found, key=loading_order)
     }
@@ -125,10 +147,6 @@ def _dtype(name: str, boxes: Sequence[Box]) -> str:
     if whole is None:
         raise ValueError(f"the training ranks hold an adapter of {name}, but not the weight")
     return str(whole.dtype).removeprefix("torch.")
-
-
-def _parts(move: Move, half: int) -> list[Part]:
-    return [Part(move.source, move.target, box, move.held) for box in cut(move.box, half // move.box.dtype.itemsize)]
 
 
 class _Rounds:

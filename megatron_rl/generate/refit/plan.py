@@ -66,7 +66,7 @@ class Move:
     needed: Box
 
 
-def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]], near: int | None = None) -> list[Move]:
+def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -> list[Move]:
     """Moves that give every rank each element that it needs exactly once.
 
     A rank that holds what it needs copies it. Among ranks that hold the same box, such as data-parallel copies, the one
@@ -75,8 +75,6 @@ def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]], n
     Args:
         held: boxes of each rank. Boxes of one tensor are equal or disjoint.
         needed: boxes of each rank.
-        near: number of neighbouring ranks on one node, of which one sends what it holds even if it has sent most; None:
-            nodes do not matter.
 
     Raises:
         ValueError: no rank holds a needed element, held boxes overlap, or dtypes differ.
@@ -94,8 +92,7 @@ def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]], n
                 found += shared.elements
                 source = target
                 if target not in ranks:
-                    here = [rank for rank in ranks if near is not None and rank // near == target // near]
-                    source = min(here or ranks, key=lambda rank: (sent[rank], abs(rank - target), rank))
+                    source = min(ranks, key=lambda rank: (sent[rank], abs(rank - target), rank))
                     sent[source] += shared.bytes
                 moves.append(Move(source, target, shared, source_box, box))
             if found != box.elements:
