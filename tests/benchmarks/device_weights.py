@@ -38,6 +38,7 @@ from megatron_rl.generate.refit.transfer_group import TransferGroup
 from megatron_rl.generate.vllm.share import Setting, WeightShare
 from megatron_rl.model.platform.select import select
 
+CPU = torch.device("cpu")
 LAYER_BYTES = 4 * (512 * (1536 * 3 + 1024 + 512) + 512 * 512)
 """Bytes of a layer of `recipe`, without its norms."""
 WAYS = {
@@ -119,14 +120,14 @@ def worker_of(folder: Path, way: str, layers: int) -> Callable[[int], None]:
     epoch, _ = epoch_of(folder, way, leads=False)
     model = recipe(Case(1, 1, 1), layers).model
     setting = Setting((0, 0), LIMIT, model, VOCABULARY)
-    share = WeightShare(setting, Lone(), lambda size: torch.empty(size, dtype=torch.uint8), nullcontext)
+    share = WeightShare(setting, Lone(), lambda size: torch.empty(size, dtype=torch.uint8), nullcontext, CPU)
     joined = []
 
     def load(version: int) -> None:
         share.receive(version, None if joined else epoch.to_json())
         joined.append(version)
         share.wait(version)
-        for _ in share.tensors(torch.device("cpu")):
+        for _ in share.tensors():
             pass
 
     return load

@@ -45,7 +45,7 @@ def worker(
     timeout: timedelta = timedelta(seconds=60),
 ) -> WeightShare:
     setting = Setting((front, 0), timeout, model, vocabulary)
-    return WeightShare(setting, workers or OneWorker(), host_memory, nullcontext)
+    return WeightShare(setting, workers or OneWorker(), host_memory, nullcontext, CPU)
 
 
 def load(
@@ -55,7 +55,7 @@ def load(
     share.receive(version, None if epoch is None else epoch.to_json())
     share.wait(version)
     found = {}
-    for name, tensor in share.tensors(CPU):
+    for name, tensor in share.tensors():
         found[name] = tensor
         each(name)
     return found

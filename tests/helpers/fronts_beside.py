@@ -47,7 +47,7 @@ class PulledWeights(ScriptedWeights):
         self._share.receive(version, epoch)
         self._share.wait(version)
         self.hold("receive")
-        for name, tensor in self._share.tensors(CPU):
+        for name, tensor in self._share.tensors():
             if version == self.dies_at:
                 self._share._leave()
                 raise RuntimeError("it was killed")
@@ -87,7 +87,7 @@ class FrontBeside(ScriptedReplica):
         config = read_config(run)
         tokenizer = build_tokenizer(config.tokenizer)
         setting = Setting((number, start), LIMIT, config.model, tokenizer.vocab_size)
-        share = WeightShare(setting, OneWorker(), host_memory, nullcontext)
+        share = WeightShare(setting, OneWorker(), host_memory, nullcontext, CPU)
         self.weights: PulledWeights = PulledWeights(self.engine, share)
         self.leader._weights = self.weights
         self.acts: list[str] = []

@@ -110,9 +110,20 @@ class WorkersOverGloo:
 
 
 def work(
-    rank: int, _world: int, front: int, fields: dict[str, Any], epoch: Epoch, versions: int, dies_at: int | None = None
-) -> list[dict[str, Tensor]]:
-    """Load versions, as a worker of a front. dies_at: number of the tensor at which it is killed."""
+    _rank: int,
+    _world: int,
+    front: int,
+    fields: dict[str, Any],
+    epoch: Epoch,
+    versions: int,
+    dies_at: int | None = None,
+    asks: int = 1,
+) -> tuple[list[dict[str, Tensor]], int]:
+    """Load versions, as a worker of a front. Returns what was loaded, and the number of tensors that have come.
+
+    dies_at: number of the tensor at which it is killed.
+    asks: first version that it asks for.
+    """
     share, seen = worker(model(fields), VOCAB, front, WorkersOverGloo(), LIMIT), 0
 
     def each(_name: str) -> None:
@@ -122,10 +133,10 @@ def work(
 
     found: list[dict[str, Tensor]] = []
     with suppress(TransferFailed):
-        for version in range(1, versions + 1):
-            found.append(load(share, version, epoch if version == 1 else None, each))
+        for version in range(asks, versions + 1):
+            found.append(load(share, version, epoch if version == asks else None, each))
     share.close()
-    return found
+    return found, seen
 
 
 def expected(whole_shapes: dict[str, tuple[int, ...]], fields: dict[str, Any], version: int) -> dict[str, Tensor]:
@@ -152,7 +163,7 @@ def test_workers_get_each_version_bit_for_bit_from_any_layout(case: str, tmp_pat
     assert not any(lost for _, lost in trained)
     whole_shapes = {key: shape for of_rank, _ in trained for key, shape in of_rank.items()}
     for front in of_fronts:
-        for versions in front.results(OF_TEST_S):
+        for versions, _ in front.results(OF_TEST_S):
             assert len(versions) == 2
             for version, found in enumerate(versions, start=1):
                 right = expected(whole_shapes, fields, version)
@@ -169,7 +180,7 @@ def test_the_death_of_a_worker_that_reads_leaves_the_other_fronts_the_version(tm
     (first, lost), (last, also_lost) = training.results(OF_TEST_S)
     assert lost == also_lost == {(1, 0)}
     assert dying.join() == [-signal.SIGKILL]
-    ((version,),) = whole.results()
+    (((version,), _),) = whole.results()
     right = expected(first | last, {}, 1)
     assert all(torch.equal(version[name], right[name]) for name in right)
 
@@ -178,5 +189,15 @@ def test_the_death_of_a_rank_that_sends_ends_the_wait_of_all_workers(tmp_path: P
     epoch = device_epoch(2, [0, 1], 1)
     training = Ranks(tmp_path / "training", 2, train, Layout(pp=2), {}, epoch, 1, (1, 3))
     workers = [Ranks(tmp_path / f"{front}", 1, work, front, {}, epoch, 1) for front in range(2)]
-    assert [each.results(OF_TEST_S) for each in workers] == [[[]], [[]]]
+    assert [versions for each in workers for versions, _ in each.results(OF_TEST_S)] == [[], []]
     assert training.join() == [1, -signal.SIGKILL]
+
+
+def test_no_worker_begins_to_load_unless_all_can(tmp_path: Path) -> None:
+    """An engine whose load breaks off has no weights, and starts again."""
+    epoch = device_epoch(2, [0, 1], 1)
+    training = Ranks(tmp_path / "training", 2, train, Layout(pp=2), {}, epoch, 1)
+    willing = Ranks(tmp_path / "0", 1, work, 0, {}, epoch, 1)
+    other = Ranks(tmp_path / "1", 1, work, 1, {}, epoch, 2, None, 2)  # asks for another version
+    assert willing.results(OF_TEST_S) == other.results(OF_TEST_S) == [([], 0)]
+    assert [lost for _, lost in training.results()] == [{(1, 0)}] * 2

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from megatron_rl.generate.refit.epoch import Epoch, TransferFailed
 
-HELLO_S = 2.0
+HELLO_S = 10.0
 """Seconds within which a peer must prove that it is a member. The rank serves one peer at a time."""
 RETRY_S = 0.05
 LONGEST = 64 << 20

@@ -28,7 +28,7 @@ class AllocatedMemory(SharedMemory, Protocol):
     descriptors: tuple[int, ...]
     """File descriptors with which the worker opens it."""
     description: dict[str, Any]
-    """What else the worker needs, as JSON."""
+    """Everything else that the worker needs, as JSON."""
 
 
 def allocate(size: int, device: torch.device) -> AllocatedMemory:

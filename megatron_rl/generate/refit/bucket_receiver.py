@@ -39,7 +39,10 @@ class BucketReceiver:
         return cls(BucketChannel.connect(epoch, rank, timeout_s))
 
     def begin(self, version: int, device: torch.device) -> None:
-        """Open the bucket of a version. device: of this worker."""
+        """Open the bucket of a version, and wait until all workers of the epoch have.
+
+        device: of this worker.
+        """
         self._parts.clear()
         try:
             begun = self._channel.receive(f"version {version}")
@@ -49,6 +52,7 @@ class BucketReceiver:
             self._rounds = deque(begun["rounds"])
             self._memory = opened(begun["memory"], self._channel.take_descriptors(), device)
             self._channel.send({"ready": version})
+            self._channel.receive("other workers' readiness")
         except TransferFailed as error:
             self._fail(error)
             raise

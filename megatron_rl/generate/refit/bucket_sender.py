@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class _Round:
 
     number: int
     bucket: Sequence[Part]
-    """What comes into the half of its bucket."""
+    """Parts that come into the half of its bucket."""
     sends: Sequence[tuple[int, Sequence[Part]]]
     """(rank, parts) of other ranks."""
 
@@ -91,6 +92,7 @@ class BucketSender:
         try:
             handover.begin(version, self._announced)
             self._group.agree(handover.failure)
+            handover.go()
             for each in self._rounds:
                 half = handover.free_half(each)
                 self._exchange(each, half)
@@ -155,6 +157,11 @@ class _Handover:
         except TransferFailed as error:
             self._fail(error)
 
+    def go(self) -> None:
+        """Have the worker begin to load, which all workers can: an engine whose load breaks off has no weights."""
+        if self._channel is not None and self._memory is not None:
+            self._send({"go": True})
+
     def free_half(self, own: _Round) -> Tensor:
         """Half of the bucket to fill in a round, once the worker has copied what was there; empty if nothing comes."""
         if self._memory is None or not own.bucket:
@@ -170,13 +177,8 @@ class _Handover:
         start = self._given % HALVES * self._half
         self._given += 1
         total = int(checksum(half))  # waits for the device, so that the worker reads what was written
-        if self._channel is None or self.failure is not None:
-            return
         parts = [[part.at, part.box.to_json()] for part in own.bucket]
-        try:
-            self._channel.send({"full": own.number, "start": start, "bytes": own.bytes, "sum": total, "parts": parts})
-        except TransferFailed as error:
-            self._fail(error)
+        self._send({"full": own.number, "start": start, "bytes": own.bytes, "sum": total, "parts": parts})
 
     def end(self) -> None:
         """Wait until the worker has everything and has closed the bucket, and give that back."""
@@ -195,6 +197,14 @@ class _Handover:
         if self.failure is not None:
             self._channel.await_close(CLOSE_S)
         memory.close()
+
+    def _send(self, content: dict[str, Any]) -> None:
+        assert self._channel is not None
+        if self.failure is None:
+            try:
+                self._channel.send(content)
+            except TransferFailed as error:
+                self._fail(error)
 
     def _await(self, count: int) -> None:
         """Wait until the worker has acknowledged so many halves."""

@@ -9,7 +9,7 @@ workers' devices it comes in buckets while the model loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,40 +69,53 @@ class WeightShare(Receiving):
         workers: Workers,
         host_memory: Callable[[int], Tensor],
         beside: Callable[[], AbstractContextManager[None]],
+        device: torch.device,
     ) -> None:
         """
         host_memory: see Device.host_memory. The share is staged there.
         beside: see Receiving.
+        device: of this worker.
         """
         receiver = Receiver(ModelShare(workers.rank, workers.size), host_memory)
         super().__init__(receiver, setting.replica, workers.rank, setting.timeout, beside)
-        self._setting, self._workers = setting, workers
+        self._setting, self._workers, self._device = setting, workers, device
         self._buckets: BucketReceiver | None = None  # in an epoch of the training ranks on the workers' devices
+        self._begun: int | None = None  # version whose bucket is open
 
     def wait(self, version: int) -> None:
-        """Return once the version has arrived on all workers; from training ranks on the workers' devices, once it can
-        come. Collective. Raises TransferFailed."""
-        self._agree(version, self.failure(version))
+        """Return once the version has arrived on all workers; from training ranks on the workers' devices, once all
+        workers of the epoch are ready for it. Collective. Raises TransferFailed."""
+        failure = self.failure(version)
+        if failure is None and self._buckets is not None and self._begun != version:
+            try:
+                self._buckets.begin(version, self._device)
+                self._begun = version
+            except TransferFailed as error:
+                failure = error
+        self._agree(version, failure)
 
-    def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the whole model under Hugging Face's names, layer after layer, on a device. A version
-        of training ranks on the workers' devices comes meanwhile, and a tensor that is kept keeps no part of a bucket.
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the whole model under Hugging Face's names, layer after layer, on the device, after
+        `wait`. A version of training ranks on the workers' devices comes meanwhile, in buckets that no tensor keeps.
 
         Collective: each worker must exhaust the iterator.
 
         Raises:
             ValueError: the shares of all workers together lack a tensor.
-            TransferFailed: on all workers, before the first tensor or after the last one, if the version has not come.
-                Tensors that were yielded are then useless.
+            TransferFailed: on all workers, after the last tensor, if not all of the version has come. The tensors are
+                then useless.
         """
-        whole = WholeWeights(self._setting.model, self._setting.vocabulary, device)
-        loads = self._staged(whole) if self._buckets is None else self._pulled(self._buckets, whole, device)
+        whole = WholeWeights(self._setting.model, self._setting.vocabulary, self._device)
+        loads = self._staged(whole) if self._buckets is None else self._pulled(self._buckets, whole)
         for name, owner, dtype, own in loads:
             for source in whole.expected[name].sources:
-                tensor = torch.empty(source.shape, dtype=dtype, device=device) if own is None else own[source.name]
+                tensor = self._empty(source.shape, dtype) if own is None else own[source.name]
                 if self._workers.size > 1:
                     self._workers.broadcast(tensor, owner)
                 yield source.name, tensor
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _staged(self, whole: WholeWeights) -> Iterator[Load]:
         parts = by_name(self.receiver.staged())
@@ -114,14 +127,10 @@ class WeightShare(Receiving):
             own = whole.compose(name, parts) if owner == self._workers.rank else None
             yield Load(name, owner, getattr(torch, of_workers[owner][name]), own)
 
-    def _pulled(self, buckets: BucketReceiver, whole: WholeWeights, device: torch.device) -> Iterator[Load]:
-        version, failure = self._received, None
-        assert version is not None, "no version was received"
-        try:
-            buckets.begin(version, device)
-        except TransferFailed as error:
-            failure = error
-        self._agree(version, failure)
+    def _pulled(self, buckets: BucketReceiver, whole: WholeWeights) -> Iterator[Load]:
+        version, self._begun = self._begun, None
+        assert version is not None, "`wait` was not called"
+        failure = None
         whole.check({each.name for each in buckets.announced})
         for each in buckets.announced:
             own = None
@@ -153,6 +162,7 @@ class WeightShare(Receiving):
             raise TransferFailed(f"version {version} has not arrived: {found[0]}")
 
     def _receive(self, version: int, epoch: Epoch | None) -> None:
+        self._begun = None
         if epoch is not None:
             self._leave()
             if epoch.backend == DEVICE:

@@ -6,8 +6,8 @@ POST /update_weights               {"version": 7, "load": false}   wait until it
 POST /update_weights               {"version": 7, "load": true}    load it into the model
 POST /finish_weight_update
 
-A version of training ranks on the workers' devices comes while it is loaded, without the call that waits. If it does
-not come, the model's weights are useless until a next version is loaded.
+A version of training ranks on the workers' devices comes while it is loaded, and the call before it waits until all are
+ready for that. If a load breaks off, the model's weights are useless until the next version is loaded.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
         if self._share is None:
             memory = _pinned_memory if self.device.type == "cuda" else _memory
             setting = setting_of(init_info.setting)
-            self._share = WeightShare(setting, _TensorParallel(), memory, beside(self.device))
+            self._share = WeightShare(setting, _TensorParallel(), memory, beside(self.device), self.device)
         self._share.receive(init_info.version, init_info.epoch)
 
     def start_weight_update(self) -> None:
@@ -75,7 +75,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
         self._forget_packed_experts()
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(share.tensors(self.device))
+            self.model.load_weights(share.tensors())
         except TransferFailed:
             self.finish_weight_update()  # vLLM would add the next version's tensors to those of layers that lack some
             raise

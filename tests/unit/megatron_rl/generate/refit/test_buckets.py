@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from bucket_helpers import CPU, HALF, device_epoch, load, worker
+from bucket_helpers import HALF, device_epoch, load, worker
 from core_helpers import VOCAB, stir, tiny_model, tiny_policy
 from torch import Tensor
 from waiting import until
@@ -131,7 +131,7 @@ def test_at_most_two_halves_are_filled_before_the_worker_takes_one(pair: Any, mo
     publishing = both.publish(1)
     both.worker.receive(1, both.epoch.to_json())
     both.worker.wait(1)
-    tensors = both.worker.tensors(CPU)
+    tensors = both.worker.tensors()
     next(tensors)
     until(lambda: len(filled) >= 3, "halves are filled")
     first = len(filled)
@@ -176,7 +176,7 @@ def test_a_rank_ends_its_wait_for_a_worker_that_takes_nothing(pair: Any, monkeyp
     publishing = both.publish(1)
     both.worker.receive(1, both.epoch.to_json())
     both.worker.wait(1)
-    next(both.worker.tensors(CPU))
+    next(both.worker.tensors())
     with pytest.raises(ReplicaLost, match=r"no acknowledgement from the worker .* within 0\.5 s"):
         publishing.result()
 
@@ -210,7 +210,7 @@ def test_aborting_ends_the_waits_of_rank_and_worker(pair: Any) -> None:
     publishing = both.publish(1)
     both.worker.receive(1, both.epoch.to_json())
     both.worker.wait(1)
-    tensors = both.worker.tensors(CPU)
+    tensors = both.worker.tensors()
     next(tensors)
     both.group.abort()
     with pytest.raises(TransferFailed, match="is gone"):
