@@ -38,10 +38,17 @@ class PulledWeights(ScriptedWeights):
         self.loaded: dict[str, Tensor] = {}
         self.dies_at: int | None = None
         """Version in whose middle it dies."""
+        self.stands_at: int | None = None
+        """Version with which it samples nothing, until `go_on`."""
         self.hold: Callable[[str], None] = lambda act: None
 
     def receive(self, version: int, epoch: dict[str, Any] | None) -> Future[None]:
         return self._thread.submit(self._pull, version, epoch)
+
+    def swap(self, version: int) -> None:
+        if version == self.stands_at:
+            self._engine.hold_at = 0
+        super().swap(version)
 
     def _pull(self, version: int, epoch: dict[str, Any] | None) -> None:
         self._share.receive(version, epoch)
@@ -94,6 +101,18 @@ class FrontBeside(ScriptedReplica):
         self.let_start = threading.Event()
         self.let_start.set()
         self.service.engine.turns = HeldTurns(self)
+
+    @property
+    def stands(self) -> bool:
+        return self.engine.hold_at == 0 and self.engine.busy
+
+    @property
+    def known(self) -> bool:
+        """Whether training rank 0 has reached it."""
+        return self.service.heard_at is not None
+
+    def go_on(self) -> None:
+        self.engine.hold_at = None
 
     @property
     def versions(self) -> list[int]:
