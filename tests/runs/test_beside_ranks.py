@@ -164,5 +164,17 @@ def test_ranks_that_are_asked_to_leave_in_any_act_save_the_last_step(
     assert len(fates(run)) == STEPS * PROMPTS
 
 
+def test_ranks_that_wait_for_fronts_leave_when_they_are_asked_to(
+    tmp_path: Path, cache: Path, fronts: Callable[..., FrontBeside]
+) -> None:
+    run = prepare(tmp_path / "run", recipe("optimizer"))
+    attempt = Attempt(run, cache)
+    only = fronts(run, 0)
+    until(lambda: only.acts == ["start"] * len(only.acts) and only.known, "the ranks know one of two fronts")
+    until(lambda: "waiting for vLLM: replica 1" in attempt.files.progress.read_text(), "they say what they wait for")
+    asked_to_leave(attempt)
+    assert attempt.exit_codes() == [EXIT_DRAINED] * 2, attempt.logs()
+
+
 def torch_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
