@@ -84,12 +84,11 @@ class HostWeights:
         self._modules = [
             module for model in models for module in model.modules() if any(True for _ in module.parameters(False))
         ]
-        storages = {
-            weight.untyped_storage()._cdata: weight.untyped_storage()
-            for model in models
-            for weight in model.parameters()
+        weights = {weight.untyped_storage()._cdata: weight for model in models for weight in model.parameters()}
+        self._whole = {
+            key: torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
+            for key, weight in weights.items()
         }
-        self._whole = {key: torch.empty(0, dtype=torch.uint8).to(its.device).set_(its) for key, its in storages.items()}
         self._state = HostState([*self._whole.values()], platform)
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # weight -> itself, and its copy
         self._guards: list[Any] = []
