@@ -40,18 +40,22 @@ class HostState:
     """Tensors that are either on the device or in host memory, bit for bit. Host memory stays allocated, pinned if the
     device can copy from it directly."""
 
-    def __init__(self, tensors: Sequence[Tensor], platform: Device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], platform: Device, *, constant: bool = False) -> None:
+        """constant: whether the values never change, so that they are copied to host memory only once."""
         self.bytes = sum(tensor.nbytes for tensor in tensors)
         self.away = False  # whether the values are in host memory only
         self._synchronize = platform.synchronize
+        self._constant, self._copied = constant, False
         self._on_device = Unused(tensors)
         self._copies = list(zip(tensors, _host_copies(tensors, platform.host_memory), strict=True))
         self._copy_of = {id(tensor): copy for tensor, copy in self._copies}
 
     @torch.no_grad()
     def offload(self) -> None:
-        for tensor, copy in self._copies:
-            copy.copy_(tensor, non_blocking=True)
+        if not (self._constant and self._copied):
+            for tensor, copy in self._copies:
+                copy.copy_(tensor, non_blocking=True)
+            self._copied = True
         self._synchronize()
         self._on_device.release()
         self.away = True
@@ -74,8 +78,8 @@ class WeightsAway(RuntimeError):
 
 
 class HostWeights:
-    """Weights of models, all on the device or all in host memory. While they are away, a module that computes with them
-    raises WeightsAway."""
+    """Weights of models, all on the device or all in host memory; those without gradients never change. While they are
+    away, a module that computes with them raises WeightsAway."""
 
     # Weights share storages: megatron-core's distributed optimizer makes all of them views of a few buffers, and tied
     # ones are one tensor. So whole storages move, and a weight in host memory is the same view of the storage's copy.
@@ -84,33 +88,38 @@ class HostWeights:
         self._modules = [
             module for model in models for module in model.modules() if any(True for _ in module.parameters(False))
         ]
-        weights = {weight.untyped_storage()._cdata: weight for model in models for weight in model.parameters()}
+        weights = [(weight.untyped_storage()._cdata, weight) for model in models for weight in model.parameters()]
         self._whole = {
             key: torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
-            for key, weight in weights.items()
+            for key, weight in dict(weights).items()
         }
-        self._state = HostState([*self._whole.values()], platform)
+        trained = {key for key, weight in weights if weight.requires_grad}
+        self._trained = HostState([whole for key, whole in self._whole.items() if key in trained], platform)
+        frozen = [whole for key, whole in self._whole.items() if key not in trained]
+        self._frozen = HostState(frozen, platform, constant=True)
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # weight -> itself, and its copy
         self._guards: list[Any] = []
 
     @property
     def bytes(self) -> int:
-        return self._state.bytes
+        return self._trained.bytes + self._frozen.bytes
 
     @property
     def away(self) -> bool:
-        return self._state.away
+        return self._trained.away
 
     def put_away(self) -> None:
         """Move the weights to host memory. No-op for weights that are there."""
         if not self.away:
-            self._state.offload()
+            self._trained.offload()
+            self._frozen.offload()
             self._guards = [module.register_forward_pre_hook(_refuse) for module in self._modules]
 
     def fetch(self) -> None:
         """Move the weights to the device. No-op for weights that are there."""
         if self.away:
-            self._state.reload()
+            self._trained.reload()
+            self._frozen.reload()
             for guard in self._guards:
                 guard.remove()
             self._held.clear()
@@ -125,7 +134,7 @@ class HostWeights:
         whole = self._whole.get(tensor.untyped_storage()._cdata)
         if whole is None:
             return tensor
-        copy = self._state.held(whole).view(tensor.dtype)
+        copy = self._frozen.held(self._trained.held(whole)).view(tensor.dtype)
         offset = copy.storage_offset() + tensor.storage_offset()
         found = copy.as_strided(tensor.shape, tensor.stride(), offset)
         self._held[id(tensor)] = tensor, found
