@@ -115,7 +115,10 @@ class _TensorParallel:
         self.rank, self.size = self._group.rank_in_group, self._group.world_size
 
     def gather(self, content: Any) -> list[Any]:
-        return [self._group.broadcast_object(content, src=rank) for rank in range(self.size)]
+        found = [content] * self.size
+        if self.size > 1:  # vLLM's own broadcast of objects has the first worker as its only source
+            torch.distributed.all_gather_object(found, content, group=self._group.cpu_group)
+        return found
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._group.broadcast(tensor, src=source)
