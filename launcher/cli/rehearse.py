@@ -14,8 +14,7 @@ from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
-from launcher.plan.gpu_memory import as_rehearsed, rank_memory
-from launcher.plan.memory_terms import CONTEXT_BYTES
+from launcher.plan.gpu_memory import RankMemory, as_rehearsed, rank_memory
 from launcher.plan.parameters import tokens_known
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import load_recipe, teacher_of
@@ -37,7 +36,8 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     """Run one rank of each kind (pipeline stage, role) of RECIPE at its true size, on tensors with a shape, a type and
     a device but no data: it generates a token, scores, trains on the fullest micro-batch and updates the weights, with
     the code of a run. A teacher whose files are here takes part. Shows the peak memory of each phase and what holds it,
-    next to the estimate of `mrl plan` for the same code (training.transformer_impl=local). Tokens are assumed to choose
+    next to the estimate of `mrl plan` for the same code (training.transformer_impl=local). A vLLM on the same GPUs is
+    not run: what it holds is that estimate, and the ranks make room for it as in a run. Tokens are assumed to choose
     all experts equally often.
 
     RECIPE is the name of a shipped recipe or a YAML file. Needs torch and megatron-core here, but no GPU and no
@@ -67,18 +67,15 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     teacher = teacher_of(config)
     done = rehearse(config, tokens, rehearsed_kinds(config, sizes, teacher), teacher)
     ours = as_rehearsed(config)
-    ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage).fullest.tensors) for one in done]
-    fits = all(one.failure is None and (limit is None or one.peak_bytes + CONTEXT_BYTES <= limit) for one in done)
+    ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage)) for one in done]
+    fits = all("failure" not in rank and (limit is None or rank["needed_bytes"] <= limit) for rank in ranks)
     if as_json:
         click.echo(json.dumps({"ranks": ranks, "fits": fits}, indent=1))
     else:
         if config.distill is not None and teacher is None and not config.distill.server:
             click.echo(f"note: the teacher is left out: {config.distill.teacher} is not on this machine", err=True)
         if elsewhere:
-            click.echo(
-                f"note: {engine} divides the memory of its processes itself, so only the training ranks are rehearsed",
-                err=True,
-            )
+            click.echo(f"note: {OF_ENGINE[sizes.shares_devices].format(engine)}", err=True)
         if config.teacher_vllm:
             click.echo("note: the teacher's replicas are left out: vLLM divides their memory itself", err=True)
         show(config, name, ranks, limit)
@@ -86,14 +83,23 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
         ctx.exit(EXIT_CRASHED)
 
 
-def _row(one: RehearsedRank, planned: int) -> dict[str, Any]:
+OF_ENGINE = {
+    False: "{} divides the memory of its processes itself, so only the training ranks are rehearsed",
+    True: "only the training ranks are rehearsed; what {} holds beside them is that of `mrl plan`",
+}
+"""Notes about an engine that starts its own workers, by whether these share the devices of the ranks."""
+
+
+def _row(one: RehearsedRank, planned: RankMemory) -> dict[str, Any]:
+    held = {name: sum(phase.values()) for name, phase in one.phases.items()}
     row: dict[str, Any] = {
         "role": one.kind.role,
         "stage": one.kind.stage,
         "parameters": one.parameters,
         "peak_bytes": one.peak_bytes,
-        "phases": {name: {"bytes": sum(held.values()), "held_by": held} for name, held in one.phases.items()},
-        "planned_bytes": planned,
+        "phases": {name: {"bytes": held[name], "held_by": phase} for name, phase in one.phases.items()},
+        "planned_bytes": planned.tensors,
+        "needed_bytes": max((size + planned.beside(name) for name, size in held.items()), default=0),
     }
     return row if one.failure is None else {**row, "failure": asdict(one.failure)}
 
@@ -109,13 +115,13 @@ def show(config: RunConfig, cluster: str, ranks: Sequence[dict[str, Any]], limit
     console.print(Text(f"{config.name} on {cluster}, rehearsed at its true size", style="bold"))
     for rank in ranks:
         console.print()
-        console.print(_table(rank, limit))
+        console.print(_table(rank, limit, config.shares_devices))
         if failure := rank.get("failure"):
             console.print(Text(f"fails in {failure['phase']}: {failure['error']}", style="bold red"))
             console.print(Text(f"  at {failure['where']}", style="red"))
 
 
-def _table(rank: dict[str, Any], limit: int | None) -> Table:
+def _table(rank: dict[str, Any], limit: int | None, shares_devices: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -131,9 +137,10 @@ def _table(rank: dict[str, Any], limit: int | None) -> Table:
         largest = sorted(phase["held_by"].items(), key=lambda item: -item[1])
         named = [f"{holder} {size(held)}" for holder, held in largest if held > TRIFLE * phase["bytes"]]
         table.add_row(name, size(phase["bytes"]), ", ".join(named))
-    fits = limit is None or rank["peak_bytes"] + CONTEXT_BYTES <= limit
+    fits = limit is None or rank["needed_bytes"] <= limit
     style = "bold" if fits else "bold red"
-    beside = f"and {size(CONTEXT_BYTES)} of CUDA and NCCL, of {size(limit)}" if limit else ""
+    others = "CUDA, NCCL and vLLM" if shares_devices else "CUDA and NCCL"
+    beside = f"{size(rank['needed_bytes'])} with {others}, of {size(limit)}" if limit else ""
     table.add_row(Text("peak", style=style), Text(size(rank["peak_bytes"]), style=style), beside)
     beside_peak = f"{rank['planned_bytes'] / rank['peak_bytes'] - 1:+.1%}" if rank["peak_bytes"] else ""
     table.add_row("planned", size(rank["planned_bytes"]), beside_peak)

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from launcher.plan.bandwidths import HOST_BYTES_PER_S, MEMORY_SHARE, NETWORK_BYTES_PER_S, NETWORK_SHARE
 from launcher.plan.costs import Costs, DecodeSpeed, Work
 from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
 from launcher.plan.lengths import Lognormal
 from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
+from launcher.plan.turn_times import turn_seconds
 from megatron_rl.recipe.cards import Card
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.flops import training_flops
@@ -20,8 +22,6 @@ from megatron_rl.recipe.kernel_speed import BLOCK_BYTES_PER_S, SPLIT_TOKENS, ker
 
 PREFILL_MFU = 0.4
 """Share of the peak FLOP/s that prefill reaches: a rule of thumb."""
-MEMORY_SHARE = 0.85
-"""Share of the data sheet's bandwidth at which products and attention read: a rule of thumb."""
 KERNEL_S = 2e-6
 """Seconds that a kernel of a recorded step takes beside its memory traffic, to start and to end: a rule of thumb."""
 SUM_S = 15e-6
@@ -29,12 +29,6 @@ SUM_S = 15e-6
 TRAINING_MFU = 0.35
 """Share of the peak FLOP/s that forward and backward passes reach. Megatron-LM's README reports 0.41 to 0.48 for
 pre-training on H100s; packed answers of unequal lengths fill less."""
-NETWORK_BYTES_PER_S = 50e9
-"""Bandwidth between a GPU and other nodes: one adapter of 400 Gb/s per GPU."""
-NETWORK_SHARE = 0.5
-"""Share of that bandwidth that transfers reach: a refit over gloo took twice as long as a raw broadcast
-(tests/benchmarks/refit.py)."""
-HOST_BYTES_PER_S = 25e9
 FILE_SYSTEM_BYTES_PER_S = 10e9
 MEAN_LENGTH = 0.3
 """Mean length of an answer as a share of the limit. NeMo-RL reports 3,252 tokens of Qwen3-32B on competition
@@ -76,7 +70,7 @@ def estimate_costs(
         vocab: rows of the embedding.
         fs_bytes_per_s: write bandwidth of the job; None: FILE_SYSTEM_BYTES_PER_S.
     """
-    model, size = config.model, WEIGHT_BYTES[config.model.dtype]
+    model = config.model
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep)
     engine = weights(model, vocab, sizes.inference_tp)
     flops = sizes.training_world * card.bf16_flops * TRAINING_MFU
@@ -93,7 +87,7 @@ def estimate_costs(
         train_square_s=per_square,
         training_replicas=sizes.dp,
         step_s=_update_s(config, sizes, vocab, held) + work.prompts * work.prompt_tokens * per_token,
-        refit_s=_refit_s(sizes, size * weights(model, vocab).all),
+        refit_s=_refit_s(config, sizes, vocab, card),
         trains_beside_refit=config.job.device == "cpu",
         save_blocked_s=saved / sizes.training_world / HOST_BYTES_PER_S,
         save_s=saved / (fs_bytes_per_s or FILE_SYSTEM_BYTES_PER_S),
@@ -181,13 +175,13 @@ def _update_s(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> flo
     return sent / (NETWORK_BYTES_PER_S * NETWORK_SHARE) + moved / HOST_BYTES_PER_S
 
 
-def _refit_s(sizes: Sizes, whole: int) -> float:
-    """Seconds to send the weights from one data-parallel replica to all inference replicas; 0 if these share them.
-
-    Args:
-        whole: bytes of the whole model.
-    """
+def _refit_s(config: RunConfig, sizes: Sizes, vocab: int, card: Card) -> float:
+    """Seconds to send the weights from one data-parallel replica to all inference replicas; 0 if these share them. On
+    shared devices, of all acts between generating and training."""
+    if sizes.shares_devices:
+        return sum(turn_seconds(config, sizes, vocab, card).values())
     if not sizes.partitioned and sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1:
         return 0.0
     senders = min(sizes.tp * sizes.pp, sizes.inference_tp)
+    whole = WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab).all
     return whole / senders / (NETWORK_BYTES_PER_S * NETWORK_SHARE)

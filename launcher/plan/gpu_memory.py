@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.plan import memory_terms
-from launcher.plan.memory_terms import CONTEXT, FP32_BYTES, WEIGHT_BYTES, Term, in_words
+from launcher.plan.memory_terms import CONTEXT, WEIGHT_BYTES, Term, in_words
 from launcher.plan.parameters import trained, vocabulary, weights
+from launcher.plan.rank_terms import RankTerms, rank_terms, weights_of_teacher
+from launcher.plan.shared_device import VLLM, moments
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.job import Offload
@@ -21,9 +23,10 @@ PROCESS_BYTES = 400 * 10**6
 """Memory of a rank's interpreter with torch and megatron-core, before the first weight; of a worker of vLLM, too."""
 VLLM_BYTES = 1000 * 10**6
 """Memory of the two processes of a vLLM on a CPU that hold no weights: HTTP server and engine (measured, 0.32)."""
-LASTING = ("weights", "gradients", "optimizer")
-PHASES = ("build", "publish", "generate", "train", "update")
-"""Phases of a rank, as they follow each other. Scoring is left out: it holds less than training."""
+LASTING = ("weights", "gradients", "optimizer", f"{VLLM}weights")
+PHASES = ("build", "publish", "generate", "train", "update", "send")
+"""Phases of a rank. Scoring is left out: it holds less than training. On a device that a vLLM shares they are acts of
+`device_turns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,9 @@ class Phase:
 
     @property
     def tensors(self) -> int:
-        """Bytes allocated by torch: all terms except the CUDA context."""
-        return sum(term.bytes for term in self.terms if term.name != CONTEXT)
+        """Bytes that torch allocates in the rank: all terms except the CUDA context, and what a vLLM on the same device
+        holds."""
+        return sum(term.bytes for term in self.terms if term.name != CONTEXT and not term.name.startswith(VLLM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,22 @@ class RankMemory:
     def total(self) -> int:
         return self.fullest.total
 
+    @property
+    def tensors(self) -> int:
+        """Most bytes that torch allocates in the rank."""
+        return max(phase.tensors for phase in self.phases)
+
+    def beside(self, name: str) -> int:
+        """Bytes on the device in a phase that torch does not allocate in the rank: contexts, and what a vLLM holds. A
+        phase that is not planned has those of training."""
+        phases = {phase.name: phase for phase in self.phases}
+        found = phases.get(name) or phases.get("train") or self.fullest
+        return found.total - found.tensors
+
 
 def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[RankMemory]:
     found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
-    if sizes.has_replicas:
+    if sizes.partitioned:
         found.append(_inference(config, sizes, vocab))
     if sizes.teacher_nodes and config.distill and config.distill.parameters:
         found.append(_teacher(config, sizes, config.distill.parameters))
@@ -92,6 +108,15 @@ def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     return max(memory_terms.adam_states(config, sizes, each).bytes for each in held)
 
 
+def offloaded_weights(config: RunConfig, sizes: Sizes, vocab: int) -> int:
+    """Bytes of weights, those of a reference included, that the fullest training rank keeps in host memory while a vLLM
+    generates on its device."""
+    if config.offload != "optimizer" or not sizes.shares_devices:
+        return 0
+    held = (rank_terms(config, sizes, vocab, stage) for stage in range(sizes.pp))
+    return max(sum(term.bytes for term in (each.weights, *each.reference)) for each in held)
+
+
 def incoming_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     """Bytes of host memory in which an inference rank collects new weights until all have arrived."""
     if not sizes.partitioned:
@@ -113,60 +138,39 @@ def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
     counts["teacher"] = sizes.teacher_nodes * sizes.gpus_per_node
     fronts = sizes.replicas * sizes.starts_workers
     fronts += sizes.teacher_replicas * sizes.teacher_starts_workers
+    workers = sizes.generating * sizes.shares_devices
     held = sum(counts[role] * (PROCESS_BYTES + each) for role, each in lasting.items())
-    return held + fronts * (PROCESS_BYTES + VLLM_BYTES)
+    return held + workers * PROCESS_BYTES + fronts * (PROCESS_BYTES + VLLM_BYTES)
 
 
 def _training(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> RankMemory:
-    model, size = config.model, WEIGHT_BYTES[config.model.dtype]
-    held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
-    parameters = f"{in_words(held.all)} parameters"
-    own = Term("weights", size * held.all, f"{size} bytes x {parameters}")
-    updated = trained(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
-    each = FP32_BYTES if config.optimizer.grad_reduce_in_fp32 else size
-    gradients = Term("gradients", each * updated.all, f"{each} bytes x {in_words(updated.all)} trained parameters")
-    widened = []
-    if each != FP32_BYTES:
-        widened.append(memory_terms.of_shard(config, sizes, updated, "widened gradients", FP32_BYTES))
-    adam, cache = memory_terms.adam_states(config, sizes, updated), memory_terms.kv_cache(config, sizes)
-    graphs = tuple(memory_terms.decode_graphs(config, vocab))
-    models = [own]
-    if config.grpo.kl_beta > 0 and model.lora is None:  # the base of adapters is their reference
-        models.append(Term("reference", size * held.all, f"{size} bytes x {parameters}: the weights of the KL penalty"))
-    if (distill := config.distill) and distill.parameters and not distill.is_served:
-        models.append(_weights_of_teacher(config, "teacher", distill.parameters, sizes.tp * sizes.pp))
-    of_choice: dict[Offload, tuple[Term, ...]] = {"none": (gradients, adam), "buffers": (adam,), "optimizer": ()}
-    stays = of_choice[config.offload]
+    terms = rank_terms(config, sizes, vocab, stage)
+    phases = dict(moments(config, sizes, vocab, terms) if sizes.shares_devices else _alone(config, sizes, vocab, terms))
+    role = "training" if sizes.partitioned else "colocated"
+    return RankMemory(role, stage, tuple(_fullest(name, config, phases[name]) for name in PHASES if name in phases))
 
-    built: list[tuple[Term, ...]] = [(*models, gradients, adam)]
-    if config.optimizer.distributed:
-        formula = f"{size} bytes x {in_words(updated.all)} parameters, until they are in the optimizer's buffer"
-        moved = Term("start", size * updated.all, formula)
-        built.append((*models, gradients, moved))
-    last = stage == sizes.pp - 1
-    of_layer = memory_terms.layer_backward(config, sizes, vocab * (last and model.tied_embeddings and not model.lora))
-    of_loss = memory_terms.loss(config, sizes, vocab) if last else of_layer
-    train = (
-        gradients,
-        memory_terms.activations(config, sizes, stage),
-        max(of_layer, of_loss, key=lambda term: term.bytes),
-    )
+
+def _alone(config: RunConfig, sizes: Sizes, vocab: int, terms: RankTerms) -> dict[str, list[tuple[Term, ...]]]:
+    """Moments of each phase of a rank that has its device to itself."""
+    models, gradients, adam = list(terms.models), terms.gradients, terms.optimizer
+    cache, graphs = memory_terms.kv_cache(config, sizes), tuple(memory_terms.decode_graphs(config, vocab))
+    of_choice: dict[Offload, tuple[Term, ...]] = {"none": (gradients, adam), "buffers": (adam,), "optimizer": ()}
+    stays, built = of_choice[config.offload], terms.builds
     phases: dict[str, list[tuple[Term, ...]]] = {
         "build": built,
-        "train": [train],
-        "update": [(gradients, adam, *widened)],
+        "train": [(gradients, *terms.activations)],
+        "update": [(gradients, adam, *terms.widened)],
     }
     if config.generates and not sizes.has_replicas:
-        built += [(*models, *stays, engine) for engine in memory_terms.start(config, sizes, held)]
-        models += memory_terms.engine_weights(config, sizes, vocab, held)
+        built += [(*models, *stays, engine) for engine in memory_terms.start(config, sizes, terms.held)]
+        models += memory_terms.engine_weights(config, sizes, vocab, terms.held)
         phases["generate"] = [(cache, *graphs, memory_terms.prefill(config, sizes))]
         stays = (*stays, cache, *graphs) if config.offload == "none" else stays
     if sizes.partitioned and config.generates:
-        phases["publish"] = [(gradients, memory_terms.packages(config, held))]
+        phases["publish"] = [(gradients, memory_terms.packages(config, terms.held))]
     for name in phases.keys() - {"build"}:
-        phases[name] = [(*models, *stays, *(term for term in terms if term not in stays)) for terms in phases[name]]
-    role = "training" if sizes.partitioned else "colocated"
-    return RankMemory(role, stage, tuple(_fullest(name, config, phases[name]) for name in PHASES if name in phases))
+        phases[name] = [(*models, *stays, *(term for term in moment if term not in stays)) for moment in phases[name]]
+    return phases
 
 
 def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> RankMemory:
@@ -184,15 +188,9 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> RankMemory:
 
 
 def _teacher(config: RunConfig, sizes: Sizes, parameters: int) -> RankMemory:
-    held = _weights_of_teacher(config, "weights", parameters, sizes.teacher_tp)
+    held = weights_of_teacher(config, "weights", parameters, sizes.teacher_tp)
     share = config.teacher_vllm.gpu_share if config.teacher_vllm else 1.0
     return RankMemory("teacher", None, (_fullest("score", config, [(held,)]),), share)
-
-
-def _weights_of_teacher(config: RunConfig, name: str, parameters: int, parts: int) -> Term:
-    size = WEIGHT_BYTES[config.model.dtype]
-    formula = f"{size} bytes x {in_words(parameters)} parameters / {parts} ranks: distill.teacher"
-    return Term(name, size * parameters // parts, formula)
 
 
 def _fullest(name: str, config: RunConfig, moments: Sequence[tuple[Term, ...]]) -> Phase:

@@ -214,21 +214,26 @@ def packages(config: RunConfig, held: Weights) -> Term:
 
 
 def prefill(config: RunConfig, sizes: Sizes) -> Term:
-    """Memory of the widest point of one layer, without a backward pass, beside the residual stream and its norm: either
-    the feed-forward network (first output, activated gate, product) or a norm (three times in fp32). With adapters, the
-    output of the base, that of the adapter and their sum. Experts need three tensors of their routed tokens: sorted,
-    their outputs, and back in order; in fp32, where they run one by one, at most eight."""
-    model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
+    """Memory of `layer_forward` for all prompt tokens that are computed at once."""
     length = config.sequence_length
     prompt = max(1, length - config.sampling.max_new_tokens)
     tokens = min(config.inference.prefill_tokens, length + (config.inference.max_batch - 1) * prompt)
+    each = layer_forward(config, sizes)
+    return Term("prefill", tokens * each, f"{in_words(tokens)} tokens x {in_words(each)} bytes of one layer")
+
+
+def layer_forward(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes per token at the widest point of one layer, without a backward pass, beside the residual stream and its
+    norm: either the feed-forward network (first output, activated gate, product) or a norm (three times in fp32). With
+    adapters, the output of the base, that of the adapter and their sum. Experts need three tensors of their routed
+    tokens: sorted, their outputs, and back in order; in fp32, where they run one by one, at most eight."""
+    model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     widths = 4 if model.lora is None else 6
     each = max(widths * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - size) * model.hidden_size)
     if model.experts_per_token:
         each = model.experts_per_token * (3 if model.dtype == "bf16" else 8) * size * model.hidden_size
     beside = 4 if model.experts_per_token or model.lora else 2  # megatron-core's own layers hold more than fused ones
-    each += size * (beside * model.hidden_size + 2 * model.head_size)
-    return Term("prefill", tokens * each, f"{in_words(tokens)} tokens x {in_words(each)} bytes of one layer")
+    return each + size * (beside * model.hidden_size + 2 * model.head_size)
 
 
 def context(config: RunConfig) -> tuple[Term, ...]:

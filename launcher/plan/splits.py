@@ -14,8 +14,10 @@ from launcher.plan.pace import Pace, pace
 from launcher.plan.placement import Plan, place
 from launcher.plan.sizes import LayoutError
 from launcher.plan.summary import gpu_bytes, with_offload
+from launcher.plan.turn_times import turn_seconds
 from megatron_rl.recipe.cards import Card
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.device_turns import Act
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.job import PlacementConfig
 
@@ -41,6 +43,8 @@ class Candidate:
     paces: Mapping[int, Pace]
     lacks_bytes: int
     scenarios: Mapping[int, Scenario]
+    turn_s: Mapping[Act, float]
+    """Seconds of each act between generating and training on shared devices; empty on others."""
 
 
 def compare(assumed: Assumptions, nodes: int, lags: Sequence[int]) -> list[Candidate]:
@@ -114,6 +118,7 @@ def _candidate(assumed: Assumptions, config: RunConfig, plan: Plan, lags: Sequen
         paces={lag: pace(scenario) for lag, scenario in scenarios.items()},
         lacks_bytes=max(0, *(one.total - int(limit * one.share) for one in memories)) if limit else 0,
         scenarios=scenarios,
+        turn_s=turn_seconds(config, sizes, assumed.vocab, assumed.card) if sizes.shares_devices else {},
     )
 
 

@@ -6,7 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.cluster.profile import Profile
-from launcher.plan.gpu_memory import checkpoint_bytes, incoming_bytes, offloaded_bytes, rank_memories
+from launcher.plan.gpu_memory import (
+    checkpoint_bytes,
+    incoming_bytes,
+    offloaded_bytes,
+    offloaded_weights,
+    rank_memories,
+)
 from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.placement import Plan, place, rank_rows
 from launcher.plan.sizes import LayoutError
@@ -125,6 +131,7 @@ def summarize(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
     alternatives     smaller plans of a range `job.nodes`, in what may differ
     memory           terms of the fullest phase of each role; `gpu_bytes` is the part of a GPU that the role may take
     host_bytes       copy of the checkpoint that each training node writes from its memory
+    offloaded_...    optimizer state, and weights, that each training node keeps in its memory
     incoming_bytes   new weights that each inference node collects in its memory, partitioned
     """
     config = with_offload(config, plan, profile)
@@ -202,5 +209,6 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
             for each in rank_memories(config, sizes, vocab)
         ],
         "offloaded_bytes": offloaded_bytes(config, sizes, vocab) * plan.gpus_per_node,
+        "offloaded_weight_bytes": offloaded_weights(config, sizes, vocab) * plan.gpus_per_node,
         "incoming_bytes": incoming_bytes(config, sizes, vocab) * plan.gpus_per_node,
     }

@@ -55,7 +55,7 @@ _BROUGHT: dict[Act, frozenset[Holding]] = {
 }
 _TAKEN: dict[Act, frozenset[Holding]] = {
     "sleep": ENGINE,
-    "update": frozenset({"activations"}),
+    "train": frozenset({"activations"}),
     "stow": frozenset({"gradients", "optimizer"}),
     "put away": frozenset({"bucket", "weights"}),
 }

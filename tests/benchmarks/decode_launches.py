@@ -14,7 +14,8 @@ import argparse
 from launches import QWEN_32B, Step, decode_step
 
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
-from launcher.plan.estimate import KERNEL_S, MEMORY_SHARE, SUM_S
+from launcher.plan.bandwidths import MEMORY_SHARE
+from launcher.plan.estimate import KERNEL_S, SUM_S
 from megatron_rl.recipe.cards import Card, find_card
 from megatron_rl.recipe.kernel_speed import BLOCK_BYTES_PER_S, key_splits
 

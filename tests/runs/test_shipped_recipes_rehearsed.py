@@ -39,6 +39,13 @@ LAYOUTS = {
     "3b: nothing leaves": ("qwen2.5-3b-dapo", "placement.offload=none"),
     "32b: gradients in bf16": ("qwen2.5-32b-dapo", "optimizer.grad_reduce_in_fp32=false"),
     "3b: Adam's state leaves": ("qwen2.5-3b-dapo", "placement.offload=optimizer"),
+    "3b: a vLLM on the GPU": ("qwen2.5-3b-dapo", "inference.engine=vllm"),
+    "3b: weights leave for a vLLM": (
+        "qwen2.5-3b-dapo",
+        "inference.engine=vllm",
+        "placement.offload=optimizer",
+        "grpo.kl_beta=0.1",
+    ),
 }
 NORMAL = ("qwen2.5-32b-dapo-partitioned", "demo-program")
 
@@ -76,7 +83,7 @@ def test_rehearse_reports_the_memory_of_each_rank_in_every_phase() -> None:
     assert result.exit_code == 0, result.output
     (rank,) = json.loads(result.output)["ranks"]
     assert json.loads(result.output)["fits"] is True
-    assert list(rank) == ["role", "stage", "parameters", "peak_bytes", "phases", "planned_bytes"]
+    assert list(rank) == ["role", "stage", "parameters", "peak_bytes", "phases", "planned_bytes", "needed_bytes"]
     parameters = weights(load_recipe("demo").config.model, 16).all
     assert (rank["role"], rank["stage"], rank["parameters"]) == ("colocated", 0, parameters)
     assert list(rank["phases"]) == ["build", "generate", "score", "train", "update"]
@@ -84,6 +91,7 @@ def test_rehearse_reports_the_memory_of_each_rank_in_every_phase() -> None:
         assert phase["bytes"] == sum(phase["held_by"].values()) <= rank["peak_bytes"]
         assert phase["held_by"]["weights"] >= 4 * rank["parameters"]
     assert rank["peak_bytes"] == max(phase["bytes"] for phase in rank["phases"].values())
+    assert rank["needed_bytes"] == rank["peak_bytes"], "a CPU has no contexts"
     assert rank["planned_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.1), "a rank has half of the answers"
 
 

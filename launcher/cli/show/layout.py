@@ -89,7 +89,7 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
         ("model", _parameters(summary["model"])),
         ("checkpoint", _checkpoint(summary["checkpoint"])),
         ("host", _host_memory(summary)),
-        ("off-load", OFFLOADS[summary["offload"]]),
+        ("off-load", (OFFLOADS_OF_TURNS if sizes.shares_devices else OFFLOADS)[summary["offload"]]),
     ):
         if text:
             grid.add_row(name, text)
@@ -176,8 +176,10 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
 
 def _host_memory(summary: dict[str, Any]) -> str:
     copy, adam, weights = summary["checkpoint"]["host_bytes"], summary["offloaded_bytes"], summary["incoming_bytes"]
-    text = f"{size(copy + adam)} of a node's memory: {size(copy)} to write checkpoints from"
+    own = summary["offloaded_weight_bytes"]
+    text = f"{size(copy + adam + own)} of a node's memory: {size(copy)} to write checkpoints from"
     text += f", {size(adam)} of optimizer state" * (adam > 0)
+    text += f", {size(own)} of weights while vLLM generates" * (own > 0)
     return text + f"; {size(weights)} of an inference node's for incoming weights" * (weights > 0)
 
 
@@ -239,6 +241,12 @@ OFFLOADS = {
     "optimizer": "gradients are in GPU memory only while training, the KV cache only while generating, optimizer state "
     "only during updates",
 }
+OFFLOADS_OF_TURNS = {
+    "none": "",
+    "buffers": "gradients are in GPU memory only while training, vLLM's weights and cache only while it generates",
+    "optimizer": "weights and gradients are in GPU memory only while training, vLLM's weights and cache only while it "
+    "generates, optimizer state only during updates",
+}
 CURES = {
     "weights": "raise tp or pp",
     "gradients": "raise tp or pp",
@@ -256,4 +264,13 @@ CURES = {
     "decode graphs": "lower inference.max_batch, or set inference.cuda_graphs: false",
     "prefill": "lower inference.prefill_tokens",
     "context": "use larger GPUs",
+    "bucket": "use larger GPUs",
+    "vLLM's weights": "raise placement.inference.tp, or set placement.offload: optimizer",
+    "vLLM's KV cache": "set inference.cache_tokens, lower inference.max_batch or training.sequence_length, or raise "
+    "placement.inference.tp",
+    "vLLM's largest step": "lower inference.prefill_tokens or inference.max_batch",
+    "vLLM's loading": "raise placement.inference.tp",
+    "vLLM's context": "use larger GPUs",
+    "vLLM's communicators": "use larger GPUs",
+    "vLLM's graphs": "set inference.cuda_graphs: false",
 }

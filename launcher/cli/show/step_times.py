@@ -47,8 +47,15 @@ def _show_splits(console: Console, assumed: Assumptions, candidates: Sequence[Ca
     notes += [
         f"{one.split}: a GPU lacks about {one.lacks_bytes / 2**30:.3g} GiB" for one in candidates if one.lacks_bytes
     ]
+    notes += [_turns(one) for one in candidates if one.turn_s]
     for note in notes:
         console.print(Text(note, style="dim"))
+
+
+def _turns(one: Candidate) -> str:
+    longest = sorted(one.turn_s.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{act} {seconds:.2g}" for act, seconds in longest)
+    return f"{one.split}: vLLM and the ranks change places in {sum(one.turn_s.values()):.2g} s of a step ({named})"
 
 
 def _show_runs(console: Console, faults: Faults, runs: Runs) -> None:
@@ -86,6 +93,7 @@ def estimates_json(candidates: Sequence[Candidate], lags: Sequence[int], runs: R
             "inference_nodes": one.split.inference_nodes,
             "replicas": one.split.replicas,
             "lacks_bytes": one.lacks_bytes,
+            "turn_s": dict(one.turn_s),
             "lags": [
                 {"max_lag": lag, "best": one is fastest[lag], **{name: getattr(one.paces[lag], name) for name in PACE}}
                 for lag in lags

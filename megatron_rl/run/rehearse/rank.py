@@ -12,23 +12,16 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.engine import Engine
-from megatron_rl.generate.engine.interface import Completion, GenerationRequest
-from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.rank_engine import build_engine, build_inference_policy
-from megatron_rl.generate.refit.transfer import Sender
-from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.training.objective import FirstPass, objective_of
+from megatron_rl.learn.training.offload import HostWeights
 from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
-from megatron_rl.learn.training.schedule import ModelInput
 from megatron_rl.learn.training.trainer import Trainer
-from megatron_rl.learn.training.training_batch import Agreed, training_batch, update_batch, update_part
 from megatron_rl.model.platform.phantom import HeldMemory, PhantomCuda, PhantomDevice
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.model.trainable import Trainable
@@ -40,10 +33,8 @@ from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.flops import fullest_microbatch
-from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.model import ModelConfig, Recompute
-from megatron_rl.run.rehearse.phantom_world import LoneSender
+from megatron_rl.run.rehearse.acts import generate, publish, rollouts, score
 
 END = 1  # end token; every value that the host reads of such a tensor is 1
 A_MINUTE = timedelta(minutes=1)
@@ -120,7 +111,9 @@ def rehearse_rank(
     rank = _Rank(config, vocab, groups, device, phases, teacher)
     with phases.phase("build"):
         engine, trainer = rank.build(role)
-    if trainer and role == "training" and config.generates:
+    if trainer and config.shares_devices:
+        rank.take_turns(trainer)
+    elif trainer and role == "training" and config.generates:
         with phases.phase("publish"), device.memory.held_by("packages"):
             publish(trainer)
     if engine:
@@ -153,6 +146,7 @@ class _Rank:
         self._platform = PhantomCuda(device)
         self._platform.seed(0)
         self._phases = phases
+        self._reference: Policy | None = None  # with weights of its own
 
     def build(self, role: str) -> tuple[Engine | None, Trainer | None]:
         config = self._config
@@ -166,7 +160,7 @@ class _Rank:
         policy = self._policy("weights", config.training.recompute)
         self.parameters = sum(weight.numel() for weight in policy.parameters())
         trainer = self._trainer(policy)
-        if role == "training" or not config.generates:
+        if role == "training" or not config.generates or config.shares_devices:
             return None, trainer
         trainer.optimizer.offload()
         engine, _refit = build_engine(policy, config, self._vocab, {END}, self._platform, self._groups, ranks)
@@ -175,11 +169,29 @@ class _Rank:
         self._memory.assign("weights", _tensors(policy))  # some are shared with the engine
         return engine, trainer
 
+    def take_turns(self, trainer: Trainer) -> None:
+        """Send the weights to a vLLM on the same device, and leave as much of it as the recipe says until the vLLM has
+        generated."""
+        away = None
+        if self._config.offload == "optimizer":
+            away = HostWeights([policy for policy in (trainer.policy, self._reference) if policy], self._platform)
+        trainer.optimizer.offload()
+        with self._phases.phase("send"), self._memory.held_by("bucket"):
+            publish(trainer)
+        if away:
+            away.put_away()
+        with self._phases.phase("generate"):
+            pass
+        if away:
+            away.fetch()
+
     def _trainer(self, policy: Policy) -> Trainer:
         config = self._config
         trainable, reference = Trainable.of(config.model), None
         if config.grpo.kl_beta > 0:
-            reference = self._policy("reference").requires_grad_(False) if trainable.everything else policy
+            if trainable.everything:
+                self._reference = self._policy("reference").requires_grad_(False)
+            reference = self._reference or policy
         trainable.mark(policy)
         with self._memory.held_by("optimizer"):
             optimizer = _Optimizer(policy, config, self._phases)
@@ -208,54 +220,6 @@ class _Rank:
             policy = build()
         self._memory.assign(holder, policy.parameters())  # the platform's own builds hold weights
         return policy
-
-
-def generate(engine: Engine, config: RunConfig, memory: HeldMemory) -> None:
-    """Fill all rows, one of them with a sequence of full length, and decode a token for each. Log-probs of prompts are
-    left out, since the host reads their values."""
-    length, answer = config.sequence_length, config.sampling.max_new_tokens
-    fresh = Sampling(temperature=config.sampling.temperature, max_new_tokens=answer)
-    requests = [engine.submit(GenerationRequest([0] * (length - 1), 1, Sampling(max_new_tokens=1), key=0))]
-    for key in range(1, config.inference.max_batch):  # all prompts differ
-        prompt = [key % engine.policy.vocabulary] * max(1, length - answer)
-        requests.append(engine.submit(GenerationRequest(prompt, 1, fresh, key)))
-    engine.step()
-    assert engine.runner.cache is not None
-    memory.assign("KV cache", (engine.runner.cache.keys, engine.runner.cache.values))
-    engine.step()
-    for request in requests:
-        engine.cancel(request)
-    engine.end_phase()
-
-
-def publish(trainer: Trainer) -> None:
-    """Send all weights of this rank, as a replica that needs them all gets them."""
-    sender = Sender(weights_by_box(trainer.policy))
-    group: Any = LoneSender(trainer.platform.device)
-    sender.connect(group)
-    sender.publish(0)
-
-
-def score(trainer: Trainer) -> None:
-    config, policy = trainer.config, trainer.policy
-    groups = rollouts(config, 1, trainer.groups.data.size()).groups
-    batch = training_batch(groups, trainer.objective.credit(groups), config, 0, trainer.platform.device)
-    part = update_part(batch, range(len(batch.sequences)), config, trainer.platform.kernels)
-    (fullest, *_) = update_batch(part, Agreed(len(part.bins), part.normaliser)).microbatches
-    trainer.score(policy, batch, [ModelInput.of(policy, fullest, trainer.groups.context)])
-
-
-def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatch:
-    """A batch of `microbatches` of the fullest micro-batches, and at least two, as far as a data-parallel replica has
-    answers. Prompts differ and half of the answers are right."""
-    lengths = fullest_microbatch(config, replicas) * max(2, microbatches)
-    lengths = lengths[: max(2, config.answers_of_replica(replicas))]
-    trajectories = []
-    for number, tokens in enumerate(lengths):
-        answer = min(config.sampling.max_new_tokens, tokens - 1)
-        completion = Completion([2] * answer, [0.0] * answer, "length", [0] * answer)
-        trajectories.append(Trajectory.single([number] * (tokens - answer), completion, "", float(number % 2)))
-    return RolloutBatch([TrajectoryGroup(0, Problem("", {}), trajectories, {})], [0], 0, 1)
 
 
 class _Optimizer(PolicyOptimizer):

@@ -19,7 +19,7 @@ def test_with_everything_off_loaded_each_side_trains_or_generates_alone() -> Non
         "sleep": {"engine weights", "KV cache"},
         "fetch": {"weights"},
         "train": {"weights", "gradients", "activations"},
-        "update": {"weights", "gradients", "activations", "optimizer"},
+        "update": {"weights", "gradients", "optimizer"},
         "stow": {"weights", "gradients", "optimizer"},
         "measure": {"weights"},
         "wake weights": {"weights", "engine weights"},
