@@ -27,6 +27,8 @@ class RankTerms:
     teacher: tuple[Term, ...]
     moved: tuple[Term, ...]
     """Copy of the weights while the optimizer is built."""
+    first_step: Term
+    """Gradient with which Adam makes its state."""
 
     @property
     def models(self) -> tuple[Term, ...]:
@@ -35,7 +37,7 @@ class RankTerms:
     @property
     def builds(self) -> list[tuple[Term, ...]]:
         """Two moments of the build: at its end, and while weights move into the optimizer's buffer."""
-        moments = [(*self.models, self.gradients, self.optimizer)]
+        moments = [(*self.models, self.gradients, self.optimizer, self.first_step)]
         return [*moments, (*self.models, self.gradients, *self.moved)] if self.moved else moments
 
 
@@ -61,7 +63,15 @@ def rank_terms(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> RankT
         tuple(_reference(config, held)),
         tuple(_teacher(config, sizes)),
         (moved,) if config.optimizer.distributed else (),
+        _first_step(config, sizes, vocab, updated),
     )
+
+
+def _first_step(config: RunConfig, sizes: Sizes, vocab: int, updated: Weights) -> Term:
+    model = config.model
+    shard = updated.all // (sizes.dp * sizes.cp if config.optimizer.distributed else 1)
+    largest = min(shard, max(vocab, 2 * model.ffn_hidden_size) * model.hidden_size // sizes.tp)
+    return Term("first step", FP32_BYTES * largest, f"{FP32_BYTES} bytes x {in_words(largest)} of the largest weight")
 
 
 def _reference(config: RunConfig, held: Weights) -> Iterator[Term]:

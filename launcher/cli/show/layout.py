@@ -258,6 +258,7 @@ CURES = {
     "or raise cp",
     "backward": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp or cp",
     "start": "raise tp",
+    "first step": "raise tp",
     "logits": "lower training.tokens_per_microbatch and training.sequence_length, or raise tp or cp",
     "inference weights": "set the sizes of placement.inference to those of placement.training",
     "KV cache": "lower inference.max_batch or training.sequence_length, or set inference.cache_tokens",

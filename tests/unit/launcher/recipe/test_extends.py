@@ -123,7 +123,7 @@ def test_recipe_yaml_keeps_the_text_of_extended_files(folder):
 
 
 def test_a_base_is_extended_and_not_run():
-    assert shipped_bases() == ["dapo"]
+    assert shipped_bases() == ["dapo", "gsm8k"]
     assert problem("dapo").startswith("no recipe is called 'dapo'")
     extending = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned"))]
     assert len(extending) == 10

@@ -16,7 +16,9 @@ from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.registry import environment_class, required_datasets
 
-FOR_GPUS = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned", "-32b-lora"))]
+OF_DAPO = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned", "-32b-lora"))]
+OF_GSM8K = {"qwen3-0.6b-gsm8k": (1, 24), "qwen3-1.7b-gsm8k": (1, 80), "qwen2.5-7b-gsm8k": (8, 80)}
+"""Recipes for a first run -> GPUs, and GiB of each."""
 
 
 @cache
@@ -58,7 +60,7 @@ def test_the_partitioned_recipe_differs_only_in_name_placement_batch_and_lag() -
     assert recipe("qwen2.5-32b-dapo-partitioned").data_parallel_size == 4
 
 
-@pytest.mark.parametrize("name", FOR_GPUS)
+@pytest.mark.parametrize("name", OF_DAPO)
 def test_dapos_problems_are_trained_on_and_aime_2024_is_only_evaluated(name: str) -> None:
     config = recipe(name)
     arguments: Any = environment_class("math").Config.model_validate(config.environment.args)
@@ -72,16 +74,33 @@ def test_dapos_problems_are_trained_on_and_aime_2024_is_only_evaluated(name: str
 def test_only_base_models_get_prompts_without_a_chat_template() -> None:
     headline = {"qwen2.5-32b-dapo", "qwen2.5-32b-dapo-partitioned", "qwen2.5-32b-lora"}
     base = {"qwen2.5-3b-dapo", "qwen2.5-math-7b-dapo", *headline}
-    assert {name for name in FOR_GPUS if recipe(name).environment.args["chat"] == "never"} == base
+    assert {name for name in OF_DAPO if recipe(name).environment.args["chat"] == "never"} == base
 
 
-@pytest.mark.parametrize("name", FOR_GPUS)
-def test_a_shipped_recipe_fits_into_80_gib(name: str) -> None:
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+@pytest.mark.parametrize("name", [*OF_DAPO, *OF_GSM8K])
+def test_a_shipped_recipe_for_gpus_fits_with_either_engine(name: str, engine: str) -> None:
     """Uses the estimate of `mrl plan`, which test_shipped_recipes_rehearsed compares with real ranks."""
-    profile = load_clusters().choose_profile("h100", None)[1]
-    shown = plan_json(recipe(name), make_plan(loaded(name), profile), profile)
+    gib = OF_GSM8K.get(name, (8, 80))[1]
+    profile = load_clusters().profile("h100").model_copy(update={"gpu_memory_gib": float(gib)})
+    asked = load_recipe(name, [f"inference.engine={engine}"])
+    shown = plan_json(asked.config, make_plan(asked, profile), profile)
     assert shown["memory"]
-    assert all(part["bytes"] < 76 * 2**30 for part in shown["memory"])
+    assert all(part["bytes"] < 0.95 * part["gpu_bytes"] for part in shown["memory"])
+
+
+@pytest.mark.parametrize("name", OF_GSM8K)
+def test_a_first_run_reads_gsm8k_and_needs_what_its_first_line_says(name: str) -> None:
+    config, (gpus, _) = recipe(name), OF_GSM8K[name]
+    assert (config.job.world_size, config.job.device) == (gpus, "cuda")
+    arguments: Any = environment_class("gsm8k").Config.model_validate(config.environment.args)
+    assert (arguments.train.path, arguments.train.answer_after) == ("openai/gsm8k", "####")
+    assert [(source.path, source.split) for source in arguments.evaluate.values()] == [("openai/gsm8k", "test")]
+    assert config.sampling.max_new_tokens + arguments.max_prompt_tokens == config.sequence_length
+    passes = config.training.steps * config.grpo.prompts_per_step / 7473
+    assert 2.9 < passes < 3.1
+    assert config.grpo.updates_per_step == 1
+    assert (arguments.chat == "never") == (config.model.huggingface == "Qwen/Qwen2.5-7B"), "the only base model"
 
 
 def test_the_container_and_its_environment_are_those_of_the_claim() -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from launcher.recipe.load import load_recipe
 from launcher.recipe.meaning import with_defaults
-from launcher.recipe.shipped import shipped_recipes
+from launcher.recipe.shipped import shipped_bases, shipped_recipes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.removed import REMOVED
 from megatron_rl.recipe.section import flat
@@ -28,7 +28,7 @@ SHIPPED = PROJECT / "launcher" / "recipe" / "shipped"
 ABSENT = "(absent)"
 HEAD = f"""\
 # Written by {Path(__file__).name}. `defaults` are those of the schema. Each recipe has what differs from the one
-# that it extends; the base `dapo` has what its recipes share. {ABSENT}: the recipe does not have this key.
+# that it extends; a base has what its recipes share. {ABSENT}: the recipe does not have this key.
 """
 GONE = [key for key in REMOVED if "=" not in key]
 
@@ -64,15 +64,19 @@ def base_of(name: str) -> str:
     return str(yaml.safe_load((SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")).get("extends", "defaults"))
 
 
+def shared(base: str) -> dict[str, Any]:
+    """Values that all recipes of a base have in common."""
+    first, *others = (resolved(name) for name in shipped_recipes() if base_of(name) == base)
+    return {key: value for key, value in first.items() if all(each.get(key, ABSENT) == value for each in others)}
+
+
 def in_layers() -> dict[str, dict[str, Any]]:
     """Today's values in the form of the file."""
     required = {field.alias or name: {} for name, field in RunConfig.model_fields.items() if field.is_required()}
     defaults = {key: value for key, value in flat(with_defaults(required, RunConfig)).items() if value != {}}
-    first, *others = (resolved(name) for name in shipped_recipes() if base_of(name) == "dapo")
-    shared = {key: value for key, value in first.items() if all(each.get(key, ABSENT) == value for each in others)}
     wholes = {name: resolved(name) for name in shipped_recipes()}
-    bases = wholes | {"defaults": defaults, "dapo": merged([defaults, shared])}
-    layers = {"defaults": defaults, "dapo": beyond(bases["dapo"], defaults)}
+    bases = wholes | {"defaults": defaults} | {base: merged([defaults, shared(base)]) for base in shipped_bases()}
+    layers = {"defaults": defaults} | {base: beyond(bases[base], defaults) for base in shipped_bases()}
     return layers | {name: beyond(whole, bases[base_of(name)]) for name, whole in wholes.items()}
 
 
