@@ -63,7 +63,7 @@ def moments(
         "gradients": (ranks.gradients,),
         "optimizer": (ranks.optimizer,),
         "activations": ranks.activations,
-        "bucket": (bucket(config),),
+        "bucket": (bucket(config, sizes),),
         "engine weights": (vllm.weights,),
         "KV cache": (vllm.cache,),
     }
@@ -98,10 +98,10 @@ def vllm_terms(config: RunConfig, sizes: Sizes, vocab: int) -> VllmTerms:
     )
 
 
-def bucket(config: RunConfig) -> Term:
-    half = HALF_BYTES[config.job.device]
-    formula = f"{HALVES} halves of {in_words(half)} bytes, and what goes to other ranks in a round"
-    return Term("bucket", bytes_in_rank(half), formula)
+def bucket(config: RunConfig, sizes: Sizes) -> Term:
+    half, alone = HALF_BYTES[config.job.device], sizes.training_world == 1
+    formula = f"{HALVES} halves of {in_words(half)} bytes" + ("" if alone else ", and what goes to other ranks at once")
+    return Term("bucket", HALVES * half if alone else bytes_in_rank(half), formula)
 
 
 def _lasting(config: RunConfig, sizes: Sizes) -> Iterator[Term]:

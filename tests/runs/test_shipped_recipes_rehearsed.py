@@ -149,7 +149,8 @@ def as_planned(rank: RehearsedRank, planned: RankMemory, on_cpu: bool = False) -
         if phase.name == "build" and held < max(sum(each.values()) for each in rank.phases.values()):
             continue
         kept = sum(term.bytes for term in phase.terms if term.name == "decode graphs")
-        assert phase.tensors - kept == pytest.approx(held, rel=0.05), (phase, rank.phases[phase.name])
+        tables = 2**26 if phase.name == "generate" else 0  # of positions, which stay where the weights leave
+        assert phase.tensors - kept == pytest.approx(held, rel=0.05, abs=tables), (phase, rank.phases[phase.name])
 
 
 @pytest.mark.slow

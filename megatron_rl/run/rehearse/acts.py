@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest
+from megatron_rl.generate.refit.bucket_sender import BucketSender
 from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.learn.rollout.batch import RolloutBatch
@@ -15,9 +18,10 @@ from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.learn.training.training_batch import Agreed, training_batch, update_batch, update_part
 from megatron_rl.model.platform.phantom import HeldMemory
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.device_bucket import HALF_BYTES
 from megatron_rl.recipe.flops import fullest_microbatch
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.run.rehearse.phantom_world import LoneSender
+from megatron_rl.run.rehearse.phantom_world import LoneBuckets, LoneSender
 
 
 def generate(engine: Engine, config: RunConfig, memory: HeldMemory) -> None:
@@ -42,6 +46,15 @@ def publish(trainer: Trainer) -> None:
     """Send all weights of this rank, as a replica that needs them all gets them."""
     sender = Sender(weights_by_box(trainer.policy))
     group: Any = LoneSender(trainer.platform.device)
+    sender.connect(group)
+    sender.publish(0)
+
+
+def send(trainer: Trainer) -> None:
+    """Give all weights of this rank to a worker on its device, as much at a time as on a GPU."""
+    world: Any = dist.group.WORLD
+    sender = BucketSender(weights_by_box(trainer.policy), world, half=HALF_BYTES["cuda"])
+    group: Any = LoneBuckets(world.size())
     sender.connect(group)
     sender.publish(0)
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.generate.refit import rank_refit, transfer
+from megatron_rl.generate.refit import bucket_sender, rank_refit, transfer
+from megatron_rl.generate.refit.bucket_channel import BucketChannel
+from megatron_rl.generate.refit.epoch import DEVICE, Epoch, Member
 from megatron_rl.generate.refit.plan import Box, Move, lasting, rounds_of
 from megatron_rl.generate.refit.transfer_group import Agreement
 from megatron_rl.rank.groups import Groups, cut, disconnect
@@ -39,6 +41,8 @@ def alone_in(world: int, rank: int, layout: TrainingLayout) -> Iterator[Groups]:
             mock.patch.object(dist, "all_gather", _gather_equal_tensors),
             mock.patch.object(rank_refit, "plan_moves", lambda held, needed: []),  # other ranks' boxes are unknown
             mock.patch.object(transfer, "agree", _send_everything),
+            mock.patch.object(bucket_sender, "allocate", PhantomBucket),
+            mock.patch.object(dist, "batch_isend_irecv", lambda operations: []),
             balanced_routing(),
         ):
             yield cut(layout, timedelta(minutes=1))
@@ -54,6 +58,35 @@ class LoneSender:
 
     def exchange(self, sends: Any, receives: Any) -> None:
         """Nobody is there."""
+
+
+class LoneBuckets:
+    """Group of a rank that gives all its weights to the worker on its device, and as many to another rank, if there is
+    one. Workers acknowledge at once."""
+
+    rank, workers = 0, 1
+
+    def __init__(self, world: int) -> None:
+        self.ranks = min(world, 2)
+        members = tuple(Member(replica, 0, 1, DEVICE) for replica in range(self.ranks))
+        self.epoch = Epoch(0, "", 0, "", self.ranks, members, DEVICE)
+        self.channel: Any = mock.MagicMock(spec=BucketChannel)
+
+    def gather(self, content: Any) -> list[Any]:
+        return [content, *[[]] * (self.ranks - 1)]
+
+    def agree(self, failure: str | None) -> None:
+        assert failure is None, failure
+
+
+class PhantomBucket:
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.content = torch.empty(size, dtype=torch.uint8, device=device)
+        self.description: dict[str, Any] = {}
+        self.descriptors: list[int] = []
+
+    def close(self) -> None:
+        del self.content
 
 
 def _send_everything(group: LoneSender, held: Iterable[Box], needed: Any, round_bytes: int) -> Agreement:

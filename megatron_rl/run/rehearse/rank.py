@@ -34,7 +34,7 @@ from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.model import ModelConfig, Recompute
-from megatron_rl.run.rehearse.acts import generate, publish, rollouts, score
+from megatron_rl.run.rehearse.acts import generate, publish, rollouts, score, send
 
 END = 1  # end token; every value that the host reads of such a tensor is 1
 A_MINUTE = timedelta(minutes=1)
@@ -177,7 +177,7 @@ class _Rank:
             away = HostWeights([policy for policy in (trainer.policy, self._reference) if policy], self._platform)
         trainer.optimizer.offload()
         with self._phases.phase("send"), self._memory.held_by("bucket"):
-            publish(trainer)
+            send(trainer)
         if away:
             away.put_away()
         with self._phases.phase("generate"):
