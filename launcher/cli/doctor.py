@@ -30,10 +30,11 @@ from launcher.doctor.node_files import on_nodes
 from launcher.doctor.preflight import collect_local
 from launcher.errors import BadInput
 from launcher.fetch.needs import known_caches
+from launcher.plan.engine_choice import load_for
 from launcher.plan.gpu_memory import checkpoint_bytes
 from launcher.plan.parameters import vocabulary
 from launcher.plan.summary import make_plan
-from launcher.recipe.load import Recipe, load_recipe
+from launcher.recipe.load import Recipe
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 from megatron_rl.recipe.config import RunConfig
 
@@ -75,9 +76,11 @@ def command(
     as_json: bool,
 ) -> None:
     clusters = load_clusters()
-    asked = load_recipe(recipe, overrides, known_caches(clusters)) if recipe else None
+    if recipe:
+        asked, name, profile = load_for(recipe, overrides, clusters, cluster, known_caches(clusters))
+    else:
+        asked, (name, profile) = None, clusters.choose_profile(cluster, None)
     config = asked.config if asked else None
-    name, profile = clusters.choose_profile(cluster, config.cluster if config else None)
     findings = on_cluster(asked, profile, deep) if profile else on_this_machine(asked)
     counts = Counter(finding.level for finding in findings)
     if as_json:

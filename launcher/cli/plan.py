@@ -14,8 +14,8 @@ from launcher.cli.completion import complete_run
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.fetch.needs import known_caches
+from launcher.plan.engine_choice import load_for, note_of
 from launcher.plan.summary import make_plan, plan_json, summarize
-from launcher.recipe.load import load_recipe
 
 if TYPE_CHECKING:
     from launcher.cluster.profile import Profile
@@ -100,8 +100,7 @@ def command(
     if given and not preempt_every:
         raise BadInput(f"--{min(given)}: this option describes preemptions; add --preempt-every HOURS")
     clusters = load_clusters()
-    asked = load_recipe(recipe, overrides, known_caches(clusters))
-    name, profile = clusters.choose_profile(cluster, asked.config.cluster)
+    asked, name, profile = load_for(recipe, overrides, clusters, cluster, known_caches(clusters))
     plan = make_plan(asked, profile)
     # Imported here because these are slow to import.
     from launcher.cli.show.layout import show
@@ -113,10 +112,11 @@ def command(
     candidates = compare(assumed, plan.nodes, max_lag) if assumed else []
     runs = _runs(assumed, candidates, max_lag, faults) if assumed else []
     if as_json:
-        summary = plan_json(asked.config, plan, profile)
+        engine = {"engine": asked.config.inference.engine, "engine_because": asked.engine_because}
+        summary = plan_json(asked.config, plan, profile) | engine
         click.echo(json.dumps(summary | estimates_json(candidates, max_lag, runs), indent=1))
         return
-    show(asked.config, plan, summarize(asked.config, plan, profile), name)
+    show(asked.config, plan, summarize(asked.config, plan, profile), name, note_of(asked))
     if assumed:
         show_estimates(assumed, candidates, max_lag, faults, runs)
 

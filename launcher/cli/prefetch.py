@@ -13,6 +13,7 @@ from launcher.cli.show.terminal import echo
 from launcher.cluster.choice import Clusters, load_clusters
 from launcher.errors import Failed
 from launcher.fetch.needs import Cache, Need, fetch, known_caches, needs, unreachable
+from launcher.plan.engine_choice import load_for
 from launcher.recipe.load import load_recipe
 from launcher.recipe.published import ShapeUnknown
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
@@ -42,7 +43,7 @@ def command(
     """
     clusters = load_clusters()
     try:
-        config = load_recipe(recipe, overrides, known_caches(clusters)).config
+        config = load_for(recipe, overrides, clusters, cluster, known_caches(clusters))[0].config
     except ShapeUnknown as unknown:
         config = _with_its_model(unknown, recipe, overrides, cluster, clusters, check)
     name, profile = clusters.choose_profile(cluster, config.cluster)

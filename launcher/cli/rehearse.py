@@ -14,10 +14,11 @@ from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
+from launcher.plan.engine_choice import load_for
 from launcher.plan.gpu_memory import RankMemory, as_rehearsed, rank_memory
 from launcher.plan.parameters import tokens_known
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
-from launcher.recipe.load import load_recipe, teacher_of
+from launcher.recipe.load import teacher_of
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig
@@ -49,8 +50,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
       1  a rank fails, or needs more memory than its GPU has
       2  the recipe or the layout is impossible
     """
-    asked = load_recipe(recipe, overrides)
-    name, profile = load_clusters().choose_profile(cluster, asked.config.cluster)
+    asked, name, profile = load_for(recipe, overrides, load_clusters(), cluster)
     plan = make_plan(asked, profile)
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
     able = capabilities_of(engine := config.inference.engine)

@@ -59,6 +59,22 @@ class Wrapper(Section):
     """Training ranks to wrap; default: all ranks, those of inference too."""
 
 
+class ClusterVllm(Section):
+    """vLLM of a cluster."""
+
+    image: Line | None = None
+    """Container image with vLLM; default: that of the ranks."""
+    python: Line | None = None
+    """Python that has vLLM, as a path in the image or on the nodes; default: that of the ranks, in an image of its own
+    python3."""
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> ClusterVllm:
+        if self.image is None and self.python is None:
+            raise ValueError("name the image or the python that has vLLM, or set vllm to null")
+        return self
+
+
 class Mail(Section):
     """Mail sent by Slurm."""
 
@@ -105,6 +121,9 @@ class Profile(Section):
     """Command in front of the ranks; default: none."""
     container: Container | None = None
     """Container of the ranks; null: they run directly on the nodes."""
+    vllm: ClusterVllm | None = None
+    """Where runs find vLLM: default of a recipe's inference.vllm.image and inference.vllm.python, and a reason for
+    `inference.engine: auto` to choose it. null: the recipe says where."""
     environment: dict[str, str] = {}
     """Environment variables of every rank. Values are literal: nothing in them is expanded."""
     secrets: list[Variable] = []

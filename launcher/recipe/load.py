@@ -47,6 +47,8 @@ class Recipe:
     implied: tuple[Override, ...] = ()
     """Overrides that follow from that of the engine; they are among those of `written`."""
     evaluation: Evaluation | None = None
+    engine_because: str | None = None
+    """Why `inference.engine: auto` became the engine of `config`; None: the recipe names one, or nothing has chosen."""
 
     @property
     def text(self) -> str:

@@ -14,6 +14,7 @@ from pydantic import ValidationError, model_validator
 
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.contradictions import contradictions
+from megatron_rl.recipe.engines import AUTO
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.grpo import USUAL_DUAL_CLIP, USUAL_UPPER, ImportanceConfig
 from megatron_rl.recipe.removed import without_removed
@@ -43,6 +44,15 @@ class RunConfig(Sections):
         if not any(changed.get(key) for key in ("environment", "environments")):
             changed["sampling"] = changed.get("sampling") or {"max_new_tokens": 1}
         return changed
+
+    @model_validator(mode="after")
+    def _engine_is_named(self) -> RunConfig:
+        """Choose the engine as far as the recipe alone can: vLLM where it says how to start it."""
+        if self.inference.engine == AUTO:
+            given = self.inference.vllm is not None and self.job.device == "cuda"
+            named = self.inference.model_copy(update={"engine": "vllm" if given else "native"})
+            object.__setattr__(self, "inference", named)  # sections are frozen
+        return self
 
     @model_validator(mode="after")
     def _off_policy_tokens_are_bounded(self) -> RunConfig:

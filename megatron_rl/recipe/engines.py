@@ -34,7 +34,10 @@ _CAPABILITIES: Mapping[str, Capabilities] = {
     "vllm": Capabilities(probed=True, own_replicas=True, starts_workers=True, spans_updates=True),
 }
 ENGINES = tuple(_CAPABILITIES)
+AUTO = "auto"
+"""Asks for an engine that is there: see `RunConfig` and `launcher.plan.engine_choice.py`. It counts as mrl's own until
+then."""
 
 
 def capabilities_of(engine: str) -> Capabilities:
-    return _CAPABILITIES[engine]
+    return _CAPABILITIES["native" if engine == AUTO else engine]

@@ -104,8 +104,10 @@ def processes_logprobs(sampling: Sampling) -> bool:
 class InferenceConfig(Section):
     """Engine that generates answers."""
 
-    engine: Literal["native", "megatron", "vllm"] = "native"
-    """native: the engine of this project, without further requirements. megatron: megatron-core's
+    engine: Literal["auto", "native", "megatron", "vllm"] = "auto"
+    """auto: on GPUs vllm, where the section `vllm` is given, the cluster's profile names a vLLM, or the ranks' Python
+    has one, and where it can run the recipe; native elsewhere. The submission chooses, says why, and records the
+    choice. native: the engine of this project, without further requirements. megatron: megatron-core's
     DynamicInferenceEngine; it needs GPUs, bf16, a model without experts, flash-attn 2.7.3 or later and einops, and
     supports neither min_p, min_new_tokens nor top_k together with top_p; its samples depend on what else is generated
     at the same time. vllm: vLLM, which the run starts (see `vllm`) and sends each version of the weights. In a

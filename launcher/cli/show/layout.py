@@ -18,7 +18,8 @@ from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig
 
 
-def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -> None:
+def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str, engine: str | None = None) -> None:
+    """Print a plan. `engine`: sentence about the choice of the engine."""
     console = Console(highlight=False)
     console.print(Text(f"{config.name} on {cluster}", style="bold"), Text(f"  {_headline(config, plan)}"), sep="")
     console.print()
@@ -30,6 +31,8 @@ def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str) -
         console.print(_counts(config, summary))
         console.print()
     console.print(_facts(config, plan, summary))
+    if engine:
+        console.print(Padding(Text(engine, style="dim"), (0, 0, 0, MARGIN)))
     for memory in summary["memory"]:
         console.print()
         console.print(_memory(config, plan, memory))

@@ -7,6 +7,7 @@ import click
 from launcher.cli.submit.request import PlannedRun, Request, plan_runs, why_local
 from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.job.directories import refuse_unusable
+from launcher.plan.engine_choice import note_of
 from launcher.recipe.advice import warnings
 from megatron_rl.contract.paths import RunDir
 
@@ -15,6 +16,8 @@ def launch(request: Request) -> int:
     clusters = load_clusters()
     cluster, planned = plan_runs(request, clusters)
     for note in dict.fromkeys(_implied(one) for one in planned if one.recipe.implied):
+        click.echo(f"note: {note}", err=True)
+    for note in dict.fromkeys(filter(None, (note_of(one.recipe) for one in planned))):
         click.echo(f"note: {note}", err=True)
     for warning in dict.fromkeys(text for one in planned for text in warnings(one.recipe.config)):
         click.echo(f"warning: {warning}", err=True)

@@ -14,6 +14,7 @@ from launcher.cluster.choice import LOCAL, Clusters
 from launcher.errors import BadInput, Failed
 from launcher.fetch.needs import known_caches
 from launcher.job.directories import run_name
+from launcher.plan.engine_choice import with_engine
 from launcher.recipe.load import Recipe, load_recipe, place_of
 from launcher.recipe.sweep import Variant, count, variants
 from megatron_rl.contract.paths import RunDir
@@ -71,11 +72,13 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
     if len(chosen) > 1:
         raise BadInput(f"cluster: a sweep runs on one cluster, not on {', '.join(sorted(chosen))}")
     cluster = chosen.pop()
+    profile = None if cluster == LOCAL else clusters.profile(cluster)
     stem = run_name(recipes[0].config.name, time.localtime())
     planned = []
     for recipe, variant in zip(recipes, found, strict=True):
-        placed = replace(recipe, config=recipe.config.model_copy(update={"cluster": cluster}))
         given = request.run_dir / variant.name if request.run_dir and variant.name else request.run_dir
+        engine = with_engine(recipe, profile, caches, None if given is None else RunDir(given))
+        placed = replace(engine, config=engine.config.model_copy(update={"cluster": cluster}))
         name = "_".join(filter(None, (stem, variant.name)))
         planned.append(PlannedRun(placed, name, given, recipe.config.cluster, stem))
     return cluster, planned
