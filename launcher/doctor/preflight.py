@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.backends.local import LocalMachine, inspect
+from launcher.backends.probe.gpus import GpuFacts, inspect_gpus
 from launcher.backends.probe.vllm_probe import Unasked, VllmFacts, probe, refused_options
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
 from launcher.doctor.finding import DoctorFinding, count, error, note, ok, warning
+from launcher.doctor.gpu_findings import gpu_findings
 from launcher.doctor.vllm_python import PYTHON_KEYS, inexact_options, vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.needs import Cache, Need, needs, only_begins
 from launcher.plan.gpu_memory import least_host_bytes
-from launcher.plan.summary import make_plan
+from launcher.plan.summary import fullest_gpu, make_plan
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, read_paths
 from megatron_rl.contract.manifest import MANIFEST, CheckpointError, read_manifest
@@ -51,6 +53,9 @@ class LocalFacts:
     least_bytes: int
     vllms: Mapping[str, VllmFacts] = field(default_factory=dict)
     vllm_options: tuple[DoctorFinding, ...] = ()
+    gpus: GpuFacts = field(default_factory=GpuFacts)
+    gpu_bytes: int | None = None
+    """Memory that the fullest GPU needs by the plan; None: unknown, or no GPU is asked for."""
 
 
 def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
@@ -58,10 +63,11 @@ def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
     if recipe is None:
         return LocalFacts(inspect(), _missing([OF_RANKS]), (), (), 0)
     refusals: tuple[str, ...] = ()
-    bytes_needed = 0
+    bytes_needed, of_gpu = 0, None
     try:
         plan = make_plan(recipe, None)
         bytes_needed = least_host_bytes(recipe.config, plan.sizes)
+        of_gpu = fullest_gpu(recipe.config, plan.sizes)
     except BadInput as refused:
         refusals = tuple(refused.problems)
     config = recipe.config
@@ -74,6 +80,8 @@ def collect_local(recipe: Recipe | None, resumes: bool = False) -> LocalFacts:
         bytes_needed,
         {kind: facts for kind, facts, _ in vllms},
         tuple(finding for *_, found in vllms for finding in found),
+        inspect_gpus() if config.job.device == "cuda" else GpuFacts(),
+        of_gpu,
     )
 
 
@@ -181,7 +189,10 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[DoctorFind
             yield from vllm_findings(vllm, config.job.device, PYTHON_KEYS[kind])
         yield from facts.vllm_options
         yield from inexact_options(config)
-    yield from processors(facts.machine, config)
+    if config is not None and config.job.device == "cuda":
+        yield from gpu_findings(facts.machine, facts.gpus, config, facts.gpu_bytes)
+    else:
+        yield from processors(facts.machine, config)
     if config is not None:
         yield from arithmetic(facts.machine, config)
         yield from memory(facts.machine, config, facts.least_bytes)
@@ -199,20 +210,6 @@ def processors(machine: LocalMachine, config: RunConfig | None) -> Iterator[Doct
         yield ok("processors", f"{count(machine.cpus, 'CPU')}, {count(machine.gpus, 'GPU')}")
         return
     ranks, job = config.job.world_size, config.job
-    if job.device == "cuda":
-        wanted = f"{config.name} needs {count(ranks, 'GPU')}"
-        if job.most_nodes > 1:
-            wanted += f" (job.nodes {job.nodes} x job.gpus_per_node {job.gpus_per_node})"
-        if ranks <= machine.gpus:
-            yield ok("gpus", f"{wanted}; this machine has {machine.gpus}")
-            return
-        ways = "--cluster NAME submits it to a Slurm cluster, and `mrl plan` shows what it needs there"
-        if machine.gpus:
-            ways += f"; or use what is here: job.nodes=1 job.gpus_per_node={machine.gpus}"
-        else:
-            ways += "; job.device=cpu job.nodes=1 job.gpus_per_node=1 runs a small model without a GPU"
-        yield error("gpus", f"{wanted}, and this machine has {machine.gpus or 'none'}", ways)
-        return
     threads = ranks * job.threads_per_rank
     if threads > machine.cpus:
         yield note(

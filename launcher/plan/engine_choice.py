@@ -11,9 +11,7 @@ from pathlib import Path
 from launcher.cluster.choice import Clusters
 from launcher.cluster.profile import Profile
 from launcher.errors import BadInput
-from launcher.plan.gpu_memory import rank_memories
-from launcher.plan.parameters import vocabulary
-from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
+from launcher.plan.summary import fullest_gpu, gpu_bytes, make_plan, with_offload
 from launcher.recipe.load import Recipe, load_recipe, read_resolved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.engines import AUTO
@@ -101,8 +99,7 @@ def _of_profile(recipe: Recipe, profile: Profile | None) -> Iterator[str]:
 def _needed(recipe: Recipe, profile: Profile | None) -> int:
     """Bytes that the fullest GPU needs. Raises BadInput: the layout is impossible."""
     plan = make_plan(recipe, profile)
-    config = with_offload(recipe.config, plan, profile)
-    return max(one.total for one in rank_memories(config, plan.sizes, vocabulary(config) or ASSUMED_VOCABULARY))
+    return fullest_gpu(with_offload(recipe.config, plan, profile), plan.sizes) or 0
 
 
 def note_of(recipe: Recipe) -> str | None:

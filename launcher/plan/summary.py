@@ -15,7 +15,7 @@ from launcher.plan.gpu_memory import (
 )
 from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.placement import Plan, place, rank_rows
-from launcher.plan.sizes import LayoutError
+from launcher.plan.sizes import LayoutError, Sizes
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.recipe.cards import find_card, without_fp8
 from megatron_rl.recipe.config import RunConfig
@@ -166,6 +166,13 @@ def summarize(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
 def gpu_bytes(config: RunConfig, profile: Profile | None) -> int | None:
     """Bytes of one GPU of the cluster; None if unknown, and for CPU processes."""
     return int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
+
+
+def fullest_gpu(config: RunConfig, sizes: Sizes) -> int | None:
+    """Bytes that the fullest GPU needs; None for CPU processes."""
+    if config.job.device != "cuda":
+        return None
+    return max(one.total for one in rank_memories(config, sizes, vocabulary(config) or ASSUMED_VOCABULARY))
 
 
 def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) -> dict[str, Any]:

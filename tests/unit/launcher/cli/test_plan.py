@@ -125,6 +125,8 @@ def test_the_json_has_one_row_per_gpu():
     record = json.loads(result.output)
     assert len(record.pop("splits")) == 8
     assert len(record.pop("runs")) == 4
+    assert record.pop("engine") == "native"
+    assert "the profile names no vLLM" in record.pop("engine_because")
     assert record == json.loads(json.dumps(plan_json(asked.config, plan, profile)))
     assert len(record["ranks"]) == 64
     first, last = record["ranks"][0], record["ranks"][-1]
