@@ -122,8 +122,8 @@ class Profile(Section):
     container: Container | None = None
     """Container of the ranks; null: they run directly on the nodes."""
     vllm: ClusterVllm | None = None
-    """Where runs find vLLM: default of a recipe's inference.vllm.image and inference.vllm.python, and a reason for
-    `inference.engine: auto` to choose it. null: the recipe says where."""
+    """Place of vLLM: default of a recipe's inference.vllm.image and inference.vllm.python, and a reason for
+    `inference.engine: auto` to choose it. null: the recipe says where it is."""
     environment: dict[str, str] = {}
     """Environment variables of every rank. Values are literal: nothing in them is expanded."""
     secrets: list[Variable] = []

@@ -20,9 +20,9 @@ class RankTerms:
     gradients: Term
     optimizer: Term
     widened: tuple[Term, ...]
-    """What an update adds to these."""
+    """Terms that only an update has."""
     activations: tuple[Term, ...]
-    """What forward and backward passes add."""
+    """Terms of forward and backward passes."""
     reference: tuple[Term, ...]
     teacher: tuple[Term, ...]
     moved: tuple[Term, ...]

@@ -43,9 +43,9 @@ class VllmTerms:
     step: Term
     """Activations of its largest step."""
     loading: Term
-    """What it needs while it receives and loads weights."""
+    """Memory to receive and load weights."""
     lasting: tuple[Term, ...]
-    """What stays while it sleeps."""
+    """Terms that stay while it sleeps."""
 
 
 def moments(
@@ -116,8 +116,8 @@ def _lasting(config: RunConfig, sizes: Sizes) -> Iterator[Term]:
 
 
 def _largest_step(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
-    """What vLLM's profile run measures: the widest point of a layer with as many tokens as a step may have, or the
-    logits of all rows."""
+    """Peak of vLLM's profile run: the widest point of a layer with all tokens that a step may have, or the logits of
+    all rows."""
     tokens = max(config.inference.prefill_tokens, config.sequence_length)
     each, rows = memory_terms.layer_forward(config, sizes), config.inference.max_batch
     of_layer = Term(f"{VLLM}largest step", tokens * each, f"{in_words(tokens)} tokens x {in_words(each)} bytes")

@@ -1,4 +1,4 @@
-"""What a run on GPUs of this machine lacks is said with what to do about it."""
+"""Findings about the GPUs of this machine say what a run lacks, and what to do about it."""
 
 from __future__ import annotations
 
