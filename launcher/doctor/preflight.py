@@ -186,7 +186,7 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[DoctorFind
     yield packages(facts.packages)
     if config is not None:
         for kind, vllm in facts.vllms.items():
-            yield from vllm_findings(vllm, config.job.device, PYTHON_KEYS[kind])
+            yield from vllm_findings(vllm, config.job.device, config.started_vllms[kind], PYTHON_KEYS[kind])
         yield from facts.vllm_options
         yield from inexact_options(config)
     if config is not None and config.job.device == "cuda":

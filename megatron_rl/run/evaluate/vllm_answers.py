@@ -25,6 +25,7 @@ from megatron_rl.generate.vllm.start import started, version_in
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.inference import InferenceConfig, ends_of
+from megatron_rl.recipe.vllm_releases import release_of
 from megatron_rl.run.evaluate.blocks import OpenedEvaluation
 
 
@@ -75,7 +76,8 @@ def open_vllm(
             started(command, environment, served, log, "inference.vllm.args", goes_on) as process,
         ):
             assert process is not None, "nothing stops the wait"
-            engine = VllmEngine(VllmClient(served.socket), process, source, rows)
+            most_samples = rows if release_of(version).streams_several else 1
+            engine = VllmEngine(VllmClient(served.socket), process, source, most_samples)
             yield OpenedEvaluation(engine, source, digest, f"vllm {version}")
 
 
@@ -90,10 +92,11 @@ def _published(source: PolicySource, folder: Path) -> tuple[Path, str]:
 
 
 class VllmEngine:
-    def __init__(self, client: VllmClient, process: VllmProcess, source: PolicySource, rows: int) -> None:
+    def __init__(self, client: VllmClient, process: VllmProcess, source: PolicySource, most: int) -> None:
+        """most: answers that one request to vLLM may ask for."""
         self.policy_version = 0
         self.busy_s = 0.0
-        self._client, self._process, self._tokenizer, self._rows = client, process, source.tokenizer, rows
+        self._client, self._process, self._tokenizer, self._most = client, process, source.tokenizer, most
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Answer a prompt, as InferenceInterface says. Raises VllmGone too."""
@@ -101,7 +104,7 @@ class VllmEngine:
             raise Unsupported(f"{beyond} is not supported by vLLM in an evaluation")
         answers = begun(request, self._tokenizer.end_ids, self._tokenizer.decode)
         try:
-            await asyncio.gather(*map(self._stream, shared_streams(answers, self._rows)))
+            await asyncio.gather(*map(self._stream, shared_streams(answers, self._most)))
         except VllmGone:
             self._process.check()  # its output says more
             raise

