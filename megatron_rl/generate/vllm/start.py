@@ -25,7 +25,7 @@ logger = logging.getLogger("megatron_rl")
 
 START_LIMIT_S = 1800.0
 """Seconds in which vLLM must start: compiling and recording its graphs for a large model takes minutes."""
-POLL_S = 0.5
+POLL_S = 0.1
 EXIT_OPTIONS = 2
 """Exit code of vLLM if it does not understand its command line, of argparse."""
 VERSION_LIMIT_S = 60.0
