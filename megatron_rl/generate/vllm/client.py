@@ -144,7 +144,8 @@ class VllmClient:
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> bool:
         """Take memory for weights, which have no values yet, or for the cache. Returns whether it has both, and has
         resumed."""
-        return (await self._post("/wake_up", params={"tags": tag})).get("status") == "awake"
+        await self._post("/wake_up", params={"tags": tag})  # whose answer says so from 0.32 on
+        return (await self._call("GET", "/is_sleeping")).get("is_sleeping") is False
 
     async def begin_receive(self, version: int, epoch: dict[str, Any] | None, setting: dict[str, Any]) -> None:
         asked = {"version": version, "epoch": epoch, "setting": setting}
@@ -192,9 +193,19 @@ class VllmClient:
         params: dict[str, str] | None = None,
         limit_s: float = CONTROL_S,
     ) -> dict[str, Any]:
+        return await self._call("POST", path, content, params, limit_s)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        content: dict[str, Any] | None = None,
+        params: dict[str, str] | None = None,
+        limit_s: float = CONTROL_S,
+    ) -> dict[str, Any]:
         limit = httpx.Timeout(limit_s, connect=CONNECT_S, pool=None)
         try:
-            response = await self._client.post(path, json=content, params=params, timeout=limit)
+            response = await self._client.request(method, path, json=content, params=params, timeout=limit)
         except httpx.HTTPError as error:
             raise _gone(path, error) from error
         if not response.is_success:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,3 +119,43 @@ def test_a_call_after_a_failed_one_is_answered_although_the_server_closes_the_co
         await client.close()
 
     asyncio.run(asyncio.wait_for(call(), 20))
+
+
+async def served(folder: Path, answers: dict[str, str], call: Callable[[VllmClient], Awaitable[Any]]) -> Any:
+    """What a call returns if vLLM answers paths with these bodies."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readline()).split()[1].decode().partition("?")[0]
+        body = answers[path].encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    client = VllmClient(folder / "socket")
+    async with await asyncio.start_unix_server(answer, folder / "socket"):
+        try:
+            return await asyncio.wait_for(call(client), 20)
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("said", ["", '{"status": "awake"}'], ids=["before 0.32", "0.32"])
+def test_vllm_is_awake_when_it_says_that_it_does_not_sleep(said: str, sleeps: bool, tmp_path: Path) -> None:
+    answers = {"/wake_up": said, "/is_sleeping": json.dumps({"is_sleeping": sleeps})}
+    assert asyncio.run(served(tmp_path, answers, lambda client: client.wake("kv_cache"))) is not sleeps
+
+
+def test_a_stream_that_ends_before_its_answers_is_an_error(tmp_path: Path) -> None:
+    token = {"index": 0, "token_ids": [5], "logprobs": {"content": [{"logprob": -0.5}]}}
+    ended = [json.dumps({"choices": [token | {"finish_reason": reason}]}) for reason in (None, "stop")]
+
+    async def read(client: VllmClient) -> int:
+        return len([piece async for piece in client.generate([1], Sampling(max_new_tokens=8), [2])])
+
+    def answers(events: list[str]) -> dict[str, str]:
+        return {"/inference/v1/generate": "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])}
+
+    assert asyncio.run(served(tmp_path, answers(ended), read)) == 2
+    with pytest.raises(VllmGone, match="gave up 1 of 1 answers"):
+        asyncio.run(served(tmp_path, answers(ended[:1]), read))
