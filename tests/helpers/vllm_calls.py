@@ -42,7 +42,7 @@ scheduling-policy load-format weight-transfer-config enable-prefix-caching logpr
 enable-sleep-mode nnodes node-rank master-addr master-port headless pipeline-parallel-size data-parallel-size
 data-parallel-size-local data-parallel-start-rank data-parallel-address data-parallel-rpc-port data-parallel-hybrid-lb
 data-parallel-external-lb enable-expert-parallel all2all-backend distributed-executor-backend quantization
-speculative-config
+speculative-config gpu-memory-utilization
 """
 
 VARIABLES = """

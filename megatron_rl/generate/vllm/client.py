@@ -92,10 +92,10 @@ class VllmClient:
         Raises PromptTooLong if the request does not fit; ValueError if vLLM refuses it for another reason.
         """
         left = samples  # answers that have not ended
-        params = sampling_params(sampling, ends, samples, known)
-        content = {"model": MODEL_NAME, "token_ids": [*prompt], "sampling_params": params}
+        params, limit = sampling_params(sampling, ends, samples, known), httpx.Timeout(None, connect=CONNECT_S)
+        content = {"model": MODEL_NAME, "token_ids": [*prompt], "sampling_params": params, "stream": True}
         try:
-            async with self._stream("/inference/v1/generate", content | {"stream": True}) as response:
+            async with self._client.stream("POST", "/inference/v1/generate", json=content, timeout=limit) as response:
                 if not response.is_success:
                     raise await _refusal(response)
                 async for line in response.aiter_lines():
@@ -166,15 +166,13 @@ class VllmClient:
 
     async def start_profile(self, name: str) -> None:
         """Begin traces of the workers, which end by themselves, see profiler_config. name: first part of theirs."""
-        await self._profile(is_start=True, profile_prefix=name)
+        # By `/start_profile`, which calls the same, releases before 0.32 pass on no name.
+        arguments = {"is_start": True, "profile_prefix": name}
+        await self._post("/collective_rpc", {"method": "profile", "kwargs": arguments})
 
     async def stop_profile(self) -> None:
         """End traces that have not ended. No-op if there are none."""
-        await self._profile(is_start=False)
-
-    async def _profile(self, **arguments: Any) -> None:
-        # By `/start_profile`, which calls the same, releases before 0.32 pass on no name.
-        await self._post("/collective_rpc", {"method": "profile", "kwargs": arguments})
+        await self._post("/collective_rpc", {"method": "profile", "kwargs": {"is_start": False}})
 
     async def stats(self) -> VllmStats:
         try:
@@ -182,9 +180,6 @@ class VllmClient:
         except httpx.HTTPError as error:
             raise _gone("/metrics", error) from error
         return stats_in(response.text)
-
-    def _stream(self, path: str, content: dict[str, Any]) -> Any:
-        return self._client.stream("POST", path, json=content, timeout=httpx.Timeout(None, connect=CONNECT_S))
 
     async def _post(
         self,
