@@ -13,6 +13,7 @@ import psutil
 from megatron_rl.recipe.errors import ConfigurationError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+BACKLOG = 4096  # connections to a port that may wait to be accepted
 ANY_PORT = 9  # port of a datagram socket that looks up a route; nothing is sent
 PROBED_NODES = 3  # other nodes whose route is looked up before the search ends
 

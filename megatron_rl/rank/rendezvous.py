@@ -12,10 +12,9 @@ import torch.distributed as dist
 from megatron_rl.contract.attempt_records import Address
 from megatron_rl.contract.files import names_in
 from megatron_rl.contract.records import Absent, Unreadable, read, write
-from megatron_rl.rank.addresses import address_towards, own_address, pin_gloo_interface
+from megatron_rl.rank.addresses import BACKLOG, address_towards, own_address, pin_gloo_interface
 
 POLL_S = 0.1
-BACKLOG = 4096  # connections that may wait to be accepted
 
 
 def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:

@@ -17,7 +17,7 @@ from megatron_rl.generate.replicas.dispatch import Dispatch
 from megatron_rl.generate.replicas.pool import ReplicaPool
 from megatron_rl.generate.replicas.wire import digest_of, read_token
 from megatron_rl.learn.rollout.agent_loop import AgentThread, TrainingDriver
-from megatron_rl.model.platform.transport import offered
+from megatron_rl.model.platform.gpu_calls import offered
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.engines import capabilities_of

@@ -29,7 +29,7 @@ class Member(NamedTuple):
     start: int
     ranks: int
     transport: str = GLOO
-    """Transport of tensors that its ranks have: see `transport.offered`."""
+    """Transport of tensors that its ranks have: see `gpu_calls.offered`."""
 
     @property
     def started(self) -> ReplicaStart:

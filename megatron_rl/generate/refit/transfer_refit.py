@@ -50,7 +50,7 @@ class TransferRefit:
         """
         sender: this rank's, of the transport.
         control: all training ranks, over gloo; used by nothing else.
-        transport: of tensors, that all training ranks have: see `transport.offered`; or `DEVICE`.
+        transport: of tensors, that all training ranks have: see `gpu_calls.offered`; or `DEVICE`.
         replicas: on rank 0; None on other ranks.
         leaves: whether this rank was asked to leave; called about once a second while there is no replica.
         timeout: bounds every wait within a transfer.

@@ -29,10 +29,9 @@ from megatron_rl.contract.records import write
 from megatron_rl.generate.replicas.wire import PROTOCOL, digest_of, read_token
 from megatron_rl.generate.serving.connections import HttpServer
 from megatron_rl.rank.activity import Activity
-from megatron_rl.rank.addresses import own_address
+from megatron_rl.rank.addresses import BACKLOG, own_address
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.metrics.timeline import Timeline
-from megatron_rl.rank.rendezvous import BACKLOG
 from megatron_rl.rank.world import World
 from megatron_rl.recipe.config import RunConfig, read_config
 

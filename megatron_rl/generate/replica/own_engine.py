@@ -20,9 +20,9 @@ from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.replica.scoring_service import ScoringService
 from megatron_rl.generate.replica.weights import ReceivedWeights
 from megatron_rl.model.platform.device import Device
+from megatron_rl.model.platform.gpu_calls import offered
 from megatron_rl.model.platform.implementation import choose_implementation
 from megatron_rl.model.platform.select import select
-from megatron_rl.model.platform.transport import offered
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups, connect, disconnect

@@ -31,7 +31,7 @@ from megatron_rl.generate.vllm.start import VllmStart, version_here
 from megatron_rl.generate.vllm.streams import Streams
 from megatron_rl.generate.vllm.vllm_leader import VllmLeader
 from megatron_rl.generate.vllm.vllm_turns import VllmTurns
-from megatron_rl.model.platform.transport import offered
+from megatron_rl.model.platform.gpu_calls import offered
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.device_turns import sleeps

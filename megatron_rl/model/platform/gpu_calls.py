@@ -210,6 +210,12 @@ def problem_of(call: GpuCall, load: Callable[[GpuCall], Any]) -> str | None:
     return None
 
 
+def offered(backend: str) -> str:
+    """Name the transport that a process of this backend has: `gloo`, or `nccl` with its release, because NCCL connects
+    only processes with the same one."""
+    return f"{backend} {nccl_release()}" if backend == "nccl" else backend
+
+
 def nccl_release() -> str:
     """Return the release of NCCL that this process uses, as NCCL itself compares it, such as 2.27.3. torch reports the
     one that it was compiled with, and LD_PRELOAD may have brought another. torch must be a build with NCCL.

@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.model.platform.gpu_calls import nccl_release
-
 Message = tuple[int, Tensor]
 """Rank of the peer, and the contiguous tensor on `Transport.device` to send or to fill."""
 TCP_EXCHANGE = timedelta(minutes=30)
@@ -165,12 +163,6 @@ class NcclTransport:
     def _check(self) -> None:
         if self._aborted.is_set():
             raise RuntimeError("the transfer was aborted: another rank is gone")
-
-
-def offered(backend: str) -> str:
-    """Name the transport that a process of this backend has: `gloo`, or `nccl` with its release, because NCCL connects
-    only processes with the same one."""
-    return f"{backend} {nccl_release()}" if backend == "nccl" else backend
 
 
 TRANSPORTS: dict[str, type[GlooTransport] | type[NcclTransport]] = {"gloo": GlooTransport, "nccl": NcclTransport}

@@ -122,7 +122,7 @@ def test_a_call_after_a_failed_one_is_answered_although_the_server_closes_the_co
 
 
 async def served(folder: Path, answers: dict[str, str], call: Callable[[VllmClient], Awaitable[Any]]) -> Any:
-    """What a call returns if vLLM answers paths with these bodies."""
+    """Return the result of a call to a vLLM that answers these paths, with these bodies."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readline()).split()[1].decode().partition("?")[0]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.model.platform.transport import GlooTransport, NcclTransport, offered
+from megatron_rl.model.platform.gpu_calls import offered
+from megatron_rl.model.platform.transport import GlooTransport, NcclTransport
 
 
 class Nccl:
