@@ -28,7 +28,7 @@ RELEASES = (
 """All that differs, oldest first. Releases before the first row lack the option --enable-scale-out; all routes, options
 and variables that a run uses, and where each release has them: tests/helpers/vllm_calls.py."""
 TRIED = ("0.30.0", "0.31.0", "0.32.0")
-"""Releases that passed the tests with the real vLLM, oldest first."""
+"""Releases that have run, oldest first; docs/tested.md says with what."""
 BELOW = "0.33"
 """First version that was not tried."""
 
