@@ -42,6 +42,7 @@ from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.config import read_config
+from megatron_rl.recipe.vllm_releases import release_of
 from megatron_rl.run.models import share_weights
 
 LIMIT = timedelta(seconds=120)
@@ -110,8 +111,9 @@ def vllm(request: pytest.FixtureRequest, folders: list[Path], tmp_path_factory: 
         vocabulary = build_tokenizer(config.tokenizer).vocab_size
         served = Served(write_served_model(config.model, vocabulary, folder / "model"), folder)
         write_plugin(served.plugins)
-        write_version(served.plugins, version_in(python, os.environ))
-        command = replica_command(config, served, python, seed=1)
+        version = version_in(python, os.environ)
+        write_version(served.plugins, version)
+        command = replica_command(config, served, python, release_of(version), seed=1)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MRL"))}
         environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         with started(command, vllm_environment(environment, served, cpu=True), served, sys.stdout, "args") as process:

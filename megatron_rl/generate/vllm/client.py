@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -155,7 +156,14 @@ class VllmClient:
         await self._post("/start_weight_update")
 
     async def update(self, version: int, *, load: bool) -> None:
-        await self._post("/update_weights", {"update_info": {"version": version, "load": load}})
+        try:
+            await self._post("/update_weights", {"update_info": {"version": version, "load": load}})
+        except VllmRefused:
+            # The worker that reports a failed transfer has ended its update with it, and the others have not. It
+            # refuses this, which is no further failure.
+            with suppress(VllmRefused):
+                await self._post("/finish_weight_update")
+            raise
 
     async def finish_update(self, version: int) -> None:
         await self._post("/finish_weight_update", {"weight_version": str(version)})

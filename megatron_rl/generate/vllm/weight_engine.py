@@ -12,6 +12,7 @@ ready for that. If a load breaks off, the model's weights are useless until the 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,8 @@ from megatron_rl.generate.refit.epoch import TransferFailed
 from megatron_rl.generate.vllm.share import Setting, WeightShare
 from megatron_rl.model.platform.transport import beside
 from megatron_rl.recipe.model import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -54,6 +57,8 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
     update_info_cls = UseVersion
     supports_draft_weight_update = False
     _share: WeightShare | None = None
+    _loads = False
+    """Whether a load has begun that is not finished."""
 
     def init_transfer_engine(self, init_info: Version) -> None:
         if self._share is None:
@@ -66,6 +71,21 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
         """Nothing: loading begins once the weights have arrived."""
 
     def receive_weights(self, update_info: UseVersion) -> None:
+        # vLLM reads the responses of its workers in the order of their ranks, and none after the first failure. The
+        # others would then be taken for responses to its next call:
+        #
+        #     call 1   worker 0 fails, worker 1 fails (unread)
+        #     call 2   worker 0 succeeds, worker 1: the failure of call 1
+        #
+        # A transfer that fails does so on all workers, so the last one speaks for all.
+        try:
+            self._receive(update_info)
+        except TransferFailed as error:
+            if self.parallel_config.rank == self.parallel_config.world_size - 1:
+                raise
+            logger.warning("%s", error)
+
+    def _receive(self, update_info: UseVersion) -> None:
         share = self._share
         if share is None:
             raise RuntimeError("this worker was asked for weights before a version")
@@ -73,6 +93,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
         if not update_info.load:
             return
         self._forget_packed_experts()
+        self._loads = True
         initialize_layerwise_reload(self.model)
         try:
             self.model.load_weights(share.tensors())
@@ -81,6 +102,9 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
             raise
 
     def finish_weight_update(self) -> None:
+        if not self._loads:
+            return
+        self._loads = False
         finalize_layerwise_reload(self.model, self.model_config)
         self._renew_tied_head()
 
