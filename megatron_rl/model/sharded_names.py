@@ -9,8 +9,10 @@ share one tensor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+EMBEDDING = "embedding."
 LAYERS = "decoder.layers."
 EXPERTS = "mlp.experts.experts."
 _NORMS = {
@@ -49,3 +51,15 @@ def loading_order(name: str) -> tuple[int, int, str]:
     layer, _, rest = name.removeprefix(LAYERS).partition(".")
     _, _, expert = rest.partition(".local_experts.")
     return int(layer), int(expert.partition(".")[0]) if expert else -1, rest
+
+
+def layer_of(weight: str) -> int | None:
+    """Layer of a weight, by its name as in `weight_name`; None for those outside layers."""
+    found = re.match(r"decoder\.layers\.(\d+)\.", weight)
+    return int(found[1]) if found else None
+
+
+def expert_of(weight: str) -> int | None:
+    """Number of the expert that a weight belongs to, by its name as in `weight_name`; None for all others."""
+    found = re.search(r"\.mlp\.experts\.local_experts\.(\d+)\.", weight)
+    return int(found[1]) if found else None

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from megatron_rl.model.lora_mapping import adapted_weight, is_adapter
-from megatron_rl.model.sharded_names import weight_name
+from megatron_rl.model.sharded_names import EMBEDDING, expert_of, layer_of, weight_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,36 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelStage:
+    """Weights of a pipeline stage of receivers without a layout."""
+
+    first: int
+    """Its first layer."""
+    end: int
+    """The layer after its last one."""
+    embedding: bool
+    """Whether it has the embedding: the first stage, and the last one if that shares it."""
+    output: bool
+    """Whether it has the last norm and the output layer."""
+
+    def has(self, weight: str) -> bool:
+        """Whether it has a weight, by its name as in `weight_name`."""
+        layer = layer_of(weight)
+        if layer is not None:
+            return self.first <= layer < self.end
+        return self.embedding if weight.startswith(EMBEDDING) else self.output
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShare:
-    """One of `of` shares of the whole model, for a receiver without a layout; see `shares_of`."""
+    """One of `of` shares of the model, or of one stage of it, for a receiver without a layout; see `shares_of`."""
 
     index: int
     of: int
+    stage: ModelStage | None = None
+    """None: the whole model."""
+    own_experts: bool = False
+    """Whether each receiver has experts of its own, as many as the others, in the order of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +138,33 @@ def lasting(moves: Iterable[Move]) -> tuple[list[Move], list[Move]]:
     return (of_base, of_adapters) if of_adapters else ([], of_base)
 
 
-def shares_of(held: Iterable[Iterable[Box]], count: int) -> list[list[Box]]:
-    """Boxes of each of `count` shares of the whole model, which together are all distinct boxes that ranks hold.
+def shares_of(
+    held: Iterable[Iterable[Box]], count: int, stage: ModelStage | None = None, own_experts: bool = False
+) -> list[list[Box]]:
+    """Boxes of each of `count` shares of the whole model, or of a stage, which together are all distinct boxes of it.
 
     The largest weight goes to the emptiest share, and so on; equal weights go in the order of their names. All boxes
     of one weight, as `weight_name` defines it, and of its adapter are in one share, so that the process that gets the
-    share can join them.
+    share can join them. With `own_experts` each share has the experts of its receiver: with 8 experts and 4 shares,
+    share 1 has experts 2 and 3 of each layer.
 
     held: boxes of each rank. Boxes of one tensor are equal or disjoint.
     """
     weights: dict[str, dict[Box, None]] = defaultdict(dict)  # a set that keeps its order
     for boxes in held:
         for box in boxes:
-            weights[adapted_weight(weight_name(box.key, box.offset))][box] = None
+            name = adapted_weight(weight_name(box.key, box.offset))
+            if stage is None or stage.has(name):
+                weights[name][box] = None
     sizes = {name: sum(box.bytes for box in boxes) for name, boxes in weights.items()}
     shares: list[list[Box]] = [[] for _ in range(count)]
     filled = [0] * count
+    experts = 1 + max((expert for name in weights if (expert := expert_of(name)) is not None), default=0)
     for name in sorted(weights, key=lambda name: (-sizes[name], name)):
-        emptiest = min(range(count), key=filled.__getitem__)
-        shares[emptiest] += sorted(weights[name], key=lambda box: (box.key, box.offset))
-        filled[emptiest] += sizes[name]
+        expert = expert_of(name) if own_experts else None
+        index = min(range(count), key=filled.__getitem__) if expert is None else expert * count // experts
+        shares[index] += sorted(weights[name], key=lambda box: (box.key, box.offset))
+        filled[index] += sizes[name]
     return shares
 
 

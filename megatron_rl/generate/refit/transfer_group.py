@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple, Self
@@ -16,7 +17,16 @@ import torch.distributed as dist
 
 from megatron_rl.generate.refit.epoch import Epoch, ReplicaStart, TransferFailed
 from megatron_rl.generate.refit.liveness import Listener, Liveness
-from megatron_rl.generate.refit.plan import Box, ModelShare, Move, lasting, plan_moves, rounds_of, shares_of
+from megatron_rl.generate.refit.plan import (
+    Box,
+    ModelShare,
+    ModelStage,
+    Move,
+    lasting,
+    plan_moves,
+    rounds_of,
+    shares_of,
+)
 from megatron_rl.model.platform.transport import TRANSPORTS, Message, Transport
 from megatron_rl.rank.addresses import address_towards, pin_gloo_interface
 from megatron_rl.rank.rendezvous import open_store
@@ -148,17 +158,23 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Mod
         TransferFailed: a member is gone.
         ValueError: the training ranks do not hold what a member needs.
     """
-    needs = _share_to_json(needed) if isinstance(needed, ModelShare) else [box.to_json() for box in needed]
+    needs = asdict(needed) if isinstance(needed, ModelShare) else [box.to_json() for box in needed]
     of_members = group.gather([[box.to_json() for box in held], needs])
     held_by = [[Box.from_json(box) for box in boxes] for boxes, _ in of_members]
-    shares = cache(lambda count: shares_of(held_by, count))
+    shares = cache(lambda count, stage, own_experts: shares_of(held_by, count, stage, own_experts))
+
+    def boxes_of(share: ModelShare) -> list[Box]:
+        found: list[Box] = shares(share.of, share.stage, share.own_experts)[share.index]
+        return found
+
     needed_by = [
-        shares(its["of"])[its["share"]] if isinstance(its, dict) else [Box.from_json(box) for box in its]
+        boxes_of(_share_from_json(its)) if isinstance(its, dict) else [Box.from_json(box) for box in its]
         for _, its in of_members
     ]
     once, always = (rounds_of(moves, round_bytes) for moves in lasting(plan_moves(held_by, needed_by)))
     return Agreement(needed_by[group.rank], once, always)
 
 
-def _share_to_json(share: ModelShare) -> dict[str, int]:
-    return {"share": share.index, "of": share.of}
+def _share_from_json(content: dict[str, Any]) -> ModelShare:
+    stage = content["stage"]
+    return ModelShare(**content | {"stage": None if stage is None else ModelStage(**stage)})

@@ -1,7 +1,8 @@
 """A vLLM worker's share of the weights: received from the training ranks, then handed to the model.
 
-Together the workers of a replica receive every weight once. When they load, they send one another the tensors, which
-costs little next to the way from the training ranks, because they are on one node.
+Together the workers of a pipeline stage receive every weight of its layers once. When they load, they send one another
+the tensors, which costs little next to the way from the training ranks where they are on one node. Where each worker
+has experts of its own, it receives those itself, and nobody else gets them.
 
 From training ranks elsewhere the whole share arrives beside the engine, and is staged in host memory. From those on the
 workers' devices it comes in buckets while the model loads.
@@ -21,16 +22,25 @@ from torch import Tensor
 from megatron_rl.generate.refit.bucket_plan import Announced
 from megatron_rl.generate.refit.bucket_receiver import BucketReceiver
 from megatron_rl.generate.refit.epoch import DEVICE, Epoch, ReplicaStart, TransferFailed
-from megatron_rl.generate.refit.plan import ModelShare
+from megatron_rl.generate.refit.plan import ModelShare, ModelStage
 from megatron_rl.generate.refit.receiving import Receiving
 from megatron_rl.generate.refit.transfer import Receiver
 from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
+from megatron_rl.model.sharded_names import expert_of
 from megatron_rl.recipe.model import ModelConfig
 
 
 class Workers(Protocol):
+    """The workers of one pipeline stage of a replica."""
+
     rank: int
     size: int
+    member: int
+    """Rank of this worker among all those of the replica."""
+    stage: ModelStage | None
+    """None: the replica has a single stage."""
+    own_experts: bool
+    """See ModelShare."""
 
     def gather(self, content: Any) -> list[Any]:
         """Contents of all workers. Collective."""
@@ -76,15 +86,15 @@ class WeightShare(Receiving):
         beside: see Receiving.
         device: of this worker.
         """
-        receiver = Receiver(ModelShare(workers.rank, workers.size), host_memory)
-        super().__init__(receiver, setting.replica, workers.rank, setting.timeout, beside)
+        share = ModelShare(workers.rank, workers.size, workers.stage, workers.own_experts)
+        super().__init__(Receiver(share, host_memory), setting.replica, workers.member, setting.timeout, beside)
         self._setting, self._workers, self._device = setting, workers, device
         self._buckets: BucketReceiver | None = None  # in an epoch of the training ranks on the workers' devices
         self._begun: int | None = None  # version whose bucket is open
 
     def wait(self, version: int) -> None:
-        """Return once the version has arrived on all workers; from training ranks on the workers' devices, once all
-        workers of the epoch are ready for it. Collective. Raises TransferFailed."""
+        """Return once the version has arrived on all workers of this stage; from training ranks on the workers'
+        devices, once all workers of the epoch are ready for it. Collective. Raises TransferFailed."""
         failure = self.failure(version)
         if failure is None and self._buckets is not None and self._begun != version:
             try:
@@ -95,8 +105,9 @@ class WeightShare(Receiving):
         self._agree(version, failure)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the whole model under Hugging Face's names, layer after layer, on the device, after
-        `wait`. A version of training ranks on the workers' devices comes meanwhile, in buckets that no tensor keeps.
+        """Yield (name, tensor) of all that this worker computes with, under Hugging Face's names, layer after layer, on
+        the device, after `wait`. A version of training ranks on the workers' devices comes meanwhile, in buckets that
+        no tensor keeps.
 
         Collective: each worker must exhaust the iterator.
 
@@ -105,12 +116,15 @@ class WeightShare(Receiving):
             TransferFailed: on all workers, after the last tensor, if not all of the version has come. The tensors are
                 then useless.
         """
-        whole = WholeWeights(self._setting.model, self._setting.vocabulary, self._device)
+        whole = WholeWeights(self._setting.model, self._setting.vocabulary, self._device, self._workers.stage)
         loads = self._staged(whole) if self._buckets is None else self._pulled(self._buckets, whole)
         for name, owner, dtype, own in loads:
+            shared = not self._workers.own_experts or expert_of(name) is None
+            if own is None and not shared:
+                continue
             for source in whole.expected[name].sources:
                 tensor = self._empty(source.shape, dtype) if own is None else own[source.name]
-                if self._workers.size > 1:
+                if shared and self._workers.size > 1:
                     self._workers.broadcast(tensor, owner)
                 yield source.name, tensor
 

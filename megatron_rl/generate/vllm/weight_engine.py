@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_ep_group, get_pp_group, get_tp_group, get_world_group
+from vllm.distributed.utils import get_pp_indices
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_rl.generate.refit.epoch import TransferFailed
+from megatron_rl.generate.refit.plan import ModelStage
 from megatron_rl.generate.vllm.share import Setting, WeightShare
 from megatron_rl.model.platform.transport import beside
 from megatron_rl.recipe.model import ModelConfig
@@ -64,7 +66,8 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
         if self._share is None:
             memory = _pinned_memory if self.device.type == "cuda" else _memory
             setting = setting_of(init_info.setting)
-            self._share = WeightShare(setting, _TensorParallel(), memory, beside(self.device), self.device)
+            workers = _StageWorkers(setting.model, self.parallel_config)
+            self._share = WeightShare(setting, workers, memory, beside(self.device), self.device)
         self._share.receive(init_info.version, init_info.epoch)
 
     def start_weight_update(self) -> None:
@@ -131,12 +134,23 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
             method.process_weights_after_loading(head)
 
 
-class _TensorParallel:
-    """Implements `Workers` over vLLM's own group."""
+class _StageWorkers:
+    """Implements `Workers` over vLLM's own group of the workers that compute the same layers."""
 
-    def __init__(self) -> None:
-        self._group = get_tp_group()
+    def __init__(self, model: ModelConfig, parallel: Any) -> None:
+        """parallel: vLLM's parallel_config."""
+        # vLLM numbers its workers data-parallel replica first, then stage, then tensor-parallel rank. Its group "ep"
+        # has those of one stage in all data-parallel replicas, whether or not experts are split whole.
+        self._group = get_ep_group() if parallel.data_parallel_size > 1 else get_tp_group()
         self.rank, self.size = self._group.rank_in_group, self._group.world_size
+        self.member = get_world_group().rank_in_group
+        self.own_experts = bool(parallel.enable_expert_parallel) and self.size > 1
+        stages, layers = get_pp_group(), model.num_layers
+        self.stage = None
+        if stages.world_size > 1:
+            first, end = get_pp_indices(layers, stages.rank_in_group, stages.world_size)
+            embedding = first == 0 or (end == layers and model.tied_embeddings)
+            self.stage = ModelStage(first, end, embedding, output=end == layers)
 
     def gather(self, content: Any) -> list[Any]:
         found = [content] * self.size

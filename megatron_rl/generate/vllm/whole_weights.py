@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 import torch
 from torch import Tensor
 
-from megatron_rl.generate.refit.plan import Box
+from megatron_rl.generate.refit.plan import Box, ModelStage
 from megatron_rl.model.hf_mapping import OUTPUT, pieces, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, matrices
 from megatron_rl.model.sharded_names import leading_axes, weight_name
@@ -21,15 +21,19 @@ Parts = Mapping[Box, Tensor]
 class WholeWeights:
     """Composes the weights of a model."""
 
-    def __init__(self, model: ModelConfig, vocabulary: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, model: ModelConfig, vocabulary: int, device: torch.device | None = None, stage: ModelStage | None = None
+    ) -> None:
         """
         vocabulary: tokens of the model, without the rows that pad the embedding.
         device: where to compose and merge the tensors; default: where the parts are.
+        stage: whose weights are wanted; None: those of the whole model.
         """
         self._model, self._device = model, device
         self._of_adapters = adapters(model)
         known = weights(model.model_copy(update={"vocab_size": vocabulary}))
-        self.expected = {name: each for name, each in known.items() if name != OUTPUT or not model.tied_embeddings}
+        wanted = (name for name in known if name != OUTPUT or not model.tied_embeddings)
+        self.expected = {name: known[name] for name in wanted if stage is None or stage.has(name)}
         """Weights that Hugging Face's tensors come from. The output layer of tied embeddings is left out."""
         self._names = known.keys() | self._of_adapters.keys()
 
