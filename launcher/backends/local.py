@@ -165,7 +165,7 @@ def _replicas(config: RunConfig, sizes: Sizes, attempt: Attempt) -> Iterator[Loc
     """Yield the replicas of each kind that the run has. Raises Failed."""
     if sizes.has_replicas:
         command = replica_command(replica_python(config, None, INFER), attempt)
-        gpus = sizes.inference_tp if sizes.starts_workers else 0
+        gpus = sizes.replica_gpus if sizes.starts_workers else 0
         yield LocalReplicas(INFER, sizes.replicas, sizes.replica_processes, gpus, command, sizes.shares_devices)
     if sizes.teacher_nodes:
         command = replica_command(replica_python(config, None, TEACHER), attempt)

@@ -103,7 +103,7 @@ def _host_options(job: PlannedJob) -> Iterator[Shell]:
             yield Shell(f"--replica-image {shlex.quote(own)}")
     if config.harvest is not None:
         options = " ".join(shlex.quote(f"--harvest-sbatch={option}") for option in _harvest_options(job))
-        cpus = shares_of_cpus(job.plan.sizes.inference_tp // job.plan.sizes.replica_processes)
+        cpus = shares_of_cpus(job.plan.sizes.replica_gpus // job.plan.sizes.replica_processes)
         yield Shell(f'--harvest {config.harvest.max_replicas} "--harvest-sbatch=--cpus-per-task={cpus}" {options}')
     if config.notify is not None:
         yield Shell(f"--notify {shlex.quote(config.notify.model_dump_json())}")
@@ -129,7 +129,7 @@ def _harvest_options(job: PlannedJob) -> list[str]:
         "time": harvest.time_limit,
         "nodes": 1,
         "ntasks-per-node": sizes.replica_processes,
-        **({} if config.job.device == "cpu" else profile.gpus(sizes.inference_tp)),
+        **({} if config.job.device == "cpu" else profile.gpus(sizes.replica_gpus)),
     }
     return [f"--{name}={value}" for name, value in asked.items() if value is not None] + harvest.sbatch
 
@@ -249,8 +249,8 @@ def _fabric_step(job: PlannedJob) -> _SrunFunction:
 def _harvest_step(job: PlannedJob) -> _SrunFunction:
     config, sizes = job.recipe.config, job.plan.sizes
     python = shlex.quote(replica_python(config, job.profile))
-    processes, shares = sizes.replica_processes, sizes.inference_tp // sizes.replica_processes
-    gpus = {} if config.job.device == "cpu" else job.profile.gpus(sizes.inference_tp)
+    processes, shares = sizes.replica_processes, sizes.replica_gpus // sizes.replica_processes
+    gpus = {} if config.job.device == "cpu" else job.profile.gpus(sizes.replica_gpus)
     counts = {"nodes": 1, "ntasks": processes, "ntasks-per-node": processes, **gpus}
     asked = [f"--{name}={value}" for name, value in counts.items()]
     asked += [f'--cpus-per-task="{shares_of_cpus(shares)}"'] if shares > 1 else []

@@ -11,7 +11,7 @@ from launcher.plan.costs import Costs, DecodeSpeed, Work
 from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
 from launcher.plan.lengths import Lognormal
 from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
-from launcher.plan.parameters import Weights, weights
+from launcher.plan.parameters import Weights, generating, weights
 from launcher.plan.sizes import Sizes
 from launcher.plan.turn_times import turn_seconds
 from megatron_rl.recipe.cards import Card
@@ -72,7 +72,7 @@ def estimate_costs(
     """
     model = config.model
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep)
-    engine = weights(model, vocab, sizes.inference_tp)
+    engine = generating(model, vocab, sizes)
     flops = sizes.training_world * card.bf16_flops * TRAINING_MFU
     passes = _passes(config) * _bubble(config, sizes, work)
     per_token = training_flops(model, vocab, tokens=1, pairs=0, predictions=1) * passes / flops
@@ -82,7 +82,7 @@ def estimate_costs(
     return Costs(
         decode=decode_speed(config, sizes, engine, card, work),
         rows=_rows(config, work),
-        prefill_token_s=forward_flops / (sizes.inference_tp * card.bf16_flops * PREFILL_MFU),
+        prefill_token_s=forward_flops / (sizes.replica_gpus * card.bf16_flops * PREFILL_MFU),
         train_token_s=per_token,
         train_square_s=per_square,
         training_replicas=sizes.dp,
@@ -98,7 +98,7 @@ def decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card, w
     """Estimate decode steps: each reads the dense weights, the experts that any row needs, and the caches.
 
     Args:
-        engine: parameters of one rank.
+        engine: parameters of one rank of a replica, of the fullest stage if it has several.
     """
     model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     layers, heads = model.num_layers, -(-model.num_query_groups // tp)
@@ -110,8 +110,10 @@ def decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card, w
 
     def seconds(rows: int) -> float:
         asked = 1 - (1 - share) ** rows  # share of the experts that any row needs, if all are chosen equally often
-        read = size * (engine.dense + engine.experts * asked) / bytes_per_s
-        computed = 2 * rows * (engine.dense + engine.experts * share) / (card.bf16_flops * PREFILL_MFU)
+        read = sizes.inference_pp * size * (engine.dense + engine.experts * asked) / bytes_per_s
+        computed = (
+            2 * sizes.inference_pp * rows * (engine.dense + engine.experts * share) / (card.bf16_flops * PREFILL_MFU)
+        )
         return max(read, computed) + beside
 
     most = config.inference.max_batch
@@ -182,6 +184,6 @@ def _refit_s(config: RunConfig, sizes: Sizes, vocab: int, card: Card) -> float:
         return sum(turn_seconds(config, sizes, vocab, card).values())
     if not sizes.partitioned and sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1:
         return 0.0
-    senders = min(sizes.tp * sizes.pp, sizes.inference_tp)
+    senders = min(sizes.tp * sizes.pp, sizes.replica_gpus)
     whole = WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab).all
     return whole / senders / (NETWORK_BYTES_PER_S * NETWORK_SHARE)

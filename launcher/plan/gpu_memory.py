@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from launcher.plan import memory_terms
 from launcher.plan.memory_terms import CONTEXT, WEIGHT_BYTES, Term, in_words
-from launcher.plan.parameters import trained, vocabulary, weights
+from launcher.plan.parameters import generating, trained, vocabulary
 from launcher.plan.rank_terms import RankTerms, rank_terms, weights_of_teacher
 from launcher.plan.shared_device import VLLM, moments
 from launcher.plan.sizes import Sizes
@@ -121,7 +121,7 @@ def incoming_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     """Bytes of host memory in which an inference rank collects new weights until all have arrived."""
     if not sizes.partitioned:
         return 0
-    return WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab, sizes.inference_tp).all
+    return WEIGHT_BYTES[config.model.dtype] * generating(config.model, vocab, sizes).all
 
 
 def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
@@ -174,7 +174,7 @@ def _alone(config: RunConfig, sizes: Sizes, vocab: int, terms: RankTerms) -> dic
 
 
 def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> RankMemory:
-    held = weights(config.model, vocab, sizes.inference_tp)
+    held = generating(config.model, vocab, sizes)
     size = WEIGHT_BYTES[config.model.dtype]
     terms = (
         Term("weights", size * held.all, f"{size} bytes x {in_words(held.all)} parameters"),

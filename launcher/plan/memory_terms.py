@@ -174,7 +174,8 @@ def engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -
 
 def kv_cache(config: RunConfig, sizes: Sizes) -> Term:
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
-    layers, heads = model.num_layers, -(-model.num_query_groups // sizes.inference_tp)
+    layers = -(-model.num_layers // sizes.inference_pp)
+    heads = -(-model.num_query_groups // sizes.inference_tp)
     pages, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     return Term(
         "KV cache",

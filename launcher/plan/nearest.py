@@ -12,6 +12,8 @@ from launcher.plan.sizes import Sizes, check
 from megatron_rl.recipe.model import ModelConfig
 
 NAMED = 3
+LARGE = ("inference_pp", "inference_dp", "inference_ep")
+"""Sizes that most layouts do without, and that are changed only where they are given."""
 
 _KEYS = {
     "nodes": "job.nodes",
@@ -24,6 +26,10 @@ _KEYS = {
     "sequence_parallel": "placement.training.sequence_parallel",
     "inference_nodes": "placement.inference.nodes",
     "asked_inference_tp": "placement.inference.tp",
+    "inference_pp": "placement.inference.pp",
+    "inference_dp": "placement.inference.dp",
+    "inference_ep": "placement.inference.ep",
+    "nodes_per_replica": "placement.inference.nodes_per_replica",
     "tp_across_nodes": "placement.tp_across_nodes",
     "teacher_nodes": "distill.replicas.nodes",
     "teacher_tp": "distill.replicas.tp",
@@ -81,7 +87,7 @@ def _moves(name: str, sizes: Sizes, node_gpus: int | None) -> list[int | bool]:
         others = range(max(1, value - 8), value + 9)
     elif name == "gpus_per_node":
         others = range(1, (node_gpus or value) + 1)
-    elif name in ("teacher_nodes", "teacher_tp") and not sizes.teacher_nodes:
+    elif (name in ("teacher_nodes", "teacher_tp") and not sizes.teacher_nodes) or (name in LARGE and value == 1):
         others = ()
     elif name == "teacher_nodes":
         others = range(1, sizes.nodes)
@@ -103,6 +109,7 @@ def _simplest(sizes: Sizes, node_gpus: int | None) -> dict[str, Any]:
     plain |= {"sequence_parallel": False, "partitioned": False, "inference_nodes": 0}
     plain["gpus_per_node"] = min(sizes.gpus_per_node, node_gpus or sizes.gpus_per_node)
     plain["asked_inference_tp"] = sizes.asked_inference_tp and 1
+    plain |= dict.fromkeys(LARGE, 1) | {"nodes_per_replica": None}
     if sizes.teacher_nodes:
         plain |= {"nodes": max(2, sizes.nodes), "teacher_nodes": 1, "teacher_tp": 1}
     return {name: value for name, value in plain.items() if value != getattr(sizes, name)}
@@ -130,7 +137,7 @@ def _as_overrides(changes: dict[str, Any], new: Sizes) -> str:
     for name, value in changes.items():
         if name == "partitioned":
             text = "partitioned" if value else "colocated"
-        elif name == "inference_nodes" and not value:
+        elif value is None or (name == "inference_nodes" and not value):
             text = "null"
         else:
             text = str(value).lower()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.model import EXPERT_LINEARS, ModelConfig
 
@@ -64,6 +65,15 @@ def weights(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 
         ends += table
     of_adapters = adapters(model, tp, pp, ep)
     return Weights(dense=layers * layer + ends + of_adapters.dense, experts=layers * experts + of_adapters.experts)
+
+
+def generating(model: ModelConfig, vocab: int, sizes: Sizes) -> Weights:
+    """Count the parameters of the fullest GPU of an inference replica. All its GPUs of a stage share the experts."""
+    # vLLM gives some stages a layer more where the stages do not divide the layers.
+    rounded = -(-model.num_layers // sizes.inference_pp) * sizes.inference_pp
+    model = model.model_copy(update={"num_layers": rounded})
+    tp, pp, dp = sizes.inference_tp, sizes.inference_pp, sizes.inference_dp
+    return max((weights(model, vocab, tp, pp, dp, stage) for stage in range(pp)), key=lambda held: held.all)
 
 
 def trained(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 1, stage: int = 0) -> Weights:

@@ -2,7 +2,7 @@
 
 Ranks are numbered node by node. Coordinates in the training world are those of megatron-core (rank order
 tp-cp-ep-dp-pp): tensor-parallel neighbours are adjacent ranks, pipeline stages are furthest apart. An inference replica
-is `placement.inference.tp` adjacent ranks.
+is `placement.inference.tp` x `pp` x `dp` adjacent ranks.
 
     colocated     all ranks train, and generate in between. One step. Or they train in turns with a vLLM on the same
                   GPUs: each replica is a separate Step beside them, on `placement.inference.tp` GPUs of their node.
@@ -69,7 +69,7 @@ class Step:
     nodes: tuple[int, ...]
     """Indices of its nodes among those of the plan."""
     tasks_per_node: int
-    """Processes on each node: one a GPU, or one for all its GPUs where that starts the workers (`Sizes`)."""
+    """Processes on each node: one a GPU, or one for all of the step's GPUs there if it starts the workers (`Sizes`)."""
     gpus_per_node: int
     """GPUs of the step on each node."""
     gpu_offset: int
@@ -96,8 +96,8 @@ class Plan:
         role: Role = "training" if sizes.inference_nodes else "colocated"
         found = [Step(TRAIN, role, tuple(range(sizes.training_nodes)), ranks, ranks, 0, None)]
         if sizes.has_replicas:
-            first, tp, processes = sizes.first_inference_node, sizes.inference_tp, sizes.replica_processes
-            found += _replica_steps(sizes, INFER, "inference", first, sizes.replicas, tp, processes)
+            first, gpus, processes = sizes.first_inference_node, sizes.replica_gpus, sizes.replica_processes
+            found += _replica_steps(sizes, INFER, "inference", first, sizes.replicas, gpus, processes)
         first, replicas = sizes.nodes - sizes.teacher_nodes, sizes.teacher_replicas
         found += _replica_steps(sizes, TEACHER, "teacher", first, replicas, sizes.teacher_tp, sizes.teacher_processes)
         return tuple(found)
@@ -153,21 +153,22 @@ def _advice(
 
 
 def _replica_steps(
-    sizes: Sizes, kind: str, role: Role, first_node: int, replicas: int, tp: int, processes: int
+    sizes: Sizes, kind: str, role: Role, first_node: int, replicas: int, gpus: int, processes: int
 ) -> Iterator[Step]:
     # GPUs are counted through from the first node, so one division gives the node and the GPU on it. With 8 GPUs a
     # node and the first replica on node 2:
     #
-    #     tp 4    replica 0: node 2, GPU 0    replica 1: node 2, GPU 4    replica 2: node 3, GPU 0
-    #     tp 16   replica 0: nodes 2 and 3    replica 1: nodes 4 and 5
+    #     4 GPUs    replica 0: node 2, GPU 0    replica 1: node 2, GPU 4    replica 2: node 3, GPU 0
+    #     16 GPUs   replica 0: nodes 2 and 3    replica 1: nodes 4 and 5
     #
-    # `check` has refused every tp that would leave a replica on parts of two nodes.
-    gpus = min(tp, sizes.gpus_per_node)
+    # `check` has refused every size that would leave a replica on parts of two nodes.
+    each = min(gpus, sizes.gpus_per_node)
+    nodes = gpus // each
     for replica in range(replicas):
-        node, gpu = divmod(first_node * sizes.gpus_per_node + replica * tp, sizes.gpus_per_node)
-        nodes = tuple(range(node, node + tp // gpus))
+        node, gpu = divmod(first_node * sizes.gpus_per_node + replica * gpus, sizes.gpus_per_node)
+        its_nodes = tuple(range(node, node + nodes))
         shared = role == "inference" and sizes.shares_devices
-        yield Step(f"{kind}-{replica}", role, nodes, min(processes, gpus), gpus, gpu, replica, shared)
+        yield Step(f"{kind}-{replica}", role, its_nodes, processes // nodes, each, gpu, replica, shared)
 
 
 def _ranks(sizes: Sizes, nodes: range) -> Iterator[Rank]:
@@ -199,7 +200,7 @@ def _train(rank: int, sizes: Sizes) -> Train:
 
 
 def _infer(rank: int, sizes: Sizes) -> Infer:
-    replica, within = divmod(rank, sizes.inference_tp)
+    replica, within = divmod(rank, sizes.replica_gpus)
     return Infer(replica, within)
 
 
@@ -232,5 +233,5 @@ def rank_kinds(sizes: Sizes) -> list[RankKind]:
     role: Role = "training" if sizes.partitioned else "colocated"
     stages = sorted({0, min(1, sizes.pp - 1), sizes.pp - 1})
     kinds = [RankKind(role, stage, stage * (world // sizes.pp), world) for stage in stages]
-    kinds += [RankKind("inference", None, 0, sizes.inference_tp)] * sizes.has_replicas
+    kinds += [RankKind("inference", None, 0, sizes.replica_gpus)] * sizes.has_replicas
     return kinds + [RankKind("teacher", None, 0, sizes.teacher_tp)] * (sizes.teacher_nodes > 0)

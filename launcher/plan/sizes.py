@@ -37,8 +37,13 @@ class Sizes:
     asked_inference_tp: int | None
     tp_across_nodes: bool
     starts_workers: bool
-    """Whether an inference replica is one process that starts the workers on its GPUs itself. Co-located, such a
-    replica is there beside the ranks; otherwise they generate themselves."""
+    """Whether an inference replica is one process on each of its nodes, which starts the workers on its GPUs itself.
+    Co-located, such a replica is there beside the ranks; otherwise they generate themselves."""
+    inference_pp: int = 1
+    inference_dp: int = 1
+    inference_ep: int = 1
+    nodes_per_replica: int | None = None
+    """Nodes that an inference replica must have; None: those that it needs."""
     teacher_nodes: int = 0
     """Nodes that only hold the teacher, the last ones; 0: none."""
     teacher_tp: int = 1
@@ -73,6 +78,10 @@ class Sizes:
             asked_inference_tp=inference.tp,
             tp_across_nodes=placement.tp_across_nodes,
             starts_workers=capabilities_of(engine).starts_workers,
+            inference_pp=inference.pp,
+            inference_dp=inference.dp,
+            inference_ep=inference.ep,
+            nodes_per_replica=inference.nodes_per_replica,
             teacher_nodes=teacher.nodes if teacher else 0,
             teacher_tp=teacher.tp if teacher else 1,
             teacher_starts_workers=teacher is not None and capabilities_of(teacher.engine).starts_workers,
@@ -80,7 +89,7 @@ class Sizes:
 
     @property
     def inference_tp(self) -> int:
-        """Ranks of one inference replica; default: the training's `tp`."""
+        """Tensor parallel size of one inference replica; default: the training's `tp`."""
         return self.asked_inference_tp or self.tp
 
     @property
@@ -94,8 +103,18 @@ class Sizes:
         return self.has_replicas and not self.partitioned
 
     @property
+    def replica_gpus(self) -> int:
+        """GPUs of one inference replica; on CPUs processes."""
+        return self.inference_tp * self.inference_pp * self.inference_dp
+
+    @property
+    def replica_nodes(self) -> int:
+        return -(-self.replica_gpus // self.gpus_per_node)
+
+    @property
     def replica_processes(self) -> int:
-        return 1 if self.starts_workers else self.inference_tp
+        """Processes of one inference replica: one for each node if that starts the workers, else one for each GPU."""
+        return self.replica_nodes if self.starts_workers else self.replica_gpus
 
     @property
     def teacher_processes(self) -> int:
@@ -142,7 +161,7 @@ class Sizes:
 
     @property
     def replicas(self) -> int:
-        return self.generating // self.inference_tp
+        return self.generating // self.replica_gpus
 
 
 def check(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> tuple[str, ...]:
@@ -204,25 +223,44 @@ def _training(s: Sizes) -> Iterator[str]:
 
 
 def _generating(s: Sizes) -> Iterator[str]:
-    key, tp = "placement.inference.tp", s.inference_tp
-    if s.generating % tp:
+    key, gpus, each = "placement.inference", s.replica_gpus, s.gpus_per_node
+    name = f"{key}.tp {s.inference_tp}"
+    if gpus != s.inference_tp:
+        name += f" x pp {s.inference_pp} x dp {s.inference_dp} = {gpus}"
+    if s.generating % gpus:
         nodes = s.inference_nodes or s.training_nodes
         yield (
-            f"{key} {tp} does not divide the {nodes} x {s.gpus_per_node} = {s.generating} ranks that generate "
-            f"({_remainder(s.generating, tp)})"
+            f"{name} does not divide the {nodes} x {each} = {s.generating} ranks that generate "
+            f"({_remainder(s.generating, gpus)})"
         )
-    elif s.shares_devices and s.gpus_per_node % tp:
+    elif s.shares_devices and each % gpus:
         yield (
-            f"{key} {tp} does not divide job.gpus_per_node {s.gpus_per_node} ({_remainder(s.gpus_per_node, tp)}): a "
-            "vLLM is on the GPUs of one node's training ranks"
+            f"{name} does not divide job.gpus_per_node {each} ({_remainder(each, gpus)}): a vLLM is on the GPUs of one "
+            "node's training ranks"
         )
         return
-    elif s.partitioned and s.gpus_per_node % tp and tp % s.gpus_per_node:
+    elif s.partitioned and each % gpus and gpus % each:
         yield (
-            f"{key} {tp} is neither a number of whole nodes nor an equal share of a node with {s.gpus_per_node} GPUs "
-            f"({_remainder(max(tp, s.gpus_per_node), min(tp, s.gpus_per_node))})"
+            f"{name} is neither a number of whole nodes nor an equal share of a node with {each} GPUs "
+            f"({_remainder(max(gpus, each), min(gpus, each))})"
         )
-    yield from _across_nodes(key, tp, s)
+    elif s.inference_dp > 1 and (part := gpus // s.inference_dp) % each and each % part:
+        yield (
+            f"{key}.tp {s.inference_tp} x pp {s.inference_pp} = {part}, each of the {s.inference_dp} parts of a "
+            f"replica, is neither a number of whole nodes nor an equal share of a node with {each} GPUs "
+            f"({_remainder(max(part, each), min(part, each))})"
+        )
+    if s.nodes_per_replica not in (None, s.replica_nodes):
+        yield (
+            f"{key}.nodes_per_replica is {s.nodes_per_replica}, but the {gpus} GPUs of a replica are on "
+            f"{s.replica_nodes} node{'s' * (s.replica_nodes > 1)} with job.gpus_per_node {each}"
+        )
+    if s.inference_ep not in (1, whole := s.inference_tp * s.inference_dp):
+        yield (
+            f"{key}.ep {s.inference_ep} is neither 1 nor tp x dp = {s.inference_tp} x {s.inference_dp} = {whole}: "
+            "the GPUs of a stage share its experts all together or not whole"
+        )
+    yield from _across_nodes(f"{key}.tp", s.inference_tp, s)
 
 
 def _across_nodes(key: str, tp: int, s: Sizes) -> Iterator[str]:
@@ -242,6 +280,18 @@ def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
         # An engine that starts its workers gets whole weights, and shares a key/value head in any layout.
         training_tp = None if s.starts_workers else s.tp
         yield from (f"{inference}.{problem}" for problem in model.undivided(s.inference_tp, training_tp=training_tp))
+    if s.inference_pp > model.num_layers:
+        yield f"{inference}.pp {s.inference_pp} is more than model.num_layers {model.num_layers}"
+    if s.inference_ep > 1 and (experts := model.num_experts or 0) % s.inference_ep:
+        yield (
+            f"{inference}.ep {s.inference_ep} does not divide model.num_experts {experts} "
+            f"({_remainder(experts, s.inference_ep)})"
+        )
+    if model.num_experts is None and (key := "ep" if s.inference_ep > 1 else "dp" if s.inference_dp > 1 else None):
+        yield (
+            f"{inference}.{key} needs model.num_experts: without experts to share, smaller replicas do the same: leave "
+            "it out"
+        )
     if model.num_experts and s.tp > 1 and not s.sequence_parallel:
         yield (
             f"{training}.tp {s.tp} with model.num_experts {model.num_experts} needs {training}.sequence_parallel; "

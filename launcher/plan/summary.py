@@ -194,6 +194,10 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
             "ranks": sizes.generating,
             "replicas": sizes.replicas,
             "tp": sizes.inference_tp,
+            "pp": sizes.inference_pp,
+            "dp": sizes.inference_dp,
+            "ep": sizes.inference_ep,
+            "nodes_per_replica": sizes.replica_nodes,
         },
         "teacher": {
             "nodes": sizes.teacher_nodes,

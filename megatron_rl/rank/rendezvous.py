@@ -33,7 +33,7 @@ def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:
         address.parent.mkdir(parents=True, exist_ok=True)
         write(address, Address(store.host, store.port))
         return store
-    found = _await(address, timeout)
+    found = await_address(address, timeout)
     pin_gloo_interface(address_towards(found.host))
     return dist.TCPStore(found.host, found.port, None, False, timeout, wait_for_workers=False)
 
@@ -50,7 +50,8 @@ def open_store(timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _await(file: Path, timeout: timedelta) -> Address:
+def await_address(file: Path, timeout: timedelta) -> Address:
+    """Wait until rank 0 has published an address in a file on the shared file system. Raises TimeoutError."""
     give_up = time.monotonic() + timeout.total_seconds()
     problem = "it does not exist"
     while True:

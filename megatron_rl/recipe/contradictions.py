@@ -179,6 +179,11 @@ def _of_placement(config: Sections) -> Iterator[str]:
             "harvest adds inference replicas on other nodes, and placement.mode is colocated, where generation waits "
             "for training: set partitioned"
         )
+    if config.harvest is not None and (gpus := config.placement.gpus_per_replica) > config.job.gpus_per_node:
+        yield (
+            f"harvest adds replicas in jobs of one node, and a replica has {gpus} GPUs, more than job.gpus_per_node "
+            f"{config.job.gpus_per_node}: leave it out, or make placement.inference smaller"
+        )
     if config.placement.mode == "partitioned" and config.job.fewest_nodes < config.job.most_nodes:
         yield (
             f"job.nodes {config.job.nodes} is a range, and placement.mode partitioned needs one number: each node "

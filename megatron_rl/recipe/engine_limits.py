@@ -27,6 +27,10 @@ def _incapable(asked: Sections) -> Iterator[str]:
     able, lag = capabilities_of(asked.inference.engine), asked.asynchronous.max_lag
     if asked.placement.mode == "partitioned" and not able.own_replicas:
         yield "placement.mode is partitioned, and that engine cannot be replicas of a run: set colocated"
+    if (beyond := _beyond_tp(asked)) and not able.has_stages:
+        yield f"{beyond}, and that engine splits a replica by placement.inference.tp alone: set 1"
+    elif beyond and asked.placement.mode == "colocated":
+        yield f"{beyond}, and placement.mode is colocated, where a replica has placement.inference.tp alone: set 1"
     if asked.resume.partial == "regenerate" and not able.repeatable:
         yield "resume.partial is regenerate, and that engine does not repeat its answers bit for bit: set keep"
     if lag > 0 and not able.spans_updates:
@@ -52,7 +56,7 @@ def _megatron(asked: Sections) -> Iterator[str]:
 
 
 def _vllm(asked: Sections) -> Iterator[str]:
-    tp, gpus, head = _tp(asked), asked.job.gpus_per_node, asked.model.head_size
+    head = asked.model.head_size
     if (beyond := beyond_vllm(asked.sampling)) is not None:
         yield f"{beyond}; with sampling.temperature 1 they are those over all"
     if asked.model.dtype == "fp32" and (inexact := (asked.inference.own_vllm or VllmConfig()).inexact):
@@ -67,8 +71,8 @@ def _vllm(asked: Sections) -> Iterator[str]:
             f"inference.vllm.args has {GPU_SHARE_OPTION}, and placement.mode is colocated, where the training ranks "
             "have the GPUs too and inference.cache_tokens says what vLLM's cache takes: leave it out"
         )
-    if tp > gpus:
-        yield f"placement.inference.tp {tp} is more than job.gpus_per_node {gpus}, and a vLLM stays on one node"
+    if asked.job.device == "cpu" and (dp := asked.placement.inference.dp) > 1:
+        yield f"placement.inference.dp is {dp}, and vLLM on a CPU cannot exchange tokens between parts: set 1"
     if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         others = _other_heads(asked.model)
@@ -89,6 +93,13 @@ def _other_heads(model: ModelConfig) -> str:
         return f"model.head_dim={CPU_HEAD_SIZES[0]} would do"
     groups = max(1, heads[0] * model.num_query_groups // model.num_attention_heads)
     return f"model.num_attention_heads={heads[0]} model.num_query_groups={groups} would do"
+
+
+def _beyond_tp(asked: Sections) -> str | None:
+    """The first size above 1 by which a replica is split beside tp, such as `placement.inference.pp is 2`."""
+    layout = asked.placement.inference
+    sizes = {"pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
+    return next((f"placement.inference.{key} is {size}" for key, size in sizes.items() if size > 1), None)
 
 
 def _tp(asked: Sections) -> int:

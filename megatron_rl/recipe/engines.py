@@ -16,8 +16,10 @@ class Capabilities:
     own_replicas: bool = False
     """May be the replicas of a partitioned run, which the run starts, feeds with weights and restarts."""
     starts_workers: bool = False
-    """Is always replicas, each one process that starts the workers on its GPUs itself: a vLLM (`inference.vllm`). In a
-    co-located run they take turns with the training ranks on the same GPUs."""
+    """Is always replicas, each one process on each of its nodes, which starts the workers on the GPUs there itself: a
+    vLLM (`inference.vllm`). In a co-located run they take turns with the training ranks on the same GPUs."""
+    has_stages: bool = False
+    """A replica may have pipeline stages, and data-parallel attention (`placement.inference.pp`, `dp`, `ep`)."""
     of_megatron_core: bool = False
     """Generates in megatron-core's engine, which has its own scheduler and cache."""
     records_steps: bool = False
@@ -31,7 +33,7 @@ class Capabilities:
 _CAPABILITIES: Mapping[str, Capabilities] = {
     "native": Capabilities(repeatable=True, own_replicas=True, records_steps=True, spans_updates=True, modelled=True),
     "megatron": Capabilities(of_megatron_core=True),
-    "vllm": Capabilities(probed=True, own_replicas=True, starts_workers=True, spans_updates=True),
+    "vllm": Capabilities(probed=True, own_replicas=True, starts_workers=True, has_stages=True, spans_updates=True),
 }
 ENGINES = tuple(_CAPABILITIES)
 AUTO = "auto"

@@ -113,6 +113,18 @@ class InferenceLayout(Section):
     """Nodes that only generate, the last ones of the job (`mode: partitioned`)."""
     tp: PositiveInt | None = None
     """Tensor parallel size of a replica; default: that of training."""
+    pp: PositiveInt = 1
+    """Pipeline stages of a replica (`inference.engine: vllm`). A replica has tp x pp x dp GPUs: an equal share of a
+    node, or whole nodes."""
+    dp: PositiveInt = 1
+    """Parts of a replica that each compute the attention of other answers, and the experts together: for models whose
+    experts need more GPUs than their attention (`inference.engine: vllm`)."""
+    ep: PositiveInt = 1
+    """GPUs of a stage that share the experts of a layer whole: 1, which splits each expert among all tp x dp GPUs, or
+    tp x dp (`inference.engine: vllm`)."""
+    nodes_per_replica: PositiveInt | None = None
+    """Nodes of a replica. They follow from its GPUs; a number here is only compared, so that a recipe that was made for
+    other nodes is refused."""
 
 
 class HarvestConfig(Section):
@@ -201,6 +213,12 @@ class PlacementConfig(Section):
     optimizer where the estimate of `mrl plan` does not fit otherwise; on CPUs none."""
     tp_across_nodes: bool = False
     """Allow tensor-parallel groups larger than a node; slow without a fast fabric between nodes."""
+
+    @property
+    def gpus_per_replica(self) -> int:
+        """GPUs of an inference replica; on CPUs processes."""
+        asked = self.inference
+        return (asked.tp or self.training.tp) * asked.pp * asked.dp
 
 
 def data_parallel_size(training_ranks: int, tp: int, pp: int, cp: int) -> int:

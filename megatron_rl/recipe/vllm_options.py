@@ -34,13 +34,15 @@ _OWNED = {
     "inference.cuda_graphs says it": "enforce-eager",
     "profile.generation says it": "profiler-config",
     "placement.inference.tp says it": "tensor-parallel-size",
-    "one vLLM is one replica on one node": (
-        "pipeline-parallel-size data-parallel-size data-parallel-size-local data-parallel-rank "
+    "placement.inference says it": "pipeline-parallel-size data-parallel-size enable-expert-parallel",
+    "one vLLM is one replica on the nodes that the run gives it": (
+        "data-parallel-size-local data-parallel-rank "
         "data-parallel-start-rank data-parallel-address data-parallel-rpc-port data-parallel-backend "
         "data-parallel-hybrid-lb data-parallel-external-lb data-parallel-multi-port-external-lb "
         "prefill-context-parallel-size nnodes node-rank master-addr master-port headless device-ids "
         "api-server-count"
     ),
+    "the run sends each worker its own experts": "expert-placement-strategy enable-eplb eplb-config enable-elastic-ep",
     "only the replica's own process reaches vLLM, through a socket": (
         "host port uds grpc grpc-port api-key middleware root-path ssl-keyfile ssl-certfile ssl-ca-certs "
         "ssl-cert-reqs ssl-ciphers enable-scale-out"

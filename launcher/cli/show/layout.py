@@ -83,7 +83,7 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
         ("experts", f"{sizes.ep} ranks share the experts of a layer" if sizes.ep > 1 else ""),
         (
             "inference",
-            _product({"tp": sizes.inference_tp, "replicas": sizes.replicas}, sizes.generating) + _beside(config, sizes)
+            _product(_of_replica(sizes) | {"replicas": sizes.replicas}, sizes.generating) + _beside(config, sizes)
             if config.generates
             else "",
         ),
@@ -122,6 +122,11 @@ def _teacher(config: RunConfig, plan: Plan) -> str:
     ranks = sizes.teacher_nodes * sizes.gpus_per_node
     product = _product({"tp": sizes.teacher_tp, "replicas": sizes.teacher_replicas}, ranks)
     return f"{product}: {distill.teacher} ({distill.replicas.engine})"
+
+
+def _of_replica(sizes: Sizes) -> dict[str, int]:
+    further = {"pp": sizes.inference_pp, "dp": sizes.inference_dp}
+    return {"tp": sizes.inference_tp} | {name: size for name, size in further.items() if size > 1}
 
 
 def _product(sizes: dict[str, int], ranks: int) -> str:

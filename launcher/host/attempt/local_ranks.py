@@ -34,7 +34,7 @@ class LocalReplicas(NamedTuple):
     kind: str  # INFER or TEACHER
     replicas: int
     ranks: int  # processes of each
-    gpus: int  # GPUs of each, if its process starts the workers on them; 0: each process has one
+    gpus: int  # GPUs of each, if its processes start the workers on equal shares of them; 0: each process has one
     command: Sequence[str]  # command of a rank; --run-dir, --attempt and the option of the number are added
     shares_devices: bool = False  # whether they are on the GPUs of the training ranks, not on others after those
 
@@ -122,11 +122,10 @@ class LocalRanks(Steps):
         command = [*of.command, *self._which(), NUMBER_OPTIONS[of.kind], str(files.number)]
         environment = dict(self._environment(), **{START_VARIABLE: str(start)})
         first += files.number * of.devices
-        if of.gpus and settings.device != "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = _gpus(first, of.gpus)
+        gpus = of.gpus // of.ranks if settings.device != "cpu" else 0
         world = _Processes(settings.grace)
         try:
-            world.start(command, environment, of.ranks, first, files)
+            world.start(command, environment, of.ranks, first, files, gpus)
         except OSError:
             world.close()
             raise
@@ -175,12 +174,23 @@ class _Processes(ReplicaRanks):
         self._left_at: float | None = None
 
     def start(
-        self, command: Sequence[str], environment: dict[str, str], ranks: int, first: int, files: RankFiles
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        ranks: int,
+        first: int,
+        files: RankFiles,
+        gpus: int = 0,
     ) -> None:
-        """Start all ranks, from number `first` among all processes of the run: LOCAL_RANK, and so the GPU, counts from
-        it. Raises OSError."""
+        """Start all ranks, from number `first` among all GPUs of the run: LOCAL_RANK, and so the GPU, counts from it.
+        Raises OSError.
+
+        gpus: number of GPUs that each rank sees alone; 0: it sees all and uses one.
+        """
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(first + rank), "WORLD_SIZE": str(ranks)}
+            if gpus:
+                place["CUDA_VISIBLE_DEVICES"] = _gpus(first + rank * gpus, gpus)
             child = Child(list(command), dict(environment, **place), output=str(files.log(rank)))
             self._children.append(child)
 

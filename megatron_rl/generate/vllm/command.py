@@ -84,6 +84,9 @@ class ServeSizes:
     """Whether to record decode steps on GPUs."""
     beside_ranks: bool = False
     """Whether training ranks take turns with vLLM on its devices."""
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
     splits: bool = False
     """Whether a prompt of more than `prefill_tokens` tokens is split, although nothing else is computed."""
 
@@ -96,12 +99,46 @@ class ServeSizes:
         """Bytes of the cache of keys and values on each device."""
         block = self.page_tokens or LARGEST_BLOCK
         tokens = self.cache_tokens or self.rows * math.ceil(self.longest / block) * block
-        groups = max(1, self.model.num_query_groups // self.tp)
-        return tokens * 2 * self.model.num_layers * groups * self.model.head_size * BYTES[self.model.dtype]
+        groups, layers = max(1, self.model.num_query_groups // self.tp), math.ceil(self.model.num_layers / self.pp)
+        return tokens * 2 * layers * groups * self.model.head_size * BYTES[self.model.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node of a vLLM over several."""
+
+    rank: int
+    nodes: int
+    address: str
+    """Of this node."""
+    host: str
+    """Address of the first node."""
+    port: int
+    """Of the first node, where the workers meet."""
+    engines_port: int | None
+    """Of the first node, where the engines of other data-parallel parts ask it; None: there is one part."""
+
+    @property
+    def options(self) -> dict[str, str | bool]:
+        found: dict[str, str | bool] = {
+            "nnodes": str(self.nodes),
+            "node-rank": str(self.rank),
+            "master-addr": self.host,
+            "master-port": str(self.port),
+        }
+        if self.engines_port is not None:
+            found |= {"data-parallel-address": self.host, "data-parallel-rpc-port": str(self.engines_port)}
+        return found | ({"headless": True} if self.rank else {})
 
 
 def serve_command(
-    python: str, served: Served, sizes: ServeSizes, given: VllmConfig | None, further: Options, seed: int
+    python: str,
+    served: Served,
+    sizes: ServeSizes,
+    given: VllmConfig | None,
+    further: Options,
+    seed: int,
+    member: Member | None = None,
 ) -> list[str]:
     """The command of `vllm serve`. What follows from the sizes comes last, so it wins.
 
@@ -110,6 +147,7 @@ def serve_command(
         given: settings of the recipe.
         further: options of this use of vLLM, which win over those of the recipe.
         seed: of the samples.
+        member: the node, of several.
     """
     options = given_options((given or VllmConfig()).args)
     options |= further
@@ -127,6 +165,11 @@ def serve_command(
         "generation-config": "vllm",
         "seed": str(seed),
     }
+    options = {**options, **_split(sizes)}
+    if member is not None:
+        options = {**options, **member.options}
+    if "headless" in options:  # without a server
+        options = {name: value for name, value in options.items() if name not in ("uds", "api-server-count")}
     if sizes.cpu or not sizes.graphs:
         options["enforce-eager"] = True
     if sizes.page_tokens is not None:
@@ -139,14 +182,32 @@ def serve_command(
     return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
 
 
+def _split(sizes: ServeSizes) -> dict[str, str | bool]:
+    found: dict[str, str | bool] = {}
+    if sizes.pp > 1:
+        found["pipeline-parallel-size"] = str(sizes.pp)
+    if sizes.dp > 1:  # by default vLLM starts a server for each part, and a pause would reach one of them
+        found |= {"data-parallel-size": str(sizes.dp), "api-server-count": "1"}
+    if sizes.ep > 1:
+        found["enable-expert-parallel"] = True
+    return found
+
+
 def replica_command(
-    config: RunConfig, served: Served, python: str, release: VllmRelease, seed: int, traces: Path | None = None
+    config: RunConfig,
+    served: Served,
+    python: str,
+    release: VllmRelease,
+    seed: int,
+    traces: Path | None = None,
+    member: Member | None = None,
 ) -> list[str]:
     """The command of a replica's `vllm serve`, which gets its weights from the run.
 
     Args:
         python: interpreter that has vLLM, of this release.
         seed: see seed_of.
+        member: the node, of several.
         traces: folder for profiles; None: vLLM does not profile.
     """
     further: Options = {
@@ -162,7 +223,7 @@ def replica_command(
         further = {**further, "enable-sleep-mode": True}
     if traces is not None:
         further = {**further, "profiler-config": json.dumps(profiler_config(traces))}
-    return serve_command(python, served, sizes, config.inference.vllm, further, seed)
+    return serve_command(python, served, sizes, config.inference.vllm, further, seed, member)
 
 
 def profiler_config(traces: Path) -> dict[str, Any]:
@@ -191,11 +252,14 @@ def teacher_command(config: RunConfig, served: Served, sizes: ServeSizes, python
 
 
 def sizes_of(config: RunConfig) -> ServeSizes:
-    inference = config.inference
+    inference, layout = config.inference, config.placement.inference
     return ServeSizes(
         model=config.model,
         cpu=config.job.device == "cpu",
-        tp=config.placement.inference.tp or config.placement.training.tp,
+        tp=layout.tp or config.placement.training.tp,
+        pp=layout.pp,
+        dp=layout.dp,
+        ep=layout.ep,
         longest=config.sequence_length,
         rows=inference.max_batch,
         prefill_tokens=inference.prefill_tokens,

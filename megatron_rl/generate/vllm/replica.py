@@ -23,6 +23,7 @@ from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.app import ReplicaService
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.vllm.command import DTYPES, Served, replica_command, seed_of, vllm_environment
+from megatron_rl.generate.vllm.members import following, met
 from megatron_rl.generate.vllm.plugin import write_plugin, write_version
 from megatron_rl.generate.vllm.private_folder import private_folder
 from megatron_rl.generate.vllm.running import RunningVllm
@@ -50,7 +51,12 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
     version = version_here(config.inference.own_vllm)
     release = release_of(version)
     beside = config.shares_devices
-    tp = config.placement.inference.tp or config.placement.training.tp
+    workers = config.placement.gpus_per_replica
+    if here.world.size != (nodes := -(-workers // config.job.gpus_per_node)):
+        raise ConfigurationError(
+            f"a replica has {workers} GPUs on {nodes} node{'s' * (nodes > 1)}, one process on each, but this one has "
+            f"{here.world.size} processes"
+        )
     gpus = config.job.device == "cuda"
     try:
         tokenizer = build_tokenizer(config.tokenizer)
@@ -61,13 +67,23 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         steps, updates = config.profile.steps_of_replica(replica.number, 0), config.grpo.updates_per_step
         profiled = {(step - 1) * updates: f"{replica.role}.step-{step:06d}" for step in steps}
 
+    member = met(here, config.placement.inference.dp)
+
     def command(folder: Path, seed: int) -> tuple[Served, Sequence[str]]:
         served = Served(write_served_model(config.model, tokenizer.vocab_size, folder / "model"), folder)
         write_plugin(served.plugins)
         traces = replica.attempt.profile if profiled else None
-        return served, replica_command(config, served, sys.executable, release, seed, traces)
+        return served, replica_command(config, served, sys.executable, release, seed, traces, member)
 
-    with opened_vllm(here, version, command, "inference.vllm.args", at_once=not beside) as vllm:
+    further = MappingProxyType({} if member is None else {"VLLM_HOST_IP": member.address})
+    if here.world.rank > 0:
+        with (
+            prepared(here, version, command, "inference.vllm.args", further) as start,
+            following(here, start) as follows,
+        ):
+            yield follows
+        return
+    with opened_vllm(here, version, command, "inference.vllm.args", further, at_once=not beside) as vllm:
         if vllm is None:
             yield None
             return
@@ -77,10 +93,10 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         if beside:
             order = VllmTurns(vllm, streams, setting, sleeps=sleeps(config.offload))
         else:
-            order = StagedWeights(vllm, streams, setting, holds=gpus and tp > 1)
+            order = StagedWeights(vllm, streams, setting, holds=gpus and workers > 1)
         leader = VllmLeader(vllm, _limits(config, tokenizer), streams, order, profiled)
         transport = DEVICE if beside else offered("nccl" if gpus else "gloo")
-        yield ReplicaService(leader, here.address(tp, transport), here.token)
+        yield ReplicaService(leader, here.address(workers, transport), here.token)
 
 
 @contextmanager
@@ -104,23 +120,13 @@ def opened_vllm(
 
     Raises ConfigurationError if vLLM refuses its options, and VllmGone.
     """
-    config, activity, world = here.config, here.activity, here.world
-    if world.size != 1:
-        raise ConfigurationError(f"a replica with vLLM is one process, but this one has {world.size}")
-    here.drain.started()
+    config, activity = here.config, here.activity
 
     def goes_on() -> bool:
         activity.beat()
         return not here.drain.asked
 
-    with private_folder() as folder:
-        seed = seed_of(config, here.replica.attempt.number, here.replica.number, here.number)
-        served, words = command(folder, seed)
-        write_version(served.plugins, version)
-        environment = further | vllm_environment(
-            os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
-        )
-        start = VllmStart(words, environment, served, sys.stdout, args_key)
+    with prepared(here, version, command, args_key, further) as start:
         vllm = RunningVllm(start, activity, config.job.silence_limit_s)
         try:
             if at_once:
@@ -129,6 +135,27 @@ def opened_vllm(
             yield vllm if vllm.up or not at_once else None
         finally:
             vllm.end()
+
+
+@contextmanager
+def prepared(
+    here: ReplicaRank,
+    version: str,
+    command: Callable[[Path, int], tuple[Served, Sequence[str]]],
+    args_key: str,
+    further: MappingProxyType[str, str] = MappingProxyType({}),
+) -> Iterator[VllmStart]:
+    """Yield what starts vLLM on this node, in a private folder that ends with the context."""
+    config = here.config
+    here.drain.started()
+    with private_folder() as folder:
+        seed = seed_of(config, here.replica.attempt.number, here.replica.number, here.number)
+        served, words = command(folder, seed)
+        write_version(served.plugins, version)
+        environment = further | vllm_environment(
+            os.environ, served, cpu=config.job.device == "cpu", step_limit_s=config.job.silence_limit_s
+        )
+        yield VllmStart(words, environment, served, sys.stdout, args_key)
 
 
 def write_served_model(model: ModelConfig, vocabulary: int, folder: Path) -> Path:

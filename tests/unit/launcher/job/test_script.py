@@ -381,6 +381,16 @@ def test_a_replica_of_vllm_is_one_process_with_its_gpus_and_all_their_cpus(tmp_p
         assert f"--harvest-sbatch={option}" in script
 
 
+def test_a_replica_of_vllm_over_two_nodes_is_a_step_with_one_process_on_each(tmp_path):
+    large = ("placement.inference.tp=8", "placement.inference.pp=2")
+    script = render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, *large))
+    (asked,) = asked_of_srun(tmp_path, script, "infer-1")
+    assert {"--nodes=2", "--nodelist=n1,n2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64"} <= {*asked}
+    assert {"--gpus-per-node=8", "--kill-on-bad-exit=1", "--overlap"} <= {*asked}
+    assert not [word for word in asked if word.startswith("CUDA_VISIBLE_DEVICES")]
+    assert asked[-6:] == ["--run-dir", str(tmp_path), "--attempt", "3", "--replica", "1"]
+
+
 def test_a_list_of_cpus_for_each_rank_does_not_bind_a_process_that_stands_for_several(tmp_path):
     on = profile(cpu_bind="map_ldom:0,0,1,1")
     train, infer = asked_of_srun(

@@ -108,6 +108,39 @@ def test_a_teacher_has_nodes_of_its_own_also_where_a_vllm_is_beside_the_ranks() 
     ]
 
 
+def test_a_large_vllm_is_whole_nodes_with_one_process_on_each() -> None:
+    plan = planned(6, 8, {"tp": 8}, {"nodes": 4, "tp": 8, "pp": 2}, engine="vllm")
+    assert [(step.name, step.nodes, step.tasks_per_node, step.gpus_per_node) for step in plan.steps[1:]] == [
+        ("infer-0", (2, 3), 1, 8),
+        ("infer-1", (4, 5), 1, 8),
+    ]
+    last_of_first, first_of_second = plan.ranks[31].infer, plan.ranks[32].infer
+    assert last_of_first is not None
+    assert first_of_second is not None
+    assert (last_of_first.replica, last_of_first.rank) == (0, 15)
+    assert (first_of_second.replica, first_of_second.rank) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("inference", "why"),
+    [
+        ({"tp": 8, "pp": 3}, "placement.inference.tp 8 x pp 3 x dp 1 = 24 does not divide the 4 x 8 = 32 ranks"),
+        ({"tp": 8, "dp": 2, "ep": 8}, "placement.inference.ep 8 is neither 1 nor tp x dp = 8 x 2 = 16"),
+        (
+            {"tp": 8, "dp": 2, "ep": 16, "nodes_per_replica": 4},
+            "placement.inference.nodes_per_replica is 4, but the 16 GPUs of a replica are on 2 nodes",
+        ),
+        ({"tp": 16}, "placement.inference.tp 16 does not divide job.gpus_per_node 8"),
+    ],
+)
+def test_sizes_of_a_large_vllm_that_do_not_fit_are_refused_with_the_arithmetic(
+    inference: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(LayoutError) as refused:
+        planned(6, 8, None, {"nodes": 4, **inference}, engine="vllm")
+    assert refused.value.problems[0].startswith(why)
+
+
 def test_each_count_of_a_range_has_the_vllms_of_its_nodes() -> None:
     job = JobConfig(nodes="2-3", gpus_per_node=4)
     plan = place(job, PlacementConfig(inference=InferenceLayout(tp=2)), engine="vllm")

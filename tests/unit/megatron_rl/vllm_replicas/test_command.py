@@ -10,6 +10,7 @@ import pytest
 from core_helpers import tiny_run
 
 from megatron_rl.generate.vllm.command import (
+    Member,
     Served,
     ServeSizes,
     replica_command,
@@ -58,11 +59,11 @@ def test_the_model_is_served_on_the_socket_without_weights_and_tokenizer() -> No
 
 
 def test_options_of_the_user_are_passed_on() -> None:
-    config = run({"vllm": {"args": {"gpu_memory_utilization": 0.5, "async-scheduling": False, "enable-eplb": True}}})
+    config = run({"vllm": {"args": {"gpu_memory_utilization": 0.5, "async-scheduling": False, "enable-dbo": True}}})
     found = options(config)
     assert found["gpu-memory-utilization"] == "0.5"
     assert "no-async-scheduling" in found
-    assert found["enable-eplb"] == ""
+    assert found["enable-dbo"] == ""
 
 
 def test_vllm_holds_back_no_tokens_if_it_does_not_report_their_versions() -> None:
@@ -143,3 +144,28 @@ def test_the_world_of_the_front_is_hidden_from_vllm() -> None:
     assert not {"RANK", "WORLD_SIZE"} & found.keys()
     assert found["PYTHONPATH"] == "/t/plugins:/code"
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
+
+
+def test_a_vllm_over_nodes_is_told_its_node_and_where_the_first_one_is() -> None:
+    layout = {"mode": "partitioned", "inference": {"nodes": 2, "tp": 2, "pp": 2}}
+    config = run(placement=layout, job={"nodes": 4, "gpus_per_node": 2, "device": "cpu"})
+    front, follower = (
+        options_in(
+            replica_command(config, SERVED, "python", RELEASES[-1], 7, member=Member(rank, 2, f"10.0.0.{rank}", "10.0.0.0", 5, 6))
+        )
+        for rank in (0, 1)
+    )
+    assert front.items() >= {"tensor-parallel-size": "2", "pipeline-parallel-size": "2", "nnodes": "2"}.items()
+    assert follower.items() >= {"master-addr": "10.0.0.0", "master-port": "5", "data-parallel-rpc-port": "6"}.items()
+    assert (front["node-rank"], follower["node-rank"]) == ("0", "1")
+    assert {"uds", "headless"} & front.keys() == {"uds"}
+    assert {"uds", "headless"} & follower.keys() == {"headless"}
+    assert {name: front[name] for name in front.keys() & follower.keys() - {"node-rank"}} == {
+        name: follower[name] for name in front.keys() & follower.keys() - {"node-rank"}
+    }, "all members of a world need the same settings"
+
+
+def test_data_parallel_parts_share_one_server_and_their_experts() -> None:
+    sizes = ServeSizes(tiny_run().model, cpu=False, tp=4, longest=48, rows=4, prefill_tokens=16, dp=2, ep=8)
+    found = options_in(serve_command("python", SERVED, sizes, None, {}, 7))
+    assert found.items() >= {"data-parallel-size": "2", "api-server-count": "1", "enable-expert-parallel": ""}.items()

@@ -23,7 +23,6 @@ PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement
         (["sampling.temperature=0.7", "sampling.top_k=5"], "sampling.top_k"),
         (["sampling.temperature=0.7", "sampling.min_p=0.1"], "sampling.min_p"),
         (["sampling.temperature=0.7", "sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
-        (["placement.inference.tp=16", "placement.tp_across_nodes=true"], "placement.inference.tp 16 is more than"),
         (["job.device=cpu", "model.head_dim=40"], "attention heads have size 40"),
         (
             ["model.dtype=fp32", "inference.vllm.args={kv_cache_dtype: fp8}"],
@@ -41,6 +40,28 @@ def test_unsupported_settings_are_refused_and_the_native_engine_accepts_them(ove
     load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, *of_native, "inference.engine=native"])
     with pytest.raises(BadInput, match=r"inference\.engine is vllm, but") as refused:
         load_recipe("qwen2.5-32b-dapo", [*PARTITIONED, *overrides])
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([*PARTITIONED, "inference.engine=native", "placement.inference.pp=2"], "splits a replica by"),
+        (["inference.engine=vllm", "placement.inference.pp=2"], "placement.mode is colocated, where"),
+        (["inference.engine=vllm", "placement.inference.ep=8"], "placement.mode is colocated, where"),
+        (
+            [*PARTITIONED, "job.device=cpu", "placement.inference.dp=2"],
+            "placement.inference.dp is 2, and vLLM on a CPU",
+        ),
+        (
+            [*PARTITIONED, "placement.inference.pp=8", "harvest={partition: idle, max_replicas: 1}"],
+            "harvest adds replicas in jobs of one node, and a replica has 64 GPUs, more than job.gpus_per_node 8",
+        ),
+    ],
+)
+def test_large_replicas_are_refused_where_they_cannot_be(overrides: list[str], why: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_recipe("qwen2.5-32b-dapo", overrides)
     assert why in str(refused.value)
 
 
