@@ -44,6 +44,19 @@ def login(tmp_path: Path) -> Iterator[Login]:
 
 
 @pytest.mark.timeout(1800)
+def test_a_vllm_over_two_nodes_comes_back_alone_after_its_follower_was_killed(login: Login) -> None:
+    large = ("placement.inference.tp=2", "placement.tp_across_nodes=true")
+    run = login.submit(*RECIPE, *large, f"inference.vllm.python={os.environ[PYTHON_VARIABLE]}")
+    run.wait_for_step(2, LIMIT_S)
+    until(lambda: kill_rank(run, 1, "infer-0"), "there is a follower to kill", LIMIT_S)
+    run.wait_for_step(len(run.metrics()) + 3, LIMIT_S)
+    login.call("mrl", "cancel", "--drain", run.dir.root)
+    run.wait("COMPLETED", limit=LIMIT_S)
+    assert run.ends() == [("stopped", "cancelled")], run.log()
+    assert len(fates(run.dir)) == len(run.metrics()) * PROMPTS
+
+
+@pytest.mark.timeout(1800)
 def test_run_preempted_twice_with_a_replica_killed_at_random_trains_each_prompt_once(login: Login) -> None:
     run = login.submit(*RECIPE, f"inference.vllm.python={os.environ[PYTHON_VARIABLE]}")
     chance = random.Random(3)
