@@ -73,6 +73,8 @@ def _vllm(asked: Sections) -> Iterator[str]:
         )
     if asked.job.device == "cpu" and (dp := asked.placement.inference.dp) > 1:
         yield f"placement.inference.dp is {dp}, and vLLM on a CPU cannot exchange tokens between parts: set 1"
+    if asked.job.device == "cpu" and (pp := asked.placement.inference.pp) > 1:
+        yield f"placement.inference.pp is {pp}, and vLLM on a CPU prepares no stage but the first: set 1"
     if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         others = _other_heads(asked.model)

@@ -54,7 +54,7 @@ class ModelStage:
     """Weights of a pipeline stage of receivers without a layout."""
 
     first: int
-    """Its first layer."""
+    """First layer of it."""
     end: int
     """The layer after its last one."""
     embedding: bool
@@ -79,7 +79,7 @@ class ModelShare:
     stage: ModelStage | None = None
     """None: the whole model."""
     own_experts: bool = False
-    """Whether each receiver has experts of its own, as many as the others, in the order of their numbers."""
+    """Whether each receiver computes other experts than the rest, as many of them, in the order of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)

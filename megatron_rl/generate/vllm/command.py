@@ -110,13 +110,13 @@ class Member:
     rank: int
     nodes: int
     address: str
-    """Of this node."""
+    """Address of this node."""
     host: str
     """Address of the first node."""
     port: int
-    """Of the first node, where the workers meet."""
+    """Port of the first node, where the workers meet."""
     engines_port: int | None
-    """Of the first node, where the engines of other data-parallel parts ask it; None: there is one part."""
+    """Port of the first node, where the engines of other data-parallel parts ask it; None: there is one part."""
 
     @property
     def options(self) -> dict[str, str | bool]:

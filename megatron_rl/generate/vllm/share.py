@@ -2,7 +2,7 @@
 
 Together the workers of a pipeline stage receive every weight of its layers once. When they load, they send one another
 the tensors, which costs little next to the way from the training ranks where they are on one node. Where each worker
-has experts of its own, it receives those itself, and nobody else gets them.
+has other experts than the rest, it receives those itself, and nobody else gets them.
 
 From training ranks elsewhere the whole share arrives beside the engine, and is staged in host memory. From those on the
 workers' devices it comes in buckets while the model loads.
@@ -40,7 +40,7 @@ class Workers(Protocol):
     stage: ModelStage | None
     """None: the replica has a single stage."""
     own_experts: bool
-    """See ModelShare."""
+    """Same as in ModelShare."""
 
     def gather(self, content: Any) -> list[Any]:
         """Contents of all workers. Collective."""
