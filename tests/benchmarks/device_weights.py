@@ -32,7 +32,7 @@ from megatron_rl.generate.refit.bucket_sender import BucketSender
 from megatron_rl.generate.refit.epoch import DEVICE, Epoch, Member
 from megatron_rl.generate.refit.liveness import Listener
 from megatron_rl.generate.refit.model_tensors import weights_by_box
-from megatron_rl.generate.refit.plan import Box
+from megatron_rl.generate.refit.plan import Box, ModelStage
 from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_group import TransferGroup
 from megatron_rl.generate.vllm.share import Setting, WeightShare
@@ -50,7 +50,9 @@ WAYS = {
 class Lone:
     """The only worker of a front."""
 
-    rank, size = 0, 1
+    rank, size, member = 0, 1, 0
+    own_experts = False
+    stage: ModelStage | None = None
 
     def gather(self, content: Any) -> list[Any]:
         return [content]

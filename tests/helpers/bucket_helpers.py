@@ -12,6 +12,7 @@ from torch import Tensor
 from transfer_helpers import host_memory
 
 from megatron_rl.generate.refit.epoch import DEVICE, Epoch, Member
+from megatron_rl.generate.refit.plan import ModelStage
 from megatron_rl.generate.vllm.share import Setting, WeightShare, Workers
 from megatron_rl.recipe.model import ModelConfig
 
@@ -28,7 +29,9 @@ def device_epoch(training_ranks: int, fronts: list[int], workers: int, number: i
 class OneWorker:
     """The only worker of a front."""
 
-    rank, size = 0, 1
+    rank, size, member = 0, 1, 0
+    own_experts = False
+    stage: ModelStage | None = None
 
     def gather(self, content: Any) -> list[Any]:
         return [content]

@@ -24,7 +24,7 @@ from megatron_rl.generate.refit.bucket_group import BucketGroup
 from megatron_rl.generate.refit.bucket_sender import BucketSender
 from megatron_rl.generate.refit.epoch import Epoch, ReplicaLost, ReplicaStart, TransferFailed
 from megatron_rl.generate.refit.model_tensors import weights_by_box
-from megatron_rl.generate.refit.plan import Box
+from megatron_rl.generate.refit.plan import Box, ModelStage
 from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
 from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import Policy, build_policy
@@ -99,6 +99,8 @@ def shapes(policy: Policy) -> dict[str, tuple[int, ...]]:
 class WorkersOverGloo:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.member, self.own_experts = self.rank, False
+        self.stage: ModelStage | None = None
 
     def gather(self, content: Any) -> list[Any]:
         found: list[Any] = [None] * self.size

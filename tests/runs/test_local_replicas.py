@@ -119,6 +119,13 @@ def test_a_replica_that_starts_its_workers_is_one_process_that_sees_their_gpus(p
     assert (start.ranks, start.generating) == (5, 4), "GPUs are counted"
 
 
+def test_each_process_of_a_replica_on_pretended_nodes_sees_its_share_of_the_gpus(partitioned):
+    run = partitioned("long", "serve", "--device", "cuda", ranks=2, gpus=4)
+    seen = [run.seen(replica, rank)["CUDA_VISIBLE_DEVICES"] for replica in (0, 1) for rank in (0, 1)]
+    assert seen == ["1,2", "3,4", "5,6", "7,8"]
+    run.finish()
+
+
 def test_replicas_beside_the_ranks_see_the_same_gpus_which_count_once(partitioned):
     run = partitioned("long", "serve", "--device", "cuda", ranks=1, gpus=2, shared=True)
     assert [run.seen(replica, 0)["CUDA_VISIBLE_DEVICES"] for replica in (0, 1)] == ["0,1", "2,3"]
