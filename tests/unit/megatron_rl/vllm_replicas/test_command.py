@@ -148,7 +148,7 @@ def test_the_world_of_the_front_is_hidden_from_vllm() -> None:
 
 def test_a_vllm_over_nodes_is_told_its_node_and_where_the_first_one_is() -> None:
     layout = {"mode": "partitioned", "inference": {"nodes": 2, "tp": 2, "pp": 2}}
-    config = run(placement=layout, job={"nodes": 4, "gpus_per_node": 2, "device": "cpu"})
+    config = run(placement=layout, job={"nodes": 4, "gpus_per_node": 2, "device": "cuda"})
     front, follower = (
         options_in(
             replica_command(config, SERVED, "python", RELEASES[-1], 7, member=Member(rank, 2, f"10.0.0.{rank}", "10.0.0.0", 5, 6))
