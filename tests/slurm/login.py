@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from prepared_run import prepared
 from stand_in import make_image
 
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
 
 STUB = HERE / "stub_rank.py"
 SECONDS = 120.0
@@ -103,6 +105,12 @@ class Login:
         file.write_text(f"#!/bin/bash\n{text}\n")
         file.chmod(0o755)
         return file
+
+    def python_with_vllm(self) -> Path:
+        """Program that says it has vLLM, and is the stub rank."""
+        facts = {"release": [3, 11], "version": VLLM_VERSIONS[0], "torch": None, "torchvision": None, "lacking": []}
+        answer = f"[[ $2 != -c ]] || exec echo {shlex.quote('mrl.vllm=' + json.dumps(facts))}"
+        return self.program("python-with-vllm", f'{answer}\nexec {self.profiles["stub"]["python"]} "$@"')
 
     def found(self, name: str) -> str:
         """Path of a program of this machine."""

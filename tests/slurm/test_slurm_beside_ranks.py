@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import signal
 
 import pytest
@@ -11,18 +9,13 @@ from lab import wait_until
 from login import SECONDS, Login, Run
 from records import kill_rank, preempt, wait_for_ends
 
-from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
-
 LIMIT_S = 200.0
 SHAPE = ("job.nodes=2", "job.spare_nodes=1", "job.gpus_per_node=2", "placement.inference.tp=1")
 VLLM = ("inference.engine=vllm", "model.num_attention_heads=2", "model.num_query_groups=1")
 
 
 def submit(login: Login) -> Run:
-    facts = {"release": [3, 11], "version": VLLM_VERSIONS[0], "torch": None, "torchvision": None, "lacking": []}
-    answer = f"[[ $2 != -c ]] || exec echo {shlex.quote('mrl.vllm=' + json.dumps(facts))}"
-    python = login.program("python-with-vllm", f'{answer}\nexec {login.profiles["stub"]["python"]} "$@"')
-    asked = (*SHAPE, *VLLM, f"inference.vllm.python={python}")
+    asked = (*SHAPE, *VLLM, f"inference.vllm.python={login.python_with_vllm()}")
     run = login.submit("demo", "--cluster", "stub", *asked, stub={"steps": 4000, "seconds": 0.1})
     wait_for_all(run, 1)
     run.wait_for_step(3, LIMIT_S)

@@ -61,6 +61,22 @@ def test_replicas_of_the_teacher_restart_beside_the_training_and_the_others(logi
 
 
 @pytest.mark.slow
+def test_a_killed_follower_of_a_vllm_over_two_nodes_ends_its_step_alone(login: Login) -> None:
+    login.confine(1, 3)
+    large = ("inference.engine=vllm", "placement.inference.tp=2", "placement.tp_across_nodes=true")
+    heads = ("model.num_attention_heads=2", "model.num_query_groups=2")  # a size that vLLM has on CPUs
+    run = submit(login, *large, *heads, f"inference.vllm.python={login.python_with_vllm()}", "resume.partial=keep")
+    wait_until("both of its nodes", lambda: {"infer-0.0", "infer-0.1"} <= run.seen().keys(), LIMIT_S)
+    assert [run.seen()[f"infer-0.{rank}"]["host"] for rank in (0, 1)] == ["node02", "node03"]
+    assert kill_rank(run, 1, "infer-0", signal.SIGKILL)
+    wait_for_start(run, "infer-0", 1)
+    lines = login.call("mrl", "status", run.dir.root).stdout
+    assert "infer-0: starts on node02, node03" in lines
+    assert "infer-0 rank 1 on node03" in lines and "SIGKILL" in lines
+    ends_in_order(login, run)
+
+
+@pytest.mark.slow
 def test_hanging_replica_is_ended_by_slurm_and_restarted(login: Login) -> None:
     login.confine(1, 3)
     run = submit(login, "job.silence_limit_s=10")
