@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -80,6 +80,14 @@ class ModelShare:
     """None: the whole model."""
     own_experts: bool = False
     """Whether each receiver computes other experts than the rest, as many of them, in the order of their numbers."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        stage = content["stage"]
+        return cls(**content | {"stage": None if stage is None else ModelStage(**stage)})
 
 
 @dataclass(frozen=True, slots=True)

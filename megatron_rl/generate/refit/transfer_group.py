@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple, Self
@@ -20,7 +19,6 @@ from megatron_rl.generate.refit.liveness import Listener, Liveness
 from megatron_rl.generate.refit.plan import (
     Box,
     ModelShare,
-    ModelStage,
     Move,
     lasting,
     plan_moves,
@@ -158,7 +156,7 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Mod
         TransferFailed: a member is gone.
         ValueError: the training ranks do not hold what a member needs.
     """
-    needs = asdict(needed) if isinstance(needed, ModelShare) else [box.to_json() for box in needed]
+    needs = needed.to_json() if isinstance(needed, ModelShare) else [box.to_json() for box in needed]
     of_members = group.gather([[box.to_json() for box in held], needs])
     held_by = [[Box.from_json(box) for box in boxes] for boxes, _ in of_members]
     shares = cache(lambda count, stage, own_experts: shares_of(held_by, count, stage, own_experts))
@@ -168,13 +166,8 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Mod
         return found
 
     needed_by = [
-        boxes_of(_share_from_json(its)) if isinstance(its, dict) else [Box.from_json(box) for box in its]
+        boxes_of(ModelShare.from_json(its)) if isinstance(its, dict) else [Box.from_json(box) for box in its]
         for _, its in of_members
     ]
     once, always = (rounds_of(moves, round_bytes) for moves in lasting(plan_moves(held_by, needed_by)))
     return Agreement(needed_by[group.rank], once, always)
-
-
-def _share_from_json(content: dict[str, Any]) -> ModelShare:
-    stage = content["stage"]
-    return ModelShare(**content | {"stage": None if stage is None else ModelStage(**stage)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from core_helpers import VOCAB, tiny_model, tiny_policy
 from torch import Tensor
 
 from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
-from megatron_rl.generate.refit.plan import Box, ModelStage, shares_of
+from megatron_rl.generate.refit.plan import Box, ModelShare, ModelStage, shares_of
 from megatron_rl.generate.vllm.share import Setting, WeightShare
 from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
 from megatron_rl.model.sharded_names import weight_name
@@ -112,3 +113,9 @@ def test_a_share_of_experts_has_all_parts_of_each(platform: Any, groups: Any) ->
     for share in shares_of([held], 4, own_experts=True):
         experts = {weight_name(box.key, box.offset).partition("local_experts.")[2].partition(".")[0] for box in share}
         assert len(experts - {""}) == 1
+
+
+@pytest.mark.parametrize("stage", [None, ModelStage(2, 5, embedding=False, output=True)])
+def test_a_share_is_the_same_at_the_other_members_of_a_transfer(stage: ModelStage | None) -> None:
+    share = ModelShare(1, 4, stage, own_experts=True)
+    assert ModelShare.from_json(json.loads(json.dumps(share.to_json()))) == share
