@@ -272,9 +272,10 @@ def versions_in(spans: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def stats_in(text: str) -> VllmStats:
-    """Read vLLM's figures in the text of `/metrics` (Prometheus)."""
+    """Read vLLM's figures in the text of `/metrics` (Prometheus). There is a line for each data-parallel part, and all
+    parts have a cache of the same size."""
     found: dict[str, float] = {}
-    pages = re.search(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', text, re.MULTILINE)
+    pages = re.findall(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d+)"', text, re.MULTILINE)
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0].removeprefix("vllm:")
@@ -286,8 +287,8 @@ def stats_in(text: str) -> VllmStats:
     return VllmStats(
         int(found.get("num_requests_running", 0)),
         int(found.get("num_requests_waiting", 0)),
-        found.get("kv_cache_usage_perc", 0.0),
-        int(pages[1]) if pages else 0,
+        found.get("kv_cache_usage_perc", 0.0) / max(1, len(pages)),
+        sum(map(int, pages)),
         int(found.get("num_preemptions_total", 0)),
     )
 

@@ -72,7 +72,10 @@ vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
 vllm:cache_config_info{block_size="16",num_gpu_blocks="480",engine="0"} 1.0
 vllm:num_preemptions_total{engine="0",model_name="policy"} 7.0
 """
-    assert stats_in(text) == VllmStats(running=3, waiting=2, cache_used=0.25, pages=480, preemptions=7)
+    one = VllmStats(running=3, waiting=2, cache_used=0.25, pages=480, preemptions=7)
+    assert stats_in(text) == one
+    of_two_parts = text + text.replace('engine="0"', 'engine="1"')
+    assert stats_in(of_two_parts) == VllmStats(running=6, waiting=4, cache_used=0.25, pages=960, preemptions=14)
 
 
 def test_the_reason_of_an_end_is_the_error_that_the_others_follow() -> None:
