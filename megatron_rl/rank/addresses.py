@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 
 import psutil
 
+from megatron_rl.contract.attempt_records import Address
+from megatron_rl.contract.files import names_in
+from megatron_rl.contract.records import Absent, Unreadable, read
 from megatron_rl.recipe.errors import ConfigurationError
 
+POLL_S = 0.1
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 BACKLOG = 4096  # connections to a port that may wait to be accepted
 ANY_PORT = 9  # port of a datagram socket that looks up a route; nothing is sent
@@ -60,6 +67,22 @@ def address_towards(host: str) -> str | None:
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def await_address(file: Path, timeout: timedelta) -> Address:
+    """Wait until rank 0 has published an address in a file on the shared file system. Raises TimeoutError."""
+    give_up = time.monotonic() + timeout.total_seconds()
+    problem = "it does not exist"
+    while True:
+        # List the folder instead of opening the file: network file systems cache for long that a name is missing.
+        if file.name in names_in(file.parent):
+            found = read(Address, file)
+            if not isinstance(found, Absent | Unreadable):
+                return found
+            problem = found.why if isinstance(found, Unreadable) else problem
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"rank 0 did not publish its address in {file} within {timeout}: {problem}")
+        time.sleep(POLL_S)
 
 
 def is_named(interface: str, names: str) -> bool:

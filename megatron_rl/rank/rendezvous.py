@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import socket
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_rl.contract.attempt_records import Address
-from megatron_rl.contract.files import names_in
-from megatron_rl.contract.records import Absent, Unreadable, read, write
-from megatron_rl.rank.addresses import BACKLOG, address_towards, own_address, pin_gloo_interface
-
-POLL_S = 0.1
+from megatron_rl.contract.records import write
+from megatron_rl.rank.addresses import BACKLOG, address_towards, await_address, own_address, pin_gloo_interface
 
 
 def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -48,19 +44,3 @@ def open_store(timeout: timedelta) -> dist.TCPStore:
     host, port = listener.getsockname()
     pin_gloo_interface(host)
     return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def await_address(file: Path, timeout: timedelta) -> Address:
-    """Wait until rank 0 has published an address in a file on the shared file system. Raises TimeoutError."""
-    give_up = time.monotonic() + timeout.total_seconds()
-    problem = "it does not exist"
-    while True:
-        # List the folder instead of opening the file: network file systems cache for long that a name is missing.
-        if file.name in names_in(file.parent):
-            found = read(Address, file)
-            if not isinstance(found, Absent | Unreadable):
-                return found
-            problem = found.why if isinstance(found, Unreadable) else problem
-        if time.monotonic() > give_up:
-            raise TimeoutError(f"rank 0 did not publish its address in {file} within {timeout}: {problem}")
-        time.sleep(POLL_S)

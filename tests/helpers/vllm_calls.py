@@ -42,7 +42,7 @@ scheduling-policy load-format weight-transfer-config enable-prefix-caching logpr
 enable-sleep-mode nnodes node-rank master-addr master-port headless pipeline-parallel-size data-parallel-size
 data-parallel-size-local data-parallel-start-rank data-parallel-address data-parallel-rpc-port data-parallel-hybrid-lb
 data-parallel-external-lb enable-expert-parallel all2all-backend distributed-executor-backend quantization
-speculative-config gpu-memory-utilization
+speculative-config gpu-memory-utilization api-server-count
 """
 
 VARIABLES = """
@@ -76,7 +76,8 @@ GroupCoordinator: broadcast broadcast_object rank_in_group world_size
 """Class, or its names in several releases -> attributes and methods."""
 
 FUNCTIONS = """
-get_tp_group initialize_layerwise_reload finalize_layerwise_reload
+get_tp_group get_ep_group get_pp_group get_world_group get_pp_indices initialize_layerwise_reload
+finalize_layerwise_reload
 """
 
 SEVERAL = "a stream of several answers"

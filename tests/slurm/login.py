@@ -18,7 +18,7 @@ from prepared_run import prepared
 from stand_in import make_image
 
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.vllm_options import VLLM_VERSIONS
+from megatron_rl.recipe.vllm_releases import TRIED
 
 STUB = HERE / "stub_rank.py"
 SECONDS = 120.0
@@ -108,7 +108,7 @@ class Login:
 
     def python_with_vllm(self) -> Path:
         """Program that says it has vLLM, and is the stub rank."""
-        facts = {"release": [3, 11], "version": VLLM_VERSIONS[0], "torch": None, "torchvision": None, "lacking": []}
+        facts = {"release": [3, 11], "version": TRIED[-1], "torch": None, "torchvision": None, "lacking": []}
         answer = f"[[ $2 != -c ]] || exec echo {shlex.quote('mrl.vllm=' + json.dumps(facts))}"
         return self.program("python-with-vllm", f'{answer}\nexec {self.profiles["stub"]["python"]} "$@"')
 

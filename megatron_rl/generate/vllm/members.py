@@ -25,8 +25,7 @@ from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.vllm.command import Member
 from megatron_rl.generate.vllm.process import VllmClosed, VllmProcess
 from megatron_rl.generate.vllm.start import VllmStart
-from megatron_rl.rank.addresses import address_towards, own_address, pin_gloo_interface
-from megatron_rl.rank.rendezvous import await_address
+from megatron_rl.rank.addresses import address_towards, await_address, own_address, pin_gloo_interface
 
 LOOK_S = 1.0
 FRONT_LEAVES_S = 60.0

@@ -151,7 +151,9 @@ def test_a_vllm_over_nodes_is_told_its_node_and_where_the_first_one_is() -> None
     config = run(placement=layout, job={"nodes": 4, "gpus_per_node": 2, "device": "cuda"})
     front, follower = (
         options_in(
-            replica_command(config, SERVED, "python", RELEASES[-1], 7, member=Member(rank, 2, f"10.0.0.{rank}", "10.0.0.0", 5, 6))
+            replica_command(
+                config, SERVED, "python", RELEASES[-1], 7, member=Member(rank, 2, f"10.0.0.{rank}", "10.0.0.0", 5, 6)
+            )
         )
         for rank in (0, 1)
     )
