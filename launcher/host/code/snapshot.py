@@ -18,6 +18,7 @@ import shutil
 import socket
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from launcher.host.code import git
@@ -91,6 +92,8 @@ def update(sources: list[CodeSource], target: Path) -> CodeSnapshot:
         raise SnapshotError(f"{error.filename or target}: {error.strerror}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
     return record
 
 
