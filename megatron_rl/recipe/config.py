@@ -6,13 +6,17 @@ neither torch nor megatron-core.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError, model_validator
 
+from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import LOOK_S, PATIENCE_S, UnreadableRecord
 from megatron_rl.recipe.contradictions import contradictions
 from megatron_rl.recipe.engines import AUTO
 from megatron_rl.recipe.errors import ConfigurationError
@@ -93,8 +97,27 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # both are safe; that o
 
 
 def read_config(run_dir: RunDir) -> RunConfig:
-    """Read the configuration that a run was submitted with. Raises ConfigurationError."""
+    """Read the configuration that a run was submitted with.
+
+    Raises ConfigurationError, and OSError if the file cannot be read, or holds no YAML: mrl-submit has written it
+    whole, so that is a fault of the disk or the network, after which the run starts again.
+    """
     try:
-        return RunConfig.model_validate(yaml.load(run_dir.resolved.read_text(encoding="utf-8"), _Loader))
-    except (ValidationError, yaml.YAMLError) as error:
+        return RunConfig.model_validate(_mapping_in(run_dir.resolved))
+    except ValidationError as error:
         raise ConfigurationError(f"{run_dir.resolved}: {error}") from error
+
+
+def _mapping_in(path: Path) -> dict[str, Any]:
+    give_up = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            found = yaml.load(read_bytes(path).decode("utf-8"), _Loader)
+            if isinstance(found, dict):
+                return found
+            why = "no mapping"
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            why = str(error)
+        if time.monotonic() > give_up:
+            raise UnreadableRecord(f"{path} is damaged: {why}")
+        time.sleep(LOOK_S)
