@@ -139,6 +139,10 @@ class EngineLoad:
     pages: int
     """All pages of the key/value cache; 0 if unknown."""
     preemptions: int = 0
+    drafted: int = 0
+    """Tokens that speculative decoding has drafted so far; 0 without it."""
+    accepted: int = 0
+    """Drafted tokens that became tokens of answers."""
 
     @property
     def cache_used(self) -> float:

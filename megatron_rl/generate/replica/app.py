@@ -111,6 +111,9 @@ class ReplicaService:
             busy_s=engine.busy_s,
             state="awake" if engine.turns is None else engine.turns.state,
             rested_s=0.0 if engine.turns is None else engine.turns.rested_s,
+            sampled=self._inbox.sampled,
+            drafted=load.drafted,
+            accepted=load.accepted,
         )
 
     @property

@@ -51,6 +51,8 @@ class DriverInbox:
         self._drivers: defaultdict[int, _Driver] = defaultdict(_Driver)
         self._news = asyncio.Event()
         self._closed = False
+        self.sampled = 0
+        """Tokens of the engine's results so far."""
 
     def forget(self, driver: int) -> None:
         """Reset a driver: cancel its requests, and drop the news that it has not seen."""
@@ -119,6 +121,7 @@ class DriverInbox:
     def _read(self, its: _Driver, request_id: str, asked: OpenRequest) -> None:
         try:
             for delta in asked.unread():
+                self.sampled += len(delta.tokens)
                 its.add((request_id, delta))
         except REFUSED as error:
             its.add(Refusal(request_id, kind_of(error), str(error)))

@@ -15,6 +15,7 @@ from megatron_rl.generate.engine.interface import Completion, GenerationRequest,
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
 from megatron_rl.generate.replicas.link import DecodePace, LinkTimings, ReplicaGone, ReplicaLink
 from megatron_rl.generate.replicas.links import ReplicaLinks, Roster, Start
+from megatron_rl.generate.replicas.speeds import speeds
 from megatron_rl.generate.replicas.unanswered import Unanswered
 from megatron_rl.generate.replicas.wire import OTHER_VERSION, News, State
 
@@ -136,9 +137,7 @@ class Dispatch:
             found["system/replica_waiting_mean"] = fmean(about.waiting for about in abouts)
             found["system/replica_cache_used_mean"] = fmean(about.cache_used for about in abouts)
             found["system/replica_preemptions"] = sum(about.preemptions for about in abouts)
-        if (share := self._links.busy_share()) is not None:
-            found["system/replica_busy_mean"] = share
-        return found
+        return found | speeds(self._links.spans())
 
     async def partial_answers(self) -> list[PartialAnswer]:
         return [part for work in self._work.values() for part in work.unanswered.partial_answers()]

@@ -13,6 +13,7 @@ import httpx
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.generate.engine.interface import GenerationRequest
+from megatron_rl.generate.replicas.speeds import Report
 from megatron_rl.generate.replicas.wire import PROTOCOL, About, Garbled, News, decode_about, decode_news, encode_request
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,6 @@ class ReplicaGone(RuntimeError):
 
 class ReplicaRefuses(ReplicaGone):
     """A replica responds, but not as a replica of this run should."""
-
-
-class Computed(NamedTuple):
-    """Work of a replica up to a time, in seconds."""
-
-    at: float
-    """time.monotonic() of the news that say so."""
-    busy_s: float
-    rested_s: float
 
 
 class DecodePace(NamedTuple):
@@ -88,8 +80,8 @@ class ReplicaLink:
         """Tokens of this driver's requests that remain to be computed."""
         self.pace = DecodePace()
         self.progressed = time.monotonic()
-        self.computed: Computed | None = None
-        """According to its last news."""
+        self.report: Report | None = None
+        """That of its last news."""
         self.slow = False
         """Whether other replicas are preferred until there are new weights."""
         self._common = {"protocol": PROTOCOL, "digest": digest, "driver": driver}
@@ -217,5 +209,5 @@ class ReplicaLink:
             body = {"seen": seen, "wait_s": self._timings.poll_s}
             news = decode_news(await self.post("news", body, timeout_s=self._timings.poll_s))
             self.about, seen = news.about, news.last
-            self.computed = Computed(time.monotonic(), news.about.busy_s, news.about.rested_s)
+            self.report = Report(time.monotonic(), news.about)
             self._on_news(self, news)

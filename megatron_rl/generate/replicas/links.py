@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from statistics import fmean
 from typing import Any
 
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.paths import Replica
 from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
-from megatron_rl.generate.replicas.link import Computed, ReplicaGone, ReplicaLink, ReplicaRefuses
+from megatron_rl.generate.replicas.link import ReplicaGone, ReplicaLink, ReplicaRefuses
+from megatron_rl.generate.replicas.speeds import Report, Span
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ReplicaLinks:
         self._keepers: dict[Start, asyncio.Task[None]] = {}
         self._avoided: set[Start] = set()  # starts that get no more requests: refused, or without any progress
         self._complained: set[str] = set()
-        self._computed: dict[Start, Computed] = {}  # at the last call of `busy_share`
+        self._reports: dict[Start, Report] = {}  # at the last call of `spans`
 
     def get(self, start: Start) -> ReplicaLink | None:
         return self._links.get(start)
@@ -77,22 +77,16 @@ class ReplicaLinks:
                 self._avoided.add(start)
                 self._keepers[start].cancel()
 
-    def busy_share(self) -> float | None:
-        """Return the share of its waking time that a replica has computed since the last call, mean over replicas;
-        None if it is unknown for all of them."""
-        # Replicas report how long they have computed since their start, so a share needs two reports. A start that is
-        # in only one of them, because it came or went since the last call, says nothing:
+    def spans(self) -> list[Span]:
+        """Return what each replica has reported since the last call."""
+        # Replicas report what they have done since their start, so a span needs two reports. A start that is in only
+        # one of them, because it came or went since the last call, says nothing:
         #
-        #     before   {(0, 0): (100 s, 60 s), (1, 0): (100 s, 80 s)}
-        #     now      {(0, 0): (110 s, 69 s), (1, 1): (110 s, 2 s)}        -> 9 s of 10 s, of replica 0 alone
-        #
-        # A replica that takes turns with training on its device does not idle while it is asleep.
-        before = self._computed
-        self._computed = {start: link.computed for start, link in self._links.items() if link.computed is not None}
-        spans = [(then, self._computed[start]) for start, then in before.items() if start in self._computed]
-        awake = [(then, now, now.at - then.at - (now.rested_s - then.rested_s)) for then, now in spans]
-        shares = [min(1.0, (now.busy_s - then.busy_s) / seconds) for then, now, seconds in awake if seconds > 0]
-        return fmean(shares) if shares else None
+        #     before   {(0, 0): (100 s, busy 60 s), (1, 0): (100 s, busy 80 s)}
+        #     now      {(0, 0): (110 s, busy 69 s), (1, 1): (110 s, busy 2 s)}        -> a span of replica 0 alone
+        before = self._reports
+        self._reports = {start: link.report for start, link in self._links.items() if link.report is not None}
+        return [Span(then, self._reports[start]) for start, then in before.items() if start in self._reports]
 
     async def end(self, timeout_s: float) -> None:
         """Notify all replicas that the run no longer needs them. A replica that misses it ends by itself."""

@@ -79,6 +79,12 @@ class About:
     state: State = "awake"
     rested_s: float = 0.0
     """Seconds in which it was not awake so far."""
+    sampled: int = 0
+    """Tokens that it has sampled for its drivers so far."""
+    drafted: int = 0
+    """Tokens that speculative decoding has drafted so far; 0 without it."""
+    accepted: int = 0
+    """Drafted tokens that became tokens of answers."""
 
 
 class Refusal(NamedTuple):

@@ -45,6 +45,9 @@ class VllmStats:
     pages: int = 0
     preemptions: int = 0
     """Answers that lost their cache to others so far, and were computed again."""
+    drafted: int = 0
+    """Tokens that speculative decoding has drafted so far."""
+    accepted: int = 0
 
 
 class VllmClient:
@@ -290,6 +293,8 @@ def stats_in(text: str) -> VllmStats:
         found.get("kv_cache_usage_perc", 0.0) / max(1, len(pages)),
         sum(map(int, pages)),
         int(found.get("num_preemptions_total", 0)),
+        int(found.get("spec_decode_num_draft_tokens_total", 0)),
+        int(found.get("spec_decode_num_accepted_tokens_total", 0)),
     )
 
 

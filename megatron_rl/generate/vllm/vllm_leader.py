@@ -69,7 +69,9 @@ class VllmLeader:
         unfinished, stats = self._streams.unfinished, self._vllm.stats
         free = round(stats.pages * (1.0 - stats.cache_used))
         waiting = min(stats.waiting, unfinished)
-        return EngineLoad(unfinished - waiting, waiting, free, stats.pages, stats.preemptions)
+        return EngineLoad(
+            unfinished - waiting, waiting, free, stats.pages, stats.preemptions, stats.drafted, stats.accepted
+        )
 
     @property
     def busy_s(self) -> float:

@@ -133,7 +133,7 @@ MACHINES: dict[str, Metric] = {
     ),
     "system/replicas": Metric(
         "inference replicas that answer the first rank with the weights of the step, or are asleep while it trains; "
-        "absent if the training ranks generate (placement.mode), as are the next eight",
+        "absent if the training ranks generate (placement.mode), as are the next ten",
         unit="replicas",
         good="all of the plan",
         advice="`mrl status` shows each replica, and how it ended last.",
@@ -159,6 +159,22 @@ MACHINES: dict[str, Metric] = {
         good="above 0.8",
         advice="Replicas wait for work: raise `async.max_lag`, or give them fewer nodes (`mrl plan RECIPE --measured "
         "RUN_DIR`).",
+    ),
+    "system/replica_tokens_per_s": Metric(
+        "tokens per second of the time in which a replica computed since the previous step, mean over the replicas "
+        "present; updated like system/replica_busy_mean",
+        unit="tokens/s",
+        good="stable, apart from the length of answers",
+        advice="With vLLM, FP8 and speculative decoding may raise it (docs/partitioned.md, Cheaper tokens).",
+    ),
+    "system/replica_draft_acceptance": Metric(
+        "share of the tokens drafted since the previous step that became tokens of answers; absent without "
+        "speculative decoding",
+        unit="share",
+        good="above 0.5",
+        advice="Rejected drafts cost time, the more the fuller the replica: draft fewer tokens "
+        "(`num_speculative_tokens` of `speculative-config`), or leave them out and compare "
+        "`system/replica_tokens_per_s`.",
     ),
     "system/replica_running_mean": Metric(
         "answers that a replica generates at the end of the step, mean over replicas", unit="answers"

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ vllm:num_preemptions_total{engine="0",model_name="policy"} 7.0
     assert stats_in(text) == one
     of_two_parts = text + text.replace('engine="0"', 'engine="1"')
     assert stats_in(of_two_parts) == VllmStats(running=6, waiting=4, cache_used=0.25, pages=960, preemptions=14)
+    drafts = """vllm:spec_decode_num_drafts_total{engine="0",model_name="policy"} 5.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="policy"} 15.0
+vllm:spec_decode_num_draft_tokens_created{engine="0",model_name="policy"} 1.7e+09
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="policy"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="policy",position="0"} 4.0
+"""
+    assert stats_in(text + drafts) == replace(one, drafted=15, accepted=9)
 
 
 def test_the_reason_of_an_end_is_the_error_that_the_others_follow() -> None:

@@ -13,8 +13,7 @@ from test_replica_pool import asking, pool_of, request, there
 from waiting import until
 
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.generate.replicas.link import Computed, ReplicaGone
-from megatron_rl.generate.replicas.links import ReplicaLinks
+from megatron_rl.generate.replicas.link import ReplicaGone
 from megatron_rl.generate.replicas.pool import ReplicaPool
 
 START = (0, 0)
@@ -129,17 +128,3 @@ def test_repeated_posts_change_nothing(attempt: Attempt, replica) -> None:
             for _ in range(2):
                 post(pool, path, version=4, **body)
         assert replica.weights.said == [("receive", 4, {"number": 1}), ("swap", 4)]
-
-
-def test_time_asleep_does_not_count_as_idle() -> None:
-    """A replica sleeps 60 of 100 s, and computes for 30 of the other 40."""
-    links = ReplicaLinks(*[None] * 4)  # type: ignore[arg-type]
-
-    class Link:
-        computed = Computed(1000.0, 5.0, 0.0)
-
-    link: Any = Link()
-    links._links[START] = link
-    assert links.busy_share() is None
-    link.computed = Computed(1100.0, 35.0, 60.0)
-    assert links.busy_share() == pytest.approx(30 / 40)
