@@ -17,7 +17,7 @@ from launcher.doctor.cluster import Cluster, partition_names, read_cluster, targ
 from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import DoctorFinding, error, ok, warning
 from launcher.doctor.preflight import LocalFacts
-from launcher.doctor.vllm_python import inexact_options, vllm_findings, vllm_later
+from launcher.doctor.vllm_python import quantised_findings, vllm_findings, vllm_later
 from megatron_rl.recipe.config import RunConfig
 
 
@@ -58,7 +58,7 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found.append(software_findings.first_rank(facts.rank, demand))
         found += software_findings.kernels(facts.rank, config)
     if config is not None:
-        found += inexact_options(config)
+        found += quantised_findings(config)
     if config is not None and profile.container is not None and config.started_vllms:
         vllm = next(iter(config.started_vllms.values()))
         found += vllm_findings(facts.vllm, config.job.device, vllm) if facts.vllm else [vllm_later(config, profile)]

@@ -16,7 +16,7 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
 from launcher.doctor.finding import DoctorFinding, count, error, note, ok, warning
 from launcher.doctor.gpu_findings import gpu_findings
-from launcher.doctor.vllm_python import PYTHON_KEYS, inexact_options, vllm_findings
+from launcher.doctor.vllm_python import PYTHON_KEYS, quantised_findings, vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.needs import Cache, Need, needs, only_begins
 from launcher.plan.gpu_memory import least_host_bytes
@@ -188,7 +188,7 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[DoctorFind
         for kind, vllm in facts.vllms.items():
             yield from vllm_findings(vllm, config.job.device, config.started_vllms[kind], PYTHON_KEYS[kind])
         yield from facts.vllm_options
-        yield from inexact_options(config)
+        yield from quantised_findings(config)
     if config is not None and config.job.device == "cuda":
         yield from gpu_findings(facts.machine, facts.gpus, config, facts.gpu_bytes)
     else:

@@ -69,16 +69,20 @@ def _build(version: str | None) -> str:
     return (version or "").partition("+")[2]
 
 
-def inexact_options(config: RunConfig) -> Iterator[DoctorFinding]:
+def quantised_findings(config: RunConfig) -> Iterator[DoctorFinding]:
+    """Say whether a vLLM that samples with 8 bits is corrected for."""
     vllm = config.inference.own_vllm
-    if vllm and vllm.inexact:
-        yield warning(
-            "vllm",
-            f"inference.vllm.args has {vllm.inexact[0]}, under which vLLM samples from another distribution than the "
-            "trained one, and a replica is replaced if the check of a version finds too large a difference; `mrl plan` "
-            "counts weights and cache as without it",
-            "set grpo.importance, which corrects for the difference, and look at inference_logprob_difference",
-        )
+    if vllm is None or not vllm.precision.differs:
+        return
+    options, importance = " and ".join(vllm.precision.options), config.grpo.importance
+    text = f"inference.vllm.args has {options}, so vLLM samples from a slightly other distribution than the trained one"
+    look = "inference_logprob_difference shows by how much"
+    if importance is None:
+        yield warning("vllm", text, f"leave out grpo.importance: null, since importance weights correct for it; {look}")
+    else:
+        bounds = {"lower": importance.lower, "upper": importance.upper}
+        given = " ".join(f"{name} {bound:g}" for name, bound in bounds.items() if bound is not None)
+        yield note("vllm", f"{text}. Importance weights correct for it (grpo.importance: {given}); {look}")
 
 
 def vllm_later(config: RunConfig, profile: Profile) -> DoctorFinding:

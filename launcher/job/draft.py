@@ -14,7 +14,7 @@ from launcher.cluster.software import rank_image
 from launcher.doctor.fetched import fetched
 from launcher.doctor.node_files import on_nodes, run_directory, to_mount
 from launcher.doctor.preflight import problems
-from launcher.doctor.vllm_python import inexact_options
+from launcher.doctor.vllm_python import quantised_findings
 from launcher.errors import BadInput
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.snapshot import plan_sources
@@ -133,7 +133,7 @@ def _notes(job: PlannedJob, update_code: bool) -> list[str]:
             f"image: {image} is NVIDIA's own, which has no megatron-core: the ranks would end at their first import; "
             "build your own from it (containers/README.md) and name it in container.image"
         )
-    notes += [f"{one.text}; {one.fix}" for one in inexact_options(job.recipe.config)]
+    notes += ["; ".join(filter(None, (one.text, one.fix))) for one in quantised_findings(job.recipe.config)]
     fresh = update_code or read(CodeSnapshot, RunDir(job.run_dir).code_record) is ABSENT
     for source in job.sources if fresh else ():
         if source.dirty:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from megatron_rl.recipe.device_turns import sleeps
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.hf_config import architecture_of, features
 from megatron_rl.recipe.inference import beyond_megatron, beyond_vllm
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.sections import Sections
 from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_drafts import has_weights, method_of
 from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES, GPU_SHARE_OPTION
+from megatron_rl.recipe.vllm_precision import precision_faults
 
 
 def against_engine(asked: Sections) -> str | None:
@@ -59,13 +62,7 @@ def _vllm(asked: Sections) -> Iterator[str]:
     head = asked.model.head_size
     if (beyond := beyond_vllm(asked.sampling)) is not None:
         yield f"{beyond}; with sampling.temperature 1 they are those over all"
-    if asked.model.dtype == "fp32" and (inexact := (asked.inference.own_vllm or VllmConfig()).inexact):
-        yield (
-            f"inference.vllm.args has {inexact[0]} and model.dtype is fp32, with which the check of each version finds "
-            "other log-probs than the trainer's: leave it out, or set bf16"
-        )
-    if asked.sampling.min_p > 0 and (asked.inference.own_vllm or VllmConfig()).drafts:
-        yield "sampling.min_p is given, and vLLM ignores it with inference.vllm.args.speculative-config: leave out one"
+    yield from _cheaper_tokens(asked, asked.inference.own_vllm or VllmConfig())
     if asked.placement.mode == "colocated" and (asked.inference.own_vllm or VllmConfig()).gives(GPU_SHARE_OPTION):
         yield (
             f"inference.vllm.args has {GPU_SHARE_OPTION}, and placement.mode is colocated, where the training ranks "
@@ -81,6 +78,23 @@ def _vllm(asked: Sections) -> Iterator[str]:
         yield f"the model's attention heads have size {head}, and vLLM on a CPU supports {sizes}; {others}"
     if architecture_of(asked.model) is None:
         yield f"vLLM has no model with {features(asked.model)} (see model.qkv_bias and model.qk_norm)"
+
+
+def _cheaper_tokens(asked: Sections, vllm: VllmConfig) -> Iterator[str]:
+    yield from precision_faults(vllm.args)
+    if asked.model.dtype == "fp32" and vllm.precision.weights:
+        yield (
+            f"inference.vllm.args has {vllm.precision.options[0]} and model.dtype is fp32, and vLLM quantises weights "
+            "of bf16 alone: leave it out, or set bf16"
+        )
+    if vllm.draft and asked.sampling.min_p > 0:
+        yield "sampling.min_p is given, and vLLM ignores it with inference.vllm.args.speculative-config: leave out one"
+    if has_weights(vllm.draft) and asked.placement.mode == "colocated" and sleeps(asked.offload):
+        yield (
+            f"inference.vllm.args.speculative-config names {method_of(vllm.draft)} and placement.mode is colocated, "
+            "where vLLM drops the weights of its draft at each step and nothing sends them again: take ngram or "
+            "suffix, or set partitioned"
+        )
 
 
 def _other_heads(model: ModelConfig) -> str:

@@ -10,15 +10,9 @@ from pydantic import AfterValidator, PlainValidator, WithJsonSchema, field_valid
 from pydantic_core import PydanticCustomError
 
 from megatron_rl.recipe.section import PathMark, Section
-from megatron_rl.recipe.vllm_options import (
-    GPU_SHARE,
-    GPU_SHARE_OPTION,
-    INEXACT_OPTIONS,
-    draft_faults,
-    draft_of,
-    option_name,
-    owned,
-)
+from megatron_rl.recipe.vllm_drafts import draft_faults, draft_of
+from megatron_rl.recipe.vllm_options import GPU_SHARE, GPU_SHARE_OPTION, option_name, owned
+from megatron_rl.recipe.vllm_precision import Precision, precision_of
 
 
 def _plain_value(value: Any) -> bool | int | float | str:
@@ -83,13 +77,13 @@ class VllmConfig(Section):
         return float(given[0]) if given else GPU_SHARE
 
     @property
-    def inexact(self) -> list[str]:
-        """Options given under which log-probs differ from the trainer's by more than rounding."""
-        return [name for name, value in self.args.items() if option_name(name) in INEXACT_OPTIONS and value != "auto"]
+    def precision(self) -> Precision:
+        return precision_of(self.args)
 
     @property
-    def drafts(self) -> bool:
-        return bool(draft_of(self.args))
+    def draft(self) -> dict[str, Any]:
+        """Settings of speculative decoding, empty without it."""
+        return draft_of(self.args)
 
     @model_validator(mode="after")
     def _shares_a_gpu(self) -> VllmConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -12,13 +13,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GPU_SHARE_OPTION = "gpu-memory-utilization"
 GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM 0.32 takes: default of GPU_SHARE_OPTION."""
-
-INEXACT_OPTIONS = ("quantization", "quantization-config", "kv-cache-dtype")
-
-DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding whose drafts come from the text so far."""
-
-_SHORT_DRAFT_OPTIONS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
 
 _OWNED = {
     "the run serves the model of its recipe": (
@@ -91,41 +85,29 @@ def given_options(args: Mapping[str, bool | int | float | str]) -> dict[str, str
     return {option_name(name): value if isinstance(value, bool) else str(value) for name, value in args.items()}
 
 
-def draft_faults(args: Mapping[str, bool | int | float | str]) -> list[str]:
-    """Say what is wrong with the speculative decoding that options of vLLM ask for: drafts may cost speed and nothing
-    else, and the run sends the weights of its model alone."""
-    draft = draft_of(args)
-    faults = []
-    if draft.get("rejection_sample_method") == "synthetic" or any(key.startswith("synthetic") for key in draft):
-        faults.append(
-            "speculative-config: rejection_sample_method synthetic accepts drafts at random, so answers would not be "
-            "the policy's: leave it out"
-        )
-    method = draft.get("method", draft.get("model"))
-    loaded = draft.get("draft_load_config")
-    if method is not None and str(method).strip("[]") not in DRAFTS_WITHOUT_WEIGHTS and not _loads(loaded):
-        faults.append(
-            f"speculative-config: the run sends no weights of a draft, so those of {method} would stay random: add "
-            '"draft_load_config": {"load_format": "auto"} if `model` names a draft model, or take ngram or suffix'
-        )
-    return faults
+def setting_of(
+    args: Mapping[str, bool | int | float | str], option: str, short: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Fields of an option that takes a JSON object, empty without it: of the object, and of its parts (OPTION.FIELD).
 
-
-def draft_of(args: Mapping[str, bool | int | float | str]) -> dict[str, Any]:
-    """Settings of speculative decoding, empty without it: of `speculative-config`, its parts
-    (`speculative-config.method`), and the short forms of three of them."""
+    short: options for one field each -> that field.
+    """
     found: dict[str, Any] = {}
     for name, value in args.items():
-        option, _, part = name.partition(".")
-        option = option_name(option)
-        if option in _SHORT_DRAFT_OPTIONS:
-            found[_SHORT_DRAFT_OPTIONS[option]] = value
-        elif len(option) > 4 and "speculative-config".startswith(option):
-            found |= _json_object(value) if not part else _nested(part.replace("-", "_"), value)
+        given, _, part = name.partition(".")
+        given = option_name(given)
+        if given in short:
+            found[short[given]] = value
+        elif len(given) > 4 and option.startswith(given) and given not in _OWN_NAMES:
+            found |= json_object(value) if not part else _nested(part.replace("-", "_"), value)
     return {key.replace("-", "_"): value for key, value in found.items()}
 
 
-def _json_object(value: object) -> dict[str, Any]:
+_OWN_NAMES = ("quantization",)
+"""Options whose names are the beginning of another option's."""
+
+
+def json_object(value: object) -> dict[str, Any]:
     """A JSON object; empty if it is none, which vLLM's parser reports."""
     try:
         found = json.loads(str(value))
@@ -137,8 +119,3 @@ def _json_object(value: object) -> dict[str, Any]:
 def _nested(path: str, value: Any) -> dict[str, Any]:
     first, _, rest = path.partition(".")
     return {first: _nested(rest, value) if rest else value}
-
-
-def _loads(load_config: object) -> bool:
-    config = load_config if isinstance(load_config, dict) else _json_object(load_config)
-    return config.get("load_format", "dummy") != "dummy"

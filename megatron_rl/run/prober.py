@@ -17,17 +17,12 @@ from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
+from megatron_rl.run.probe_tolerance import tolerance_of
 
 logger = logging.getLogger("megatron_rl")
 
 TOKENS = 64
 """Most tokens of a probe: enough that all layers and positions have an effect, and as cheap as a short prompt."""
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""Mean absolute differences of log-probs, in nats, that rounding explains, by the model's dtype.
-
-Two right implementations in fp32 differ by 1e-5. In bf16 a logit between 16 and 32 is rounded to a multiple of 1/8:
-log-probs of SmolLM2 by two kernels of attention differ by 0.06 in the mean and by 0.22 at most, which is why the mean
-counts. Wrong weights of a tensor, such as those of another layer, differ by nats."""
 
 
 def probe_text(prompts: Iterable[str], tokenizer: Tokenizer, longest: int) -> list[int]:
@@ -46,11 +41,13 @@ def probe_text(prompts: Iterable[str], tokenizer: Tokenizer, longest: int) -> li
 class Prober:
     """Measures log-probs of a short text under the trainer's weights, with which engines are probed."""
 
-    def __init__(self, policy: Policy, tokens: Sequence[int], groups: Groups) -> None:
+    def __init__(self, policy: Policy, tokens: Sequence[int], groups: Groups, *, quantised: bool = False) -> None:
         """
         policy: the trainer's.
         tokens: see `probe_text`; equal on all ranks.
+        quantised: whether weights or caches of the engines have fewer bits than the trainer's.
         """
+        self._tolerance = tolerance_of(policy.config.params_dtype, quantised=quantised)
         self._policy, self._tokens, self._groups = policy, tuple(tokens), groups
         self._pipeline = Pipeline(groups)
         (batch,) = pack([[*tokens]], [[False, *[True] * (len(tokens) - 1)]], [0], len(tokens))
@@ -61,7 +58,7 @@ class Prober:
         Collective over all ranks, and equal on all."""
         logprobs = self._logprobs().tolist()
         try:
-            return Probe(self._tokens, tuple(logprobs), TOLERANCES[self._policy.config.params_dtype])
+            return Probe(self._tokens, tuple(logprobs), self._tolerance)
         except ValueError as error:
             logger.warning("engines are not probed with these weights: %s", error)
             return None

@@ -64,7 +64,9 @@ def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, models: Mo
     if capabilities_of(config.inference.engine).probed:
         prompts = (problem.prompt for problem in lesson.sets[0].problems)
         text = probe_text(prompts, lesson.tokenizer, config.sequence_length)
-        measure = Prober(models.policy, text, here.groups).measure
+        vllm = config.inference.own_vllm
+        quantised = vllm is not None and vllm.precision.differs
+        measure = Prober(models.policy, text, here.groups, quantised=quantised).measure
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     held, shared = weights_by_box(models.policy), config.shares_devices
     transfer = TransferRefit(

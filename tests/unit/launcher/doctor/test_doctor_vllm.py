@@ -6,7 +6,7 @@ import pytest
 
 from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.doctor.finding import DoctorFinding
-from launcher.doctor.vllm_python import inexact_options, vllm_findings
+from launcher.doctor.vllm_python import quantised_findings, vllm_findings
 from launcher.recipe.load import load_recipe
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_releases import BELOW, TRIED
@@ -81,18 +81,22 @@ def test_an_image_that_is_not_there_yet_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "named"),
+    ("overrides", "level", "said"),
     [
-        ("{quantization: fp8}", ["quantization"]),
-        ("{kv_cache_dtype: fp8_e5m2}", ["kv_cache_dtype"]),
-        ("{kv-cache-dtype: auto, gpu-memory-utilization: 0.8}", []),
+        (["inference.vllm.args={quantization: fp8}"], "note", "has quantization, so vLLM samples from"),
+        (["inference.vllm.args={quantization: fp8}"], "note", "weights correct for it (grpo.importance: upper 2)"),
+        (["inference.vllm.args={kv_cache_dtype: fp8_e5m2}", "grpo.importance=null"], "warning", "has kv_cache_dtype"),
     ],
 )
-def test_options_that_change_log_probs_are_a_warning(args: str, named: list[str]) -> None:
-    config = load_recipe("qwen2.5-32b-dapo-partitioned", [f"inference.vllm.args={args}"]).config
-    found = [*inexact_options(config)]
-    assert [one.level for one in found] == ["warning"] * len(named)
-    assert all(name in one.text for name, one in zip(named, found, strict=True))
+def test_precision_of_8_bits_is_said_with_what_corrects_for_it(overrides: list[str], level: str, said: str) -> None:
+    (found,) = quantised_findings(load_recipe("qwen2.5-32b-dapo-partitioned", overrides).config)
+    assert found.level == level
+    assert said in found.text
+
+
+def test_precision_of_the_model_is_nothing_to_say() -> None:
+    args = "inference.vllm.args={kv-cache-dtype: auto, gpu-memory-utilization: 0.8}"
+    assert [*quantised_findings(load_recipe("qwen2.5-32b-dapo-partitioned", [args]).config)] == []
 
 
 def test_the_command_has_the_versions_that_were_tried_and_removes_what_cannot_be_imported_on_a_cpu() -> None:

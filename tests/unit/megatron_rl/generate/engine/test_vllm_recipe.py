@@ -10,7 +10,9 @@ import pytest
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from megatron_rl.recipe.vllm import VllmConfig
-from megatron_rl.recipe.vllm_options import draft_faults, owned
+from megatron_rl.recipe.vllm_drafts import OF_A_MODEL, OF_THE_TEXT, draft_faults
+from megatron_rl.recipe.vllm_options import owned
+from megatron_rl.recipe.vllm_precision import precision_faults, precision_of
 
 PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
 
@@ -25,8 +27,12 @@ PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement
         (["sampling.temperature=0.7", "sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
         (["job.device=cpu", "model.head_dim=40"], "attention heads have size 40"),
         (
-            ["model.dtype=fp32", "inference.vllm.args={kv_cache_dtype: fp8}"],
-            "has kv_cache_dtype and model.dtype is fp32",
+            ["model.dtype=fp32", "inference.vllm.args={quantization: fp8_per_block}"],
+            "has quantization and model.dtype is fp32",
+        ),
+        (
+            ["inference.vllm.args={quantization: awq}"],
+            "quantization awq reads weights that were quantised beforehand",
         ),
         (
             ["sampling.min_p=0.1", "inference.vllm.args={spec-method: ngram}"],
@@ -173,8 +179,14 @@ EAGLE = {"method": "eagle3", "model": "/eagle", "num_speculative_tokens": 3}
         ({"speculative-config.synthetic_acceptance_length": 2}, "synthetic accepts drafts at random"),
         ({"speculative-config": json.dumps(EAGLE)}, "those of eagle3 would stay random"),
         ({"speculative-config": json.dumps({"method": "mtp", "num_speculative_tokens": 1})}, "those of mtp"),
-        ({"spec-model": "/draft", "spec_tokens": 3}, "those of /draft would stay random"),
-        ({"spec-method": "ngram"}, None),
+        ({"spec-method": "qwen3_next_mtp", "spec-tokens": 1}, "those of qwen3_next_mtp would stay random"),
+        ({"spec-method": "mtp", "speculative-config.draft-load-config.load-format": "auto"}, "name a folder that has"),
+        ({"spec-method": "custom_class", "spec-model": "mine.Proposer"}, "custom_class is no method whose drafts"),
+        ({"spec-method": "extract_hidden_states"}, "extract_hidden_states is no method whose drafts"),
+        *(({"spec-method": name, "spec-model": "/d"}, f"those of {name} would") for name in OF_A_MODEL),
+        ({"spec-model": "/draft", "spec_tokens": 3}, "those of draft_model would stay random"),
+        *(({"spec-method": name}, None) for name in OF_THE_TEXT),
+        ({"spec-model": "[ngram]"}, None),
         ({"speculative-config": json.dumps({"method": "suffix", "rejection_sample_method": "standard"})}, None),
         ({"speculative-config": json.dumps(EAGLE | {"draft_load_config": {"load_format": "auto"}})}, None),
         (
@@ -188,6 +200,44 @@ def test_drafts_that_change_answers_or_stay_random_are_refused(args: dict[str, s
     if why is not None:
         with pytest.raises(ValueError, match=why):
             VllmConfig(args=args)
+
+
+@pytest.mark.parametrize(
+    ("args", "weights", "cache", "differs"),
+    [
+        ({}, set(), False, False),
+        ({"kv-cache-dtype": "auto"}, set(), False, False),
+        ({"kv_cache_dtype": "bfloat16"}, set(), False, True),
+        ({"kv_cache_dtype": "fp8_e5m2"}, set(), True, True),
+        ({"quantization": "fp8"}, {"linear", "moe"}, False, True),
+        ({"quantization": "int8_per_channel_weight_only"}, {"moe"}, False, True),
+        ({"quantization": "online", "quantization-config": '{"linear": "fp8_per_block"}'}, {"linear"}, False, True),
+        ({"quantization_config.targets.*": "mxfp8", "kv-cache-dtype": "fp8"}, {"targets"}, True, True),
+    ],
+)
+def test_precision_is_what_the_options_make_of_it(
+    args: dict[str, str], weights: set[str], cache: bool, differs: bool
+) -> None:
+    found = precision_of(args)
+    assert (found.weights, found.cache, found.differs) == (weights, cache, differs)
+    assert [*precision_faults(args)] == []
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({"quantization": "gptq"}, "gptq reads weights that were quantised beforehand"),
+        ({"quantization": "mxfp4"}, "has mxfp4, of fewer than 8 bits"),
+        ({"quantization-config": '{"moe": {"weight": "nvfp4_per_token"}}'}, "has nvfp4_per_token, of fewer"),
+        ({"quantization-config": '{"linear": "mxfp8", "ignore": ["re:.*fp4"]}'}, None),
+        ({"kv-cache-dtype": "int4_per_token_head"}, "has int4_per_token_head, of fewer than 8 bits"),
+        ({"kv-cache-dtype": "fp9"}, "kv-cache-dtype fp9 is none that is known here: auto, "),
+    ],
+)
+def test_precisions_that_the_check_of_weights_cannot_judge_are_refused(args: dict[str, str], why: str | None) -> None:
+    found = [*precision_faults(args)]
+    assert len(found) == (why is not None)
+    assert all(why in fault for fault in found if why is not None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""Difference of log-probs at which an engine's weights still count as the trainer's."""
+
+from __future__ import annotations
+
+import torch
+
+ROUNDED = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Mean absolute differences of log-probs, in nats, that rounding explains, by the model's dtype.
+
+Two right implementations in fp32 differ by 1e-5. In bf16 a logit between 16 and 32 is rounded to a multiple of 1/8:
+log-probs of SmolLM2 by two kernels of attention differ by 0.06 in the mean and by 0.22 at most, which is why the mean
+counts. Wrong weights of a tensor, such as those of another layer, differ by nats."""
+QUANTISED = 0.4
+"""The same for an engine whose weights or cache have 8 bits.
+
+SmolLM2-135M whose linear layers were rounded to FP8 (e4m3) and back, beside itself in bf16: mean difference in nats
+over 64 tokens of prompts; of prose (tests/benchmarks/eight_bits.py). Larger models differ less.
+
+    bf16 beside fp32                                 0.03; 0.03
+    weights per tensor                               0.09; 0.11      and inputs per token    0.09; 0.16
+    weights per channel                              0.09; 0.16      and inputs per token    0.11; 0.20
+    weights per block of 128 x 128                   0.06; 0.14      and inputs per block    0.08; 0.16
+    weights in groups of 32 (mxfp8)                  0.14; 0.20
+    cache in e4m3                                    0.07; 0.09      in e5m2                 0.12; 0.16
+    weights per channel, inputs, cache               0.16; 0.18
+    4 bits (mxfp4), which are refused                0.55; 0.91
+
+    values or outputs of attention of one of the 30 layers from its neighbour   0.29 to 0.55
+    the second linear of its feed-forward network                               0.55 to 1.1
+    a final norm that is half as large again                                    0.65; 0.95
+    rows of the embedding shifted by one                                        5.3; 6.9
+    all second linears random                                                   16; 21
+
+So an engine with 8 bits is checked less sharply than one in bf16: attention of a single layer may be wrong unnoticed.
+That nothing was loaded is noticed, since all tensors are wrong then, or none has changed (EngineProbes)."""
+
+
+def tolerance_of(dtype: torch.dtype, *, quantised: bool) -> float:
+    return QUANTISED if quantised else ROUNDED[dtype]
