@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from launcher.plan.bandwidths import HOST_BYTES_PER_S, MEMORY_SHARE, NETWORK_BYTES_PER_S, NETWORK_SHARE
 from launcher.plan.costs import Costs, DecodeSpeed, Work
+from launcher.plan.engine_precision import ROUNDING_KERNELS, EngineWeights, faster_products, weights_of_engine
 from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
 from launcher.plan.lengths import Lognormal
-from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES
-from launcher.plan.parameters import Weights, generating, weights
+from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES, cached_bytes
+from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
 from launcher.plan.turn_times import turn_seconds
 from megatron_rl.recipe.cards import Card
@@ -72,7 +73,7 @@ def estimate_costs(
     """
     model = config.model
     held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep)
-    engine = generating(model, vocab, sizes)
+    engine = weights_of_engine(config, vocab, sizes)
     flops = sizes.training_world * card.bf16_flops * TRAINING_MFU
     passes = _passes(config) * _bubble(config, sizes, work)
     per_token = training_flops(model, vocab, tokens=1, pairs=0, predictions=1) * passes / flops
@@ -82,7 +83,8 @@ def estimate_costs(
     return Costs(
         decode=decode_speed(config, sizes, engine, card, work),
         rows=_rows(config, work),
-        prefill_token_s=forward_flops / (sizes.replica_gpus * card.bf16_flops * PREFILL_MFU),
+        prefill_token_s=forward_flops
+        / (sizes.replica_gpus * card.bf16_flops * faster_products(config, card) * PREFILL_MFU),
         train_token_s=per_token,
         train_square_s=per_square,
         training_replicas=sizes.dp,
@@ -94,31 +96,32 @@ def estimate_costs(
     )
 
 
-def decode_speed(config: RunConfig, sizes: Sizes, engine: Weights, card: Card, work: Work) -> DecodeSpeed:
+def decode_speed(config: RunConfig, sizes: Sizes, engine: EngineWeights, card: Card, work: Work) -> DecodeSpeed:
     """Estimate decode steps: each reads the dense weights, the experts that any row needs, and the caches.
 
     Args:
-        engine: parameters of one rank of a replica, of the fullest stage if it has several.
+        engine: weights of one rank of a replica, of the fullest stage if it has several.
     """
-    model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
+    model, tp, held = config.model, sizes.inference_tp, engine.parameters
     layers, heads = model.num_layers, -(-model.num_query_groups // tp)
     share = (model.experts_per_token or 0) / (model.num_experts or 1)
     splits = key_splits(config.sequence_length)
     kernels = kernels_of_step(layers, fused=model.num_experts is None and model.lora is None, splits=splits, ranks=tp)
-    beside = kernels.short * KERNEL_S + kernels.sums * SUM_S
+    products = faster_products(config, card)
+    short = kernels.short + layers * ROUNDING_KERNELS * (products > 1)
+    beside = short * KERNEL_S + kernels.sums * SUM_S
     bytes_per_s = card.memory_bytes_per_s * MEMORY_SHARE
 
     def seconds(rows: int) -> float:
         asked = 1 - (1 - share) ** rows  # share of the experts that any row needs, if all are chosen equally often
-        read = sizes.inference_pp * size * (engine.dense + engine.experts * asked) / bytes_per_s
-        computed = (
-            2 * sizes.inference_pp * rows * (engine.dense + engine.experts * share) / (card.bf16_flops * PREFILL_MFU)
-        )
+        read = sizes.inference_pp * (engine.dense_bytes + engine.expert_bytes * asked) / bytes_per_s
+        multiplied = sizes.inference_pp * rows * (held.dense + held.experts * share)
+        computed = 2 * multiplied / (card.bf16_flops * products * PREFILL_MFU)
         return max(read, computed) + beside
 
     most = config.inference.max_batch
     counts = sorted({1, most, *(2**power for power in range(1, most.bit_length()))})
-    cached = 2 * size * layers * heads * model.head_size  # bytes per token
+    cached = 2 * cached_bytes(config) * layers * heads * model.head_size  # bytes per token
     length = work.prompt_tokens + work.lengths.mean / 2
     blocks = heads * min(splits, max(1.0, length / SPLIT_TOKENS))  # that read the keys and values of a row
     return DecodeSpeed(

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.plan import memory_terms
-from launcher.plan.memory_terms import CONTEXT, WEIGHT_BYTES, Term, in_words
+from launcher.plan.engine_precision import weights_of_engine
+from launcher.plan.memory_terms import CONTEXT, WEIGHT_BYTES, Term
 from launcher.plan.parameters import generating, trained, vocabulary
 from launcher.plan.rank_terms import RankTerms, rank_terms, weights_of_teacher
 from launcher.plan.shared_device import VLLM, moments
@@ -174,10 +175,8 @@ def _alone(config: RunConfig, sizes: Sizes, vocab: int, terms: RankTerms) -> dic
 
 
 def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> RankMemory:
-    held = generating(config.model, vocab, sizes)
-    size = WEIGHT_BYTES[config.model.dtype]
     terms = (
-        Term("weights", size * held.all, f"{size} bytes x {in_words(held.all)} parameters"),
+        weights_of_engine(config, vocab, sizes).term("weights"),
         memory_terms.kv_cache(config, sizes),
         *memory_terms.decode_graphs(config, vocab),
         memory_terms.prefill(config, sizes),

@@ -172,16 +172,22 @@ def engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -
         yield Term("inference weights", size * missing, formula)
 
 
+def cached_bytes(config: RunConfig) -> int:
+    """Bytes of a number in the cache of keys and values."""
+    vllm = config.inference.own_vllm
+    return 1 if vllm and vllm.precision.cache else WEIGHT_BYTES[config.model.dtype]
+
+
 def kv_cache(config: RunConfig, sizes: Sizes) -> Term:
-    model, size = config.model, WEIGHT_BYTES[config.model.dtype]
+    model, size = config.model, cached_bytes(config)
     layers = -(-model.num_layers // sizes.inference_pp)
     heads = -(-model.num_query_groups // sizes.inference_tp)
     pages, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     return Term(
         "KV cache",
         2 * size * layers * pages * page_tokens * heads * model.head_size,
-        f"2 x {size} bytes x {layers} layers x {in_words(pages)} pages x {in_words(page_tokens)} tokens x "
-        f"{heads} heads x {model.head_size}",
+        f"2 x {size} byte{'s' * (size > 1)} x {layers} layers x {in_words(pages)} pages "
+        f"x {in_words(page_tokens)} tokens x {heads} heads x {model.head_size}",
     )
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from launcher.plan import memory_terms
+from launcher.plan.engine_precision import weights_of_engine
 from launcher.plan.memory_terms import WEIGHT_BYTES, Term, in_words
-from launcher.plan.parameters import weights
 from launcher.plan.rank_terms import RankTerms
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
@@ -86,11 +86,9 @@ def _held(stage: Stage, held: Mapping[Holding, tuple[Term, ...]]) -> Iterator[Te
 
 
 def vllm_terms(config: RunConfig, sizes: Sizes, vocab: int) -> VllmTerms:
-    size, tp = WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
-    parameters = weights(config.model, vocab, tp).all
     cache = memory_terms.kv_cache(config, sizes)
     return VllmTerms(
-        Term(f"{VLLM}weights", size * parameters, f"{size} bytes x {in_words(parameters)} parameters"),
+        weights_of_engine(config, vocab, sizes).term(f"{VLLM}weights"),
         Term(f"{VLLM}KV cache", cache.bytes, cache.formula),
         _largest_step(config, sizes, vocab),
         _loading(config, vocab),

@@ -87,6 +87,8 @@ class ServeSizes:
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    short_cache: bool = False
+    """Whether the cache has 8 bits."""
     splits: bool = False
     """Whether a prompt of more than `prefill_tokens` tokens is split, although nothing else is computed."""
 
@@ -100,7 +102,8 @@ class ServeSizes:
         block = self.page_tokens or LARGEST_BLOCK
         tokens = self.cache_tokens or self.rows * math.ceil(self.longest / block) * block
         groups, layers = max(1, self.model.num_query_groups // self.tp), math.ceil(self.model.num_layers / self.pp)
-        return tokens * 2 * layers * groups * self.model.head_size * BYTES[self.model.dtype]
+        size = 1 if self.short_cache else BYTES[self.model.dtype]
+        return tokens * 2 * layers * groups * self.model.head_size * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +270,7 @@ def sizes_of(config: RunConfig) -> ServeSizes:
         page_tokens=inference.page_tokens,
         graphs=inference.cuda_graphs,
         beside_ranks=config.shares_devices,
+        short_cache=inference.own_vllm is not None and inference.own_vllm.precision.cache,
     )
 
 
