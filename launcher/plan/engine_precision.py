@@ -27,7 +27,7 @@ class EngineWeights:
 
     parameters: Weights
     quantised: Weights
-    """Those of 8 bits."""
+    """Weights of 8 bits among them."""
     whole_bytes: int
     """Bytes of each of the others."""
 
@@ -66,7 +66,7 @@ def weights_of_engine(config: RunConfig, vocab: int, sizes: Sizes) -> EngineWeig
 
 
 def faster_products(config: RunConfig, card: Card) -> float:
-    """How many times as many products per second the engine's linear layers make as in bf16."""
+    """Products per second of the engine's linear layers over those in bf16."""
     vllm = config.inference.own_vllm
     in_fp8 = vllm is not None and LINEAR in vllm.precision.weights and card.capability >= FP8_CAPABILITY
     return FP8_PRODUCTS if in_fp8 else 1.0

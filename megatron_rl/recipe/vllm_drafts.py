@@ -14,7 +14,7 @@ from megatron_rl.recipe.vllm_options import json_object, setting_of
 OF_THE_TEXT = ("ngram", "ngram_gpu", "suffix")
 """Methods whose drafts come from the text so far."""
 OF_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark")
-"""Methods whose drafts come from a model of their own. So do those of each method whose name ends in mtp."""
+"""Methods whose drafts come from another model. So do those of each method whose name ends in mtp."""
 
 _SHORT = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
 
@@ -33,7 +33,7 @@ def method_of(draft: Mapping[str, Any]) -> str | None:
 
 
 def has_weights(draft: Mapping[str, Any]) -> bool:
-    """Whether a draft has weights of its own."""
+    """Whether drafts come from a model with weights."""
     method = method_of(draft)
     return method is not None and method not in OF_THE_TEXT
 
@@ -51,7 +51,7 @@ def draft_faults(args: Mapping[str, bool | int | float | str]) -> list[str]:
     if method is None or method in OF_THE_TEXT:
         return faults
     if method not in OF_A_MODEL and not method.endswith("mtp"):
-        faults.append(f"speculative-config: {method} is no method whose drafts are known to be harmless: take ngram")
+        faults.append(f"speculative-config: drafts of {method} are not known to leave answers as they are: take ngram")
     elif draft.get("model") is None or not _loads(draft.get("draft_load_config")):
         faults.append(
             f"speculative-config: the run sends no weights of a draft, so those of {method} would stay random: name a "

@@ -31,7 +31,7 @@ CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "fp8_per_token
 WHOLE_CACHES = ("auto", "float16", "bfloat16")
 
 Args = Mapping[str, bool | int | float | str]
-"""Of `inference.vllm.args`."""
+"""Options in `inference.vllm.args`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def precision_faults(args: Args) -> Iterator[str]:
     if short:
         yield (
             f"inference.vllm.args has {short[0]}, of fewer than 8 bits: log-probs would differ from the trainer's by "
-            "more than the check of new weights can tell from wrong ones; take FP8"
+            "as much as wrong weights can, so that no check would find those; take FP8"
         )
     elif cache is not None and cache not in (*CACHES, *WHOLE_CACHES):
         known = ", ".join((*WHOLE_CACHES, *CACHES))

@@ -202,9 +202,9 @@ def record_answers(file: Path, _rank: int) -> None:
     ReplicaPool.generate = recorded  # type: ignore[method-assign]
 
 
-def probe_of(policy: Policy) -> Probe:
+def probe_of(policy: Policy, tolerance: float = CLOSE) -> Probe:
     logprobs = answer_logprobs(policy, PROMPT[:1], PROMPT[1:])
-    return Probe(tuple(PROMPT), tuple(logprobs.tolist()), CLOSE)
+    return Probe(tuple(PROMPT), tuple(logprobs.tolist()), tolerance)
 
 
 def publish_and_ask(rank: int, _world: int, run: RunDir, layout: Layout, versions: Sequence[Path]) -> list[Asked]:

@@ -81,7 +81,7 @@ class ReplicaLink:
         self.pace = DecodePace()
         self.progressed = time.monotonic()
         self.report: Report | None = None
-        """That of its last news."""
+        """Report in its last news."""
         self.slow = False
         """Whether other replicas are preferred until there are new weights."""
         self._common = {"protocol": PROTOCOL, "digest": digest, "driver": driver}

@@ -181,8 +181,11 @@ EAGLE = {"method": "eagle3", "model": "/eagle", "num_speculative_tokens": 3}
         ({"speculative-config": json.dumps({"method": "mtp", "num_speculative_tokens": 1})}, "those of mtp"),
         ({"spec-method": "qwen3_next_mtp", "spec-tokens": 1}, "those of qwen3_next_mtp would stay random"),
         ({"spec-method": "mtp", "speculative-config.draft-load-config.load-format": "auto"}, "name a folder that has"),
-        ({"spec-method": "custom_class", "spec-model": "mine.Proposer"}, "custom_class is no method whose drafts"),
-        ({"spec-method": "extract_hidden_states"}, "extract_hidden_states is no method whose drafts"),
+        (
+            {"spec-method": "custom_class", "spec-model": "mine.Proposer"},
+            "drafts of custom_class are not known to leave",
+        ),
+        ({"spec-method": "extract_hidden_states"}, "drafts of extract_hidden_states are not known"),
         *(({"spec-method": name, "spec-model": "/d"}, f"those of {name} would") for name in OF_A_MODEL),
         ({"spec-model": "/draft", "spec_tokens": 3}, "those of draft_model would stay random"),
         *(({"spec-method": name}, None) for name in OF_THE_TEXT),
