@@ -8,6 +8,7 @@ from launcher.runs.slow_ranks import OFTEN, SHARE, STEPS
 from megatron_rl.contract.learning import SOLVED, TREND_STEPS, WINDOW, Rule, Seen, number
 from megatron_rl.contract.text import printable
 from megatron_rl.contract.window_rules import FELL, NOT_RISING
+from megatron_rl.recipe.vllm_precision import precision_of
 
 ENTROPY_LEFT = 0.1
 """Share of the first steps' entropy below which it has collapsed, unless the problems are solved: a policy that solves
@@ -24,6 +25,8 @@ CLIPPED_USUALLY = 0.3
 DIFFERENCE = 0.05
 """Mean difference in nats between the log-probs of the trainer and of the engine. In bf16 0.005 to 0.02 are usual,
 in fp32 1e-6."""
+DIFFERENCE_OF_8_BITS = 0.2
+"""The same for a vLLM with weights or a cache of 8 bits, from the effect on a small model (run/probe_tolerance.py)."""
 STALENESS = 4.0
 """Mean age of answers in optimizer steps. Peers report losses of accuracy beyond about this age without correction."""
 BF16_STEP = 2.0**-9
@@ -107,11 +110,13 @@ def clipped(record: Record) -> Seen | None:
 
 def engine_mismatch(record: Record) -> Seen | None:
     difference, age = record.last("inference_logprob_difference"), record.last("staleness_mean")
-    if difference is None or age is None or difference <= DIFFERENCE or age > 0:  # older weights differ for good reason
+    short = precision_of(record.key("inference.vllm.args") or {}).differs
+    limit, where = (DIFFERENCE_OF_8_BITS, "with 8 bits") if short else (DIFFERENCE, "in bf16")
+    if difference is None or age is None or difference <= limit or age > 0:  # older weights differ for good reason
         return None
     return Seen(
         f"The engine that samples and the trainer differ by {difference:.3g} nats a token in the last {WINDOW} steps, "
-        f"although they have the same weights; in bf16 {DIFFERENCE:g} is much"
+        f"although they have the same weights; {where} {limit:g} is much"
     )
 
 
@@ -222,7 +227,7 @@ RULES: dict[str, Rule[Record]] = {
         "inference_logprob_difference",
         f"engine and trainer differ in log-probs by more than {DIFFERENCE:g} nats a token, with the same weights",
         engine_mismatch,
-        "Look for sampling fields that the engine takes from elsewhere, a quantised engine, and another chat template. "
+        "Look for sampling fields that the engine takes from elsewhere, and another chat template. "
         "grpo.importance with upper: 2.0 corrects for what remains.",
     ),
     "stale": Rule(

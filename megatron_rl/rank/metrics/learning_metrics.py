@@ -141,8 +141,8 @@ LEARNING: dict[str, Metric] = {
         "mean |training - engine log-prob| of the trained tokens",
         of_tokens(lambda loss: loss.inference_difference),
         unit="nats",
-        good="below 1e-5 in fp32, 0.005 to 0.02 in bf16; larger with `async.max_lag`, which trains on answers of older "
-        "weights",
+        good="below 1e-5 in fp32, 0.005 to 0.02 in bf16, up to 0.2 with 8 bits in vLLM; larger with `async.max_lag`, "
+        "which trains on answers of older weights",
     ),
     "inference_logprob_difference_max": Metric(
         "largest |training - engine log-prob| of a trained token",

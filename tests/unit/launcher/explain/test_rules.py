@@ -83,6 +83,9 @@ GOOD = {
     "a solved problem": run(reward=(0.3, 0.97), entropy=0.02, nonzero_groups_ratio=0.03),
     "a loss that clips whole sequences": run(recipe=with_grpo(policy_loss="gspo"), clip_fraction=0.6),
     "answers of older weights": run(staleness_mean=1.0, inference_logprob_difference=0.2),
+    "a vLLM with weights of 8 bits": run(
+        recipe={**RECIPE, "inference": {"vllm": {"args": {"quantization": "fp8"}}}}, inference_logprob_difference=0.15
+    ),
     "old answers with a correction": run(recipe=with_grpo(importance={"upper": 2.0}), staleness_mean=6.0),
     "a small learning rate in fp32": run(recipe={**RECIPE, "model": {"dtype": "fp32"}}, learning_rate=1e-9),
     "a run without an update yet": Record(RECIPE, []),
