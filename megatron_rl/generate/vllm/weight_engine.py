@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from megatron_rl.generate.refit.epoch import TransferFailed
 from megatron_rl.generate.refit.plan import ModelStage
+from megatron_rl.generate.vllm import cpu_drafts
 from megatron_rl.generate.vllm.share import Setting, WeightShare
 from megatron_rl.model.platform.transport import beside
 from megatron_rl.recipe.model import ModelConfig
@@ -64,6 +65,8 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
 
     def init_transfer_engine(self, init_info: Version) -> None:
         if self._share is None:
+            if self.device.type == "cpu":
+                cpu_drafts.repair()
             memory = _pinned_memory if self.device.type == "cuda" else _memory
             setting = setting_of(init_info.setting)
             workers = _StageWorkers(setting.model, self.parallel_config)

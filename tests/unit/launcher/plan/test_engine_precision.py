@@ -65,6 +65,18 @@ def test_the_plan_counts_weights_and_cache_as_vllm_holds_them() -> None:
     assert short["prefill"] == whole["prefill"]
 
 
+def test_vllm_beside_the_ranks_holds_them_so_too() -> None:
+    def beside(args: str) -> dict[str, int]:
+        recipe = load_recipe("qwen2.5-32b-dapo", ["inference.engine=vllm", f"inference.vllm.args={args}"])
+        found = rank_memory(recipe.config, make_plan(recipe, None).sizes, VOCAB, "colocated", 0)
+        return {term.name: term.bytes for phase in found.phases for term in phase.terms}
+
+    whole, short = beside("{}"), beside("{quantization: fp8, kv-cache-dtype: fp8}")
+    assert short["vLLM's KV cache"] == whole["vLLM's KV cache"] // 2
+    assert short["vLLM's weights"] < 0.55 * whole["vLLM's weights"]
+    assert short["weights"] == whole["weights"]
+
+
 def test_cache_of_vllm_has_as_many_tokens_in_half_the_bytes() -> None:
     whole, short = (sizes_of(config_with(args)).cache_bytes for args in ("{}", "{kv-cache-dtype: fp8_e4m3}"))
     assert short == whole // 2
