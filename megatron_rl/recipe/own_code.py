@@ -197,18 +197,22 @@ def import_file(file: Path) -> ModuleType:
     return module
 
 
+class CopiesUnreadable(ValueError):
+    """The record of a run's copies of user code cannot be read."""
+
+
 def kept(reference: str, run: RunDir, patience: float = 0.0) -> str:
     """Replace the file of a reference by the run's copy; return other values as they are.
 
     patience: seconds for which reading the record of the copies is retried.
 
-    Raises ValueError if the record cannot be read.
+    Raises CopiesUnreadable.
     """
     if not is_own(reference) or (file := CodeReference.of(reference).file) is None:
         return reference
     record = read(KeptFiles, run.kept_files_record, patience)
     if isinstance(record, Unreadable):
-        raise ValueError(f"{record}; the run's copies of user code are unknown")
+        raise CopiesUnreadable(f"{record}; the run's copies of user code are unknown")
     copies = {} if record is ABSENT else {one.path: run.kept_files / one.name for one in record.files}
     return f"{copies.get(str(file), file)}:{CodeReference.of(reference).function}"
 

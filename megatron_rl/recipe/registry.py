@@ -21,6 +21,7 @@ from megatron_rl.contract.records import ABSENT, Unreadable, read
 from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig
 from megatron_rl.recipe.errors import note_task_code, task_location
+from megatron_rl.recipe.own_code import CopiesUnreadable
 from megatron_rl.recipe.removed import moved_hint
 from megatron_rl.recipe.section import Section
 
@@ -188,11 +189,11 @@ def with_kept_files(config: EnvironmentConfig, run: RunDir, patience: float = 0.
 
     patience: seconds for which reading the record of the copies is retried.
 
-    Raises ValueError if the record cannot be read.
+    Raises CopiesUnreadable.
     """
     kept = read(KeptFiles, run.kept_files_record, patience)
     if isinstance(kept, Unreadable):
-        raise ValueError(f"{kept}; the run's copies of user code are unknown")
+        raise CopiesUnreadable(f"{kept}; the run's copies of user code are unknown")
     if kept is ABSENT:
         return config
     copies = {one.path: str(run.kept_files / one.name) for one in kept.files}

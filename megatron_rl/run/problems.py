@@ -20,14 +20,14 @@ from megatron_rl.agent.problem_digest import ProblemDigest, differences
 from megatron_rl.agent.prompts import check_characters
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import read
+from megatron_rl.contract.records import UnreadableRecord, read
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import gathered_objects
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.own_code import kept
+from megatron_rl.recipe.own_code import CopiesUnreadable, kept
 from megatron_rl.run.standalone.first_rows import Fault, Lesson, faults, open_lesson, unknown_end_of
 
 logger = logging.getLogger("megatron_rl")
@@ -70,6 +70,8 @@ def build_material(config: RunConfig, here: Here, *, resumes: bool) -> Material:
     try:
         config = with_kept_functions(config, here.run_dir)
         lesson = open_lesson(config, here.run_dir, STALE_MOUNT_S)
+    except CopiesUnreadable as error:  # no fault of the recipe: the run starts again
+        raise UnreadableRecord(str(error)) from error
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     left_out: Mapping[str, int] = {}
