@@ -31,13 +31,13 @@ from megatron_rl.agent.server.samples import AnswerPart, Prompt
 from megatron_rl.agent.server.service import Events, whole_body
 from megatron_rl.generate.serving.access import read_body
 from megatron_rl.generate.serving.api_errors import (
-    ERROR_HANDLERS,
     MOST_SAID,
     ApiError,
     invalid,
     invalid_conversation,
     unsupported,
 )
+from megatron_rl.generate.serving.error_responses import ERROR_HANDLERS
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import ConversationError
 from megatron_rl.recipe.chat_section import EndpointConfig

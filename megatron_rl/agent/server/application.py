@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +21,8 @@ from megatron_rl.agent.server.service import GenerationService
 from megatron_rl.generate.engine.engine_thread import EngineThread
 from megatron_rl.generate.engine.interface import SteppedEngine
 from megatron_rl.generate.serving.access import Guard, ServerLimits, read_body
-from megatron_rl.generate.serving.api_errors import ERROR_HANDLERS, ApiError
+from megatron_rl.generate.serving.api_errors import ApiError
+from megatron_rl.generate.serving.error_responses import ERROR_HANDLERS
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.tokenizer import Tokenizer
 
@@ -117,4 +117,6 @@ class Application:
         return JSONResponse({"version": version("mrl")})
 
     async def _load(self, request: Request) -> Response:
-        return JSONResponse({"open_requests": self.guard.open, **asdict(self.thread.load)})
+        load = self.thread.load
+        shown = ("running", "waiting", "free_pages", "pages", "preemptions")
+        return JSONResponse({"open_requests": self.guard.open, **{name: getattr(load, name) for name in shown}})

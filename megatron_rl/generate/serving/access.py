@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_rl.generate.serving.api_errors import ApiError
+from megatron_rl.generate.serving.error_responses import response_to
 
 BODY_S = 60.0
 
@@ -41,7 +42,7 @@ class Access:
         except ApiError as error:
             error.headers["Connection"] = "close"  # the rest of its body is not read
             await self._discard(receive)
-            await error.response()(scope, receive, send)
+            await response_to(error)(scope, receive, send)
         else:
             await self._app(admitted, receive if self._body_bytes is None else self._counted(receive), send)
 

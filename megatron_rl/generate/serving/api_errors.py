@@ -1,14 +1,11 @@
-"""Errors of the server, in the format of OpenAI's errors, and the responses to them."""
+"""Errors of the server, in the format of OpenAI's errors. Environments import them, also where the libraries of the
+server are missing."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from megatron_rl.model.chat.conversation import ConversationError
 
@@ -35,9 +32,6 @@ class ApiError(Exception):
         self.headers = headers or {}
         kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
 
 
 class ClientGone(Exception):
@@ -85,35 +79,3 @@ def context_exceeded(prompt: int, answer: int, limit: int, param: str) -> ApiErr
         param=param,
         code="context_length_exceeded",
     )
-
-
-# Responses
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:200]}"
-    return ApiError(
-        error.status_code, f"{what}: {error.detail}", headers=dict(error.headers or {}), code="unknown_url"
-    ).response()
-
-
-async def _leave(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
-
-
-async def _fail(request: Request, error: Exception) -> Response:
-    return internal_error().response()
-
-
-ERROR_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-    ApiError: _refuse,
-    HTTPException: _refuse_route,
-    ClientGone: _leave,
-    Exception: _fail,
-}

@@ -162,8 +162,8 @@ class VllmClient:
         try:
             await self._post("/update_weights", {"update_info": {"version": version, "load": load}})
         except VllmRefused:
-            # The worker that reports a failed transfer has ended its update with it, and the others have not. It
-            # refuses this, which is no further failure.
+            # The worker that reports a failed transfer has ended its update with it, and the others have not. That one
+            # refuses this call, as expected.
             with suppress(VllmRefused):
                 await self._post("/finish_weight_update")
             raise

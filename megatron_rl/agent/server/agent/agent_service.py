@@ -37,6 +37,7 @@ from megatron_rl.generate.engine.interface import Completion, GenerationRequest,
 from megatron_rl.generate.replicas.wire import REFUSED, Garbled, encode_request
 from megatron_rl.generate.serving.access import read_body, with_token
 from megatron_rl.generate.serving.api_errors import ApiError
+from megatron_rl.generate.serving.error_responses import response_to
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Cal
             text = json.dumps(await handler(request), allow_nan=False)  # ASCII, since errors may quote invalid text
             return Response(text, media_type="application/json")
         except ApiError as error:
-            return error.response()
+            return response_to(error)
         except OtherAgent as error:
             return PlainTextResponse(str(error), 409)
         except UnknownSession as error:
