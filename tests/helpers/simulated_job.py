@@ -85,11 +85,12 @@ class FaultySlurm:
                 return CommandOutput(1, "", "slurm error: Requested operation is presently disabled")
             if kind == OLDER:
                 return self._do_older(command, environ or {})
-            done = CommandOutput(0, "", "") if kind == TIMED_OUT else self._do(command, environ or {})
+            if kind != TIMED_OUT:
+                self._do(command, environ or {})
             if kind in (ANSWER_LOST, TIMED_OUT):
                 self.clock.sleep(30.0)
                 raise SlurmSilent(f"{words}: no answer within 30 s")
-            return CommandOutput(done.code, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
+            return CommandOutput(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
 
     def _fault(self, number: int) -> str | None:
         fault = self.slurm_fault

@@ -78,9 +78,14 @@ def start_again(
     avoid: list[str] | None = None
     problems: list[str | None] = []
     queued, postponed = end.then == BY_SLURM, end.not_before is None
-    succeeds = end.then == SUCCESSOR
     try:
-        if not succeeds:
+        if end.then == SUCCESSOR:
+            if script is None:
+                script = str(context.run.script)
+                environment = {FAULTS_VARIABLE: "0"}
+            _submit_successor(context, end, script, environment or {})
+            queued = postponed = True
+        else:
             # The nodes come first, since this process has only seconds once the job is requeued: Slurm sends SIGTERM,
             # which we ignore, and then SIGKILL.
             try:
@@ -88,15 +93,8 @@ def start_again(
             except (SlurmRefused, OSError) as error:  # the job starts again all the same
                 problems.append(str(error))
             if end.then == BY_US:
-                queued = patiently(lambda: _requeue(context.job_id), OUTAGE_S)
-                succeeds = not queued
-        if succeeds:
-            if script is None:
-                script = str(context.run.script)
-                environment = {FAULTS_VARIABLE: "0"}
-            _submit_successor(context, end, script, environment or {})
-            queued = postponed = True
-        else:
+                patiently(lambda: orders.requeue(context.job_id), OUTAGE_S)
+                queued = True
             limit = time.monotonic() + LIMIT_S
             start, hosts = end.not_before, avoid
             if start:
@@ -111,19 +109,6 @@ def start_again(
     for problem in refused:
         print(f"the job could not be sent back as intended: {problem}", file=sys.stderr)
     return Requeued(time.time(), avoid, "; ".join(refused) or None, queued, postponed)
-
-
-def _requeue(job_id: str) -> bool:
-    """Requeue the job. Returns false if Slurm refuses it, as for a job with Requeue=0: Slurm may have been silent when
-    it was asked for that. Raises SlurmSilent."""
-    try:
-        orders.requeue(job_id)
-    except SlurmSilent:
-        raise
-    except SlurmRefused as error:
-        print(f"the job gets a successor, because it is not requeued: {error}", file=sys.stderr)
-        return False
-    return True
 
 
 def _nodes_to_avoid(context: JobContext, end: AttemptEnd) -> tuple[list[str], list[str]]:
