@@ -17,7 +17,7 @@ from launcher.plan.rank_terms import RankTerms
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.device_bucket import HALF_BYTES, HALVES, bytes_in_rank, bytes_in_worker
-from megatron_rl.recipe.device_turns import Act, Holding, Stage, sleeps, stages
+from megatron_rl.recipe.device_turns import Act, Holding, TurnStage, sleeps, stages
 
 CONTEXT_BYTES = 2**30
 """CUDA context of a worker of vLLM, its compiled kernels and the workspaces of products: a rule of thumb."""
@@ -79,7 +79,7 @@ def moments(
             yield stage.act, [tuple(dict.fromkeys((*_held(stage, held), *always, *further.get(stage.act, ()))))]
 
 
-def _held(stage: Stage, held: Mapping[Holding, tuple[Term, ...]]) -> Iterator[Term]:
+def _held(stage: TurnStage, held: Mapping[Holding, tuple[Term, ...]]) -> Iterator[Term]:
     for holding, terms in held.items():
         if holding in stage.on_device:
             yield from terms

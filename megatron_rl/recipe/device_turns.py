@@ -74,7 +74,7 @@ _ONLY_IF_AWAY: dict[Act, Holding] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TurnStage:
     act: Act
     on_device: frozenset[Holding]
     """Everything that is on the device at some moment of the act."""
@@ -85,15 +85,15 @@ def sleeps(offload: Offload) -> bool:
     return "engine weights" in _LEAVES[offload]
 
 
-def stages(offload: Offload) -> tuple[Stage, ...]:
+def stages(offload: Offload) -> tuple[TurnStage, ...]:
     """Stages of one step, from generation until the engine may generate again."""
     leaves = _LEAVES[offload]
     present: frozenset[Holding] = ENGINE | (_RANKS - leaves)
-    found = [Stage("generate", present)]
+    found = [TurnStage("generate", present)]
     for act in (*TO_TRAIN, *TRAINING, *TO_GENERATE):
         if act in _ONLY_IF_AWAY and _ONLY_IF_AWAY[act] not in leaves:
             continue
         during = present | _BROUGHT.get(act, frozenset())
-        found.append(Stage(act, during))
+        found.append(TurnStage(act, during))
         present = during - (_TAKEN.get(act, frozenset()) & (leaves | _BRIEF))
     return tuple(found)

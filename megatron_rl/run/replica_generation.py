@@ -25,7 +25,7 @@ from megatron_rl.run.models import Models
 from megatron_rl.run.prober import Prober, probe_text
 from megatron_rl.run.standalone.first_rows import Lesson
 from megatron_rl.run.state import Generation
-from megatron_rl.run.turns import Engines, Turns
+from megatron_rl.run.turns import Engines, TurnsRefit
 
 
 def open_pool(config: RunConfig, here: Here) -> ReplicaPool:
@@ -78,10 +78,10 @@ def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, models: Mo
         min(timeout, TRANSFER_TIMEOUT),
         no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
     )
-    refit: OverlappedRefit | Turns
+    refit: OverlappedRefit | TurnsRefit
     if shared:
         engines = _engines(config, here, pool)
-        refit = Turns(transfer, engines, pool, models.weights, here, config.offload, measure)
+        refit = TurnsRefit(transfer, engines, pool, models.weights, here, config.offload, measure)
     else:
         refit = OverlappedRefit(transfer, pool, here.platform, here.safe_points, measure)
     loop = AgentThread(TrainingDriver.of(here.groups), pool, here.safe_points, refit)

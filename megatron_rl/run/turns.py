@@ -110,7 +110,7 @@ class Engines:
         return [bool(flag) for flag in flags[:-1]]
 
 
-class Turns:
+class TurnsRefit:
     """Implements `Refit` and `RemoteRefit`: requests to the pool are answered once `publish` returns, until the next
     `begin_training`."""
 

@@ -147,7 +147,7 @@ class ScriptedWeights:
 
 
 class ScriptedTurns:
-    """Implements `Turns`: the engine of a replica beside training ranks, which starts and sleeps at once."""
+    """Implements `TakesTurns`: the engine of a replica beside training ranks, which starts and sleeps at once."""
 
     rested_s = 0.0
 

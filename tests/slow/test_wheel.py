@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,12 @@ def installed(tmp_path_factory) -> Path:
     return python.parent
 
 
-def run(installed: Path, where: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(installed: Path, where: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     return subprocess.run(
         [str(installed / command[0]), *command[1:]],
         cwd=where,
-        env={**kept, "HOME": str(where)},
+        env={**kept, "HOME": str(where), **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -65,4 +67,8 @@ def test_plan_recipes_and_prefetch_work_without_an_extra(installed, tmp_path):
     checked = run(installed, tmp_path, "mrl", "prefetch", "qwen2.5-32b-dapo", "--cluster", "h100", "--check")
     assert "model Qwen/Qwen2.5-32B" in checked.stdout
     asked = ["mrl", "prefetch", "qwen2.5-32b-dapo", "--cluster", "local"]
-    assert "pip install 'mrl[prefetch] @ file://" in run(installed, tmp_path, *asked).stderr
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as hub:  # it answers, which is all that is asked
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        said = run(installed, tmp_path, *asked, HF_ENDPOINT=f"http://127.0.0.1:{hub.server_address[1]}").stderr
+        hub.shutdown()
+    assert "pip install 'mrl[prefetch] @ file://" in said

@@ -121,7 +121,7 @@ class BucketSender:
         return packed
 
     def _fill(self, place: Tensor, parts: Sequence[Part]) -> None:
-        """Copy adjacent parts, of which the first one begins at the beginning of the place."""
+        """Copy adjacent parts to the beginning of the place."""
         for part in parts:
             start = part.at - parts[0].at
             target = place[start : start + part.box.bytes].view(part.box.dtype).view(part.box.shape)

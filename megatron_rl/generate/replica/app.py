@@ -20,7 +20,7 @@ from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.replica.driver_inbox import DriverInbox
 from megatron_rl.generate.replica.lifecycle import first_of
-from megatron_rl.generate.replica.replica_leader import ReplicaLeader, Turns
+from megatron_rl.generate.replica.replica_leader import ReplicaLeader, TakesTurns
 from megatron_rl.generate.replicas.wire import (
     PROTOCOL,
     About,
@@ -168,7 +168,7 @@ class ReplicaService:
         self._inbox.wake()
         return self._state()
 
-    def _turns(self) -> Turns:
+    def _turns(self) -> TakesTurns:
         if (turns := self.engine.turns) is None:
             raise NotThere("this replica has its devices to itself")
         return turns

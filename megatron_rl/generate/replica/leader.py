@@ -20,7 +20,7 @@ from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.driver_inbox import OpenRequest
 from megatron_rl.generate.replica.lifecycle import STOP_S, first_of
-from megatron_rl.generate.replica.replica_leader import Turns
+from megatron_rl.generate.replica.replica_leader import TakesTurns
 from megatron_rl.generate.replica.weights import ReceivedWeights
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.engine_ranks import EngineRanks
@@ -222,7 +222,7 @@ class Leader:
 class LedEngineThread:
     """Implements `ReplicaLeader` and `Scorer` over a leader, whose engine computes in a thread."""
 
-    turns: Turns | None = None
+    turns: TakesTurns | None = None
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader

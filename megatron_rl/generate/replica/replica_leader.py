@@ -12,7 +12,7 @@ from megatron_rl.generate.replica.lifecycle import Running
 from megatron_rl.generate.replicas.wire import State
 
 
-class Turns(Protocol):
+class TakesTurns(Protocol):
     """Says whose turn it is on the devices that an engine shares with the ranks that train."""
 
     @property
@@ -42,7 +42,7 @@ class ReplicaLeader(Running, Protocol):
         ...
 
     @property
-    def turns(self) -> Turns | None:
+    def turns(self) -> TakesTurns | None:
         """None: the engine has its devices to itself."""
         ...
 

@@ -13,7 +13,7 @@ from megatron_rl.contract.codes import REPLICA_GIVEN_UP
 from megatron_rl.contract.paths import Replica
 from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
 from megatron_rl.generate.replicas.link import ReplicaGone, ReplicaLink, ReplicaRefuses
-from megatron_rl.generate.replicas.speeds import Report, Span
+from megatron_rl.generate.replicas.speeds import Report, ReportSpan
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ReplicaLinks:
                 self._avoided.add(start)
                 self._keepers[start].cancel()
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ReportSpan]:
         """Return what each replica has reported since the last call."""
         # Replicas report what they have done since their start, so a span needs two reports. A start that is in only
         # one of them, because it came or went since the last call, says nothing:
@@ -86,7 +86,7 @@ class ReplicaLinks:
         #     now      {(0, 0): (110 s, busy 69 s), (1, 1): (110 s, busy 2 s)}        -> a span of replica 0 alone
         before = self._reports
         self._reports = {start: link.report for start, link in self._links.items() if link.report is not None}
-        return [Span(then, self._reports[start]) for start, then in before.items() if start in self._reports]
+        return [ReportSpan(then, self._reports[start]) for start, then in before.items() if start in self._reports]
 
     async def end(self, timeout_s: float) -> None:
         """Notify all replicas that the run no longer needs them. A replica that misses it ends by itself."""

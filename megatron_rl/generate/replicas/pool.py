@@ -94,7 +94,7 @@ class ReplicaPool:
         return {start: address for start, (address, _) in self._in_thread(self._dispatch.reached()).result().items()}
 
     def states(self) -> dict[Start, State]:
-        """State of each replica in its last response, of which there is one every few seconds."""
+        """State of each replica in its last response. Each responds every few seconds."""
         return {start: state for start, (_, state) in self._in_thread(self._dispatch.reached()).result().items()}
 
     def metrics(self) -> dict[str, float]:

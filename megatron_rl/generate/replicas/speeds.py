@@ -17,7 +17,7 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ReportSpan:
     """Two reports of one start of a replica."""
 
     before: Report
@@ -49,7 +49,7 @@ class Span:
         return float(getattr(self.now.about, name) - getattr(self.before.about, name))
 
 
-def speeds(spans: Sequence[Span]) -> dict[str, float]:
+def speeds(spans: Sequence[ReportSpan]) -> dict[str, float]:
     """Return the metrics that the spans determine."""
     found: dict[str, float] = {}
     if awake := [span for span in spans if span.awake_s > 0]:

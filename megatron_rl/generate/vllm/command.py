@@ -107,7 +107,7 @@ class ServeSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class VllmMember:
     """One node of a vLLM over several."""
 
     rank: int
@@ -141,7 +141,7 @@ def serve_command(
     given: VllmConfig | None,
     further: Options,
     seed: int,
-    member: Member | None = None,
+    member: VllmMember | None = None,
 ) -> list[str]:
     """The command of `vllm serve`. What follows from the sizes comes last, so it wins.
 
@@ -203,7 +203,7 @@ def replica_command(
     release: VllmRelease,
     seed: int,
     traces: Path | None = None,
-    member: Member | None = None,
+    member: VllmMember | None = None,
 ) -> list[str]:
     """The command of a replica's `vllm serve`, which gets its weights from the run.
 

@@ -22,7 +22,7 @@ from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import Replica
 from megatron_rl.contract.records import write
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
-from megatron_rl.generate.vllm.command import Member
+from megatron_rl.generate.vllm.command import VllmMember
 from megatron_rl.generate.vllm.process import VllmClosed, VllmProcess
 from megatron_rl.generate.vllm.start import VllmStart
 from megatron_rl.rank.addresses import address_towards, await_address, own_address, pin_gloo_interface
@@ -34,7 +34,7 @@ NOTED_S = 5.0
 """Seconds in which the others see the outcome that the front has written before it ended vLLM."""
 
 
-def met(here: ReplicaRank, parts: int) -> Member | None:
+def met(here: ReplicaRank, parts: int) -> VllmMember | None:
     """Meet the other nodes of this start; None if there are none.
 
     parts: data-parallel parts of the replica, whose engines on other nodes ask the first node.
@@ -57,7 +57,7 @@ def met(here: ReplicaRank, parts: int) -> Member | None:
         host, ports = found[0].host, [each.port for each in found]
         own = address_towards(host) or own_address()
     pin_gloo_interface(own)
-    return Member(world.rank, world.size, own, host, ports[0], ports[1] if parts > 1 else None)
+    return VllmMember(world.rank, world.size, own, host, ports[0], ports[1] if parts > 1 else None)
 
 
 def _free_ports(host: str, count: int) -> list[int]:

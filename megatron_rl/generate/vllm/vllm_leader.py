@@ -13,7 +13,7 @@ from megatron_rl.generate.engine.interface import EngineLoad, GenerationRequest
 from megatron_rl.generate.engine.request_limits import RequestLimits
 from megatron_rl.generate.refit.epoch import TransferFailed
 from megatron_rl.generate.refit.probe import Probe
-from megatron_rl.generate.replica.replica_leader import Turns
+from megatron_rl.generate.replica.replica_leader import TakesTurns
 from megatron_rl.generate.vllm.client import CONTROL_S
 from megatron_rl.generate.vllm.process import VllmGone, VllmRefused
 from megatron_rl.generate.vllm.running import RunningVllm
@@ -26,7 +26,7 @@ class VersionOrder(Protocol):
     """The order in which vLLM gets the weights of a version, and samples with them."""
 
     @property
-    def turns(self) -> Turns | None: ...
+    def turns(self) -> TakesTurns | None: ...
 
     async def receive(self, version: int, epoch: dict[str, Any] | None) -> asyncio.Future[None]:
         """Same as ReplicaLeader.receive."""
@@ -57,7 +57,7 @@ class VllmLeader:
         self._used: int | None = None  # last version that vLLM has used
 
     @property
-    def turns(self) -> Turns | None:
+    def turns(self) -> TakesTurns | None:
         return self._order.turns
 
     @property

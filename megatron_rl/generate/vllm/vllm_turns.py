@@ -22,7 +22,7 @@ from megatron_rl.generate.vllm.streams import Streams
 
 
 class VllmTurns:
-    """Implements `VersionOrder` and `Turns`."""
+    """Implements `VersionOrder` and `TakesTurns`."""
 
     def __init__(self, vllm: RunningVllm, streams: Streams, setting: dict[str, Any], *, sleeps: bool) -> None:
         """
@@ -96,7 +96,7 @@ class VllmTurns:
         activity.begin("starting vLLM")
         try:
             await self._vllm.start(self._goes_on)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the front's watch ends the replica with it
             self._vllm.fail(error)
             raise
         activity.begin(doing)

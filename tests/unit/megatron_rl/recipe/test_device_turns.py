@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.recipe.device_turns import ENGINE, Stage, sleeps, stages
+from megatron_rl.recipe.device_turns import ENGINE, TurnStage, sleeps, stages
 from megatron_rl.recipe.job import Offload
 
 
@@ -48,7 +48,7 @@ def test_without_off_loading_the_engine_pauses_and_never_sleeps() -> None:
 @pytest.mark.parametrize("offload", ["none", "buffers", "optimizer"])
 def test_a_step_ends_as_it_began(offload: Offload) -> None:
     first, *_, last = stages(offload)
-    assert first == Stage("generate", last.on_device)
+    assert first == TurnStage("generate", last.on_device)
 
 
 @pytest.mark.parametrize("offload", ["buffers", "optimizer"])

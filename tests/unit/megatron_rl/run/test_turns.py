@@ -21,7 +21,7 @@ from megatron_rl.learn.training.offload import HostWeights
 from megatron_rl.recipe.device_turns import Act, sleeps, stages
 from megatron_rl.recipe.job import Offload
 from megatron_rl.run.prober import Prober
-from megatron_rl.run.turns import Engines, Turns
+from megatron_rl.run.turns import Engines, TurnsRefit
 
 
 class RestingReplicas(ThreadedReplicas):
@@ -68,7 +68,7 @@ class RestingReplicas(ThreadedReplicas):
         return found
 
 
-class RecordedTurns(Turns):
+class RecordedTurns(TurnsRefit):
     acts: list[Act | str]
 
     def _fetch(self) -> None:

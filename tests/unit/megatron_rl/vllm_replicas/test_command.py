@@ -10,9 +10,9 @@ import pytest
 from core_helpers import tiny_run
 
 from megatron_rl.generate.vllm.command import (
-    Member,
     Served,
     ServeSizes,
+    VllmMember,
     replica_command,
     seed_of,
     serve_command,
@@ -152,7 +152,12 @@ def test_a_vllm_over_nodes_is_told_its_node_and_where_the_first_one_is() -> None
     front, follower = (
         options_in(
             replica_command(
-                config, SERVED, "python", RELEASES[-1], 7, member=Member(rank, 2, f"10.0.0.{rank}", "10.0.0.0", 5, 6)
+                config,
+                SERVED,
+                "python",
+                RELEASES[-1],
+                7,
+                member=VllmMember(rank, 2, f"10.0.0.{rank}", "10.0.0.0", 5, 6),
             )
         )
         for rank in (0, 1)

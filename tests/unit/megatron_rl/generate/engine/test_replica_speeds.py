@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from megatron_rl.generate.replicas.links import ReplicaLinks
-from megatron_rl.generate.replicas.speeds import Report, Span, speeds
+from megatron_rl.generate.replicas.speeds import Report, ReportSpan, speeds
 from megatron_rl.generate.replicas.wire import About
 
 PRESENT = About(0, 0, 1, 3, running=0, waiting=0, cache_used=0.0, preemptions=0, busy_s=5.0)
 
 
-def span(seconds: float, **now: Any) -> Span:
+def span(seconds: float, **now: Any) -> ReportSpan:
     """A span that begins with PRESENT. now: fields that have changed at its end."""
     about = About(**{name: now.get(name, getattr(PRESENT, name)) for name in About.__slots__})
-    return Span(Report(100.0, PRESENT), Report(100.0 + seconds, about))
+    return ReportSpan(Report(100.0, PRESENT), Report(100.0 + seconds, about))
 
 
 def test_without_two_reports_nothing_is_known() -> None:
@@ -30,7 +30,7 @@ def test_start_of_which_only_one_report_is_known_says_nothing() -> None:
     links._links = dict(reports)  # type: ignore[arg-type]
     assert links.spans() == []
     links._links[1, 1] = links._links.pop((1, 0))
-    assert links.spans() == [Span(reports[0, 0].report, reports[0, 0].report)]
+    assert links.spans() == [ReportSpan(reports[0, 0].report, reports[0, 0].report)]
 
 
 def test_replica_that_computes_nothing_has_a_share_and_no_speed() -> None:
