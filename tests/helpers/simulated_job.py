@@ -82,15 +82,15 @@ class FaultySlurm:
             if kind is None:
                 return self._do(command, environ or {})
             if kind == REFUSED:
-                return CommandOutput(1, "", "slurm error: Requested operation is presently disabled")
+                return CommandOutput(1, "", "slurm error: Access/permission denied")
             if kind == OLDER:
                 return self._do_older(command, environ or {})
-            if kind != TIMED_OUT:
-                self._do(command, environ or {})
+            done = CommandOutput(0, "", "") if kind == TIMED_OUT else self._do(command, environ or {})
             if kind in (ANSWER_LOST, TIMED_OUT):
                 self.clock.sleep(30.0)
                 raise SlurmSilent(f"{words}: no answer within 30 s")
-            return CommandOutput(0, "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n", "")
+            out = "" if kind == NOTHING else "\0\x01 %$ JobState Restarts=x [1-\n=\n"
+            return CommandOutput(done.code, out, done.err if done.code else "")
 
     def _fault(self, number: int) -> str | None:
         fault = self.slurm_fault

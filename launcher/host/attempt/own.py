@@ -103,7 +103,8 @@ def _conclude_earlier_starts(context: JobContext) -> None:
     if end.then == OVER:
         raise NothingToDo(f"{run.root}: was stopped on request; mrl resume continues it")
     attempt = run.attempt(end.attempt)
-    if is_too_early(context, attempt, end) and bring_back(context, attempt, end):
+    # A job that cannot go back into the queue continues here, without its pause.
+    if is_too_early(context, attempt, end) and bring_back(context, attempt, end, or_successor=False):
         raise NothingToDo(f"{run.root}: its pause is not over, the job waits in the queue")
 
 

@@ -36,19 +36,23 @@ EXCLUDED_FOR_S = 86400.0  # seconds for which a node that failed the run is avoi
 T = TypeVar("T")
 
 
-def bring_back(context: JobContext, attempt: Attempt, end: AttemptEnd, returning: bool = False) -> bool:
+def bring_back(
+    context: JobContext, attempt: Attempt, end: AttemptEnd, returning: bool = False, or_successor: bool = True
+) -> bool:
     """Start the job again if the end of its attempt says so, and record the result. Never raises for Slurm or the disk:
     a process that has closed an attempt must end either way.
 
     Returns whether the job, or its successor, is in Slurm's queue.
 
-    returning: whether Slurm has requeued the job already; then it can still be kept from nodes.
+    Args:
+        returning: whether Slurm has requeued the job already; then it can still be kept from nodes.
+        or_successor: as for `start_again`.
     """
     if end.then in (HELD, OVER):
         _stay_away(context)
     if end.then not in (BY_US, SUCCESSOR) and not (end.then == BY_SLURM and returning):
         return returning
-    requeued = start_again(context, end)
+    requeued = start_again(context, end, or_successor=or_successor)
     try:
         write(attempt.requeued, requeued)
     except OSError as error:
@@ -71,10 +75,21 @@ def _stay_away(context: JobContext) -> None:
 
 
 def start_again(
-    context: JobContext, end: AttemptEnd, script: str | None = None, environment: dict[str, str] | None = None
+    context: JobContext,
+    end: AttemptEnd,
+    script: str | None = None,
+    environment: dict[str, str] | None = None,
+    or_successor: bool = True,
 ) -> Requeued:
-    """Start the job again, or a successor with a script, if not the run's own, and further variables. Returns the
-    record of it: the nodes that the job avoids, and what Slurm refused."""
+    """Start the job again, or a successor. Returns the record of it: the nodes that the job avoids, and what Slurm
+    refused.
+
+    Args:
+        script: the successor's, if not the run's own.
+        environment: further variables of the successor.
+        or_successor: whether a job that turns out not to be requeueable gets a successor. Slurm may not have answered
+            when it was asked about that.
+    """
     avoid: list[str] | None = None
     problems: list[str | None] = []
     queued, postponed = end.then == BY_SLURM, end.not_before is None
@@ -103,6 +118,11 @@ def start_again(
                 problems.append(refusal)
             if hosts is not None and set(hosts) != set(listed):
                 problems.append(_until(limit, lambda: orders.exclude(context.job_id, hosts or [])))
+    except orders.NotRequeueable as error:
+        if or_successor:
+            print(f"a successor continues the run: {error}", file=sys.stderr)
+            return start_again(context, end._replace(then=SUCCESSOR), script, environment)
+        problems.append(str(error))
     except (SlurmRefused, OSError) as error:
         problems.append(str(error))
     refused = [problem for problem in problems if problem]

@@ -11,6 +11,10 @@ from launcher.host.slurm.queries import jobs_called, step_called, steps_of, text
 from megatron_rl.contract.codes import SUCCEEDS_VARIABLE
 
 
+class NotRequeueable(SlurmRefused):
+    """The job may not be requeued (Requeue=0)."""
+
+
 def signal_steps(job_id: str, name: str) -> None:
     call(["scancel", f"--signal={name}", job_id])
 
@@ -47,10 +51,13 @@ def kill_steps(job_id: str) -> None:
 
 
 def requeue(job_id: str) -> None:
-    """Send a job back into the queue. Its processes get SIGTERM, and SIGKILL after KillWait seconds."""
+    """Send a job back into the queue. Its processes get SIGTERM, and SIGKILL after KillWait seconds. Raises
+    NotRequeueable as well."""
     try:
         call(["scontrol", "requeue", job_id])
     except SlurmRefused as error:
+        if "presently disabled" in str(error):
+            raise NotRequeueable(str(error)) from None
         if "pending execution" not in str(error):  # it is there already
             raise
 

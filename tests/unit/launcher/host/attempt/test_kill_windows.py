@@ -263,7 +263,7 @@ def test_a_job_that_slurm_does_not_take_back_goes_on_without_its_pause(world, mo
     """Its end would be that of the run."""
 
     def refuse(job_id: str) -> None:
-        raise SlurmRefused("scontrol requeue 7: Requested operation is presently disabled")
+        raise orders.NotRequeueable("scontrol requeue 7: Requested operation is presently disabled")
 
     world.failed()
     world.end(2)
@@ -288,14 +288,14 @@ def test_a_crash_that_is_held_is_not_started_by_a_requeue_of_its_job(world):
 
 def test_what_was_refused_is_on_record(world, monkeypatch):
     def refuse(job_id: str) -> None:
-        raise SlurmRefused("scontrol requeue 7: Requested operation is presently disabled")
+        raise SlurmRefused("scontrol requeue 7: Access/permission denied")
 
     monkeypatch.setattr(orders, "requeue", refuse)
     world.asked("preempted")
     world.left("drained")
     world.end(NEVER)
     assert world.ends() == [("drained", "preempted", "requeue")]
-    assert "presently disabled" in read(Requeued, world.run.attempt(1).requeued).problem
+    assert "permission denied" in read(Requeued, world.run.attempt(1).requeued).problem
 
 
 def test_a_controller_that_is_away_for_a_quarter_of_an_hour_is_waited_for(world, monkeypatch):
@@ -362,6 +362,19 @@ class TestSuccessor:
         world.end(NEVER)
         assert len(submitted) == 1
         assert read(Owner, world.run.job).job_id == "8"
+        assert world.start(0, job_id="8", succeeds="7") == GOES_ON
+
+    def test_it_follows_a_job_of_which_slurm_had_not_said_that_it_is_not_requeued(self, world, submitted, monkeypatch):
+        def refuse(job_id: str) -> None:
+            raise orders.NotRequeueable("scontrol requeue 7: Requested operation is presently disabled")
+
+        monkeypatch.setattr(orders, "requeue", refuse)
+        world.job.clear()
+        world.asked("time limit")
+        world.left("drained")
+        world.end(NEVER)
+        assert len(submitted) == 1
+        assert [end.then for end in world.all_ends()] == ["requeue"]
         assert world.start(0, job_id="8", succeeds="7") == GOES_ON
 
     def test_an_answer_that_was_lost_is_found_in_the_queue(self, world, submitted, monkeypatch):
