@@ -91,10 +91,19 @@ class Trajectory(Branch):
         components: Mapping[str, float] | None = None,
         output: str = "",
     ) -> Trajectory:
-        builder = TrajectoryBuilder(prompt_tokens)
-        builder.add_turn(completion)
-        finish_reason = completion.finish_reason
-        return cls.of_sequences([builder.branch()], text, reward, finish_reason, components=components, output=output)
+        prompt, answer = len(prompt_tokens), len(completion.tokens)
+        return cls(
+            tokens=prompt_tokens + completion.tokens,
+            loss_mask=[False] * prompt + [True] * answer,
+            logprobs=[0.0] * prompt + completion.logprobs,
+            versions=[UNSAMPLED] * prompt + completion.versions,
+            turns=[range(prompt, prompt + answer)],
+            text=text,
+            reward=reward,
+            finish_reason=completion.finish_reason,
+            components=components or {},
+            output=output,
+        )
 
     @classmethod
     def of_sequences(
@@ -128,7 +137,7 @@ class Trajectory(Branch):
 
     @property
     def answer_length(self) -> int:
-        return sum(sequence.sampled_length for sequence in self.sequences)
+        return self.sampled_length + sum(branch.sampled_length for branch in self.branches)
 
 
 def check_reward(reward: float) -> None:
