@@ -22,7 +22,7 @@ MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-browser test-gpu slurm-lab slurm-lab-24 bench lint docs
+.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs
 .DEFAULT_GOAL := help
 
 help:
@@ -80,6 +80,9 @@ bench: $(READY) ## benchmarks on the CPU; the last line is the speed-up over TRL
 	$(BIN)/python tests/benchmarks/packing.py
 	$(BIN)/python tests/benchmarks/checkpoint_save.py
 	$(BIN)/python tests/benchmarks/grpo_step.py
+
+bench-scale: $(READY) ## what grows with ranks, replicas, steps and problems, beside the committed figures; some minutes
+	$(BIN)/python tests/benchmarks/scale.py
 
 docs: $(DOCS_READY) ## the documentation as a site with a search, in site/; fails for broken links
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
