@@ -1,4 +1,4 @@
-"""What grows with ranks, replicas, answers, steps and problems, measured at four sizes each and extrapolated.
+"""Costs that grow with ranks, replicas, answers, steps and problems, at four sizes each and extrapolated.
 
     python tests/benchmarks/scale.py [--only TEXT] [--write]
 

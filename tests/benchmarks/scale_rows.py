@@ -1,4 +1,4 @@
-"""Rows of scale.py: what one process pays for a unit that grows with the cluster or the run."""
+"""Rows of scale.py: the cost to one process of something that grows with the cluster or the run."""
 
 from __future__ import annotations
 
