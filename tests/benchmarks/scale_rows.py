@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call, as one rank or process pays it."""
+    """Cost of one call to one rank or process."""
 
     cpu_s: float
     bytes: int = 0
