@@ -72,6 +72,11 @@ def _vllm(asked: Sections) -> Iterator[str]:
         yield f"placement.inference.dp is {dp}, and vLLM on a CPU cannot exchange tokens between parts: set 1"
     if asked.job.device == "cpu" and (pp := asked.placement.inference.pp) > 1:
         yield f"placement.inference.pp is {pp}, and vLLM on a CPU prepares no stage but the first: set 1"
+    if asked.job.device == "cpu" and (ep := asked.placement.inference.ep) > 1:
+        yield (
+            f"placement.inference.ep is {ep}, and vLLM on a CPU crashes where a process has only some experts: set 1, "
+            "so that placement.inference.tp splits each expert"
+        )
     if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         others = _other_heads(asked.model)

@@ -78,6 +78,8 @@ def test_the_only_vllm_its_front_and_the_rank_beside_it_are_killed_one_after_the
     run.wait_for_step(run.step + 3)
     assert run.dir.last_attempt() == 1, "a vLLM that dies ends no rank"
     rank_of(run).kill()
+    assert run.end() == 1, run.log()
+    run.start("mrl", "resume", str(run.dir.root))
     until(lambda: run.dir.last_attempt() == 2, "another attempt", LIMIT_S, run.check)
     step = run.step
     until(lambda: run.step > step + 3, f"steps of the second attempt\n{run.log()}", LIMIT_S, run.check)

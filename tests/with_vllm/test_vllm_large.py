@@ -17,24 +17,24 @@ from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.paths import NUMBER_OPTIONS
 
 PROMPTS = 5
-EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_hidden_size=32")
-SPLITS = {
-    "tensor parallel": ("placement.inference.tp=2", "placement.tp_across_nodes=true"),
-    "experts of their own": (
-        *("placement.inference.tp=2", "placement.inference.ep=2", "placement.tp_across_nodes=true", *EXPERTS),
+MODELS = {
+    "dense": (),
+    "experts": (
+        *("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_hidden_size=32"),
         *("model.qkv_bias=false", "model.qk_norm=true", "model.tied_embeddings=false"),
     ),
 }
 
 
-def recipe(*split: str) -> tuple[str, ...]:
+def recipe(*model: str) -> tuple[str, ...]:
     """The demo in fp32: one node trains, two are one replica."""
     return (
         *("demo", "placement.mode=partitioned", "job.nodes=3", "job.gpus_per_node=1", "placement.inference.nodes=2"),
+        *("placement.inference.tp=2", "placement.tp_across_nodes=true"),
         *("inference.engine=vllm", f"inference.vllm.python={os.environ[PYTHON_VARIABLE]}", "inference.max_batch=16"),
         *("model.num_attention_heads=2", "model.num_query_groups=2", "resume.partial=keep"),
         *(f"grpo.prompts_per_step={PROMPTS}", "grpo.group_size=4", "training.steps=100000", "optimizer.decay=constant"),
-        *("evaluation.every=0", f"job.silence_limit_s={int(START_S)}", *split),
+        *("evaluation.every=0", f"job.silence_limit_s={int(START_S)}", *model),
     )
 
 
@@ -56,12 +56,12 @@ def follower(run: LocalRun) -> psutil.Process:
     return second
 
 
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_a_killed_follower_ends_its_replica_alone(
-    tmp_path: Path, started: list[LocalRun], split: tuple[str, ...]
+    tmp_path: Path, started: list[LocalRun], model: tuple[str, ...]
 ) -> None:
     """The training ranks wait for the replica, which comes back, and each prompt is trained once."""
-    run = LocalRun(tmp_path / "run", *recipe(*split))
+    run = LocalRun(tmp_path / "run", *recipe(*model))
     started.append(run)
     run.wait_for_step(2)
     follower(run).kill()

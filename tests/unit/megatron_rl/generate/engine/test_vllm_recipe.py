@@ -49,6 +49,9 @@ def test_unsupported_settings_are_refused_and_the_native_engine_accepts_them(ove
     assert why in str(refused.value)
 
 
+EXPERTS = ["model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_hidden_size=64"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -58,6 +61,10 @@ def test_unsupported_settings_are_refused_and_the_native_engine_accepts_them(ove
         (
             [*PARTITIONED, "job.device=cpu", "placement.inference.dp=2"],
             "placement.inference.dp is 2, and vLLM on a CPU",
+        ),
+        (
+            [*PARTITIONED, "job.device=cpu", "placement.inference.tp=2", "placement.inference.ep=2", *EXPERTS],
+            "placement.inference.ep is 2, and vLLM on a CPU",
         ),
         (
             [*PARTITIONED, "placement.inference.pp=8", "harvest={partition: idle, max_replicas: 1}"],
