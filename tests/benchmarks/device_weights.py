@@ -57,6 +57,9 @@ class Lone:
     def gather(self, content: Any) -> list[Any]:
         return [content]
 
+    def gather_all(self, content: Any) -> list[Any]:
+        return [content]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         raise AssertionError("nobody to send to")
 

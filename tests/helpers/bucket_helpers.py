@@ -36,6 +36,9 @@ class OneWorker:
     def gather(self, content: Any) -> list[Any]:
         return [content]
 
+    def gather_all(self, content: Any) -> list[Any]:
+        return [content]
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         raise AssertionError("nobody to send to")
 

@@ -107,6 +107,8 @@ class WorkersOverGloo:
         dist.all_gather_object(found, content)
         return found
 
+    gather_all = gather
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, source)
 

@@ -43,7 +43,11 @@ class Workers(Protocol):
     """Same as in ModelShare."""
 
     def gather(self, content: Any) -> list[Any]:
-        """Contents of all workers. Collective."""
+        """Contents of all workers of this stage. Collective."""
+        ...
+
+    def gather_all(self, content: Any) -> list[Any]:
+        """Contents of all workers of the replica. Collective."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -93,8 +97,9 @@ class WeightShare(Receiving):
         self._begun: int | None = None  # version whose bucket is open
 
     def wait(self, version: int) -> None:
-        """Return once the version has arrived on all workers of this stage; from training ranks on the workers'
-        devices, once all workers of the epoch are ready for it. Collective. Raises TransferFailed."""
+        """Return once the version has arrived on all workers of the replica; from training ranks on the workers'
+        devices, once all workers of the epoch are ready for it. Collective over the replica. Raises TransferFailed on
+        all workers, so that no stage loads a version that another one lacks."""
         failure = self.failure(version)
         if failure is None and self._buckets is not None and self._begun != version:
             try:
@@ -171,7 +176,7 @@ class WeightShare(Receiving):
         return whole.compose(each.name, parts) if each.name in whole.expected else None
 
     def _agree(self, version: int, failure: BaseException | None) -> None:
-        reasons = self._workers.gather(None if failure is None else str(failure))
+        reasons = self._workers.gather_all(None if failure is None else str(failure))
         if found := [each for each in reasons if each is not None]:
             raise TransferFailed(f"version {version} has not arrived: {found[0]}")
 

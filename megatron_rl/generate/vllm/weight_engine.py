@@ -146,7 +146,8 @@ class _StageWorkers:
         # has those of one stage in all data-parallel replicas, whether or not experts are split whole.
         self._group = get_ep_group() if parallel.data_parallel_size > 1 else get_tp_group()
         self.rank, self.size = self._group.rank_in_group, self._group.world_size
-        self.member = get_world_group().rank_in_group
+        self._all = get_world_group()
+        self.member = self._all.rank_in_group
         self.own_experts = bool(parallel.enable_expert_parallel) and self.size > 1
         stages, layers = get_pp_group(), model.num_layers
         self.stage = None
@@ -156,13 +157,21 @@ class _StageWorkers:
             self.stage = ModelStage(first, end, embedding, output=end == layers)
 
     def gather(self, content: Any) -> list[Any]:
-        found = [content] * self.size
-        if self.size > 1:  # vLLM's own broadcast of objects has the first worker as its only source
-            torch.distributed.all_gather_object(found, content, group=self._group.cpu_group)
-        return found
+        return _gathered(content, self._group)
+
+    def gather_all(self, content: Any) -> list[Any]:
+        return _gathered(content, self._all)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._group.broadcast(tensor, src=source)
+
+
+def _gathered(content: Any, group: Any) -> list[Any]:
+    """Contents of all workers of one of vLLM's groups."""
+    found = [content] * group.world_size
+    if group.world_size > 1:  # vLLM's own broadcast of objects has the first worker as its only source
+        torch.distributed.all_gather_object(found, content, group=group.cpu_group)
+    return found
 
 
 def setting_of(content: dict[str, Any]) -> Setting:

@@ -16,6 +16,7 @@ import torch
 from core_helpers import VOCAB, tiny_model, tiny_policy
 from torch import Tensor
 
+from megatron_rl.generate.refit.epoch import TransferFailed
 from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
 from megatron_rl.generate.refit.plan import Box, ModelShare, ModelStage, shares_of
 from megatron_rl.generate.vllm.share import Setting, WeightShare
@@ -27,12 +28,10 @@ LIMIT_S = 30.0
 EXPERTS = {"tied_embeddings": False, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}
 
 
-class Stage:
-    """Threads in place of the workers of one stage, and what they send one another."""
+class Group:
+    """Threads in place of workers, and what they send one another."""
 
-    def __init__(self, size: int, stage: ModelStage | None, own_experts: bool) -> None:
-        self.size, self.stage, self.own_experts = size, stage, own_experts
-        self.sent_bytes = 0
+    def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
         self._slots: list[Any] = [None] * size
 
@@ -44,15 +43,28 @@ class Stage:
         return found
 
 
+class Stage(Group):
+    """The workers of one stage."""
+
+    def __init__(self, size: int, stage: ModelStage | None, own_experts: bool) -> None:
+        super().__init__(size)
+        self.size, self.stage, self.own_experts = size, stage, own_experts
+        self.sent_bytes = 0
+
+
 class Worker:
     """Implements `Workers`."""
 
-    def __init__(self, group: Stage, rank: int) -> None:
-        self.rank, self.member, self._group = rank, rank, group
+    def __init__(self, group: Stage, rank: int, everyone: Group | None = None, member: int | None = None) -> None:
+        self.rank, self.member = rank, rank if member is None else member
+        self._group, self._everyone = group, everyone or group
         self.size, self.stage, self.own_experts = group.size, group.stage, group.own_experts
 
     def gather(self, content: Any) -> list[Any]:
         return self._group.exchange(self.rank, content)
+
+    def gather_all(self, content: Any) -> list[Any]:
+        return self._everyone.exchange(self.member, content)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         tensor.copy_(self._group.exchange(self.rank, tensor)[source].clone())
@@ -95,6 +107,25 @@ def test_each_stage_gets_its_layers_and_the_ends_that_it_computes(platform: Any,
     assert found[0] | found[1] == whole.keys()
     assert found[0] & found[1] == ({"model.embed_tokens.weight"} if tied else set())
     assert {name for name in found[1] if ".layers." in name} == {name for name in whole if ".layers.3." in name}
+
+
+def test_no_stage_loads_a_version_that_another_one_lacks() -> None:
+    everyone = Group(2)
+
+    def waits(number: int) -> str:
+        setting = Setting((0, 0), timedelta(seconds=LIMIT_S), tiny_model(vocab_size=VOCAB), VOCAB)
+        stage = Stage(1, ModelStage(number, number + 1, embedding=number == 0, output=number == 1), False)
+        worker = Worker(stage, 0, everyone, member=number)
+        share = WeightShare(setting, worker, torch.empty, nullcontext, torch.device("cpu"))
+        share.failure = lambda version: TransferFailed("damaged") if number == 0 else None  # type: ignore[method-assign]
+        try:
+            share.wait(7)
+        except TransferFailed as error:
+            return str(error)
+        return "loads"
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(waits, range(2))] == ["version 7 has not arrived: damaged"] * 2
 
 
 def test_an_expert_goes_to_the_worker_that_computes_it_alone(platform: Any, groups: Any) -> None:
