@@ -82,11 +82,14 @@ finalize_layerwise_reload
 
 SEVERAL = "a stream of several answers"
 """Earlier releases take the number of answers from the first message, which has one."""
+AGAIN = "a sleep while only the weights are awake"
+"""Earlier releases then do nothing, because the cache sleeps already."""
 VERSIONS = "weight_versions"
 
 PLACES = """
 entrypoints engine config envs.py sampling_params.py v1/engine v1/metrics v1/worker/worker_base.py
-v1/worker/gpu_worker.py distributed/weight_transfer distributed/parallel_state.py model_executor/model_loader/reload
+v1/worker/gpu_worker.py v1/executor/abstract.py distributed/weight_transfer distributed/parallel_state.py
+distributed/utils.py model_executor/model_loader/reload
 """
 """Files and folders of the package that are read."""
 
@@ -99,7 +102,7 @@ def used() -> dict[str, list[str]]:
         "variables": VARIABLES.split(),
         "metrics": METRICS.split(),
         "members": [f"{names}.{member}" for names, members in _members() for member in members],
-        "functions": [*FUNCTIONS.split(), SEVERAL],
+        "functions": [*FUNCTIONS.split(), SEVERAL, AGAIN],
     }
 
 
@@ -162,7 +165,9 @@ class Sources:
                 found.append(name)
         found += [name for name in FUNCTIONS.split() if name not in self.functions]
         (stream,) = self.functions["serve_tokens_stream_generator"]
-        return found if "= [0] * sampling_params.n\n" in ast.unparse(stream) else [*found, SEVERAL]
+        found += [] if "= [0] * sampling_params.n\n" in ast.unparse(stream) else [SEVERAL]
+        (executor,) = self.classes["Executor"]
+        return found if "if 'weights' in self.sleeping_tags:" in ast.unparse(executor) else [*found, AGAIN]
 
     def _has_option(self, name: str) -> bool:
         return name.replace("-", "_") in self._fields or f'"--{name}"' in self.text

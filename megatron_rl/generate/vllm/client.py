@@ -142,7 +142,8 @@ class VllmClient:
         await self._post("/resume")
 
     async def sleep(self) -> None:
-        """Pause as `pause` does, and give up the memory of weights and cache. No-op for what was given up before."""
+        """Pause as `pause` does, and give up the memory of weights and cache. No-op for what was given up before, and
+        in releases before 0.31 also for the rest."""
         await self._post("/sleep", params={"level": "2", "mode": "keep"})
 
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> bool:

@@ -91,7 +91,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         streams, setting = Streams(vllm, tokenizer, most_samples), _setting(here, tokenizer)
         order: VllmTurns | StagedWeights
         if beside:
-            order = VllmTurns(vllm, streams, setting, sleeps=sleeps(config.offload))
+            order = VllmTurns(vllm, streams, setting, sleeps=sleeps(config.offload), sleeps_again=release.sleeps_again)
         else:
             order = StagedWeights(vllm, streams, setting, holds=gpus and workers > 1)
         leader = VllmLeader(vllm, _limits(config, tokenizer), streams, order, profiled)

@@ -24,16 +24,19 @@ from megatron_rl.generate.vllm.streams import Streams
 class VllmTurns:
     """Implements `VersionOrder` and `TakesTurns`."""
 
-    def __init__(self, vllm: RunningVllm, streams: Streams, setting: dict[str, Any], *, sleeps: bool) -> None:
+    def __init__(
+        self, vllm: RunningVllm, streams: Streams, setting: dict[str, Any], *, sleeps: bool, sleeps_again: bool
+    ) -> None:
         """
         setting: what vLLM's workers must know of the run, see weight_engine.setting_of.
         sleeps: whether vLLM gives up its memory; if not, it only pauses while the ranks train.
+        sleeps_again: see VllmRelease.
         """
         self.turns = self
         self.state: State = "down"
         self._vllm, self._client, self._streams, self._setting = vllm, vllm.client, streams, setting
         self._resumption = Resumption(vllm.client, streams)
-        self._sleeps = sleeps
+        self._sleeps, self._sleeps_again = sleeps, sleeps_again
         self._starting: asyncio.Future[None] | None = None
         self._loading: asyncio.Future[None] | None = None
         self._loaded: int | None = None  # version that was loaded since vLLM fell asleep
@@ -109,14 +112,21 @@ class VllmTurns:
 
     async def _fall_asleep(self) -> None:
         """Put vLLM to sleep, from which nothing is expected from the first moment on."""
+        all_awake = self.state != "asleep"
         if self.state == "awake":
             self._rests_since = time.monotonic()
             self.state = "asleep"
         self._streams.rest()
         self._loaded = None
-        await self._ending("sleep", self._client.sleep() if self._sleeps else self._client.pause())
+        await self._ending("sleep", self._give_up_memory(all_awake) if self._sleeps else self._client.pause())
         self._weights_awake = False
         self.state = "asleep"
+
+    async def _give_up_memory(self, all_awake: bool) -> None:
+        """all_awake: whether the cache is there, besides the weights."""
+        if not (all_awake or self._sleeps_again):
+            raise VllmRefused("this release keeps its weights if its cache sleeps already")
+        await self._client.sleep()
 
     async def _wake(self) -> None:
         if not self._sleeps:

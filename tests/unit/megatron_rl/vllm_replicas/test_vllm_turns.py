@@ -138,7 +138,7 @@ class Start:
 class Front:
     """A front whose vLLM starts at once, unless `start.answered` is cleared."""
 
-    def __init__(self, *, sleeps: bool = True) -> None:
+    def __init__(self, *, sleeps: bool = True, sleeps_again: bool = True) -> None:
         self.start, self.client, self.beats = Start(), Client(), 0
         self.start.answered.set()
         activity: Any = SimpleNamespace(beat=self._beat, begin=lambda doing: None, doing="serving")
@@ -146,7 +146,7 @@ class Front:
         self.vllm.client = self.client  # type: ignore[assignment]
         tokenizer: Any = SimpleNamespace(end_ids=[9], decode=lambda tokens: "")
         streams = Streams(self.vllm, tokenizer, 8)
-        self.turns = VllmTurns(self.vllm, streams, {}, sleeps=sleeps)
+        self.turns = VllmTurns(self.vllm, streams, {}, sleeps=sleeps, sleeps_again=sleeps_again)
         limits: Any = SimpleNamespace(check=lambda request: None)
         self.leader = VllmLeader(self.vllm, limits, streams, self.turns)
         self.service = ReplicaService(self.leader, ReplicaAddress(0, 0, "", 0, 1, "", 1, 0.0), "token")
@@ -176,9 +176,9 @@ class Front:
         return self.leader.submit(GenerationRequest([1], 1, Sampling(max_new_tokens=tokens), key=0), asyncio.Event())
 
 
-def in_front(test: Callable[[Front], Awaitable[None]], *, sleeps: bool = True) -> Front:
+def in_front(test: Callable[[Front], Awaitable[None]], **options: bool) -> Front:
     async def run() -> Front:
-        front = Front(sleeps=sleeps)
+        front = Front(**options)
         async with front.leader.running():
             await test(front)
         return front
@@ -346,6 +346,21 @@ def test_it_sleeps_again_after_weights_that_did_not_come() -> None:
         assert front.client.control == ["sleep", "wake weights", "receive 7", "sleep"]
 
     in_front(test)
+
+
+def test_a_release_that_would_keep_its_weights_on_the_ranks_device_ends_instead() -> None:
+    async def test(front: Front) -> None:
+        await front.awake()
+        await front.post("sleep")
+        front.client.fails["receive 8"] = VllmRefused("no member answers")
+        with pytest.raises(NotThere):
+            await front.receive(8, {"number": 2})
+        with pytest.raises(NotThere, match="vLLM does not sleep: this release keeps its weights"):
+            await front.post("sleep")
+        with pytest.raises(VllmGone, match="keeps its weights"):
+            await front.leader.watch()
+
+    in_front(test, sleeps_again=False)
 
 
 @pytest.mark.parametrize(
