@@ -57,8 +57,8 @@ class ReplicaLinks:
         return any(link.rests for link in self._links.values())
 
     def starved(self, version: int) -> bool:
-        """Whether there are replicas, but none that has this version, or is asleep and will get one."""
-        return bool(self.reached) and not self.ready(version) and not any(link.asleep for link in self._links.values())
+        """Whether there are replicas, but none that has this version."""
+        return bool(self.reached) and not self.ready(version)
 
     async def connect_new(self) -> str | None:
         """Connect to replicas that have started. Returns why there will be none any more; None if there may be."""

@@ -86,8 +86,8 @@ class ReplicaPool:
 
     @property
     def starved(self) -> bool:
-        """Whether requests wait for weights: there are replicas, but every replica that had this version is lost, and
-        none is asleep and about to get weights."""
+        """Whether requests wait for weights: there are replicas, but every replica that had this version is lost, or
+        asleep. One that failed to take the version sleeps until the ranks publish again."""
         return self._dispatch.starved
 
     def starts(self) -> dict[Start, ReplicaAddress]:

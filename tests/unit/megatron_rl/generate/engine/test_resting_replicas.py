@@ -92,10 +92,29 @@ def test_requests_that_wait_for_replicas_that_are_down_need_the_ranks_to_start_o
         def renew() -> None:
             until(lambda: pool.starved, "requests wait, and nothing will bring weights by itself")
             post(pool, "start")
-            until(lambda: not pool.starved, "it is about to get weights")
             wake(pool, 0)
+            until(lambda: not pool.starved, "it has weights")
 
         assert asking(pool, [asked], renew) == [answers(asked)]
+
+
+def test_requests_that_only_a_sleeping_replica_is_left_for_need_another_publication(attempt: Attempt, replica) -> None:
+    with ScriptedReplica(attempt, 1, beside=True) as other, pool_of(attempt) as pool:
+        there(pool, 2)
+        post(pool, "start")
+        pool.call((1, 0), "start", {}).result(30)
+        wake(pool, 0)  # the other one has failed to take the version, and sleeps
+        replica.hang_up()
+        until(lambda: pool.starts().keys() == {(1, 0)}, "the loss is noticed")
+        asked = request(3)
+
+        def renew() -> None:
+            until(lambda: pool.starved, "no replica will have the version by itself")
+            for path, body in (("receive", {"epoch": {"number": 2}}), ("swap", {"probe": None})):
+                pool.call((1, 0), path, {"version": 0, **body}).result(30)
+
+        assert asking(pool, [asked], renew) == [answers(asked)]
+        other.hang_up()
 
 
 def test_posts_in_the_wrong_state_are_refused_in_words_and_cost_no_connection(attempt: Attempt, replica) -> None:
