@@ -24,6 +24,11 @@ def draft_of(args: Mapping[str, bool | int | float | str]) -> dict[str, Any]:
     return setting_of(args, "speculative-config", _SHORT)
 
 
+def without_draft(args: Mapping[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+    """The other options of `inference.vllm.args`."""
+    return {name: value for name, value in args.items() if not draft_of({name: value})}
+
+
 def method_of(draft: Mapping[str, Any]) -> str | None:
     """Method of a draft as vLLM reads its settings: without one, `model` names ngram or a model."""
     named = draft.get("method")

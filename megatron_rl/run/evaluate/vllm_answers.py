@@ -25,6 +25,8 @@ from megatron_rl.generate.vllm.start import started, version_in
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.inference import InferenceConfig, ends_of
+from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm_drafts import without_draft
 from megatron_rl.recipe.vllm_releases import release_of
 from megatron_rl.run.evaluate.blocks import OpenedEvaluation
 
@@ -62,7 +64,7 @@ def open_vllm(
             rows=rows,
             prefill_tokens=InferenceConfig().prefill_tokens,
         )
-        of_run = source.recipe.inference.vllm if source.recipe else None
+        of_run = kept_settings(asked, source.recipe.inference.vllm if source.recipe else None)
         command = serve_command(asked.vllm_python, served, sizes, of_run, {}, asked.seed)
         environment = vllm_environment(environ, served, cpu=sizes.cpu)
         began = time.monotonic()
@@ -79,6 +81,14 @@ def open_vllm(
             most_samples = rows if release_of(version).streams_several else 1
             engine = VllmEngine(VllmClient(served.socket), process, source, most_samples)
             yield OpenedEvaluation(engine, source, digest, f"vllm {version}")
+
+
+def kept_settings(asked: Evaluation, of_run: VllmConfig | None) -> VllmConfig | None:
+    """Settings of the run's vLLM, without drafts where those would change what is sampled: on a CPU, where nothing
+    repairs vLLM here (see cpu_drafts), and with min_p, which vLLM would ignore."""
+    if of_run is None or (asked.device != "cpu" and asked.sampling.min_p == 0):
+        return of_run
+    return of_run.model_copy(update={"args": without_draft(of_run.args)})
 
 
 def _published(source: PolicySource, folder: Path) -> tuple[Path, str]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
+from megatron_rl.recipe.environment_section import EnvironmentConfig
+from megatron_rl.recipe.evaluation_job import Evaluation
+from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_drafts import OF_A_MODEL, OF_THE_TEXT, draft_faults
 from megatron_rl.recipe.vllm_options import owned
 from megatron_rl.recipe.vllm_precision import precision_faults, precision_of
+from megatron_rl.run.evaluate.vllm_answers import kept_settings
 
 PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement.inference.nodes=4")
 
@@ -269,3 +274,23 @@ def test_heads_that_vllm_lacks_on_a_cpu_are_refused_with_keys_that_would_do() ->
     (said,) = refused.value.problems
     keys = said.partition("; ")[2].removesuffix(" would do").split()
     assert load_recipe("demo", [*asked, *keys]).config.model.head_size == 32
+
+
+@pytest.mark.parametrize(
+    ("device", "min_p", "drafts"), [("cpu", 0.0, False), ("cuda", 0.1, False), ("cuda", 0.0, True)]
+)
+def test_an_evaluation_drafts_only_where_that_leaves_its_answers_as_they_are(
+    device: Literal["cpu", "cuda"], min_p: float, drafts: bool
+) -> None:
+    draft = {"speculative-config": json.dumps({"method": "ngram"}), "spec_tokens": 3}
+    asked = Evaluation(
+        checkpoint="x",
+        engine="vllm",
+        device=device,
+        environment=EnvironmentConfig(name="chain-sum"),
+        sampling=Sampling(max_new_tokens=8, min_p=min_p),
+    )
+    found = kept_settings(asked, VllmConfig(args={**draft, "max-seq-len-to-capture": 64}))
+    assert found is not None
+    assert found.args == {**(draft if drafts else {}), "max-seq-len-to-capture": 64}
+    assert kept_settings(asked, None) is None
