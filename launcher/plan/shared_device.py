@@ -56,7 +56,7 @@ def moments(
     vllm = vllm_terms(config, sizes, vocab)
     always = (*ranks.teacher, *vllm.lasting)
     if not sleeps(config.offload):
-        always += (vllm.step,)  # the allocator of its process keeps it
+        always += (max(vllm.step, vllm.loading, key=lambda term: term.bytes),)  # the allocator of its process keeps it
     awake = (vllm.weights, vllm.cache)
     held: Mapping[Holding, tuple[Term, ...]] = {
         "weights": (ranks.weights, *ranks.reference),
