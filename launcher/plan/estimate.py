@@ -82,7 +82,7 @@ def estimate_costs(
     saved = checkpoint_bytes(config, vocab)
     return Costs(
         decode=decode_speed(config, sizes, engine, card, work),
-        rows=_rows(config, work),
+        rows=sizes.inference_dp * _rows(config, work),
         prefill_token_s=forward_flops
         / (sizes.replica_gpus * card.bf16_flops * faster_products(config, card) * PREFILL_MFU),
         train_token_s=per_token,
@@ -97,12 +97,13 @@ def estimate_costs(
 
 
 def decode_speed(config: RunConfig, sizes: Sizes, engine: EngineWeights, card: Card, work: Work) -> DecodeSpeed:
-    """Estimate decode steps: each reads the dense weights, the experts that any row needs, and the caches.
+    """Estimate decode steps: each reads the dense weights, the experts that any row needs, and the caches. The
+    data-parallel parts of a replica have a share of its rows each, and their tokens are multiplied by all its experts.
 
     Args:
         engine: weights of one rank of a replica, of the fullest stage if it has several.
     """
-    model, tp, held = config.model, sizes.inference_tp, engine.parameters
+    model, tp, parts, held = config.model, sizes.inference_tp, sizes.inference_dp, engine.parameters
     layers, heads = model.num_layers, -(-model.num_query_groups // tp)
     share = (model.experts_per_token or 0) / (model.num_experts or 1)
     splits = key_splits(config.sequence_length)
@@ -115,17 +116,19 @@ def decode_speed(config: RunConfig, sizes: Sizes, engine: EngineWeights, card: C
     def seconds(rows: int) -> float:
         asked = 1 - (1 - share) ** rows  # share of the experts that any row needs, if all are chosen equally often
         read = sizes.inference_pp * (engine.dense_bytes + engine.expert_bytes * asked) / bytes_per_s
-        multiplied = sizes.inference_pp * rows * (held.dense + held.experts * share)
+        multiplied = sizes.inference_pp * rows * (held.dense / parts + held.experts * share)
         computed = 2 * multiplied / (card.bf16_flops * products * PREFILL_MFU)
         return max(read, computed) + beside
 
-    most = config.inference.max_batch
+    most = parts * config.inference.max_batch
     counts = sorted({1, most, *(2**power for power in range(1, most.bit_length()))})
     cached = 2 * cached_bytes(config) * layers * heads * model.head_size  # bytes per token
     length = work.prompt_tokens + work.lengths.mean / 2
     blocks = heads * min(splits, max(1.0, length / SPLIT_TOKENS))  # that read the keys and values of a row
     return DecodeSpeed(
-        tuple((rows, seconds(rows)) for rows in counts), cached / bytes_per_s, cached / (blocks * BLOCK_BYTES_PER_S)
+        tuple((rows, seconds(rows)) for rows in counts),
+        cached / parts / bytes_per_s,
+        cached / (blocks * BLOCK_BYTES_PER_S),
     )
 
 
@@ -147,7 +150,7 @@ def corrected(costs: Costs, by: Correction) -> Costs:
 
 
 def _rows(config: RunConfig, work: Work) -> int:
-    """Largest number of answers at once: bound by the rows of a replica and by its cache."""
+    """Largest number of answers at once: bound by the rows of a replica, or of a part of it, and by its cache."""
     pages, tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
     return max(1, min(config.inference.max_batch, int(pages * tokens / (work.prompt_tokens + work.lengths.mean))))
 

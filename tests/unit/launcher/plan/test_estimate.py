@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from launcher.plan.costs import Costs
 from launcher.plan.estimate import estimate_costs, estimate_work, usual_lengths
 from launcher.plan.placement import place
 from launcher.recipe.load import load_recipe
@@ -27,3 +28,17 @@ def test_weights_are_sent_if_the_generating_ranks_do_not_have_all_of_them(
     sizes = place(config.job, config.placement, 8, config.model).sizes
     costs = estimate_costs(config, sizes, 152064, CARDS[0], estimate_work(config, usual_lengths(config)))
     assert (costs.refit_s > 0) == travels
+
+
+def test_each_part_of_a_replica_decodes_as_many_answers_as_a_replica_of_one() -> None:
+    def costs(dp: int) -> Costs:
+        words = ["placement.mode=partitioned", "placement.inference.nodes=2", "placement.inference.tp=4"]
+        words += [f"placement.inference.dp={dp}", "inference.engine=vllm"]
+        config = load_recipe("qwen3-30b-a3b-dapo", words).config
+        sizes = place(config.job, config.placement, 8, config.model, "vllm").sizes
+        return estimate_costs(config, sizes, 152064, CARDS[0], estimate_work(config, usual_lengths(config)))
+
+    one, four = costs(1), costs(4)
+    assert four.rows == 4 * one.rows
+    assert one.decode.step_s(one.rows) / 4 < four.decode.step_s(four.rows) < 1.1 * one.decode.step_s(one.rows)
+    assert four.decode.read_s(four.rows) == pytest.approx(one.decode.read_s(one.rows) / 4)
