@@ -32,6 +32,11 @@ AT_ONCE = 1
 """The same if tokens get their version when they arrive. Others would wait in vLLM while weights are swapped."""
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of the front's own world, which vLLM's workers would mistake for theirs."""
+ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+EXPANDABLE = "expandable_segments"
+"""Setting of torch's allocator that the ranks may have, as with the shipped profile of H100s. vLLM's own all-reduce
+hands out the memory of recorded graphs in a way that such segments do not have: with it, and tp above 1, its workers
+exit with `custom_all_reduce.cuh: invalid argument`."""
 SHARE_TO_START = "0.01"
 """Share of a GPU that must be free when a vLLM beside training ranks starts. vLLM demands `gpu-memory-utilization` of
 it, also where the size of the cache is given and that option has no other effect; but the ranks' contexts,
@@ -282,6 +287,9 @@ def vllm_environment(
     step_limit_s: seconds that a step of the model may take before vLLM ends itself.
     """
     found = {name: value for name, value in environ.items() if name not in WORLD_VARIABLES}
+    for name in ALLOCATOR_VARIABLES & found.keys():
+        settings = [each for each in found.pop(name).split(",") if not each.strip().startswith(EXPANDABLE)]
+        found |= {name: ",".join(settings)} if settings else {}
     found["PYTHONPATH"] = ":".join([str(served.plugins), *filter(None, [environ.get("PYTHONPATH")])])
     # The cache of torch's compiler outlives vLLM. By default it is a folder with the user's name in TMPDIR.
     compiled = Path(environ.get("TMPDIR", "/tmp")) / f"torchinductor_{environ.get('USER') or os.geteuid()}"

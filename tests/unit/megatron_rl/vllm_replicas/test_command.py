@@ -146,6 +146,19 @@ def test_the_world_of_the_front_is_hidden_from_vllm() -> None:
     assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("of_ranks", "of_vllm"),
+    [
+        ("expandable_segments:True", None),
+        ("max_split_size_mb:512, expandable_segments:True", "max_split_size_mb:512"),
+        ("max_split_size_mb:512", "max_split_size_mb:512"),
+    ],
+)
+def test_the_allocator_of_vllm_has_no_expandable_segments(name: str, of_ranks: str, of_vllm: str | None) -> None:
+    assert vllm_environment({name: of_ranks}, SERVED, cpu=False).get(name) == of_vllm
+
+
 def test_a_vllm_over_nodes_is_told_its_node_and_where_the_first_one_is() -> None:
     layout = {"mode": "partitioned", "inference": {"nodes": 2, "tp": 2, "pp": 2}}
     config = run(placement=layout, job={"nodes": 4, "gpus_per_node": 2, "device": "cuda"})
