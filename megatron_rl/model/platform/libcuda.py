@@ -14,6 +14,9 @@ from functools import cache
 from typing import Any
 
 HANDLE_BYTES = 64
+BLOCK_BYTES = 2 << 20
+"""The driver takes smaller allocations from a block with others, and a handle shares the whole block, so NVIDIA's guide
+recommends multiples of this for memory that is shared."""
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that cuIpcOpenMemHandle takes
 
 
@@ -48,10 +51,10 @@ class CudaMemory:
         return f"GPU-{uuid.UUID(bytes=bytes(found))}"
 
     def allocate(self, size: int) -> int:
-        """Address of `size` new bytes."""
-        address = ctypes.c_uint64()
+        """Address of `size` new bytes, which share no block with others."""
+        address, whole = ctypes.c_uint64(), -(-size // BLOCK_BYTES) * BLOCK_BYTES
         with self._context():
-            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(whole))
         return address.value
 
     def free(self, address: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.model.platform.libcuda import HANDLE_BYTES, CudaFailed, CudaMemory
+from megatron_rl.model.platform.libcuda import BLOCK_BYTES, HANDLE_BYTES, CudaFailed, CudaMemory
 
 COMPILER = shutil.which("cc")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
@@ -25,7 +25,7 @@ SOURCE = """
 typedef int CUresult; typedef int CUdevice; typedef struct CUctx_st *CUcontext; typedef unsigned long long CUdeviceptr;
 typedef struct { char bytes[16]; } CUuuid;
 typedef struct { char reserved[64]; } CUipcMemHandle;
-int retained, depth, allocated, opened, flags_of_open; const char *fails = "";
+int retained, depth, allocated, opened, flags_of_open; size_t last_size; const char *fails = "";
 static CUresult call(const char *name) { return strcmp(name, fails) ? 0 : 2; }
 #define CALL if (call(__func__)) return 2
 #define CURRENT if (!depth) return 201
@@ -39,7 +39,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) { CALL; retained--; retur
 CUresult cuCtxPushCurrent_v2(CUcontext context) { CALL; depth++; return (size_t)context == 43 ? 0 : 1; }
 CUresult cuCtxPopCurrent_v2(CUcontext *context) { CALL; depth--; *context = 0; return 0; }
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) {
-    CALL; CURRENT; allocated++; *address = (CUdeviceptr)(size_t)malloc(size); return 0; }
+    CALL; CURRENT; allocated++; last_size = size; *address = (CUdeviceptr)(size_t)malloc(size); return 0; }
 CUresult cuMemFree_v2(CUdeviceptr address) { CALL; CURRENT; allocated--; free((void *)(size_t)address); return 0; }
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     CALL; CURRENT; memset(handle, 0, 64); memcpy(handle->reserved + 56, &address, 8); return 0; }
@@ -84,6 +84,13 @@ def test_exported_memory_is_opened_at_the_same_bytes_and_all_is_closed(library: 
     worker.close(opened)
     rank.free(address)
     assert counts(library) == dict.fromkeys(("retained", "depth", "allocated", "opened"), 0)
+
+
+def test_memory_to_share_has_whole_blocks_of_the_driver(library: Any) -> None:
+    memory = CudaMemory(3, library)
+    for size, whole in ((1, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES), (BLOCK_BYTES + 1, 2 * BLOCK_BYTES)):
+        memory.free(memory.allocate(size))
+        assert ctypes.c_size_t.in_dll(library, "last_size").value == whole
 
 
 def test_a_gpu_has_the_name_that_its_uuid_gives(library: Any) -> None:
