@@ -1,6 +1,6 @@
 """Seconds of the acts between generation and training where a vLLM and the ranks share devices: bytes over bandwidths.
 
-None was measured on a GPU. For Qwen2.5-32B in bf16 on 8 H100 the sum is 1.6 s with `placement.offload: optimizer`; verl
+None was measured on a GPU. For Qwen2.5-32B in bf16 on 8 H100 the sum is 1.9 s with `placement.offload: optimizer`; verl
 reports 14 to 18 s for a refit of that size, in which it gathers the shards of FSDP.
 """
 
@@ -40,7 +40,7 @@ def turn_seconds(config: RunConfig, sizes: Sizes, vocab: int, card: Card) -> dic
         "fetch": away / HOST_BYTES_PER_S,
         "measure": read_s,
         "wake weights": ASK_S + vllm.weights.bytes / MAP_BYTES_PER_S,
-        "send": ASK_S + 2 * COPIES * read_s + gathered_s(config, sizes, vocab),
+        "send": ASK_S + 2 * COPIES * read_s + gathered_s(config, sizes, vocab) + exchanged_s(config, sizes, vocab),
         "put away": away / HOST_BYTES_PER_S,
         "wake cache": ASK_S + vllm.cache.bytes / MAP_BYTES_PER_S,
         "probe": ASK_S + read_s,
@@ -51,14 +51,18 @@ def turn_seconds(config: RunConfig, sizes: Sizes, vocab: int, card: Card) -> dic
 
 
 def gathered_s(config: RunConfig, sizes: Sizes, vocab: int) -> float:
-    """Seconds in which a rank gets what its worker needs and other ranks hold; 0 if both have the same layout."""
-    size = WEIGHT_BYTES[config.model.dtype]
-    needed = weights(config.model, vocab, sizes.inference_tp).all
+    """Seconds in which a rank gets the parts of its worker's weights that other ranks hold. The workers of a vLLM take
+    whole weights, each an equal part of them, whatever they compute with."""
+    whole = weights(config.model, vocab).all
     own = weights(config.model, vocab, sizes.tp, sizes.pp, sizes.ep).all
-    if sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1:
-        return 0.0
     apart = sizes.training_nodes > 1 and sizes.tp * sizes.ep * sizes.pp > sizes.gpus_per_node
     far = apart or (sizes.training_nodes > 1 and sizes.pp > 1)  # stages are furthest apart
     link = NETWORK_BYTES_PER_S if far else LINK_BYTES_PER_S
-    missing = needed - min(needed, own) * (sizes.inference_tp >= sizes.tp)
-    return size * missing / (link * NETWORK_SHARE)
+    missing = (whole - own) / sizes.inference_tp
+    return WEIGHT_BYTES[config.model.dtype] * missing / (link * NETWORK_SHARE)
+
+
+def exchanged_s(config: RunConfig, sizes: Sizes, vocab: int) -> float:
+    """Seconds in which a worker gets the weights that the other workers of its vLLM have taken."""
+    whole, tp = weights(config.model, vocab).all, sizes.inference_tp
+    return WEIGHT_BYTES[config.model.dtype] * whole * (tp - 1) / tp / (LINK_BYTES_PER_S * NETWORK_SHARE)
