@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
@@ -27,6 +26,7 @@ from megatron_rl.model.hf_mapping import (
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.trainable import Trainable
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.adapters import check_whole
 from megatron_rl.recipe.errors import ConfigurationError
@@ -119,7 +119,7 @@ def fill(tensor: Tensor, weight: Weight, pieces: Iterable[TensorPiece], files: W
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-def weights_checksum(policy: Policy, model: ModelConfig, control: dist.ProcessGroup) -> str:
+def weights_checksum(policy: Policy, model: ModelConfig, control: Control) -> str:
     """Checksum of all weights except adapters, the same in every layout. Collective over all ranks, which are those of
     `control`. Of ranks with the same part, the first counts."""
     own = 0
@@ -129,8 +129,7 @@ def weights_checksum(policy: Policy, model: ModelConfig, control: dist.ProcessGr
             for piece in held.pieces():
                 own += checksum(piece.source.name, piece.view)
     total = torch.tensor([(own + 2**63) % 2**64 - 2**63])  # int64 adds modulo 2^64
-    dist.all_reduce(total, group=control)
-    return checksum_text(int(total))
+    return checksum_text(int(control.reduce(total)))
 
 
 def checksum(name: str, part: Tensor) -> int:

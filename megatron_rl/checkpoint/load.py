@@ -21,6 +21,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.trainable import load_part
+from megatron_rl.rank.control import Control
 
 logger = logging.getLogger(__name__)
 
@@ -37,25 +38,25 @@ class VerifiedCheckpoint:
     manifest: Manifest
 
 
-def published_steps(run_dir: RunDir, control: dist.ProcessGroup) -> list[int]:
+def published_steps(run_dir: RunDir, control: Control) -> list[int]:
     """Steps of published checkpoints, newest first, as rank 0 sees them. Collective over all ranks.
 
     Raises CheckpointError if there are none although the record of the run mentions one.
     """
-    found: list[list[int] | str | None] = [None]
-    if dist.get_rank() == 0:
+    found: list[int] | str = []
+    if control.rank == 0:
         steps = run_dir.checkpoint_steps()
         evidence = None if steps else evidence_of_a_checkpoint(run_dir)
-        found = [steps if evidence is None else evidence]
-    dist.broadcast_object_list(found, src=0, group=control)  # the ranks' caches of a network file system may differ
-    if not isinstance(found[0], list):
+        found = steps if evidence is None else evidence
+    found = control.share(found)  # the ranks' caches of a network file system may differ
+    if not isinstance(found, list):
         record = ", ".join(path.name for path in (run_dir.attempts_ledger, run_dir.metrics, run_dir.evaluations))
         raise CheckpointError(
-            f"{run_dir.checkpoints} holds no checkpoint, but {found[0]}: this run does not start over by itself. "
+            f"{run_dir.checkpoints} holds no checkpoint, but {found}: this run does not start over by itself. "
             "Restore the folder (is its file system mounted?), or start another run. To start this one over and lose "
             f"its record, delete {record}"
         )
-    return found[0]
+    return found
 
 
 def evidence_of_a_checkpoint(run_dir: RunDir) -> str | None:
@@ -74,7 +75,7 @@ def evidence_of_a_checkpoint(run_dir: RunDir) -> str | None:
 
 
 def restore_newest(
-    run_dir: RunDir, steps: Sequence[int], restore: Callable[[VerifiedCheckpoint], None], control: dist.ProcessGroup
+    run_dir: RunDir, steps: Sequence[int], restore: Callable[[VerifiedCheckpoint], None], control: Control
 ) -> VerifiedCheckpoint | None:
     """Restore the run from its newest good checkpoint. Collective over all ranks.
 
@@ -111,7 +112,7 @@ def restore_newest(
     return None
 
 
-def verify(folder: Path, control: dist.ProcessGroup) -> VerifiedCheckpoint:
+def verify(folder: Path, control: Control) -> VerifiedCheckpoint:
     """Read and hash all files of a checkpoint, each rank its share of them. Collective over all ranks.
 
     So every byte is read twice, here and by `read`. Hashing while loading would avoid that only if each rank read whole
@@ -120,13 +121,10 @@ def verify(folder: Path, control: dist.ProcessGroup) -> VerifiedCheckpoint:
     Raises:
         Damaged: a file is missing, cut short, unreadable or has other content; the same on every rank.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     manifest = _agree_on_manifest(folder, control)
-    share = sorted(manifest.files)[rank::world_size]
-    problems: list[str | None] = [None] * world_size
+    share = sorted(manifest.files)[control.rank :: control.size]
     mine = _defect_found_twice(lambda: find_corruption(folder, {name: manifest.files[name] for name in share}))
-    dist.all_gather_object(problems, mine, group=control)
-    if found := sorted(set(filter(None, problems))):
+    if found := sorted(set(filter(None, control.gather(mine)))):
         raise Damaged("; ".join(found))
     return VerifiedCheckpoint(folder, manifest)
 
@@ -187,7 +185,7 @@ def _defect_found_twice(check: Callable[[], str | None]) -> str | None:
     return check()
 
 
-def _agree_on_manifest(folder: Path, control: dist.ProcessGroup) -> Manifest:
+def _agree_on_manifest(folder: Path, control: Control) -> Manifest:
     found: list[Manifest | str | None] = [None]
 
     def check() -> str | None:
@@ -197,9 +195,9 @@ def _agree_on_manifest(folder: Path, control: dist.ProcessGroup) -> Manifest:
             found[0] = str(error)
         return found[0] if isinstance(found[0], str) else None
 
-    if dist.get_rank() == 0:
+    if control.rank == 0:
         _defect_found_twice(check)
-    dist.broadcast_object_list(found, src=0, group=control)
-    if not isinstance(found[0], Manifest):
-        raise Damaged(str(found[0]))
-    return found[0]
+    manifest = control.share(found[0])
+    if not isinstance(manifest, Manifest):
+        raise Damaged(str(manifest))
+    return manifest

@@ -19,8 +19,6 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_rl.checkpoint.checkpoint_writer import (
     CheckpointWriter,
     SaveFailed,
@@ -33,6 +31,7 @@ from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.contract.checkpoint_interval import SaveCost
 from megatron_rl.contract.manifest import CheckpointError, Manifest
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.save_section import SaveConfig
 
 
@@ -40,21 +39,18 @@ class Checkpointer:
     """Saves one run. Every rank creates one after init_process_group. Creation is collective and deletes debris of
     crashes from the checkpoints folder."""
 
-    def __init__(self, run_dir: RunDir, config: SaveConfig, control: dist.ProcessGroup) -> None:
-        """control: all ranks, over gloo. Raises CheckpointError if checkpoints that the record mentions are missing."""
+    def __init__(self, run_dir: RunDir, config: SaveConfig, control: Control) -> None:
+        """control: all ranks. Raises CheckpointError if checkpoints that the record mentions are missing."""
         self.run_dir = run_dir
         self.config = config
         self.control = control
-        rank = dist.get_rank()
-        if rank == 0:
+        if control.rank == 0:
             clean_up(run_dir)
         self._found = published_steps(run_dir, control)
-        session = [secrets.token_hex(4)]
-        dist.broadcast_object_list(session, src=0, group=control)
-        self._session = session[0]
+        self._session = control.share(secrets.token_hex(4))
         self._saves = 0  # calls of `save`; every rank counts the same
         self._copies = HostCopies()
-        self._writer = CheckpointWriter(run_dir, config, rank, dist.get_world_size())
+        self._writer = CheckpointWriter(run_dir, config, control.rank, control.size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: tuple[SaveInProgress, Future[SaveOutcome]] | None = None
         self._last: SaveOutcome | None = None

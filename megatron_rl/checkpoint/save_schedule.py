@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.attempt_records import LEDGER
 from megatron_rl.contract.checkpoint_interval import best_interval_s, failure_history
@@ -58,10 +56,8 @@ class SaveSchedule:
             return every > 0 and step % every == 0
         if step < self._next_check:
             return False
-        decision = [self._decide(step) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(decision, src=0, group=self._checkpointer.control)
-        assert decision[0] is not None
-        due, self._next_check = decision[0]
+        control = self._checkpointer.control
+        due, self._next_check = control.share(self._decide(step) if control.rank == 0 else (False, 0))
         return due
 
     # Each decision looks halfway to the next save, so that a pace which changes is noticed, and far from a save nothing

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_rl.model.platform.device import Device
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.rendezvous import meet
 from megatron_rl.rank.world import World
 from megatron_rl.recipe.errors import ConfigurationError
@@ -21,6 +22,27 @@ from megatron_rl.recipe.job import JobConfig, TrainingLayout
 
 FLIGHT_RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Number of collectives that the flight recorder keeps. The second name precedes torch 2.9, which warns about it."""
+
+
+_trees = count()  # control trees that this process has made, whose keys in the store must differ
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReplicas:
+    """Data-parallel replicas of the model: the ranks of one train on the same prompts."""
+
+    neighbours: int  # ranks of a replica in each pipeline stage, whose numbers follow one another
+    count: int
+    ranks: int
+
+    def of(self, rank: int) -> int:
+        """Return the replica of a rank: its data-parallel rank."""
+        return rank // self.neighbours % self.count
+
+    def members(self, replica: int) -> list[int]:
+        """Return the ranks of a replica, ascending."""
+        firsts = range(replica * self.neighbours, self.ranks, self.neighbours * self.count)
+        return [first + place for first in firsts for place in range(self.neighbours)]
 
 
 # With 8 ranks, tp 2 and pp 2, and so 2 replicas, megatron-core numbers the ranks of a tensor group in a row, then those
@@ -36,8 +58,7 @@ class Groups:
 
     world: dist.ProcessGroup  # all ranks, over the device's backend
     data: dist.ProcessGroup
-    """One rank of each replica, with the same part of the model and of each micro-batch. Replicas share the prompts and
-    sum normalisers over this group."""
+    """One rank of each replica, with the same part of the model and of each micro-batch. Replicas share the prompts."""
     context: dist.ProcessGroup  # ranks of a replica with the same part of the model, which share a micro-batch's tokens
     data_context: dist.ProcessGroup
     """Data by context: all ranks with the same part of the model, which sum its gradients."""
@@ -48,19 +69,16 @@ class Groups:
     """Ranks that share one copy of the model, tensor by pipeline, and process the same tokens. A replica has one such
     group per context-parallel rank."""
     expert: dist.ProcessGroup  # ranks with different tokens that share the experts of a layer
-    control: dist.ProcessGroup
-    """All ranks, always over gloo with CPU tensors: agreement to leave, tallies, objects. Waiting here synchronises no
-    device, and a timeout raises an exception, whereas NCCL's ends the process without an error file."""
+    control: Control  # all ranks, without a device: agreement to leave, tallies, objects
 
     @classmethod
     def from_megatron(cls, timeout: timedelta) -> Groups:
-        """Return the groups of megatron-core's parallel_state, and a control group with this timeout. Collective over
+        """Return the groups of megatron-core's parallel_state, and a control tree with this timeout. Collective over
         all ranks."""
         world = dist.group.WORLD
         assert world is not None, "torch.distributed is not initialized"
-        control = world
-        if dist.get_backend() == "nccl":  # a gloo world needs no second group
-            control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+        store = dist.PrefixStore(f"control/{next(_trees)}", _get_default_store())
+        control = Control.connect(store, dist.get_rank(), dist.get_world_size(), timeout)
         return cls(
             world=world,
             data=parallel_state.get_data_parallel_group(),
@@ -73,6 +91,10 @@ class Groups:
             expert=parallel_state.get_expert_model_parallel_group(),
             control=control,
         )
+
+    @property
+    def replicas(self) -> TrainingReplicas:
+        return TrainingReplicas(self.tensor.size() * self.context.size(), self.data.size(), self.control.size)
 
     @property
     def reports_losses(self) -> bool:
@@ -92,22 +114,8 @@ class Groups:
         return self.model.size() > 1 or self.context.size() > 1 or self.expert.size() > 1
 
 
-def gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """[ranks] tensors of one shape, one from each rank of the group. Collective."""
-    all_tensors = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(all_tensors, own, group=group)
-    return all_tensors
-
-
-def gathered_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    """[ranks] an object of each rank of the group. Collective."""
-    objects: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(objects, own, group=group)
-    return objects
-
-
 def connect(world: World, job: JobConfig, layout: TrainingLayout, backend: str, address: Path) -> Groups:
-    """Meet the other ranks (see rendezvous.meet), and make megatron-core's groups and the control group.
+    """Meet the other ranks (see rendezvous.meet), and make megatron-core's groups and the control tree.
 
     `job.collective_timeout_s` limits every collective. Raises ConfigurationError if `layout` does not divide the ranks.
     """

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.control import Control, largest
 from megatron_rl.rank.drain import DrainListener, fits
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.metrics.timeline import Timeline
@@ -47,7 +47,7 @@ class SafePoints:
         self.activity = activity
         self.drain = drain
         self.timeline = timeline
-        self._control: dist.ProcessGroup | None = None
+        self._control: Control | None = None
 
     def connect(self, groups: Groups) -> None:
         self._control = groups.control
@@ -86,14 +86,12 @@ class SafePoints:
         # signal, rank 0 does not, and the work needs 40 s more. `asked` is then set on all ranks, `urgent` on none, and
         # they go on. At the next safe point rank 0 knows of the request: it compares the 40 s with the deadline by its
         # own clock, and its `urgent` decides for all. Other ranks' clocks do not count: they could disagree.
-        first = dist.get_rank() == 0
+        first = self._control.rank == 0
         urgent = asked and (
             unfinished_s is None or (first and not fits(time.time(), self.drain.deadline(), unfinished_s))
         )
         with self.phase("wait"):
-            flags = torch.tensor([asked, urgent], dtype=torch.int32)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._control)
-            asked_anywhere, leave = flags.bool().tolist()
+            asked_anywhere, leave = self._control.any(asked, urgent)
         if asked_anywhere:
             self.drain.asked = True
             if first:
@@ -116,7 +114,7 @@ class SafePoints:
         found = torch.cat((own.new_tensor([self.drain.asked]), own))
         outer, self.activity.doing = self.activity.doing, HEARTBEAT_WAIT
         with self.timeline.phase("wait"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
+            found = self._control.reduce(found, largest)
         self.activity.doing = outer
         if found[0]:
             self.agree()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 
-import torch
 import torch.distributed as dist
 
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
@@ -91,7 +90,7 @@ def run_attempt(
         step = run.step if outcome == FINISHED else run.checkpointer.published
         once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, Outcome(outcome, step)))
     run.writer.close()
-    dist.barrier(groups.control)  # no rank leaves before the outcome is on disk
+    groups.control.barrier()  # no rank leaves before the outcome is on disk
     disconnect(platform)
     return outcome
 
@@ -153,12 +152,11 @@ def leave(run: Run, run_dir: RunDir) -> None:
     once more: the disk may have room by now.
     """
     finish_write(run.safe_points, run.checkpointer)
-    flag = torch.zeros(1, dtype=torch.int32)
+    control, due = run.groups.control, False
     # Rank 0 decides: the other ranks may not know yet whether a save failed.
-    if dist.get_rank() == 0 and run.step > run.checkpointer.newest and run.trainer.between_steps:
-        flag += time_to_save(run_dir, run.checkpointer, run.safe_points.drain)
-    dist.broadcast(flag, src=0, group=run.groups.control)
-    if flag.item():
+    if control.rank == 0 and run.step > run.checkpointer.newest and run.trainer.between_steps:
+        due = time_to_save(run_dir, run.checkpointer, run.safe_points.drain)
+    if control.share(due):
         begin_save(run)
         finish_write(run.safe_points, run.checkpointer)
 

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import torch.distributed as dist
-
 from megatron_rl.agent.api import Environment, TrainingSet
 from megatron_rl.agent.problem_digest import ProblemDigest, differences
 from megatron_rl.agent.prompts import check_characters
@@ -23,7 +21,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord, read
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.model.tokenizer import Tokenizer
-from megatron_rl.rank.groups import gathered_objects
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
@@ -93,17 +91,16 @@ def with_kept_functions(config: RunConfig, run_dir: RunDir) -> RunConfig:
     return config.model_copy(update={"grpo": config.grpo.model_copy(update=copies)})
 
 
-def check_lesson(lesson: Lesson, resumes: bool, control: dist.ProcessGroup) -> None:
+def check_lesson(lesson: Lesson, resumes: bool, control: Control) -> None:
     """Check the first rows, and the user's reward on an answer, before any model is built. Rank 0 does it for all.
 
     Raises ConfigurationError on all ranks.
     """
-    found: list[list[Fault]] = [[*faults(lesson, resumes)] if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(found, src=0, group=control)
-    for fault in found[0]:
+    found: list[Fault] = control.share([*faults(lesson, resumes)] if control.rank == 0 else [])
+    for fault in found:
         if not fault.certain:
             logger.warning("%s", fault.text)
-    if certain := [fault.text for fault in found[0] if fault.certain]:
+    if certain := [fault.text for fault in found if fault.certain]:
         raise ConfigurationError("; ".join(certain))
 
 
@@ -184,13 +181,13 @@ def digests_of(training_sets: Sequence[TrainingSet], only: str) -> dict[str, Pro
     return {each.environment or only: ProblemDigest.of(each.problems) for each in training_sets}
 
 
-def check_alike(problems: Mapping[str, ProblemDigest], control: dist.ProcessGroup) -> None:
+def check_alike(problems: Mapping[str, ProblemDigest], control: Control) -> None:
     """Raises RuntimeError on ranks whose problems differ from those of most ranks. Collective over all ranks.
 
     This is a crash, not a bad configuration: a file system that shows one node an older file catches up, and a node
     where it happens again is avoided. The other ranks, whose nodes are not to blame, leave when they lose these.
     """
-    of_ranks = gathered_objects(tuple(problems.items()), control)
+    of_ranks = control.gather(tuple(problems.items()))
     ((of_most, _),) = Counter(of_ranks).most_common(1)  # in a tie, the problems of the lowest rank
     if differing := differences(dict(of_most), problems):
         raise RuntimeError(

@@ -71,7 +71,7 @@ def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, models: Mo
     held, shared = weights_by_box(models.policy), config.shares_devices
     transfer = TransferRefit(
         BucketSender(held, here.groups.world, near=config.job.gpus_per_node) if shared else Sender(held),
-        dist.new_group(backend="gloo", timeout=timeout, group_desc="refit"),
+        here.groups.control.beside("refit", timeout),
         DEVICE if shared else offered(here.platform.backend),
         _control(config, pool),
         here.safe_points.poll,

@@ -14,9 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-import torch
-import torch.distributed as dist
-
 from megatron_rl.generate.refit.epoch import NoReplicaLeft
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import PoolControl
@@ -41,19 +38,19 @@ class Engines:
         control: on rank 0; None on other ranks.
         limit_s: seconds in which engines must start.
         """
-        self._control, self._group, self._safe_points = control, here.groups.control, here.safe_points
+        self._control, self._ranks, self._safe_points = control, here.groups.control, here.safe_points
         self._limit_s = limit_s
 
     def any_down(self) -> bool:
         """Whether an engine is not running. Collective."""
-        (down,) = self._agreed(self._control is not None and bool(self._control.down()))
+        (down,) = self._ranks.any(self._control is not None and bool(self._control.down()))
         return down
 
     def rest(self) -> None:
         """Have all engines leave the devices to the training ranks. They keep unfinished answers. Collective."""
         if self._control is not None:
             self._control.sleep()
-        self._agreed()
+        self._ranks.barrier()
 
     def start(self, replicas: int = 0) -> bool:
         """Start the engines that are not running, for which the devices must be free, and wait for them. Those that are
@@ -68,7 +65,7 @@ class Engines:
             missing = self._missing(replicas) if self._control is not None else ""
             late = time.monotonic() - began > self._limit_s
             runs = self._control is not None and bool(self._control.live())
-            asked, waits, late, runs = self._agreed(
+            asked, waits, late, runs = self._ranks.any(
                 self._safe_points.poll(), bool(missing), self._control is not None and late, runs
             )
             if asked:
@@ -102,12 +99,6 @@ class Engines:
         down = sorted(replica for replica, _ in self._control.down())
         absent = [f"replica {replica}" for replica in range(replicas) if replica not in there]
         return ", ".join([*absent, *(f"the engine of replica {replica}" for replica in down)])
-
-    def _agreed(self, *mine: bool) -> list[bool]:
-        """Whether each is true on any rank. Collective."""
-        flags = torch.tensor([*mine, False], dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in flags[:-1]]
 
 
 class TurnsRefit:

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.save_section import SaveConfig
 
 Seconds = tuple[float, float]  # blocked, total
@@ -40,7 +41,7 @@ def sharded(tensors: list[torch.Tensor]) -> dict[str, ShardedTensor]:
 
 
 def ours(folder: Path) -> Callable[[list[torch.Tensor]], Seconds]:
-    saver = Checkpointer(RunDir(folder), SaveConfig(keep=1), dist.group.WORLD)
+    saver = Checkpointer(RunDir(folder), SaveConfig(keep=1), Control(0, 1))
     steps = iter(range(1, 1_000_000))
 
     def turn(tensors: list[torch.Tensor]) -> Seconds:

@@ -37,6 +37,7 @@ from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_group import TransferGroup
 from megatron_rl.generate.vllm.share import Setting, WeightShare
 from megatron_rl.model.platform.select import select
+from megatron_rl.rank.control import Control
 
 CPU = torch.device("cpu")
 LAYER_BYTES = 4 * (512 * (1536 * 3 + 1024 + 512) + 512 * 512)
@@ -112,7 +113,7 @@ def rank_of(folder: Path, way: str, held: Mapping[Box, torch.Tensor]) -> Callabl
     def publish(version: int) -> None:
         if not joined:
             if way == "buckets":
-                joined.append(BucketGroup.join(epoch, 0, LIMIT, listener, control=dist.group.WORLD))
+                joined.append(BucketGroup.join(epoch, 0, LIMIT, listener, control=Control(0, 1)))
             else:
                 joined.append(TransferGroup.join(epoch, 0, LIMIT, listener))
             sender.connect(*joined)

@@ -24,6 +24,7 @@ from megatron_rl.generate.refit.bucket_receiver import BucketReceiver
 from megatron_rl.generate.refit.bucket_sender import BucketSender
 from megatron_rl.generate.refit.epoch import DEVICE, Epoch, Member
 from megatron_rl.generate.refit.plan import Box
+from megatron_rl.rank.control import Control
 
 device, folder = torch.device(sys.argv[1]), Path(sys.argv[2])
 epoch = Epoch(1, "", 0, "secret of " + str(folder), 1, (Member(0, 0, 1, DEVICE),), DEVICE)
@@ -38,7 +39,7 @@ if os.environ["RANK"] == "0":
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     held = {box: torch.empty(box.shape, dtype=box.dtype, device=device) for box in boxes}
-    group = BucketGroup.join(epoch, 0, timedelta(seconds=120), control=dist.group.WORLD)
+    group = BucketGroup.join(epoch, 0, timedelta(seconds=120), control=Control(0, 1))
     sender = BucketSender(held, dist.group.WORLD, half=4 << 20)
     sender.connect(group)
     for version in (1, 2):

@@ -8,6 +8,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,26 +21,34 @@ from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
 from megatron_rl.contract.manifest import Manifest
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.save_section import SaveConfig
 
 _CONTEXT = multiprocessing.get_context("forkserver")  # see conftest.py
 
 
 def checkpointer(folder: Path, **config: Any) -> Checkpointer:
-    return Checkpointer(RunDir(folder), SaveConfig(**config), world())
+    return Checkpointer(RunDir(folder), SaveConfig(**config), control())
 
 
 def load(
     folder: Path, sharded_state: dict[str, Any], data: dist.ProcessGroup, expert_data: dist.ProcessGroup | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Verify a checkpoint, and return its state and meta."""
-    return read(verify(folder, world()), sharded_state, data, expert_data)
+    return read(verify(folder, control()), sharded_state, data, expert_data)
 
 
 def world() -> dist.ProcessGroup:
-    """Gloo group of all ranks, like a control group."""
+    """Gloo group of all ranks."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+@cache
+def control() -> Control:
+    """Control tree of all ranks of this process's world."""
+    store = dist.PrefixStore("control", dist.distributed_c10d._get_default_store())
+    return Control.connect(store, dist.get_rank(), dist.get_world_size(), datetime.timedelta(seconds=30))
 
 
 def sharded_state(value: float, rank: int = 0, world_size: int = 1, rows: int = 64) -> dict[str, Any]:

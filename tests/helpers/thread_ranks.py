@@ -1,24 +1,23 @@
-"""A stand-in for torch.distributed in tests whose ranks are threads."""
+"""Ranks that are threads of one process."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
-import torch
+import torch.distributed as dist
+
+from megatron_rl.rank.control import Control
 
 
-class ThreadRanks:
-    """Stand-in for torch.distributed. Each rank is a thread, and passes its number as the group."""
+def on_threads(ranks: int, work: Callable[[Control], Any], timeout_s: float = 20.0) -> list[Any]:
+    """Do the work on every rank of a world, and return the results by rank."""
+    store = dist.HashStore()
 
-    ReduceOp = torch.distributed.ReduceOp
+    def rank(number: int) -> Any:
+        return work(Control.connect(store, number, ranks, timedelta(seconds=timeout_s)))
 
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=20)
-        self._parts: list[torch.Tensor] = [torch.empty(0)] * ranks
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any, group: int) -> None:
-        self._parts[group] = tensor.clone()
-        self._barrier.wait()
-        tensor.copy_(torch.stack(self._parts).amax(0))
-        self._barrier.wait()
+    with ThreadPoolExecutor(ranks) as threads:
+        return [*threads.map(rank, range(ranks))]

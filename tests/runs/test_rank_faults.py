@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from checkpoint_helpers import checkpointer, sharded_state, world
+from checkpoint_helpers import checkpointer, control, sharded_state
 from fault_injection import OLDER, ONCE, Clock, Fault, FaultyFiles, Operation, Tally, faults
 from simulated_run import Record, Simulation, recipe
 
@@ -94,7 +94,7 @@ def test_no_single_fault_makes_a_good_checkpoint_passed_over(tmp_path, groups, r
             Clock(patch)
             files = FaultyFiles(tmp_path, patch)
             files.fail(fault)
-            assert verify(saver.run_dir.checkpoint(20), world()).manifest.step == 20, fault
+            assert verify(saver.run_dir.checkpoint(20), control()).manifest.step == 20, fault
             return files.operations
 
     tally, operations = Tally(), verified(None)

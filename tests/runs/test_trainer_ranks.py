@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_rl.learn.rollout import exchange as exchange_module
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.stream import shares
 from megatron_rl.model.platform.select import select
-from megatron_rl.rank.groups import Groups, gathered
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.stats import Tally
 from megatron_rl.recipe.job import JobConfig
@@ -112,8 +111,7 @@ def moved(batch: RolloutBatch, run: Run) -> RolloutBatch:
     made = dict(zip(batch.positions, batch.groups, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_module, "NEGLIGIBLE_FLOPS", 0.0)
-        gather = partial(gathered, group=run.groups.control)
-        here = exchange_module.exchange(made, run.config, run.groups, lambda ordinal: Problem("", {}), gather)
+        here = exchange_module.exchange(made, run.config, run.groups, lambda ordinal: Problem("", {}))
     return replace(batch, groups=[*here.values()], positions=[*here])
 
 

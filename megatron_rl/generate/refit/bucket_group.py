@@ -5,18 +5,17 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Self
 
-import torch.distributed as dist
-
 from megatron_rl.generate.refit.bucket_channel import BucketChannel, BucketListener
 from megatron_rl.generate.refit.epoch import Epoch, Member, ReplicaLost, ReplicaStart, TransferFailed
 from megatron_rl.generate.refit.liveness import Listener
+from megatron_rl.rank.control import Control
 
 
 class BucketGroup:
     """One training rank's end, with its channel to its worker. What `TransferGroup` is for replicas elsewhere."""
 
-    def __init__(self, epoch: Epoch, rank: int, control: dist.ProcessGroup) -> None:
-        """control: all training ranks, over gloo; used by nothing else meanwhile."""
+    def __init__(self, epoch: Epoch, rank: int, control: Control) -> None:
+        """control: all training ranks; used by nothing else meanwhile."""
         self.epoch, self.rank = epoch, rank
         self.channel: BucketChannel | None = None
         """None if the front of this rank's device is not in the epoch."""
@@ -34,7 +33,7 @@ class BucketGroup:
         timeout: timedelta,
         listener: Listener | None = None,
         *,
-        control: dist.ProcessGroup,
+        control: Control,
     ) -> Self:
         """Wait for this rank's worker. Collective over the training ranks.
 
@@ -70,9 +69,7 @@ class BucketGroup:
 
     def gather(self, content: Any) -> list[Any]:
         """Contents of all training ranks. Collective."""
-        found: list[Any] = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(found, content, group=self._control)
-        return found
+        return self._control.gather(content)
 
     def agree(self, failure: str | None) -> None:
         """Raise ReplicaLost on all ranks if one has failed. Collective."""

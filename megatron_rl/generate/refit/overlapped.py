@@ -4,12 +4,12 @@
     ...            the next batch is awaited, scored and differentiated; checkpoints are written: all only read weights
     finish()       before an update changes the weights
 
-The thread has its own process groups: a control group over gloo, and the transfer group of an epoch. Gloo groups are
-independent: each has its own connections and buffers and waits on the host. NCCL operations occupy the device instead,
-and whatever waits for the device (for example an allocation that frees memory) waits for all groups. Two groups can
-thus deadlock if ranks reach them in different orders. Where `Device.transfers_beside_collectives` is false, all ranks
-reach them in one order: training ranks finish a transfer before their next collective, and a replica of several ranks
-samples nothing between joining an epoch and swapping (`generate/replica/leader.py`).
+The thread has its own connections: a control tree, and the transfer group of an epoch. Those over TCP are independent:
+each has its own buffers and waits on the host. NCCL operations occupy the device instead, and whatever waits for the
+device (for example an allocation that frees memory) waits for all groups. Two groups can thus deadlock if ranks reach
+them in different orders. Where `Device.transfers_beside_collectives` is false, all ranks reach them in one order:
+training ranks finish a transfer before their next collective, and a replica of several ranks samples nothing between
+joining an epoch and swapping (`generate/replica/leader.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,8 +81,7 @@ class ReshardedWeights:
         held, needed = parts_by_box(own.values()), parts_by_box(needs.values())
         # NCCL connects a group in its first collective, which all ranks must join; a round may involve only two.
         dist.all_reduce(torch.zeros(1, device=trained.device), group=groups.world)
-        of_ranks: list[Any] = [None] * dist.get_world_size(groups.control)
-        dist.all_gather_object(of_ranks, ([*held], [*needed]), group=groups.control)
+        of_ranks = groups.control.gather(([*held], [*needed]))
         once, always = lasting(plan_moves([boxes for boxes, _ in of_ranks], [boxes for _, boxes in of_ranks]))
         rank = dist.get_rank()
 

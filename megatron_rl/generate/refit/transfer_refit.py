@@ -10,8 +10,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_rl.generate.refit.bucket_group import BucketGroup
 from megatron_rl.generate.refit.bucket_sender import BucketSender
 from megatron_rl.generate.refit.epoch import (
@@ -28,6 +26,7 @@ from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import BackOff, PoolControl
 from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_group import TransferGroup
+from megatron_rl.rank.control import Control
 
 logger = logging.getLogger("megatron_rl")
 
@@ -40,7 +39,7 @@ class TransferRefit:
     def __init__(
         self,
         sender: Sender | BucketSender,
-        control: dist.ProcessGroup,
+        control: Control,
         transport: str,
         replicas: PoolControl | None,
         leaves: Callable[[], bool],
@@ -49,14 +48,14 @@ class TransferRefit:
     ) -> None:
         """
         sender: this rank's, of the transport.
-        control: all training ranks, over gloo; used by nothing else.
+        control: all training ranks; used by nothing else.
         transport: of tensors, that all training ranks have: see `gpu_calls.offered`; or `DEVICE`.
         replicas: on rank 0; None on other ranks.
         leaves: whether this rank was asked to leave; called about once a second while there is no replica.
         timeout: bounds every wait within a transfer.
         no_replica_timeout: time within which at least one replica must take a version.
         """
-        assert (replicas is not None) == (dist.get_rank(control) == 0)
+        assert (replicas is not None) == (control.rank == 0)
         self._sender = sender
         self._control = control
         self._transport = transport
@@ -97,7 +96,7 @@ class TransferRefit:
         while ready():
             if self._publish_to_some(policy_version, probe, sent):
                 return True
-            if any(self._gather(self._leaves() or self._aborted.is_set())):
+            if any(self._control.gather(self._leaves() or self._aborted.is_set())):
                 return False
             if self._decide(lambda: time.monotonic() > give_up):
                 raise NoReplicaLeft(
@@ -136,7 +135,7 @@ class TransferRefit:
                 if self._group is None or self._group.epoch != epoch:
                     self._on_all_ranks(partial(self._join, epoch))
                 self._on_all_ranks(lambda: self._sender.publish(version))
-                self.moved_bytes = sum(self._gather(self._sender.sent_bytes))
+                self.moved_bytes = sum(self._control.gather(self._sender.sent_bytes))
                 sent()
                 return bool(self._decide(lambda: self._swap(version, probe)))
             except TransferFailed as error:
@@ -171,7 +170,7 @@ class TransferRefit:
         self._number += 1
         self._listener = Listener()
         host, port = self._listener.address
-        ranks = dist.get_world_size(self._control)
+        ranks = self._control.size
         return Epoch(self._number, host, port, self._listener.secret, ranks, (*live,), self._transport)
 
     def _candidates(self) -> list[Member]:
@@ -184,7 +183,7 @@ class TransferRefit:
         listener, self._listener = self._listener, None
         if listener is None:  # not rank 0
             self.close()
-        rank = dist.get_rank(self._control)
+        rank = self._control.rank
         try:
             if epoch.backend == DEVICE:
                 self._group = BucketGroup.join(epoch, rank, self._timeout, listener, control=self._control)
@@ -222,14 +221,7 @@ class TransferRefit:
         self.close()
 
     def _decide(self, decision: Callable[[], Any]) -> Any:
-        decided = [decision() if self._replicas is not None else None]
-        dist.broadcast_object_list(decided, group_src=0, group=self._control)
-        return decided[0]
-
-    def _gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        return self._control.share(decision() if self._replicas is not None else None)
 
     def _on_all_ranks(self, work: Callable[[], None]) -> None:
         """Do the work on each rank. Raises TransferFailed on all ranks if it failed on one."""
@@ -238,5 +230,5 @@ class TransferRefit:
             work()
         except TransferFailed as error:
             failure = str(error)
-        if failures := [reason for reason in self._gather(failure) if reason is not None]:
+        if failures := [reason for reason in self._control.gather(failure) if reason is not None]:
             raise TransferFailed(failures[0])

@@ -10,7 +10,6 @@ group is begun beyond the batch, except the surplus of dynamic sampling, which i
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections import Counter
@@ -31,10 +30,9 @@ from megatron_rl.learn.rollout.curriculum import Curriculum
 from megatron_rl.learn.rollout.evaluation import scoring_progress
 from megatron_rl.learn.rollout.exchange import exchange
 from megatron_rl.learn.rollout.in_flight import InFlightGroups
-from megatron_rl.learn.rollout.step_advantages import gathered_bytes, of_positions, step_advantages
+from megatron_rl.learn.rollout.step_advantages import of_positions, step_advantages
 from megatron_rl.learn.rollout.stream import Mixture, shares
 from megatron_rl.learn.rollout.window import BatchChoice, State, Window
-from megatron_rl.rank.groups import gathered
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.names import OVERDUE_ANSWERS, PROMPT_TOO_LONG
 from megatron_rl.recipe.config import RunConfig
@@ -106,8 +104,8 @@ class RolloutDriver:
         with self._safe_points.phase("wait"):
             of_step = None
             if reads_batch(self._config.grpo):
-                of_step = step_advantages(taken.groups, self._config, self._gather)
-            trained = exchange(taken.groups, self._config, self._groups, self.prompts.problem, self._gather, of_step)
+                of_step = step_advantages(taken.groups, self._config, self._groups.control)
+            trained = exchange(taken.groups, self._config, self._groups, self.prompts.problem, of_step)
         failures: Counter[str] = Counter()
         for group in (*taken.groups.values(), *taken.passed_over):  # lost answers may be why a group has no signal
             failures.update(group.failures)
@@ -252,9 +250,6 @@ class RolloutDriver:
         for group in groups:
             if found := accuracies(group, self._config):
                 own[group.ordinal] = math.fsum(found) / len(found)
-        parts = gathered_bytes(json.dumps([*own.items()]).encode(), self._gather)
-        return {ordinal: accuracy for part in parts for ordinal, accuracy in json.loads(part)}
-
-    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """[ranks] the tensor of each rank. Collective. Not a safe point, because the batch is already settled."""
-        return gathered(own, self._groups.control)
+        # Not a safe point, because the batch is already settled.
+        parts = filter(None, self._groups.control.gather(own or None))
+        return {ordinal: accuracy for part in parts for ordinal, accuracy in part.items()}

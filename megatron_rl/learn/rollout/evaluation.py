@@ -7,7 +7,6 @@ from functools import partial
 from operator import itemgetter
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, ScoringAgent
 from megatron_rl.agent.scoring import RolloutLimits
@@ -58,9 +57,8 @@ def evaluate(
             counts[index] = torch.tensor([rewards.count(1.0), len(rewards)])
             for reason, lost in sorted(filter(itemgetter(1), response.failures.items())):
                 logger.warning("evaluation on %s: %d answers lost: %s", name, lost, reason)
-    dist.all_reduce(counts, group=groups.control)
     found: dict[str, float] = {}
-    for (name, problems), (right, answers) in zip(sets.items(), counts.tolist(), strict=True):
+    for (name, problems), (right, answers) in zip(sets.items(), groups.control.reduce(counts).tolist(), strict=True):
         if answers:
             found[f"eval/{name}/greedy_accuracy"] = right / answers
         if lost := len(problems) - int(answers):

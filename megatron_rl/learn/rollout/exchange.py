@@ -5,8 +5,8 @@
     driver -> one rank of another replica   a group assigned to that replica
     that rank, or the driver                -> the other ranks of the replica
 
-All groups that one rank sends to another travel in one message of bytes, over gloo. If each replica is one rank, its
-own driver, most groups stay where they are and cost nothing.
+A rank connects to those that it sends groups to, for this exchange. If each replica is one rank, its own driver, most
+groups stay where they are and cost nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 
-import torch
-import torch.distributed as dist
+import numpy as np
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
@@ -25,21 +24,25 @@ from megatron_rl.algorithms.balance import balance
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import Packing
 from megatron_rl.learn.rollout.encoding import decode_group, encode_group, joined, parted
-from megatron_rl.learn.rollout.step_advantages import Gather, of_positions
-from megatron_rl.rank.groups import Groups
+from megatron_rl.learn.rollout.step_advantages import of_positions
+from megatron_rl.rank.control import Control
+from megatron_rl.rank.groups import Groups, TrainingReplicas
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.flops import training_flops
 
 NEGLIGIBLE_FLOPS = 2e9
 """Floating-point operations that the slowest replica must save before any group moves. They are 30 ms of a CPU core,
 where messages take one or two; on a GPU they are negligible, as are steps that short."""
+_OFFER = np.dtype([("position", "<i4"), ("driver", "<i4"), ("cost", "<f8")])
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    position: int
-    cost: float  # floating-point operations of a training pass over it
-    driver: int  # rank of the driver
+class Offers:
+    """The drivers' groups, by position in the global batch."""
+
+    positions: Sequence[int]  # ascending
+    drivers: Sequence[int]  # rank of each group's driver
+    costs: Sequence[float]  # floating-point operations of a training pass over each group
 
 
 def exchange(
@@ -47,7 +50,6 @@ def exchange(
     config: RunConfig,
     groups: Groups,
     problem: Callable[[int], Problem],
-    gather: Gather,
     advantages: Mapping[int, Tensor] | None = None,
 ) -> dict[int, TrajectoryGroup]:
     """Return the groups that this rank's training replica trains on, by position, ascending. Collective over all ranks.
@@ -58,25 +60,22 @@ def exchange(
     Args:
         finished: groups of this rank's driver, by position in the global batch; empty on a rank that does not drive.
         problem: returns the problem of an ordinal.
-        gather: gathers a tensor over all ranks.
         advantages: those of all groups of the step, by position, if they depend on one another.
     """
     costs = [0.0] * len(finished)
-    if (replicas := groups.data.size()) > 1:
+    ranks = groups.replicas
+    if ranks.count > 1:
         # The slowest replica may have only groups of one rank. Balanced, it would keep its share of them and lose
         # (replicas - 1) / replicas, so below this sum no move saves NEGLIGIBLE_FLOPS.
-        negligible = NEGLIGIBLE_FLOPS * replicas / (replicas - 1)
+        negligible = NEGLIGIBLE_FLOPS * ranks.count / (ranks.count - 1)
         costs = group_costs([*finished.values()], config, of_positions(advantages, finished), negligible=negligible)
-    offers, replica_of = _offers(finished, costs, gather, config.grpo.prompts_per_step, groups.data.rank())
-    members = [[rank for rank, its in enumerate(replica_of) if its == number] for number in range(1 + max(replica_of))]
-    homes = [replica_of[offer.driver] for offer in offers]
-    assigned = balance([offer.cost for offer in offers], homes, len(members), negligible=NEGLIGIBLE_FLOPS)
-    routes = _routes(offers, [members[replica] for replica in assigned])
-    held = {**finished}
-    if any(routes):
-        held |= _send_along(routes, finished, groups.control, 1 + max(offer.position for offer in offers), problem)
-    own = replica_of[dist.get_rank(groups.control)]
-    return {offer.position: held[offer.position] for offer, its in zip(offers, assigned, strict=True) if its == own}
+    offers = _offers(finished, costs, groups.control)
+    homes = [ranks.of(driver) for driver in offers.drivers]
+    assigned = balance(offers.costs, homes, ranks.count, negligible=NEGLIGIBLE_FLOPS)
+    routes = _routes(offers, homes, assigned, ranks, groups.control.rank)
+    held = {**finished} | _send_along(routes, finished, groups.control, problem)
+    own = ranks.of(groups.control.rank)
+    return {position: held[position] for position, its in zip(offers.positions, assigned, strict=True) if its == own}
 
 
 def group_costs(
@@ -130,106 +129,86 @@ def _flops(config: RunConfig, tokens: int, pairs: int, predictions: int) -> floa
     )
 
 
-def _offers(
-    positions: Collection[int], costs: Sequence[float], gather: Gather, most: int, replica: int
-) -> tuple[list[Offer], list[int]]:
-    """Return all drivers' groups by position, ascending, and the training replica of every rank. Collective.
+def _offers(positions: Collection[int], costs: Sequence[float], control: Control) -> Offers:
+    """Return all drivers' groups. Collective.
 
     Args:
         positions: positions of this driver's groups.
         costs: their costs.
-        most: largest number of groups in the global batch.
-        replica: number of this rank's training replica.
     """
-    mine = torch.zeros(1 + most, 2, dtype=torch.float64)
-    rows = [(replica, len(costs)), *zip(positions, costs, strict=True)]
-    mine[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
-    offers, replica_of = [], []
-    for rank, ((its_replica, count), *its) in enumerate(table.tolist() for table in gather(mine)):
-        replica_of.append(int(its_replica))
-        offers += [Offer(int(position), cost, rank) for position, cost in its[: int(count)]]
-    return sorted(offers, key=lambda offer: offer.position), replica_of
+    own = np.empty(len(costs), _OFFER)
+    own["position"], own["driver"], own["cost"] = [*positions], control.rank, costs
+    table = np.frombuffer(control.join(own.tobytes()), _OFFER)
+    table = table[table["position"].argsort()]
+    return Offers(*(table[column].tolist() for column in ("position", "driver", "cost")))
 
 
-Routes = Mapping[tuple[int, int], Sequence[int]]
-"""(source rank, destination rank) -> positions of the groups sent, ascending."""
+@dataclass(frozen=True, slots=True)
+class GroupRoutes:
+    """Positions of the groups that one rank sends and receives, ascending."""
+
+    outgoing: defaultdict[int, list[int]]  # by destination
+    incoming: defaultdict[int, list[int]]  # by source
+
+    @classmethod
+    def empty(cls) -> GroupRoutes:
+        return cls(defaultdict(list), defaultdict(list))
 
 
-def _routes(offers: Sequence[Offer], trained_on: Sequence[Sequence[int]]) -> tuple[Routes, Routes]:
-    """Return the routes between replicas, and the routes within them that follow.
+def _routes(
+    offers: Offers, homes: Sequence[int], assigned: Sequence[int], ranks: TrainingReplicas, rank: int
+) -> tuple[GroupRoutes, GroupRoutes]:
+    """Return a rank's routes between replicas, and those within its replica that follow.
 
-    trained_on: ranks of each group's training replica.
+    homes, assigned: training replica of each group's driver, and that which trains on the group.
     """
-    between: dict[tuple[int, int], list[int]] = defaultdict(list)
-    within: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for offer, ranks in zip(offers, trained_on, strict=True):
-        holder = offer.driver
-        if holder not in ranks:
-            holder = ranks[0]
-            between[offer.driver, holder].append(offer.position)
-        for rank in ranks:
-            if rank != holder:
-                within[holder, rank].append(offer.position)
+    between, within = GroupRoutes.empty(), GroupRoutes.empty()
+    own = ranks.of(rank)
+    members = ranks.members(own)
+    for position, driver, home, replica in zip(offers.positions, offers.drivers, homes, assigned, strict=True):
+        if driver == rank and replica != home:
+            between.outgoing[ranks.members(replica)[0]].append(position)
+        if replica != own:
+            continue
+        holder = driver if home == own else members[0]
+        if holder != rank:
+            within.incoming[holder].append(position)
+            continue
+        if home != own:
+            between.incoming[driver].append(position)
+        for other in members:
+            if other != rank:
+                within.outgoing[other].append(position)
     return between, within
 
 
 def _send_along(
-    routes: Sequence[Routes],
+    routes: Sequence[GroupRoutes],
     finished: Mapping[int, TrajectoryGroup],
-    control: dist.ProcessGroup,
-    positions: int,
+    control: Control,
     problem: Callable[[int], Problem],
 ) -> dict[int, TrajectoryGroup]:
     """Send groups along one set of routes after the other, and return those that arrive here, by position. Collective.
 
     finished: groups of this rank's driver, by position.
-    positions: number of positions in the global batch.
     """
-    moving = {position for each in routes for moved in each.values() for position in moved}
-    messages = {position: joined(*encode_group(finished[position])) for position in sorted(moving & finished.keys())}
-    sizes = torch.zeros(positions, dtype=torch.int64)
-    for position, message in messages.items():
-        sizes[position] = len(message)
-    dist.all_reduce(sizes, group=control)
+    messages: dict[int, bytes] = {}
     arrived: dict[int, bytes] = {}
     for each in routes:
-        arrived |= _deliver(each, messages | arrived, sizes.tolist(), control)
+        for position in chain.from_iterable(each.outgoing.values()):
+            if position not in messages:
+                messages[position] = joined(*encode_group(finished[position]))
+        sent = {rank: [messages[position] for position in positions] for rank, positions in each.outgoing.items()}
+        try:
+            received = control.exchange(sent, {rank: len(positions) for rank, positions in each.incoming.items()})
+        except RuntimeError as error:
+            error.add_note("during the exchange of the step's groups")
+            raise
+        for rank, contents in received.items():
+            arrived |= zip(each.incoming[rank], contents, strict=True)
+        messages |= arrived
     found = {}
     for position, message in arrived.items():
         head, body = parted(message)
         found[position] = decode_group(head, body, problem(head["ordinal"]))
     return found
-
-
-def _deliver(
-    routes: Routes, messages: Mapping[int, bytes], sizes: Sequence[int], control: dist.ProcessGroup
-) -> dict[int, bytes]:
-    rank = dist.get_rank(control)
-    outgoing = {destination: positions for (source, destination), positions in routes.items() if source == rank}
-    incoming = {source: positions for (source, destination), positions in routes.items() if destination == rank}
-    sent = {
-        destination: torch.frombuffer(bytearray(b"".join(messages[each] for each in positions)), dtype=torch.uint8)
-        for destination, positions in outgoing.items()
-    }
-    received = {
-        source: torch.empty(sum(sizes[each] for each in positions), dtype=torch.uint8)
-        for source, positions in incoming.items()
-    }
-    transfers = [(f"to rank {other}", dist.isend(buffer, other, group=control)) for other, buffer in sent.items()]
-    transfers += [
-        (f"from rank {other}", dist.irecv(buffer, other, group=control)) for other, buffer in received.items()
-    ]
-    for where, work in transfers:
-        assert work is not None, "all ranks are in the control group"
-        try:
-            work.wait()
-        except RuntimeError as error:
-            error.add_note(f"during the exchange of the step's groups, {where}")
-            raise
-    return {
-        position: message.numpy().tobytes()
-        for source, positions in incoming.items()
-        for position, message in zip(
-            positions, received[source].split([sizes[each] for each in positions]), strict=True
-        )
-    }

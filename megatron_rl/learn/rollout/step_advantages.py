@@ -19,10 +19,9 @@ from torch import Tensor
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.answers import ScoredAnswers, fp64, scored_answers
 from megatron_rl.algorithms.credit import estimate
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.grpo import GrpoConfig
-
-Gather = Callable[[Tensor], list[Tensor]]  # a tensor of this rank -> [ranks] the tensor of each rank, all of one shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,13 @@ class Table:
         )
 
 
-def step_advantages(finished: Mapping[int, TrajectoryGroup], config: RunConfig, gather: Gather) -> dict[int, Tensor]:
+def step_advantages(finished: Mapping[int, TrajectoryGroup], config: RunConfig, control: Control) -> dict[int, Tensor]:
     """Return the advantages of all groups of the step, by position: [trajectories of the group] fp32. Collective.
 
     finished: groups of this rank's driver, by position in the global batch; empty on a rank that does not drive.
     """
     own = Table([*finished], scored_answers([*finished.values()], config))
-    parts = [Table.decoded(message) for message in gathered_bytes(own.encoded(), gather)]
+    parts = [Table.decoded(message) for message in control.gather(own.encoded())]
     return of_tables(parts, config.grpo)
 
 
@@ -102,14 +101,6 @@ def in_order(answers: ScoredAnswers, order: Sequence[int]) -> ScoredAnswers:
     group = place[answers.group]
     rows = group.argsort(stable=True)
     return replace(answers.each(lambda column: column[rows]), group=group[rows])
-
-
-def gathered_bytes(own: bytes, gather: Gather) -> list[bytes]:
-    """[ranks] the bytes of each rank, of any length. Collective."""
-    sizes = [int(size) for size in gather(torch.tensor([len(own)]))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    return [each[:size].numpy().tobytes() for each, size in zip(gather(padded), sizes, strict=True)]
 
 
 def of_positions(advantages: Mapping[int, Tensor] | None, positions: Iterable[int]) -> Tensor | None:

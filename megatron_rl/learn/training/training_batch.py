@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import chain, compress
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.scoring import UNDECIDED
@@ -22,7 +21,7 @@ from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.platform.device import Kernels
 from megatron_rl.model.policy import DTYPES
-from megatron_rl.rank.groups import Groups, gathered
+from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.metrics.stats import BatchStats, EnvironmentStats
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.flops import rows_per_token
@@ -168,18 +167,22 @@ class Agreed:
 
 
 def agree(parts: Sequence[UpdatePart], groups: Groups) -> list[Agreed]:
-    """Agree on normaliser and number of micro-batches of each update, over the ranks with the same part of the model.
-    Collective over all ranks; waits for no device."""
+    """Agree on normaliser and number of micro-batches of each update. Collective over all ranks; waits for no
+    device."""
     # The loss is a mean over the global batch, but micro-batches and ranks only add up: the divisor must be known
     # before the first micro-batch. Example: of two ranks, one has 300 trained tokens and the other 100. A mean on each
     # rank, and then of the two, would weigh the 100 three times as much; with the normaliser 400 all weigh 1/400.
     # The number of micro-batches must be known too, because ranks wait for one another within each: a rank that needs
     # fewer runs empty ones.
-    own = torch.tensor([[part.normaliser, float(len(part.bins))] for part in parts], dtype=torch.float64)
-    of_world = gathered(own, groups.control)
-    of_data = torch.stack([of_world[rank] for rank in dist.get_process_group_ranks(groups.data)])  # [ranks, updates, 2]
-    normalisers, counts = of_data[..., 0].sum(0).tolist(), of_data[..., 1].amax(0).int().tolist()
-    return [Agreed(count, normaliser) for count, normaliser in zip(counts, normalisers, strict=True)]
+    # All ranks of a replica have the same parts of the batch, so one of them counts for all.
+    own = [part.normaliser if groups.reports else 0.0 for part in parts] + [float(len(part.bins)) for part in parts]
+
+    def combine(rows: Tensor) -> Tensor:
+        return torch.cat((rows[:, : len(parts)].sum(0), rows[:, len(parts) :].amax(0)))
+
+    whole = groups.control.reduce(torch.tensor(own, dtype=torch.float64), combine).tolist()
+    normalisers, counts = whole[: len(parts)], whole[len(parts) :]
+    return [Agreed(int(count), normaliser) for count, normaliser in zip(counts, normalisers, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class CudaGraphs:
     them alive and in place (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 
     Graphs include NCCL's collectives, which its watchdog does not see then. If a rank is lost, the others learn it from
-    the control group (gloo) before their next step, and a rank that hangs in a collective is silent.
+    the control tree (rank/control.py) before their next step, and a rank that hangs in a collective is silent.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:

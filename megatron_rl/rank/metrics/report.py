@@ -6,10 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_rl.contract.attempt_records import TimelineLine
-from megatron_rl.rank.groups import gathered_objects
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.metrics.metric import StepReport
 from megatron_rl.rank.metrics.names import PROMPT_TOO_LONG, TIMED, metrics_of
 from megatron_rl.rank.metrics.stats import Tally
@@ -26,10 +24,9 @@ class AllAnswersLost(TaskFailed):
     """No answer of a step could be scored: the environment is broken, and the run would train on nothing."""
 
 
-def step_lines(
-    report: StepReport, timeline: Timeline, control: dist.ProcessGroup
-) -> tuple[dict[str, Any], TimelineLine]:
-    """Return the lines of a step for metrics.jsonl and the attempt's timeline, the same on every rank. Collective.
+def step_lines(report: StepReport, timeline: Timeline, control: Control) -> tuple[dict[str, Any], TimelineLine]:
+    """Return the lines of a step for metrics.jsonl and the attempt's timeline, the same on every rank, except that only
+    rank 0 knows the slowest ranks. Collective.
 
     report: statistics of this rank.
 
@@ -57,45 +54,49 @@ def step_lines(
         counts = ", ".join(f"{count} x {reason}" for reason, count in reasons)
         trace = _traceback_of(reasons[0][0], report, control) if reasons else ""
         raise AllAnswersLost(f"no answer of step {report.step} could be scored: {counts}", trace)
-    ranks = dist.get_world_size(control)
     line = timeline.line(reduced, report.step)
-    seconds = {name: line.seconds.get(name, 0.0) / ranks for name in TIMED}
+    seconds = {name: line.seconds.get(name, 0.0) / control.size for name in TIMED}
     of_all_ranks = replace(
-        report, stats=stats, dropped=dropped, failures=failures, components=components, ranks=ranks, seconds=seconds
+        report,
+        stats=stats,
+        dropped=dropped,
+        failures=failures,
+        components=components,
+        ranks=control.size,
+        seconds=seconds,
     )
     return metrics_of(of_all_ranks), line
 
 
-def _components(report: StepReport, control: dist.ProcessGroup) -> dict[str, tuple[float, int]]:
+def _components(report: StepReport, control: Control) -> dict[str, tuple[float, int]]:
     """Reward components of all ranks. Collective; called only if there are any.
 
     All ranks of a replica count its answers, so sums and counts are multiples of the true ones, and the means are
     right.
     """
-    gathered = gathered_objects(dict(report.components), control)
     found: dict[str, tuple[float, int]] = {}
-    for of_rank in gathered:
+    for of_rank in filter(None, control.gather(dict(report.components) or None)):
         for name, (total, answers) in of_rank.items():
             before, counted = found.get(name, (0.0, 0))
             found[name] = before + total, counted + answers
     return found
 
 
-def _of_all_ranks(report: StepReport, control: dist.ProcessGroup) -> tuple[dict[str, int], dict[int, str]]:
+def _of_all_ranks(report: StepReport, control: Control) -> tuple[dict[str, int], dict[int, str]]:
     """Failures and dropped ordinals of all ranks. Collective; called only if there are any."""
-    gathered = gathered_objects((dict(report.failures), dict(report.dropped)), control)
     failures: Counter[str] = Counter()
     dropped: dict[int, str] = {}
-    for of_rank in gathered:
+    own = (dict(report.failures), dict(report.dropped)) if report.failures or report.dropped else None
+    for of_rank in filter(None, control.gather(own)):
         failures.update(of_rank[0])
         dropped |= of_rank[1]
     return dict(sorted(_most_frequent(failures).items())), dict(sorted(dropped.items()))
 
 
-def _traceback_of(reason: str, report: StepReport, control: dist.ProcessGroup) -> str:
+def _traceback_of(reason: str, report: StepReport, control: Control) -> str:
     """Traceback of the task's code for a reason; empty if no rank has one. Collective."""
-    gathered = gathered_objects(dict(report.tracebacks), control)
-    known = (trace for of_rank in gathered for kind, trace in of_rank.items() if reason.startswith(kind))
+    of_ranks = control.gather(dict(report.tracebacks) or None)
+    known = (trace for of_rank in filter(None, of_ranks) for kind, trace in of_rank.items() if reason.startswith(kind))
     return next((trace for trace in known if trace), "")
 
 

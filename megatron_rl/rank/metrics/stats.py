@@ -10,8 +10,9 @@ from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from megatron_rl.rank.control import Control
 
 
 class Reduction(Enum):
@@ -22,10 +23,12 @@ class Reduction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A tally over all ranks, the same on each."""
+    """A tally over all ranks. All but `compared` is the same on each."""
 
     total: Mapping[str, float]  # name -> value over all ranks
-    of_ranks: Mapping[str, Tensor]  # name -> [ranks] values of the ranks, fp64
+    ranks: int
+    compared: Mapping[str, Tensor] | None = None
+    """Name -> [ranks] values of the ranks, fp64, for those that were put with `compare`. None except on rank 0."""
 
 
 class Tally:
@@ -34,6 +37,7 @@ class Tally:
     def __init__(self) -> None:
         self._values: dict[str, float | Tensor] = {}
         self._reductions: dict[str, Reduction] = {}
+        self._compared: dict[str, float] = {}
 
     def put(self, name: str, reduction: Reduction, value: float | Tensor) -> None:
         self._values[name] = value
@@ -43,19 +47,23 @@ class Tally:
         """Put a value that is summed over the ranks."""
         self.put(name, Reduction.SUM, value)
 
-    # An all-reduce may add in another order on another number of ranks or with another library: 1e16 + 1 - 1e16 is 0,
-    # and 1e16 - 1e16 + 1 is 1. The rows are a few hundred numbers, so each rank gets all of them and adds them itself.
-    # They also show which rank is slow (`timeline.slowest`).
-    def reduce(self, control: dist.ProcessGroup) -> Reduced:
-        """Return the values over all ranks of the gloo group `control`, in fp64. One all-gather: every rank sums in
-        rank order, so that all ranks see the same bits."""
-        mine = torch.tensor(self._floats(), dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(control))]
-        dist.all_gather(rows, mine, group=control)
-        table = torch.stack(rows)
-        over_ranks = {reduction: reduce(table, 0).tolist() for reduction, reduce in REDUCE.items()}
-        total = {name: over_ranks[reduction][i] for i, (name, reduction) in enumerate(self._reductions.items())}
-        return Reduced(total, dict(zip(total, table.T, strict=True)))
+    def compare(self, name: str, value: float) -> None:
+        """Put a value that is compared between the ranks."""
+        self._compared[name] = value
+
+    # The order of a sum matters: 1e16 + 1 - 1e16 is 0, and 1e16 - 1e16 + 1 is 1. Here it depends on the number of ranks
+    # alone, and all ranks get the same bits: up to eight are added in their order, more by parts of the tree.
+    def reduce(self, control: Control) -> Reduced:
+        """Return the values over all ranks, in fp64. One message."""
+        own = torch.tensor(self._floats(), dtype=torch.float64)
+        row = torch.tensor([*self._compared.values()], dtype=torch.float64)
+        whole, rows = control.reduce_and_list(own, self._combined, row)
+        compared = None if rows is None else dict(zip(self._compared, rows.T, strict=True))
+        return Reduced(dict(zip(self._values, whole.tolist(), strict=True)), control.size, compared)
+
+    def _combined(self, rows: Tensor) -> Tensor:
+        of_all = {reduction: reduce(rows, 0) for reduction, reduce in REDUCE.items()}
+        return torch.stack([of_all[reduction][place] for place, reduction in enumerate(self._reductions.values())])
 
     def _floats(self) -> list[float]:
         """Values on the host. Tensors of a device come in a single transfer."""

@@ -93,7 +93,7 @@ class Timeline:
         self._seconds[target] += moved
 
     def tally(self, tally: Tally) -> None:
-        """Add the seconds since the last call to `tally`. Also adds the ranks' times of day: their mean makes the
+        """Put the seconds since the last call into `tally`. Also adds the ranks' times of day: their mean makes the
         seconds of all ranks between two lines exactly the number of ranks times the difference."""
         self.switch(self._category)
         if self._first:
@@ -101,16 +101,19 @@ class Timeline:
         tally.add("timeline/at", self._since + self._offset)
         for name, seconds in self._seconds.items():
             tally.add(f"timeline/{name}", seconds)
+            if name in COMPARED:
+                tally.compare(name, seconds)
             self._seconds[name] = 0.0
 
     def line(self, reduced: Reduced, step: int, resumed: int | None = None) -> TimelineLine:
-        """Return the line of Attempt.timeline for a reduced tally. The first line also has the ranks' start.
+        """Return the line of Attempt.timeline for a reduced tally. The first line also has the ranks' start. Only rank
+        0 knows the slowest ranks.
 
         Args:
             resumed: step of the checkpoint that was loaded, for the line after the load.
         """
         first, self._first = self._first, False
-        total, ranks = reduced.total, len(reduced.of_ranks["timeline/at"])
+        total, ranks, compared = reduced.total, reduced.ranks, reduced.compared
         seconds = {name: total[f"timeline/{name}"] for name in CATEGORIES if total[f"timeline/{name}"]}
         return TimelineLine(
             at=total["timeline/at"] / ranks,
@@ -119,8 +122,8 @@ class Timeline:
             began=total["timeline/began"] / ranks if first else None,
             ranks=ranks if first else None,
             resumed=resumed,
-            slowest={name: slowest(reduced.of_ranks[f"timeline/{name}"], name) for name in COMPARED if name in seconds}
-            if ranks > 1
+            slowest={name: slowest(of_ranks, name) for name, of_ranks in compared.items() if name in seconds}
+            if ranks > 1 and compared is not None
             else None,
         )
 

@@ -21,6 +21,7 @@ from megatron_rl.generate.refit.bucket_channel import BucketChannel
 from megatron_rl.generate.refit.epoch import DEVICE, Epoch, Member
 from megatron_rl.generate.refit.plan import Box, Move, lasting, rounds_of
 from megatron_rl.generate.refit.transfer_group import Agreement
+from megatron_rl.rank.control import Control, Value
 from megatron_rl.rank.groups import Groups, cut, disconnect
 from megatron_rl.recipe.job import TrainingLayout
 
@@ -37,6 +38,7 @@ def alone_in(world: int, rank: int, layout: TrainingLayout) -> Iterator[Groups]:
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         with (
+            mock.patch.object(Control, "connect", lambda *_: LoneControl(rank, world)),
             mock.patch.object(dist, "all_gather_object", _gather_equal_objects),
             mock.patch.object(dist, "all_gather", _gather_equal_tensors),
             mock.patch.object(rank_refit, "plan_moves", lambda held, needed: []),  # other ranks' boxes are unknown
@@ -48,6 +50,13 @@ def alone_in(world: int, rank: int, layout: TrainingLayout) -> Iterator[Groups]:
             yield cut(layout, timedelta(minutes=1))
     finally:
         disconnect(None)
+
+
+class LoneControl(Control):
+    """Has no connections, so that what this rank sends is the result."""
+
+    def gather(self, own: Value) -> list[Value]:
+        return [own] * self.size
 
 
 class LoneSender:

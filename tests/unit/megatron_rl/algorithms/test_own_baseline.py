@@ -15,6 +15,7 @@ from megatron_rl.algorithms.answers import ScoredAnswers
 from megatron_rl.algorithms.credit import estimate, reads_batch
 from megatron_rl.algorithms.own_functions import check_baseline, own_baseline, sample_answers
 from megatron_rl.learn.rollout.step_advantages import step_advantages
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.grpo import GrpoConfig
 
@@ -80,7 +81,7 @@ def test_own_function_sees_the_answers_of_the_whole_step(tmp_path: Path) -> None
     config = tiny_run(grpo={"baseline": f"{tmp_path}/mine.py:advantages", "prompts_per_step": 3, "group_size": 4})
     assert reads_batch(config.grpo)
     groups = random_groups(3, 4, seed=5)
-    found = step_advantages(dict(enumerate(groups)), config, lambda own: [own])
+    found = step_advantages(dict(enumerate(groups)), config, Control(0, 1))
     for group, advantages in zip(groups, found.values(), strict=True):
         rewards = [answer.reward for answer in group.trajectories]
         tokens = [answer.answer_length for answer in group.trajectories]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from checkpoint_helpers import world
 
 from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart
@@ -19,6 +16,7 @@ from megatron_rl.contract.checkpoint_interval import SaveCost
 from megatron_rl.contract.codes import LOST
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.save_section import SaveConfig
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -31,6 +29,7 @@ def saved_steps(
     cost: SaveCost | None = None,
     pace: Any = 10.0,
     then: SaveCost | None = None,
+    control: Any = None,
     **save: Any,
 ) -> list[int]:
     """Steps that a run saves if its steps take `pace` seconds, or `pace(step)`.
@@ -40,7 +39,8 @@ def saved_steps(
         then: as known from the first save on.
     """
     now = 0.0
-    saver = SimpleNamespace(run_dir=RunDir(folder), config=SaveConfig(**save), control=world(), cost=cost)
+    control = control or Control(0, 1)
+    saver = SimpleNamespace(run_dir=RunDir(folder), config=SaveConfig(**save), control=control, cost=cost)
     schedule = SaveSchedule(saver, first, last, clock=lambda: now)  # type: ignore[arg-type]
     found = []
     for step in range(first + 1, last + 1):
@@ -92,28 +92,34 @@ def test_auto_follows_steps_that_grow_longer(tmp_path: Path) -> None:
         assert abs(took - 720) <= pace(later)
 
 
-def test_auto_broadcasts_a_few_times_between_two_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broadcasts = []
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, **more: broadcasts.append(args))
-    found = saved_steps(tmp_path, 1000, every="auto", then=SaveCost(3.0, 30.0))
+def test_auto_broadcasts_a_few_times_between_two_saves(tmp_path: Path) -> None:
+    broadcasts: list[Any] = []
+    found = saved_steps(tmp_path, 1000, control=noting(broadcasts), every="auto", then=SaveCost(3.0, 30.0))
     assert 0 < len(broadcasts) <= (math.log2(72) + 2) * len(found) < 200
 
 
-def test_ranks_that_measure_different_times_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def noting(shared: list[Any]) -> Any:
+    """Rank 0's control, which notes what it shares."""
+
+    def share(decision: Any) -> Any:
+        shared.append(decision)
+        return decision
+
+    return SimpleNamespace(rank=0, share=share)
+
+
+def test_ranks_that_measure_different_times_agree(tmp_path: Path) -> None:
     """Whatever its own clock says, each rank joins the broadcasts at the steps that rank 0 chose."""
 
-    def saved(rank: int) -> list[int]:
-        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    def saved(control: Any) -> list[int]:
+        rank = control.rank
         cost = SaveCost(3.0 + 10 * rank, 30.0)
-        return saved_steps(tmp_path, 400, every="auto", then=cost, pace=lambda step: 10.0 + 7.0 * rank * (step % 3))
+        pace = lambda step: 10.0 + 7.0 * rank * (step % 3)  # noqa: E731
+        return saved_steps(tmp_path, 400, control=control, every="auto", then=cost, pace=pace)
 
     broadcast: list[Any] = []
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda decision, **_: broadcast.append(decision[0]))
-    first = saved(rank=0)
+    first = saved(noting(broadcast))
     decisions = iter(broadcast)
-    monkeypatch.setattr(
-        dist, "broadcast_object_list", lambda decision, **_: operator.setitem(decision, 0, next(decisions))
-    )
-    assert saved(rank=1) == first
+    assert saved(SimpleNamespace(rank=1, share=lambda _: next(decisions))) == first
     assert list(decisions) == []
     assert len(first) > 3

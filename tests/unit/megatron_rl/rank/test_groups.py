@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,34 +12,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core import parallel_state
 from parsed import parsed
 
 from megatron_rl.model.platform.cuda_kernels import CudaKernels
-from megatron_rl.rank.groups import FLIGHT_RECORDER_VARIABLES, Groups, check_divides, disconnect, watch_collectives
+from megatron_rl.rank.groups import (
+    FLIGHT_RECORDER_VARIABLES,
+    TrainingReplicas,
+    check_divides,
+    disconnect,
+    watch_collectives,
+)
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.job import TrainingLayout
 
 ROOT = Path(__file__).parents[4]
 
 
-def test_an_nccl_world_gets_a_gloo_control_group_with_its_own_timeout(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control group works on CPU tensors, and no NCCL timeout ends it."""
-    backend = dist.get_backend
-    monkeypatch.setattr(dist, "get_backend", lambda group=None: backend(group) if group else "nccl")
-    made: list[Any] = []
-    new_group = dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options) or new_group(**options))
-    found = Groups.from_megatron(timedelta(seconds=7))
-    assert found.control is not found.world
-    assert dist.get_backend(found.control) == "gloo"
-    assert made[0]["timeout"] == timedelta(seconds=7)
-    flag = torch.ones(1)
-    dist.all_reduce(flag, group=found.control)
-    assert flag.item() == 1
-    dist.destroy_process_group(found.control)
+@given(tp=st.integers(1, 3), cp=st.integers(1, 2), dp=st.integers(1, 4), pp=st.integers(1, 3))
+def test_replicas_are_the_data_parallel_ranks_of_megatron_core(tp: int, cp: int, dp: int, pp: int) -> None:
+    order = parallel_state.RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    replicas = TrainingReplicas(tp * cp, dp, tp * cp * dp * pp)
+    for ranks in order.get_ranks("dp"):
+        assert [replicas.of(rank) for rank in ranks] == [*range(dp)]
+    of_ranks = [replicas.of(rank) for rank in range(replicas.ranks)]
+    for replica in range(dp):
+        assert replicas.members(replica) == [rank for rank, its in enumerate(of_ranks) if its == replica]
 
 
 def test_nccl_writes_its_records_into_the_attempts_folder_and_ends_no_rank_early(

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from core_helpers import quiet_safe_points
-from torch import Tensor
 
 from megatron_rl.contract.attempt_records import Drain
 from megatron_rl.contract.codes import HEARTBEAT_WAIT, MARGIN_S, SIGNALLED
@@ -65,33 +63,34 @@ def test_all_ranks_leave_if_one_was_asked(groups: Any, monkeypatch: pytest.Monke
     """Otherwise the others would wait for the one that left in their next collective."""
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
-    agreed = torch.tensor([1, 1], dtype=torch.int32)
-    monkeypatch.setattr(dist, "all_reduce", lambda flags, **_: flags.copy_(agreed))
+    monkeypatch.setattr(groups.control, "any", lambda *own: [True, True])
     with pytest.raises(LeaveAgreed):
         safe_points.agree()
     assert safe_points.drain.asked
 
 
-@pytest.mark.parametrize(("rank", "said"), [(0, [1, 1]), (3, [1, 0])], ids=["the first one", "another one"])
+@pytest.mark.parametrize(
+    ("rank", "said"), [(0, (True, True)), (3, (True, False))], ids=["the first one", "another one"]
+)
 def test_rank_0s_clock_decides_whether_there_is_time_to_finish(
-    rank: int, said: list[int], groups: Any, monkeypatch: pytest.MonkeyPatch
+    rank: int, said: tuple[bool, ...], groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hosts' clocks may differ, and one that is ahead would make all ranks leave too early."""
     safe_points = quiet_safe_points()
     safe_points.connect(groups)
-    flags: list[list[int]] = []
+    flags: list[tuple[bool, ...]] = []
 
-    def reduce(mine: Tensor, **_: Any) -> None:
-        flags.append(mine.tolist())
-        mine.zero_()
+    def any_of(*mine: bool) -> list[bool]:
+        flags.append(mine)
+        return [False, False]
 
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist, "all_reduce", reduce)
+    monkeypatch.setattr(groups.control, "rank", rank)
+    monkeypatch.setattr(groups.control, "any", any_of)
     monkeypatch.setattr(safe_points.drain, "deadline", lambda: time.time() + 10)
     safe_points.drain.asked = True
     safe_points.agree(unfinished_s=3600.0)
     safe_points.agree(unfinished_s=0.1)
-    assert flags == [said, [1, 0]]
+    assert flags == [said, (True, False)]
 
 
 def test_after_an_error_the_heartbeat_names_the_innermost_phase() -> None:

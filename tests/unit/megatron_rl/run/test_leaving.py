@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint_helpers import checkpointer, sharded_state, world
+from checkpoint_helpers import checkpointer, sharded_state
 from core_helpers import quiet_safe_points, tiny_run
 
 from megatron_rl.checkpoint import checkpoint_writer as writer_module
@@ -21,6 +21,7 @@ from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.rank.activity import Activity
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.metrics.writer import Writer
@@ -47,7 +48,7 @@ class Leaving:
             next_ordinal=0,
             trainer=SimpleNamespace(between_steps=True),
             safe_points=safe_points,
-            groups=SimpleNamespace(control=world()),
+            groups=SimpleNamespace(control=Control(0, 1)),
             checkpointer=saver,
             writer=Writer(),
             record=SimpleNamespace(sync=lambda: None),
@@ -137,13 +138,17 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
     run.record = SimpleNamespace(flush=lambda: None)
     run.generation = SimpleNamespace(end=lambda: None)
     events: list[tuple[str, bool]] = []
+
+    def meet() -> None:
+        events.append(("meets", attempt.outcome.exists()))
+
     for name, stand_in in {
         "read_config": lambda run_dir: tiny_run(),
         "select": lambda *args: SimpleNamespace(
             backend="gloo",
             kernels=SimpleNamespace(attention_kernels="a formula", graph_recorder=lambda *asked: None),
         ),
-        "connect": lambda *args: SimpleNamespace(control=world()),
+        "connect": lambda *args: SimpleNamespace(control=SimpleNamespace(barrier=meet)),
         "set_up": lambda *args: run,
         "train": lambda run: FINISHED,
         "save_metrics": lambda run: None,
@@ -151,9 +156,6 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
         "disconnect": lambda platform: events.append(("disconnects", attempt.outcome.exists())),
     }.items():
         monkeypatch.setattr(attempt_module, name, stand_in)
-    monkeypatch.setattr(
-        attempt_module.dist, "barrier", lambda group: events.append(("meets", attempt.outcome.exists()))
-    )
     activity, drain = Activity(attempt, published=False), DrainListener(attempt)
     run_attempt(RunDir(tmp_path), attempt, World(rank, 2, rank), activity, drain, Timeline())
     writes = rank == 0

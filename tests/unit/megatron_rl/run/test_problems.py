@@ -166,14 +166,13 @@ def test_a_single_environment_has_the_name_of_the_task() -> None:
     assert digests_of(several, "multi-task") == {"sums": digest, "puzzles": digest}
 
 
-def test_ranks_whose_problems_differ_from_most_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_whose_problems_differ_from_most_ranks_fail() -> None:
     others = [BEFORE, BEFORE]
 
-    def gathered(mine: Any, group: Any) -> list[Any]:
+    def gather(mine: Any) -> list[Any]:
         return [mine, *(tuple(each.items()) for each in others)]
 
-    monkeypatch.setattr(problems_module, "gathered_objects", gathered)
-    control: Any = None
+    control: Any = SimpleNamespace(gather=gather)
     with pytest.raises(
         RuntimeError, match=r"this rank has other training problems .*'sums': 1,499 problems instead of"
     ):

@@ -28,6 +28,7 @@ from megatron_rl.generate.refit.epoch import Epoch, ReplicaLost, TransferFailed
 from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
 from megatron_rl.model.policy import Policy
+from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.model import ModelConfig
 
 LIMIT = timedelta(seconds=30)
@@ -55,7 +56,7 @@ class Pair:
     def __init__(
         self,
         policy: Policy,
-        control: Any,
+        groups: Groups,
         model: ModelConfig = MODEL,
         limit: timedelta = LIMIT,
         of_worker: timedelta = LIMIT,
@@ -63,8 +64,8 @@ class Pair:
         self.epoch = device_epoch(1, [0], 1)
         self.worker = worker(model, VOCAB, timeout=of_worker)
         self.group: BucketGroup | None = None
-        self._control, self._limit = control, limit
-        self._sender = BucketSender(weights_by_box(policy), control, half=HALF)
+        self._control, self._limit = groups.control, limit
+        self._sender = BucketSender(weights_by_box(policy), groups.world, half=HALF)
         self._thread = ThreadPoolExecutor(1)
 
     def publish(self, version: int) -> Future[None]:
@@ -90,7 +91,7 @@ def pair(trained: Policy, groups: Any) -> Iterator[Callable[..., Pair]]:
     made = []
 
     def make(**limits: timedelta) -> Pair:
-        made.append(Pair(trained, groups.control, **limits))
+        made.append(Pair(trained, groups, **limits))
         return made[-1]
 
     yield make
@@ -113,7 +114,7 @@ def test_the_worker_gets_each_version_bit_for_bit_over_one_channel(pair: Any, tr
 def test_adapters_arrive_merged_with_every_version(fields: Any, platform: Any, groups: Any) -> None:
     model = tiny_model(**fields)
     policy = tiny_policy(platform, model)
-    both = Pair(policy, groups.control, model)
+    both = Pair(policy, groups, model)
     for version, epoch in ((1, both.epoch), (2, None)):
         stir(policy, 0.1, seed=version)
         publishing = both.publish(version)

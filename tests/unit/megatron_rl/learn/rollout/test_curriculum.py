@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from core_helpers import here_of, quiet_safe_points, tiny_run, trajectory
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from thread_ranks import ThreadRanks
+from thread_ranks import on_threads
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest, TrainingSet
 from megatron_rl.agent.keys import stable_key
@@ -33,7 +32,7 @@ from megatron_rl.learn.rollout.curriculum import Curriculum, CurriculumState, vi
 from megatron_rl.learn.rollout.driver import RolloutDriver
 from megatron_rl.learn.rollout.stream import Mixture
 from megatron_rl.learn.rollout.window import NOTHING_DRAWN
-from megatron_rl.rank import safe_points as safe_points_module
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.rollout import CurriculumConfig
 
@@ -216,10 +215,11 @@ def recipe(prompts: int, *, dynamic: bool, max_lag: int) -> RunConfig:
 
 @contextmanager
 def driver_of(
-    config: RunConfig, rank: int = 0, ranks: int = 1, after: RolloutBatch | None = None, step: int = 0
+    config: RunConfig, control: Control, after: RolloutBatch | None = None, step: int = 0
 ) -> Iterator[RolloutDriver]:
     """after: last batch of an earlier attempt."""
-    groups: Any = SimpleNamespace(control=rank)
+    groups: Any = SimpleNamespace(control=control)
+    rank, ranks = control.rank, control.size
     role: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     quiet = {"release_followers": lambda: None, "end_phase": lambda: None}
     engine: Any = SimpleNamespace(policy_version=0, busy_s=0.0, partial_answers=list, **quiet)
@@ -254,40 +254,19 @@ def collected(config: RunConfig, ranks: int, steps: int, resume_after: int | Non
     """[steps] prompt of every trained ordinal. resume_after: step after which new drivers continue."""
     batches: list[list[Any]] = [[None] * ranks for _ in range(steps)]
 
-    def drive(rank: int) -> None:
+    def drive(control: Control) -> None:
         last: RolloutBatch | None = None
         for part in filter(len, [range(resume_after or 0), range(resume_after or 0, steps)]):
-            with driver_of(config, rank, ranks, last, part.start) as driver:
+            with driver_of(config, control, last, part.start) as driver:
                 for step in part:
-                    last = batches[step][rank] = driver.collect(last.next_ordinal if last else 0)
+                    last = batches[step][control.rank] = driver.collect(last.next_ordinal if last else 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safe_points_module, "dist", ThreadRanks(ranks))
         patch.setattr(driver_module, "exchange", lambda groups, *_: groups)  # each rank keeps its own
-        patch.setattr(driver_module, "gathered", shared(ranks))
-        threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=30)
-    assert all(batch is not None for step in batches for batch in step)
+        on_threads(ranks, drive)
     for step in batches:
         assert len({json.dumps(batch.curriculum.to_json()) for batch in step}) == 1
     return [{g.ordinal: g.problem.prompt for batch in step for g in batch.groups} for step in batches]
-
-
-def shared(ranks: int) -> Any:
-    """Stand-in for `gathered`: the ranks are threads."""
-    barrier, slots = threading.Barrier(ranks), [None] * ranks
-
-    def gathered(own: Any, rank: int) -> Any:
-        slots[rank] = own
-        barrier.wait(10)
-        found = [*slots]
-        barrier.wait(10)
-        return found
-
-    return gathered
 
 
 @pytest.mark.parametrize(("dynamic", "max_lag"), [(False, 0), (True, 0), (False, 1), (False, 2)])

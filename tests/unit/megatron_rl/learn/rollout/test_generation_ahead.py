@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from bank_helpers import bank_in, rollout_driver
 from core_helpers import here_of, quiet_safe_points, tiny_run, trajectory
-from thread_ranks import ThreadRanks
+from thread_ranks import on_threads
 from waiting import until
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
@@ -23,7 +23,7 @@ from megatron_rl.learn.rollout import driver as driver_module
 from megatron_rl.learn.rollout.agent_loop import AgentThread
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.driver import RolloutDriver
-from megatron_rl.rank import safe_points as safe_points_module
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.recipe.config import RunConfig
 
@@ -77,12 +77,14 @@ async def refuse(request: GenerationRequest) -> None:
 
 @contextmanager
 def driver_of(
-    agent: Agent, config: RunConfig, folder: Path, rank: int = 0, ranks: int = 1, attempt: int = 1
+    agent: Agent, config: RunConfig, folder: Path, attempt: int = 1, control: Control | None = None
 ) -> Iterator[RolloutDriver]:
+    control = control or Control(0, 1)
+    rank, ranks = control.rank, control.size
     role: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
     inference: Any = SimpleNamespace(policy_version=0, busy_s=0.0, partial_answers=list, generate=refuse)
     refit: Any = SimpleNamespace(starved=False, finish=lambda: None)
-    groups: Any = SimpleNamespace(control=rank)
+    groups: Any = SimpleNamespace(control=control)
     bank = bank_in(folder, attempt, driver=rank, drivers=ranks)
     safe_points = quiet_safe_points()
     if ranks > 1:
@@ -98,7 +100,6 @@ def driver_of(
 
 @pytest.fixture(autouse=True)
 def _without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(1))
     monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)  # each rank keeps its own
 
 
@@ -166,24 +167,20 @@ def test_the_age_of_a_group_begun_while_a_step_trains_counts_from_the_weights_be
         assert (ordinals(third), dict(third.dropped)) == ([7, 8, 10], {9: "overdue"})
 
 
-def test_ranks_agree_on_the_batch_and_each_rolls_out_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_batch_and_each_rolls_out_its_share(tmp_path: Path) -> None:
     ranks, steps = 3, 4
-    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(ranks))
     agents = [Agent() for _ in range(ranks)]
     batches: list[list[RolloutBatch]] = [[] for _ in range(ranks)]
 
-    def drive(rank: int) -> None:
-        with driver_of(agents[rank], ahead(1), tmp_path, rank, ranks) as driver:
+    def drive(control: Control) -> None:
+        rank = control.rank
+        with driver_of(agents[rank], ahead(1), tmp_path, control=control) as driver:
             ordinal = 0
             for _ in range(steps):
                 batches[rank].append(driver.collect(ordinal))
                 ordinal = batches[rank][-1].next_ordinal
 
-    threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
+    on_threads(ranks, drive)
     for step, parts in enumerate(zip(*batches, strict=True)):
         assert sorted(ordinals(*parts)) == [*range(step * PROMPTS, (step + 1) * PROMPTS)]
         assert sorted(position for part in parts for position in part.positions) == [*range(PROMPTS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from core_helpers import here_of, quiet_safe_points, tiny_run, trajectory
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from thread_ranks import ThreadRanks
+from thread_ranks import on_threads
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
@@ -30,7 +29,7 @@ from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.driver import RolloutDriver
 from megatron_rl.learn.rollout.stream import PromptStream
 from megatron_rl.learn.rollout.window import NOTHING_DRAWN, Drawn
-from megatron_rl.rank import safe_points as safe_points_module
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.config import RunConfig
 
 PROBLEMS = [Problem(str(number), {"number": number}) for number in range(7)]
@@ -71,8 +70,9 @@ def driver_of(
     attempt: int = 1,
     next_ordinal: int = 0,
     drawn: Drawn = NOTHING_DRAWN,
+    control: Control | None = None,
 ) -> Iterator[RolloutDriver]:
-    groups: Any = SimpleNamespace(control=rank)
+    groups: Any = SimpleNamespace(control=control)
     done = {"release_followers": lambda: None, "end_phase": lambda: None}
     engine: Any = SimpleNamespace(policy_version=policy_version, busy_s=0.0, partial_answers=list, **done)
     role: Any = SimpleNamespace(index=rank, count=ranks, drives=True)
@@ -101,22 +101,17 @@ def collect(
     """[steps][ranks] batches."""
     batches: list[list[Any]] = [[None] * ranks for _ in range(steps)]
 
-    def drive(rank: int) -> None:
-        with driver_of(agent, config, rank, ranks, policy_version) as driver:
+    def drive(control: Control) -> None:
+        rank = control.rank
+        with driver_of(agent, config, rank, ranks, policy_version, control=control) as driver:
             ordinal = 0
             for step in range(steps):
                 batches[step][rank] = driver.collect(ordinal)
                 ordinal = batches[step][rank].next_ordinal
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safe_points_module, "dist", ThreadRanks(ranks))
         patch.setattr(driver_module, "exchange", lambda groups, *_: groups)  # each rank keeps its own
-        threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=30)
-    assert all(batch is not None for step in batches for batch in step)
+        on_threads(ranks, drive)
     return batches
 
 
@@ -203,7 +198,6 @@ def test_dynamic_batches_do_not_depend_on_the_ranks(dull: set[int], prompts: int
 def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver_has_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(1))
     monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     with driver_of(Agent(dull={0, 1, 2}), dynamic(4, 8), folder=tmp_path) as driver:
         batch = driver.collect(0)
@@ -215,7 +209,6 @@ def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver
 
 
 def test_a_step_of_surplus_groups_alone_has_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(1))
     monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     with driver_of(Agent(dull={*range(8)}), dynamic(4, 8)) as driver:
         assert ordinals([driver.collect(0)]) == [8, 9, 10, 11]
@@ -227,7 +220,6 @@ def test_a_step_of_surplus_groups_alone_has_no_round(monkeypatch: pytest.MonkeyP
 
 def test_surplus_groups_are_carried_into_the_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also if the process dies after the checkpoint between the two steps."""
-    monkeypatch.setattr(safe_points_module, "dist", ThreadRanks(1))
     monkeypatch.setattr(driver_module, "exchange", lambda groups, *_: groups)
     config = dynamic(4, 8, partial="regenerate")
     agent, again = Agent(dull={0, 1, 2}, long={8}), Agent(long={8})

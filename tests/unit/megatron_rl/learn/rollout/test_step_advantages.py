@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.answers import scored_answers
 from megatron_rl.algorithms.credit import estimate
-from megatron_rl.learn.rollout.step_advantages import Table, gathered_bytes, of_positions, of_tables
+from megatron_rl.learn.rollout.step_advantages import Table, of_positions, of_tables
 from megatron_rl.recipe.config import RunConfig
 
 STYLE = {"name": "arithmetic", "reward_weights": {"right": 1.0, "length": -0.1}}
@@ -56,19 +56,6 @@ def test_the_split_over_ranks_changes_no_bit(grpo: dict[str, Any], owners: list[
     assert [*split] == [*range(6)]
     assert torch.equal(torch.cat([*split.values()]), whole)
     assert whole.any()
-
-
-def test_messages_of_any_length_arrive_whole() -> None:
-    own = [b"", b"abc", b"\x00\xff" * 500]
-    padded = 1000
-
-    def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-        if tensor.dtype == torch.int64:
-            return [torch.tensor([len(each)]) for each in own]
-        assert len(tensor) == padded
-        return [torch.frombuffer(bytearray(each.ljust(padded, b"\x00")), dtype=torch.uint8) for each in own]
-
-    assert gathered_bytes(own[1], gather) == own
 
 
 def test_a_group_without_answers_has_no_advantages_but_its_place() -> None:

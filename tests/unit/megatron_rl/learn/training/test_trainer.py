@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from core_helpers import CPU, VOCAB, batch_of, build_run, random_groups, tiny_model, tiny_run
 from core_helpers import (
     trajectory as scored,
 )
+from thread_ranks import on_threads
 from torch import Tensor
 from transformers_witness import in_their_names, witness
 
@@ -25,6 +25,7 @@ from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.learn.training import trainer as trainer_module
 from megatron_rl.learn.training.trainer import GradientsNotFinite
 from megatron_rl.learn.training.training_batch import (
+    Agreed,
     TrainingBatch,
     UpdateBatch,
     agree,
@@ -34,6 +35,7 @@ from megatron_rl.learn.training.training_batch import (
 )
 from megatron_rl.model.platform.device import DeviceUse
 from megatron_rl.model.policy import Policy
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.metrics.stats import StepStats, Tally
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.flops import training_flops
@@ -538,22 +540,21 @@ def poisoned(run: Run) -> StepStats:
         hook.remove()
 
 
-def test_all_ranks_agree_on_the_normaliser_and_length_of_an_update(
-    platform: Any, groups: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_agree_on_the_normaliser_and_length_of_an_update(platform: Any) -> None:
     """Otherwise the gradient would depend on the number of ranks, and one rank would wait for another forever."""
-
-    def gather(of_ranks: list[Tensor], mine: Tensor, group: Any) -> None:
-        for table, times in zip(of_ranks, (9, 1, 9, 3), strict=True):  # ranks 0 and 2 have another part of the model
-            table.copy_(mine * times)
-
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
-    monkeypatch.setattr(dist, "all_gather", gather)
-    of_four: Any = SimpleNamespace(control=SimpleNamespace(size=lambda: 4), data=None)
     config = tiny_run(training={"tokens_per_microbatch": 1000})
     batch = training_batch_of(GROUPS, config)
     part = update_part(batch, range(len(batch.sequences)), config, platform.kernels)
-    (agreed,) = agree([part], of_four)
+
+    def agreed_of(control: Control) -> list[Agreed]:
+        """Agreement of two replicas of two ranks. The second has three times as much."""
+        times = (1, 1, 3, 3)[control.rank]
+        own = replace(part, normaliser=times * part.normaliser, bins=times * [*part.bins])
+        groups: Any = SimpleNamespace(control=control, reports=control.rank in (0, 2))
+        return agree([own], groups)
+
+    (agreed,), *others = on_threads(4, agreed_of)
+    assert others == 3 * [[agreed]]
     assert len(part.bins) == 1
     assert agreed.normaliser == 4 * part.normaliser > 0
     update = update_batch(part, agreed)

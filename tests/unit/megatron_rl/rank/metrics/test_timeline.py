@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.contract.attempt_records import SlowestRank, TimelineLine
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.metrics import timeline as module
 from megatron_rl.rank.metrics.stats import Reduced, Tally
 from megatron_rl.rank.metrics.timeline import CATEGORIES, COMPARED, Timeline, slowest
@@ -25,8 +26,7 @@ def line(timeline: Timeline, step: int = 1) -> TimelineLine:
     tally = Tally()
     timeline.tally(tally)
     total = {name: 2 * float(value) for name, value in tally._values.items()}
-    of_ranks = {name: torch.full((2,), float(value), dtype=torch.float64) for name, value in tally._values.items()}
-    return timeline.line(Reduced(total, of_ranks), step=step)
+    return timeline.line(Reduced(total, 2), step=step)
 
 
 def test_an_inner_phase_interrupts_the_outer_one(clock: list[float]) -> None:
@@ -93,15 +93,14 @@ def test_a_line_of_several_ranks_names_the_slowest_of_every_category_that_tells_
     with timeline.phase("train"):
         clock[0] += 5
     timeline.tally(tally)
-    of_ranks = {name: torch.tensor([float(value)] * 3) for name, value in tally._values.items()}
-    of_ranks["timeline/train"] = torch.tensor([5.0, 5.0, 7.0])
-    total = {name: float(values.sum()) for name, values in of_ranks.items()}
-    assert timeline.line(Reduced(total, of_ranks), step=1).slowest == {"train": SlowestRank(2, 7.0, 5.0)}
-    assert {*COMPARED} < {*CATEGORIES}
+    compared = {name: torch.tensor([value] * 3) for name, value in tally._compared.items()}
+    compared["train"] = torch.tensor([5.0, 5.0, 7.0])
+    total = {name: 3 * float(value) for name, value in tally._values.items()}
+    assert timeline.line(Reduced(total, 3, compared), step=1).slowest == {"train": SlowestRank(2, 7.0, 5.0)}
+    assert {*compared} == {*COMPARED} < {*CATEGORIES}
 
 
 def test_a_single_rank_has_no_slowest_one(clock: list[float]) -> None:
     timeline, tally = Timeline(), Tally()
     timeline.tally(tally)
-    of_ranks = {name: torch.tensor([float(value)]) for name, value in tally._values.items()}
-    assert timeline.line(Reduced({name: float(v) for name, v in of_ranks.items()}, of_ranks), step=1).slowest is None
+    assert timeline.line(tally.reduce(Control(0, 1)), step=1).slowest is None
