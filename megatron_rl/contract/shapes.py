@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections.abc import Collection
 from functools import partial
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
@@ -30,9 +31,24 @@ LARGEST_INT = 2**63  # larger numbers are damage, and would raise OverflowError 
 class Mismatch(ValueError):
     """A JSON value does not match its record type; the message says where and how."""
 
+    def __init__(self, how: str, place: str = "") -> None:
+        super().__init__(how, place)
+        self.how, self.place = how, place
 
-Reader = Callable[[Any, str], Any]
-"""Returns the value of a field, given the JSON value and its place in the record for a message. Raises Mismatch."""
+    def __str__(self) -> str:
+        joint = "" if not self.place else " " if self.how == MISSING else ": "
+        return f"{self.place}{joint}{self.how}"
+
+    def below(self, key: str) -> Mismatch:
+        """Return the same mismatch, seen from the object that has the value at `key`."""
+        return Mismatch(self.how, f"{key}.{self.place}" if self.place else key)
+
+
+MISSING = "is missing"
+REQUIRED = object()  # stands for the default of a field that has none
+
+Reader = Callable[[Any], Any]
+"""Returns the value of a field, given the JSON value. Raises Mismatch."""
 
 
 class Shape(NamedTuple):
@@ -41,8 +57,9 @@ class Shape(NamedTuple):
     rest: str | None  # field with all other keys
     keys: dict[str, str]  # field -> its key in the JSON; without `rest`
     types: dict[str, Any]  # field -> annotation; without `rest`
-    readers: dict[str, Reader]  # field -> check of its value; without `rest`
+    readers: list[tuple[str, Reader, Any]]  # key, check and default or REQUIRED of each field, in order; without `rest`
     defaults: dict[str, Any]
+    own_keys: frozenset[str]  # keys that are not among `rest`
 
 
 SHAPES: dict[Any, Shape] = {}
@@ -62,7 +79,7 @@ def record(
             other records and for lines that people read with their own tools.
         event: value of the key `event`, which distinguishes the kinds of lines of one file.
         keys: field -> its key in the JSON, if that is not a Python name.
-        rest: field, a dict[str, Any], with all keys that belong to no other field.
+        rest: the last field, a dict[str, Any], with all keys that belong to no other field.
     """
 
     def declare(kind: type[T]) -> type[T]:
@@ -70,8 +87,11 @@ def record(
         module = vars(sys.modules[kind.__module__])
         types = {field: _type(text, module) for field, text in named.__annotations__.items() if field != rest}
         names = {field: (keys or {}).get(field, field) for field in types}
-        readers = {field: _reader(its) for field, its in types.items()}
-        SHAPES[kind] = Shape(version, event, rest, names, types, readers, dict(named._field_defaults))
+        defaults = named._field_defaults
+        readers = [(names[field], _reader(its), defaults.get(field, REQUIRED)) for field, its in types.items()]
+        tags = {"version": version, "event": event}
+        own = frozenset(names.values()) | {tag for tag, its in tags.items() if its is not None}
+        SHAPES[kind] = Shape(version, event, rest, names, types, readers, dict(defaults), own)
         return kind
 
     return declare
@@ -95,7 +115,8 @@ def to_json(value: Any) -> dict[str, Any]:
 
 def from_json(kind: type[T], value: Any) -> T:
     """Return the record of a JSON object, ignoring unknown keys. Raises Mismatch."""
-    return _read_record(kind, value, "")
+    found: T = _read_record(kind, value)
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -121,45 +142,44 @@ def _plain_record(shape: Shape, value: Any) -> dict[str, Any]:
             plain[key] = _plain(item)
     if shape.rest is not None:
         others = _plain(getattr(value, shape.rest))
-        taken = sorted(set(others) & _own_keys(shape))
+        taken = sorted(shape.own_keys.intersection(others))
         if taken:
             raise Mismatch(f"{shape.rest}: {taken[0]} is the name of a field")
         plain.update(others)
     return plain
 
 
-def _own_keys(shape: Shape) -> set[str]:
-    own = set(shape.keys.values())
-    own.update(["version"] if shape.version is not None else [])
-    own.update(["event"] if shape.event is not None else [])
-    return own
-
-
-def _read_record(kind: Any, value: Any, name: str) -> Any:
+def _read_record(kind: Any, value: Any) -> Any:
     shape = SHAPES[kind]
     if not isinstance(value, dict):
-        raise _mismatch(name, "a JSON object", value)
+        raise _mismatch("a JSON object", value)
     if shape.version is not None:
-        _check_version(shape.version, value.get("version", 1), name)
+        _check_version(shape.version, value.get("version", 1))
     if shape.event is not None and value.get("event") != shape.event:
-        raise _mismatch(_below(name, "event"), repr(shape.event), value.get("event"))
-    given: dict[str, Any] = {}
-    for field, key in shape.keys.items():
-        if key in value:
-            given[field] = shape.readers[field](value[key], _below(name, key))
-        elif field in shape.defaults:
-            given[field] = copy.copy(shape.defaults[field])  # not shared with other records
-        else:
-            raise Mismatch(f"{_below(name, key)} is missing")
+        raise _mismatch(repr(shape.event), value.get("event")).below("event")
+    given: list[Any] = []
+    key = ""
+    try:
+        for key, read, default in shape.readers:
+            if key in value:
+                given.append(read(value[key]))
+            elif default is REQUIRED:
+                raise Mismatch(MISSING)
+            else:
+                given.append(copy.copy(default))  # not shared with other records
+    except Mismatch as error:
+        raise error.below(key) from None
     if shape.rest is not None:
-        own = _own_keys(shape)
-        given[shape.rest] = {key: item for key, item in value.items() if key not in own}
-    return kind(**given)
+        others = dict(value)
+        for key in shape.own_keys:
+            others.pop(key, None)
+        given.append(others)
+    return kind._make(given)
 
 
-def _check_version(known: int, found: Any, name: str) -> None:
+def _check_version(known: int, found: Any) -> None:
     if type(found) is not int or found < 1:
-        raise _mismatch(_below(name, "version"), "a whole number of at least 1", found)
+        raise _mismatch("a whole number of at least 1", found).below("version")
     if found > known:
         raise Mismatch(f"was written by a newer mrl (version {found}, this one knows {known})")
 
@@ -167,55 +187,69 @@ def _check_version(known: int, found: Any, name: str) -> None:
 def _reader(kind: Any) -> Reader:
     """Check of values of an annotation, made once: a record of rollouts has a million values."""
     if kind is Any:
-        return lambda value, name: value
+        return lambda value: value
     if kind in SHAPES:
         return partial(_read_record, kind)
     if kind in SCALARS:
         return partial(_read_scalar, kind)
     items = [_reader(argument) for argument in kind.__args__ if argument is not type(None)]
     if kind.__origin__ is Union:  # Optional
-        return lambda value, name: None if value is None else items[0](value, name)
-    return partial(_read_list, kind.__args__[0], items[0]) if kind.__origin__ is list else partial(_read_dict, items[1])
+        return lambda value: None if value is None else items[0](value)
+    last = kind.__args__[-1]
+    return partial(_read_list if kind.__origin__ is list else _read_dict, last, items[-1])
 
 
-def _read_list(kind: Any, read: Reader, value: Any, name: str) -> list[Any]:
+def _read_list(kind: Any, read: Reader, value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
-        raise _mismatch(name, "a list", value)
-    # Lists of tokens are long: where all items are of the type, two looks at the whole list find no fault either.
-    if type(value) is list and kind in SCALARS and set(map(type, value)) <= {kind}:
-        if kind in (str, bool) or not value:
-            return value
-        if kind is int and min(value) >= -LARGEST_INT and max(value) <= LARGEST_INT:
-            return value
-        if kind is float and all(map(math.isfinite, value)):
-            return value
-    return [read(item, _below(name, str(place))) for place, item in enumerate(value)]
+        raise _mismatch("a list", value)
+    if type(value) is list and _plain_values(kind, value):
+        return value
+    return [_read_below(str(place), read, item) for place, item in enumerate(value)]
 
 
-def _read_dict(read: Reader, value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise _mismatch(name, "a JSON object", value)
-    return {key: read(item, _below(name, key)) for key, item in value.items()}
+def _read_dict(kind: Any, read: Reader, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not set(map(type, value)) <= {str}:
+        raise _mismatch("a JSON object", value)
+    if _plain_values(kind, value.values()):
+        return value
+    return {key: _read_below(key, read, item) for key, item in value.items()}
+
+
+# Lists of tokens are long: where all items are of the type, two looks at the whole list find no fault either.
+def _plain_values(kind: Any, values: Collection[Any]) -> bool:
+    """Whether values are scalars of a type and in range, so that they need no further look."""
+    if kind not in SCALARS or not set(map(type, values)) <= {kind}:
+        return False
+    if kind in (str, bool) or not values:
+        return True
+    if kind is int:
+        return bool(min(values) >= -LARGEST_INT and max(values) <= LARGEST_INT)
+    return all(map(math.isfinite, values))
+
+
+def _read_below(key: str, read: Reader, value: Any) -> Any:
+    try:
+        return read(value)
+    except Mismatch as error:
+        raise error.below(key) from None
 
 
 SCALARS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 
-def _read_scalar(kind: Any, value: Any, name: str) -> Any:
+def _read_scalar(kind: Any, value: Any) -> Any:
     if kind in (bool, str) and isinstance(value, kind):
+        return value
+    if kind is float and type(value) is float and -math.inf < value < math.inf:
         return value
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     in_range = number and (isinstance(value, float) or abs(value) <= LARGEST_INT)
     if in_range and (kind is float or (kind is int and isinstance(value, int))):
         return kind(value)
-    raise _mismatch(name, SCALARS[kind], value)
+    raise _mismatch(SCALARS[kind], value)
 
 
-def _below(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
-def _mismatch(name: str, expected: str, value: Any) -> Mismatch:
+def _mismatch(expected: str, value: Any) -> Mismatch:
     names = {type(None): "null", bool: "true or false", str: "text", list: "a list", dict: "a JSON object"}
     found = names.get(type(value), "a number out of range or of the wrong type")
-    return Mismatch("{}expected {}, got {}".format(name + ": " if name else "", expected, found))
+    return Mismatch(f"expected {expected}, got {found}")
