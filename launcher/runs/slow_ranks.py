@@ -22,7 +22,7 @@ OFTEN = 18  # of these steps, in which the same rank, or node, must be slowest
 SHARE = 0.05
 """Share of the time of these steps that the others lose by it."""
 LONGEST_LINE = 4096
-"""Bytes of a line of the timeline; 1,500 if all categories have seconds."""
+"""Bytes of a line of the timeline; 2,000 if all categories have seconds and it has a total."""
 WAITING = ("generate", "reward", "wait")
 """Categories that compare nothing if the training ranks wait for answers from elsewhere."""
 

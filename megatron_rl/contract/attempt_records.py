@@ -231,6 +231,15 @@ class SlowestRank(NamedTuple):
 
 
 @record(version=None)
+class TimeTotal(NamedTuple):
+    """Sum over all lines of a timeline up to the one that has it, as `time_total.of_one_rank` counts them."""
+
+    seconds: dict[str, float]  # category -> seconds of one rank
+    known: float  # their sum
+    unknown: float  # seconds that no line accounts for
+
+
+@record(version=None)
 class TimelineLine(NamedTuple):
     """A line of timeline.jsonl: the stretch of time since the line before it. Written by rank 0; read by goodput and by
     exporters of the record."""
@@ -242,6 +251,7 @@ class TimelineLine(NamedTuple):
     ranks: int | None = None  # in the first line
     resumed: int | None = None  # in the first line after loading: step of the resumed checkpoint
     slowest: dict[str, SlowestRank] | None = None  # category -> its slowest rank; None: there is one rank only
+    total: TimeTotal | None = None  # in some lines
 
 
 @record(event="start")

@@ -10,8 +10,9 @@ import re
 import stat
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Callable, TypeVar, Union
+from typing import BinaryIO, Callable, TypeVar, Union
 
 T = TypeVar("T")
 AnyPath = Union[str, Path]
@@ -135,7 +136,19 @@ def once_there_is_room(path: AnyPath, write: Callable[[], T], patience: float = 
 
 def read_bytes(path: AnyPath) -> bytes:
     """Return the content of a regular file. Raises OSError, also for pipes and devices, which may have no end."""
-    return _again_if_stale(lambda: _read_bytes(str(path)))
+    return again_if_stale(lambda: _read_bytes(path))
+
+
+@contextlib.contextmanager
+def open_regular(path: AnyPath) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. Raises OSError as `read_bytes` does."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe waits for its writer
+    try:
+        _refuse_irregular(os.fstat(descriptor), str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
 
 
 def check_regular(path: AnyPath) -> None:
@@ -147,27 +160,12 @@ def check_regular(path: AnyPath) -> None:
 def names_in(folder: AnyPath) -> list[str]:
     """Return the names in a folder; none if it does not exist. Raises OSError."""
     try:
-        return _again_if_stale(lambda: [found.name for found in Path(folder).iterdir()])
+        return again_if_stale(lambda: [found.name for found in Path(folder).iterdir()])
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _read_bytes(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe waits for its writer
-    try:
-        _refuse_irregular(os.fstat(descriptor), path)
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(descriptor)
-
-
-def _refuse_irregular(found: os.stat_result, path: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", path)
-
-
-def _again_if_stale(read: Callable[[], T]) -> T:
+def again_if_stale(read: Callable[[], T]) -> T:
     """Read again after ESTALE: another node replaced the file while this one had it open, and its name leads to the new
     one."""
     try:
@@ -176,3 +174,13 @@ def _again_if_stale(read: Callable[[], T]) -> T:
         if error.errno != errno.ESTALE:
             raise
     return read()
+
+
+def _read_bytes(path: AnyPath) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def _refuse_irregular(found: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", path)

@@ -21,10 +21,12 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, LedgerLine, TimelineLine
 from megatron_rl.contract.codes import FINISHED, STOPPED
+from megatron_rl.contract.time_total import of_one_rank
 
 QUEUE, IMAGE, START_UP, WAIT, LOST, DRAIN = "queue", "image", "start-up", "wait", "lost", "drain"
 GENERATE = "generate"
@@ -41,18 +43,12 @@ class AttemptTrace(NamedTuple):
     """Times in the files of one attempt, in unix time; None: not recorded."""
 
     timeline: Sequence[TimelineLine] = ()
+    """Its lines; those between the first ones and a line that `covers` them may be left out."""
     image: float | None = None  # its image was available
     ready: float | None = None  # its nodes had been chosen, and the ranks were about to start
     asked: float | None = None  # it was asked to leave
     left: bool = False  # whether rank 0 recorded an outcome
     seen: float | None = None  # last sign of life of rank 0
-
-
-class Span(NamedTuple):
-    start: float
-    end: float
-    seconds: dict[str, float]  # category -> GPU-seconds of the GPUs that train; those that are 0 may be missing
-    generating: dict[str, float]  # the same of the GPUs that only generate
 
 
 class AttemptUsage(NamedTuple):
@@ -62,7 +58,6 @@ class AttemptUsage(NamedTuple):
     start: float
     end: float  # end of the charged time: of a running attempt, the last line of its timeline
     seconds: dict[str, float]  # GPU-seconds of each of CATEGORIES; without queue they sum to gpus * (end - start)
-    spans: list[Span] = []  # the same over time, without queue, oldest first
 
 
 class GpuUsage(NamedTuple):
@@ -117,6 +112,7 @@ def gpu_usage(
     starts = [line for line in ledger if isinstance(line, AttemptStart)] + ([queued] if queued else [])
     ends = {line.attempt: line for line in ledger if isinstance(line, AttemptEnd)}
     traced = [traces.get(start.attempt, AttemptTrace()) for start in starts]
+    kept = [*accumulate(reversed(traced[1:]), kept_before, initial=sys.maxsize)][::-1]
     usages: list[AttemptUsage] = []
     for place, (line, trace) in enumerate(zip(starts, traced)):
         last = place + 1 == len(starts)
@@ -131,11 +127,22 @@ def gpu_usage(
         gpus = line.gpus or line.ranks or _ranks(trace) or 0
         account = _Account(gpus, start, closed, line.generating)
         account.seconds[QUEUE] = gpus * (start - queued_at)
-        later = [step for step in map(_resumed, traced[place + 1 :]) if step is not None]
-        _charge_attempt(account, trace, min(later) if later else sys.maxsize, goes_on)
+        _charge_attempt(account, trace, kept[place], goes_on)
         number = None if line.attempt == IN_QUEUE else line.attempt
-        usages.append(AttemptUsage(number, gpus, queued_at, start, closed, account.seconds, account.spans))
+        usages.append(AttemptUsage(number, gpus, queued_at, start, closed, account.seconds))
     return GpuUsage(usages)
+
+
+def kept_before(kept: int, trace: AttemptTrace) -> int:
+    """Return the newest step of the attempt before the one of `trace` whose work was kept, given that of the latter: a
+    later attempt repeats the work after the step that it resumed from."""
+    resumed = _resumed(trace)
+    return kept if resumed is None else min(kept, resumed)
+
+
+def covers(line: TimelineLine, kept: int) -> bool:
+    """Whether a line has the total of all lines up to it, and none of their work was lost."""
+    return line.total is not None and line.step < kept
 
 
 def in_queue(job_id: str, submitted_at: float, gpus: int, now: float) -> AttemptStart:
@@ -150,44 +157,54 @@ class _Account:
         self.gpus, self.at, self.end = gpus, start, end
         self.generating = generating  # number of the GPUs that only generate
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
-        self.spans: list[Span] = []
 
     def until(self, at: float, category: str) -> None:
         apart = min(self.generating, self.gpus)
-        start, span = self.at, self._pass(at)
-        self._charge(start, {category: span * (self.gpus - apart)}, {category: span * apart})
+        span = self._pass(at)
+        self._add({category: span * (self.gpus - apart)}, {category: span * apart})
 
     def line(self, line: TimelineLine, ranks: int, fate: Mapping[str, str]) -> None:
         """Charge a line of the timeline. `fate` maps a category to the one that gets its seconds instead."""
-        # A line has seconds summed over the ranks that train, of the time since the previous line. 4 ranks that each
-        # trained for 6 s and generated for 3 s say {train: 24, generate: 12}, so recorded = 9. If 10 s have passed on
-        # the clock, the missing second of all GPUs is lost; if only 8 s, clocks differ and each entry shrinks by 8/9.
-        # With further GPUs that only generate, the ranks' seconds of generate are wait for the ranks and generate for
-        # those GPUs, and all their other seconds are wait for those GPUs. GPUs without a process always wait.
-        start, span = self.at, self._pass(line.at)
-        recorded = sum(line.seconds.values()) / ranks
-        known = min(span, recorded)
+        span = self._pass(line.at)
+        passed, known = of_one_rank(line.seconds, span, ranks)
+        self._charge(passed, known, span - known, ranks, fate)
+
+    def lines_up_to(self, line: TimelineLine, began: float, ranks: int) -> None:
+        """Charge a line of the timeline that has a total, and all lines before it, which began at `began`."""
+        assert line.total is not None
+        seconds, known, unknown = line.total
+        whole = self.at == began and line.at <= self.end
+        span = self._pass(line.at)
+        # Where clocks of hosts differ, the attempt began later or ended earlier than its lines say: each entry shrinks.
+        share = 1.0 if whole or not known + unknown else min(1.0, span / (known + unknown))
+        passed = {name: its * share for name, its in seconds.items()}
+        self._charge(passed, known * share, unknown * share if whole else span - known * share, ranks, {})
+
+    def _charge(
+        self, passed: Mapping[str, float], known: float, unknown: float, ranks: int, fate: Mapping[str, str]
+    ) -> None:
+        """Charge seconds of each rank: `passed` by category, `known` in all, and `unknown` ones."""
+        # Time on the clock that no line accounts for is lost: a line is missing. With further GPUs that only generate,
+        # the ranks' seconds of generate are wait for the ranks and generate for those GPUs, and all their other seconds
+        # are wait for those GPUs. GPUs without a process always wait.
         busy = min(ranks, self.gpus)
         apart = min(self.generating, self.gpus - busy)
         seconds: dict[str, float] = defaultdict(float)
         generating: dict[str, float] = defaultdict(float)
         seconds[fate.get(WAIT, WAIT)] += (self.gpus - busy - apart) * known
-        for name, its in line.seconds.items():
-            passed = its / ranks * (known / recorded) if recorded else 0.0
+        for name, its in passed.items():
             name = name if name in self.seconds else WAIT  # a newer version has more categories
             mine, theirs = (WAIT, GENERATE) if apart and name == GENERATE else (name, WAIT)
-            seconds[fate.get(mine, mine)] += passed * busy
-            generating[fate.get(theirs, theirs)] += passed * apart
-        seconds[LOST] += (self.gpus - apart) * (span - known)  # a line is missing
-        generating[LOST] += apart * (span - known)
-        self._charge(start, seconds, generating)
+            seconds[fate.get(mine, mine)] += its * busy
+            generating[fate.get(theirs, theirs)] += its * apart
+        seconds[LOST] += (self.gpus - apart) * unknown
+        generating[LOST] += apart * unknown
+        self._add(seconds, generating)
 
-    def _charge(self, start: float, seconds: Mapping[str, float], generating: Mapping[str, float]) -> None:
-        for part in (seconds, generating):
+    def _add(self, *parts: Mapping[str, float]) -> None:
+        for part in parts:
             for name, its in part.items():
                 self.seconds[name] += its
-        if self.at > start:
-            self.spans.append(Span(start, self.at, dict(seconds), dict(generating)))
 
     def _pass(self, at: float) -> float:
         at = min(max(at, self.at), self.end)
@@ -205,7 +222,12 @@ def _charge_attempt(account: _Account, trace: AttemptTrace, kept: int, goes_on: 
     if started is not None:
         account.until(started, START_UP)
     reached = _resumed(trace)
-    for line in trace.timeline:
+    lines = trace.timeline
+    covered = next((place for place in reversed(range(len(lines))) if covers(lines[place], kept)), None)
+    if covered is not None and began is not None:
+        account.lines_up_to(lines[covered], began, ranks)
+        reached, lines = lines[covered].step, lines[covered + 1 :]
+    for line in lines:
         account.line(line, ranks, dict.fromkeys(_repeated(line.step, reached, kept), LOST))
         reached = line.step
     if goes_on:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from launcher.host.record.accounting import AttemptTrace, GpuUsage, gpu_usage, in_queue, is_own
-from launcher.host.record.ledger import ends_in, read_ledger
+import sys
+from functools import partial
+
+from launcher.host.record.accounting import (
+    AttemptTrace,
+    GpuUsage,
+    covers,
+    gpu_usage,
+    in_queue,
+    is_own,
+    kept_before,
+)
+from launcher.host.record.ledger import ends_in, read_ledger, starts_in
 from megatron_rl.contract.attempt_records import Drain, Heartbeat, Marks, TimelineLine
 from megatron_rl.contract.paths import INFER, Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines, write
+from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, write
 from megatron_rl.contract.run_records import Owner, PlanRecord
+from megatron_rl.contract.tail import read_ends
 
 
 def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = False) -> GpuUsage:
@@ -15,7 +27,12 @@ def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = Fa
     ledger or a timeline cannot be read: without them used time would count as lost."""
     ledger = read_ledger(run, patience=0.0)
     ended = {end.attempt for end in ends_in(ledger) if is_own(end)}
-    traces = {line.attempt: _trace(run.attempt(line.attempt), line.attempt in ended) for line in ledger}
+    traces: dict[int, AttemptTrace] = {}
+    kept = sys.maxsize  # of the work of an attempt that is kept, the newest step: its traces are read from the end
+    for start in reversed(starts_in(ledger)):
+        trace = _trace(run.attempt(start.attempt), start.attempt in ended, kept)
+        kept = kept_before(kept, trace)
+        traces[start.attempt] = trace
     owner = if_readable(read(Owner, run.job)) if queued else None
     plan = if_readable(read(PlanRecord, run.plan)) if owner else None
     gpus = (plan.nodes + plan.spare_nodes) * plan.gpus_per_node if plan else 0
@@ -39,14 +56,14 @@ def _marks(attempt: Attempt) -> Marks:
     return if_readable(read(Marks, attempt.marks)) or Marks()
 
 
-def _trace(attempt: Attempt, ended: bool) -> AttemptTrace:
-    timeline = read_lines(TimelineLine, attempt.timeline)
-    if isinstance(timeline, Unreadable):
-        raise UnreadableRecord(str(timeline))
+def _trace(attempt: Attempt, ended: bool, kept: int) -> AttemptTrace:
+    lines = read_ends(TimelineLine, attempt.timeline, lambda line: line.resumed is not None, partial(covers, kept=kept))
+    if isinstance(lines, Unreadable):
+        raise UnreadableRecord(str(lines))
     marks, drain = _marks(attempt), if_readable(read(Drain, attempt.drain))
     beat = None if ended else if_readable(read(Heartbeat, attempt.heartbeat(0)))
     return AttemptTrace(
-        timeline=timeline.records,
+        timeline=lines,
         image=marks.image,
         ready=marks.ready,
         asked=drain.at if drain else None,

@@ -18,6 +18,7 @@ from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
 from megatron_rl.contract.files import once_there_is_room, write_atomic
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
+from megatron_rl.contract.time_total import RunningTotal
 from megatron_rl.contract.window_rules import Watch
 from megatron_rl.rank.metrics.names import check_name
 from megatron_rl.rank.metrics.wandb.mirror import Mirror
@@ -66,7 +67,7 @@ class MetricsWriter(Writer):
         from megatron_rl.rank.metrics.tensorboard import TensorBoard
 
         self._run_dir = run_dir
-        self._timeline = attempt.timeline
+        self._timeline, self._total = attempt.timeline, RunningTotal()
         self._left_out: set[str] = set()
         self._watch = Watch()
         for line in cut_back(run_dir.metrics, last_step if last_step > 0 else None):
@@ -103,7 +104,7 @@ class MetricsWriter(Writer):
 
     def timeline(self, line: TimelineLine) -> None:
         with self._optional("the timeline"):
-            append(self._timeline, line)
+            append(self._timeline, self._total.add(line))
 
     def sync(self) -> None:
         """Also flush TensorBoard's event queue: a killed run would lose events of steps that it never repeats."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, write
 from megatron_rl.contract.run_records import Owner, PlanRecord
+from megatron_rl.contract.time_total import RunningTotal
 from megatron_rl.rank.metrics import timeline
 
 
@@ -225,6 +226,10 @@ LINES = st.builds(
 )
 
 
+def with_totals(lines: Sequence[TimelineLine], every: int) -> list[TimelineLine]:
+    return [*map(RunningTotal(every).add, lines)]
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[list[AttemptStart | AttemptEnd], dict[int, AttemptTrace]]:
     """Attempts whose times come from clocks that agree on nothing."""
@@ -242,6 +247,7 @@ def runs(draw: st.DrawFn) -> tuple[list[AttemptStart | AttemptEnd], dict[int, At
         if lines:
             more = draw(st.sampled_from([{}, {"ranks": 3}, {"began": 50.0, "ranks": 8, "resumed": 3}]))
             lines[0] = lines[0]._replace(**more)
+        lines = with_totals(lines, draw(st.integers(1, 4)))
         facts = {name: draw(maybe) for name in ("image", "ready", "asked", "seen")}
         traces[attempt] = AttemptTrace(lines, left=draw(st.booleans()), **facts)
     return ledger, traces
@@ -258,10 +264,44 @@ def test_the_sums_hold_and_nothing_is_negative_whatever_the_clocks_say(run, now,
         held = sum(seconds for name, seconds in row.seconds.items() if name != "queue")
         assert held == pytest.approx(row.gpus * (row.end - row.start))
         assert row.seconds["queue"] == pytest.approx(row.gpus * (row.start - row.queued_at))
-        assert all(before.end == after.start for before, after in pairwise(row.spans))
-        spent = [seconds for span in row.spans for part in span[2:] for seconds in part.values()]
-        assert (sum(spent), min(spent, default=0.0) >= 0) == (pytest.approx(held), True)
     assert sum(usage.total.values()) == pytest.approx(sum(sum(row.seconds.values()) for row in usage.attempts))
+
+
+@given(
+    spans=st.lists(st.tuples(st.floats(0.0, 9.0), LINES), min_size=1, max_size=30),
+    every=st.integers(1, 9),
+    resumed=st.integers(0, 31),
+    gpus=st.integers(1, 8),
+    generating=st.integers(0, 9),
+)
+def test_what_is_read_from_the_end_counts_as_much_as_the_whole_timeline(
+    tmp_path_factory, spans, every, resumed, gpus, generating
+):
+    run = RunDir(tmp_path_factory.mktemp("run"))
+    facts = {"gpus": gpus, "generating": generating}
+    at, lines = 100.0, []
+    for step, (span, one) in enumerate(spans):
+        at += span
+        lines.append(one._replace(at=at, step=step))
+    lines[0] = lines[0]._replace(began=100.0, ranks=3, resumed=0)
+    ledger = [
+        start(1, 90.0, **facts),
+        end(1, at + 5.0, "crashed"),
+        start(2, at + 9.0, **facts),
+        end(2, at + 99, "lost"),
+    ]
+    second = [line(at + 20.0, resumed, {"began": at + 10.0, "ranks": 3, "resumed": resumed})]
+    for entry in ledger:
+        append(run.attempts_ledger, entry)
+    for number, its in ((1, with_totals(lines, every)), (2, second)):
+        run.attempt(number).folder.mkdir(parents=True)
+        for entry in its:
+            append(run.attempt(number).timeline, entry)
+    whole = gpu_usage(ledger, {1: AttemptTrace(lines), 2: AttemptTrace(second)}, now=1e4)
+    found = read_usage(run, now=1e4)
+    for mine, theirs in zip(found.attempts, whole.attempts, strict=True):
+        assert mine.seconds == pytest.approx(theirs.seconds, abs=1e-9)
+        assert mine[:5] == theirs[:5]
 
 
 def test_the_ranks_record_under_the_same_names():
