@@ -12,9 +12,8 @@ from launcher.errors import BadInput
 from launcher.job.directories import disk_errors
 from launcher.recipe.changes import CHANGEABLE, Change, changes, differing, with_remarks
 from launcher.recipe.load import Recipe, read_resolved, recorded_evaluation
-from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import ABSENT, Unreadable, read_lines
+from megatron_rl.contract.records import ABSENT, Unreadable
 from megatron_rl.recipe.section import flat
 
 
@@ -95,8 +94,12 @@ def _changes(run: RunDir, recipe: Recipe) -> list[Change]:
 def has_work(run: RunDir) -> bool:
     if any(path.exists() for path in (run.done, run.fork)) or any(run.root.glob(f"{run.evaluation.stem}.*")):
         return True
-    metrics = read_lines(MetricsLine, run.metrics)
-    if isinstance(metrics, Unreadable) or metrics.records or metrics.damaged:  # what cannot be read counts as work
+    try:
+        if run.metrics.stat().st_size:
+            return True
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError:  # what cannot be read counts as work
         return True
     return any(step > 0 for step in run.checkpoint_steps())
 

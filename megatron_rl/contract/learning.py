@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf, sqrt
+from itertools import accumulate
+from math import sqrt
+from operator import mul
 from typing import Callable, Generic, NamedTuple, TypeVar
 
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -68,31 +70,47 @@ def numbers(lines: Iterable[MetricsLine], name: str) -> list[float]:
 class Recent:
     """The newest steps of a record, at most WINDOW, and the mean rewards of all steps."""
 
-    def __init__(self) -> None:
-        self.lines: deque[MetricsLine] = deque(maxlen=WINDOW)
+    def __init__(
+        self,
+        lines: Iterable[MetricsLine] = (),
+        rewards: Iterable[float] = (),
+        best: tuple[float, float, int] | None = None,
+        varied: bool = False,
+    ) -> None:
+        """
+        lines: newest lines so far.
+        rewards: mean rewards of all steps so far that have one.
+        """
+        self.lines: deque[MetricsLine] = deque(lines, maxlen=WINDOW)
         self._values: dict[str, list[float]] = {}
-        self.rewards = [(0.0, 0.0)]  # sums of the first 0, 1, 2, ... mean rewards, and of their squares
-        self.best = (-inf, 0.0, 0)
-        """Largest mean reward of WINDOW steps, its standard error, and the step that completed it."""
-        self.varied = False  # whether the answers of any step have had different rewards
+        self.rewards = [*rewards]
+        # Of the first 0, 1, 2, ... rewards:
+        self._sums = [*accumulate(self.rewards, initial=0.0)]
+        self._squares = [*accumulate(map(mul, self.rewards, self.rewards), initial=0.0)]
+        self.best = best
+        """Largest mean reward of WINDOW steps, its standard error, and the step that completed it; None before."""
+        self.varied = varied  # whether the answers of any step have had different rewards
 
     def add(self, line: MetricsLine) -> None:
         self.lines.append(line)
         self._values.clear()
         reward = number(line, "mean_reward")
         if reward is not None:
-            total, squares = self.rewards[-1]
-            self.rewards.append((total + reward, squares + reward * reward))
-            if len(self.rewards) > WINDOW:
-                self.best = max(self.best, (*self.rewards_of(len(self.rewards) - 1), line.step))
+            self.rewards.append(reward)
+            self._sums.append(self._sums[-1] + reward)
+            self._squares.append(self._squares[-1] + reward * reward)
+            if len(self.rewards) >= WINDOW:
+                found = (*self.rewards_of(len(self.rewards)), line.step)
+                self.best = found if self.best is None else max(self.best, found)
         self.varied = self.varied or bool(number(line, "reward_std"))
 
-    def rewards_of(self, end: int) -> tuple[float, float]:
-        """Return the mean of WINDOW mean rewards, and its standard error.
+    def rewards_of(self, end: int, count: int = WINDOW) -> tuple[float, float]:
+        """Return the mean of `count` mean rewards, and its standard error.
 
-        end: index in `rewards` of the sums up to the last one.
+        end: number of rewards up to the last of them.
         """
-        return mean_and_error(self.rewards[end - WINDOW], self.rewards[end], WINDOW)
+        low, high = (self._sums[end - count], self._squares[end - count]), (self._sums[end], self._squares[end])
+        return mean_and_error(low, high, count)
 
     @property
     def first(self) -> int:

@@ -56,6 +56,7 @@ class RunDir:
         self.notifications = self.root / "notifications.jsonl"  # Notification, one per event that was sent, or tried to
         self.done = self.root / "DONE"  # Done: exists if the run is finished
         self.metrics = self.root / "metrics.jsonl"  # MetricsLine, one per step
+        self.metrics_index = self.root / "metrics_index.jsonl"  # IndexRow, one per some hundred steps
         self.lesson = self.root / "lesson.json"  # LessonRecord
         self.evaluations = self.root / "evaluations.jsonl"
         """MetricsLine, one per evaluation; step 0 is the model before training."""

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Generic, NamedTuple, TypeVar, Union, overload
 
@@ -72,7 +70,7 @@ def read(kind: type[T], path: AnyPath, patience: float = 0.0) -> T | Absent | Un
 
     patience: seconds for which reading is retried if the file cannot be read, for example because of a stale mount.
     """
-    return _patiently(path, lambda data: decode(kind, data, path), ABSENT, patience)
+    return patiently(path, lambda: decode(kind, read_bytes(path), path), ABSENT, patience)
 
 
 class UnreadableRecord(OSError):
@@ -146,7 +144,7 @@ def read_lines(kinds: Any, path: AnyPath, patience: float = 0.0) -> Any:
         patience: seconds for which reading is retried if the file cannot be read.
     """
     absent: Lines[Any] = Lines([], [], absent=True)
-    return _patiently(path, partial(decode_lines, kinds), absent, patience)
+    return patiently(path, lambda: decode_lines(kinds, read_bytes(path)), absent, patience)
 
 
 @overload
@@ -172,43 +170,66 @@ def decode_lines(kinds: Any, data: bytes) -> Any:
     return found
 
 
-class RecordTail(Generic[T]):
-    """Reader of a growing JSON-lines file, each line once; all lines again after the file was replaced, as a run that
-    resumes does. Skips lines torn by a full disk, which are written again."""
+class Place(NamedTuple):
+    """Place in a JSON-lines file where reading goes on."""
 
-    def __init__(self, kind: type[T], path: Path) -> None:
+    at: int = 0  # in bytes
+    last: bytes = b""  # line that ends there, with its line break
+
+
+class RecordTail(Generic[T]):
+    """Reader of a growing JSON-lines file, each line once; from the beginning again after the file was cut back or
+    replaced, as a run that resumes does. Skips lines torn by a full disk, which are written again."""
+
+    def __init__(self, kind: type[T], path: Path, begin: Callable[[], Place] = Place) -> None:
+        """begin: returns where to begin; asked again after the file was replaced."""
         self._kind: type[T] = kind
         self._path = path
-        self._read = 0
-        self._identity: tuple[int, int] | None = None
+        self._begin = begin
+        self._place: Place | None = None
         self.replaced = 0  # number of times that the file was found replaced
+        self.damaged = 0  # lines that are not records
+        self.rest = b""  # what follows the last whole line
 
     def new(self) -> list[T]:
         """Return the new lines; none without a file. Raises OSError."""
         try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                identity = (status.st_dev, status.st_ino)
-                if self._identity not in (None, identity) or status.st_size < self._read:
-                    self._read = 0
-                    self.replaced += 1
-                self._identity = identity
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
+            data = self._unread()
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return decode_lines(self._kind, whole).records
+        whole = data.rfind(b"\n") + 1
+        lines, self.rest = data[:whole], data[whole:]
+        assert self._place is not None
+        if lines:
+            last = lines[lines.rfind(b"\n", 0, -1) + 1 :]
+            self._place = Place(self._place.at + whole, last)
+        found = decode_lines(self._kind, lines)
+        self.damaged += len(found.damaged)
+        return found.records
+
+    # A file that was cut back may have grown beyond the place again since the last look. It then has other bytes before
+    # the place: lines have times with all their digits.
+    def _unread(self) -> bytes:
+        while True:
+            if self._place is None:
+                self._place, self.damaged = self._begin(), 0
+            at, last = self._place
+            with self._path.open("rb") as file:
+                file.seek(at - len(last))
+                data = file.read()
+            if data.startswith(last):
+                return data[len(last) :]
+            self._place = None
+            self.replaced += 1
 
 
-def _patiently(
-    path: AnyPath, parse: Callable[[bytes], T | Unreadable], absent: S, patience: float
-) -> T | S | Unreadable:
+def patiently(path: AnyPath, look: Callable[[], T | Unreadable], absent: S, patience: float) -> T | S | Unreadable:
+    """Return what `look` finds in a file; `absent` without one, and Unreadable if it cannot be read for `patience`
+    seconds."""
     give_up = time.monotonic() + patience
     while True:
         try:
-            found = parse(read_bytes(path))
+            found = look()
         except (FileNotFoundError, NotADirectoryError):
             return absent
         except (OSError, ValueError) as error:  # ValueError: an impossible file name

@@ -267,3 +267,17 @@ class CachedRepository(NamedTuple):
     commit: str
     path: str  # of the snapshot, relative to the cache's folder
     at: float
+
+
+@record()
+class IndexRow(NamedTuple):
+    """Row of metrics_index.jsonl: what the lines of metrics.jsonl up to one of them say. Written by rank 0; read by it
+    when it resumes, by the host side and by the views."""
+
+    step: int  # of that line
+    end: int  # where it ends in metrics.jsonl, in bytes
+    rewards: str  # mean rewards of the lines since the previous row: fp64, little-endian, as base64
+    best: list[float] = []  # mean, standard error and step, as in `learning.Recent`; empty: none yet
+    varied: bool = False  # as in `learning.Recent`
+    since: dict[str, int] = {}  # warning that holds -> its first step
+    save_s: float | None = None  # seconds of the newest save

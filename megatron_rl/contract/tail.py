@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Iterator
 from typing import BinaryIO, Callable, TypeVar
 
 from megatron_rl.contract.files import AnyPath, again_if_stale, open_regular
-from megatron_rl.contract.records import Unreadable, decode_lines
+from megatron_rl.contract.records import Unreadable, decode_lines, patiently
 
 T = TypeVar("T")
 
@@ -29,12 +30,7 @@ def read_ends(
             head, at = _first(kind, file, first)
             return [*head, *_last(kind, file, at, last)]
 
-    try:
-        return again_if_stale(read)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        return Unreadable(str(path), error.strerror or str(error))
+    return patiently(path, lambda: again_if_stale(read), [], patience=0.0)
 
 
 def parts_from_end(file: BinaryIO, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -51,6 +47,16 @@ def parts_from_end(file: BinaryIO, begin: int, end: int) -> Iterator[tuple[int, 
             rest, part = data, b""
         if part:
             yield at + start, part
+
+
+def last_lines(file: BinaryIO, end: int, count: int) -> list[bytes]:
+    """Return the last `count` lines before an offset, with their line breaks, or all of them. Raises OSError."""
+    lines: list[bytes] = []
+    for _, part in parts_from_end(file, 0, end):
+        lines = [*io.BytesIO(part), *lines]
+        if len(lines) >= count:
+            break
+    return lines[-count:]
 
 
 def read_exactly(file: BinaryIO, at: int, size: int) -> bytes:

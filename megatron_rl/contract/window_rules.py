@@ -11,6 +11,7 @@ warning has no other effect: the run continues with the same exit code.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from math import sqrt
 from typing import Callable
 
@@ -24,7 +25,6 @@ from megatron_rl.contract.learning import (
     Recent,
     Rule,
     Seen,
-    mean_and_error,
     number,
 )
 from megatron_rl.contract.text import printable
@@ -155,12 +155,12 @@ def _zero_learning_rate(recent: Recent) -> Seen | None:
 
 
 def _reward_not_rising(recent: Recent) -> Seen | None:
-    steps = len(recent.rewards) - 1
+    steps = len(recent.rewards)
     if steps < TREND_STEPS or (recent.mean("right_ratio") or 0) >= SOLVED:
         return None
     quarter = steps // 4
-    before, error_before = mean_and_error(recent.rewards[0], recent.rewards[quarter], quarter)
-    now, error_now = mean_and_error(recent.rewards[steps - quarter], recent.rewards[steps], quarter)
+    before, error_before = recent.rewards_of(quarter, quarter)
+    now, error_now = recent.rewards_of(steps, quarter)
     if now - before > 2 * sqrt(error_before**2 + error_now**2):
         return None
     seen = f"The mean reward has not risen: {before:.3g} in the first {quarter} steps, {now:.3g} in the last {quarter}"
@@ -168,9 +168,9 @@ def _reward_not_rising(recent: Recent) -> Seen | None:
 
 
 def _reward_collapse(recent: Recent) -> Seen | None:
-    if len(recent.rewards) <= COLLAPSE_STEPS:
+    if len(recent.rewards) < COLLAPSE_STEPS or recent.best is None:
         return None
-    (first, first_error), (now, error) = recent.rewards_of(WINDOW), recent.rewards_of(len(recent.rewards) - 1)
+    (first, first_error), (now, error) = recent.rewards_of(WINDOW), recent.rewards_of(len(recent.rewards))
     best, best_error, reached = recent.best
     risen, noise = best - first, COLLAPSE_ERRORS * sqrt(best_error**2 + max(first_error, error) ** 2)
     if risen <= noise or best - now <= max(COLLAPSE * risen, noise):
@@ -289,9 +289,13 @@ RULES: dict[str, Rule[Recent]] = {
 
 
 class Watch:
-    def __init__(self) -> None:
-        self._recent = Recent()
-        self._warnings: dict[str, Hindrance] = {}
+    def __init__(self, recent: Recent | None = None, since: Mapping[str, int | None] | None = None) -> None:
+        """
+        recent: of a record whose lines were added before.
+        since: first step of each warning that holds after its newest line.
+        """
+        self.recent = recent or Recent()
+        self._warnings = self._look(since) if since else {}
 
     @property
     def warnings(self) -> list[Hindrance]:
@@ -300,11 +304,15 @@ class Watch:
 
     def add(self, line: MetricsLine) -> list[Hindrance]:
         """Add a line; return the warnings that start with it. A continuing warning keeps its first step."""
-        self._recent.add(line)
-        before, self._warnings = self._warnings, {}
-        for name, rule in RULES.items():
-            found = rule.find(self._recent)
-            if found is not None:
-                since = before[name].since if name in before else found.since
-                self._warnings[name] = Hindrance(name, since, found.text, rule.advice)
+        self.recent.add(line)
+        before = self._warnings
+        self._warnings = self._look({name: warning.since for name, warning in before.items()})
         return [warning for name, warning in self._warnings.items() if name not in before]
+
+    def _look(self, since: Mapping[str, int | None]) -> dict[str, Hindrance]:
+        found = ((name, rule, rule.find(self.recent)) for name, rule in RULES.items())
+        return {
+            name: Hindrance(name, since.get(name, seen.since), seen.text, rule.advice)
+            for name, rule, seen in found
+            if seen is not None
+        }

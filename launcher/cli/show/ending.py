@@ -85,7 +85,7 @@ def indented(lines: Sequence[str]) -> list[str]:
 
 def result_lines(history: History) -> list[str]:
     lines = []
-    rewards = history.rewards()
+    rewards = history.rewards
     if rewards:
         first, last = rewards[:FIRST], rewards[-RECENT:]
         lines.append(

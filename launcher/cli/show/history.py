@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,15 +13,15 @@ from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.attempt_records import MetricsLine, Progress, ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_RUNNING
 from megatron_rl.contract.learning import Hindrance, numbers
+from megatron_rl.contract.metrics_index import KEPT, WatchedRecord
 from megatron_rl.contract.paths import FOLDERS, Attempt, Replica, RunDir
-from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, if_readable, read
-from megatron_rl.contract.window_rules import Watch
+from megatron_rl.contract.records import ABSENT, Absent, RecordTail, Unreadable, decode_lines, if_readable, read
 
 ANSWERS, STARTS = "answers", "starts"  # states of replicas
 LONGEST_LINE = 65536  # bytes
 TORN = "the last line cannot be read"
 REPLICAS_EVERY_S = 1.0  # seconds between two looks at the replicas
-RECENT = 20  # steps averaged for means and the time left
+RECENT = KEPT  # steps averaged for means and the time left
 
 
 @dataclass(slots=True)
@@ -30,6 +29,11 @@ class History:
     steps: int
     phase: str = "starting"
     lines: list[MetricsLine] = field(default_factory=list)
+    """The newest RECENT ones."""
+    rewards: Sequence[float] = ()
+    """Mean rewards of all steps that have one."""
+    save_s: float | None = None
+    """Seconds of the newest save."""
     evaluations: list[MetricsLine] = field(default_factory=list)
     warnings: list[Hindrance] = field(default_factory=list)
     waits_for: list[dict[str, Any]] = field(default_factory=list)
@@ -42,31 +46,28 @@ class History:
         return self.lines[-1].step if self.lines else 0
 
     def eta_s(self) -> float | None:
-        times = numbers(self.lines[-RECENT:], "time/step_s")
+        times = numbers(self.lines, "time/step_s")
         return (self.steps - self.step) * sum(times) / len(times) if times else None
 
     def leaving_s(self) -> float | None:
         """Estimated seconds to finish the current step and save, from the last ones; None if nothing was saved yet."""
-        saves, steps = numbers(self.lines, "time/save_s"), numbers(self.lines[-RECENT:], "time/step_s")
-        return saves[-1] + max(steps) if saves and steps else None
-
-    def rewards(self) -> list[float]:
-        return numbers(self.lines, "mean_reward")
+        steps = numbers(self.lines, "time/step_s")
+        return self.save_s + max(steps) if self.save_s is not None and steps else None
 
 
 class HistoryReader:
     def __init__(self, run: RunDir, attempt: Attempt, steps: int) -> None:
         self.attempt = attempt
+        self._run = run
         self.history = History(steps)
-        self._metrics = _GrowingFile(run.metrics, self.history.lines)
-        self._evaluations = _GrowingFile(run.evaluations, self.history.evaluations)
-        self._watch, self._watched, self._replaced = Watch(), 0, 0
+        self._record = WatchedRecord(run)
+        self._evaluations = RecordTail(MetricsLine, run.evaluations)
+        self._evaluations_replaced = 0
         self._looked_at = float("-inf")  # time.monotonic() of the last look at the replicas
 
     def poll(self) -> History:
         """Return the current history; parts that cannot be read stay as they were."""
-        problems = [self._metrics.poll(), self._evaluations.poll()]
-        self._update_warnings()
+        problems = [self._poll_steps(), self._poll_evaluations()]
         progress = read(Progress, self.attempt.progress)
         if isinstance(progress, Progress):
             self.history.phase = progress.phase
@@ -78,52 +79,34 @@ class HistoryReader:
         self.history.unread = [problem for problem in problems if problem]
         return self.history
 
-    def _update_warnings(self) -> None:
-        if self._metrics.replaced != self._replaced:  # resuming has removed some of the lines
-            self._watch, self._watched, self._replaced = Watch(), 0, self._metrics.replaced
-        for line in self.history.lines[self._watched :]:
-            self._watch.add(line)
-        self._watched = len(self.history.lines)
-        self.history.warnings = self._watch.warnings
-
-
-class _GrowingFile:
-    """Reader that keeps `lines` equal to the complete lines of a JSON-lines file that grows, and is replaced on
-    resume."""
-
-    def __init__(self, path: Path, lines: list[MetricsLine]) -> None:
-        self._path = path
-        self._lines = lines
-        self._identity: tuple[int, int] | None = None
-        self._offset = self._damaged = 0
-        self.replaced = 0
-
-    def poll(self) -> str | None:
-        # A run appends lines while this reads, so only whole lines count, and the rest is read again next time. On
-        # resume the run replaces the file by a shorter one without the steps that it repeats: another inode, or less
-        # data than was read, means that all lines are read again. A file that is replaced just after it was opened is
-        # read as it was, and the next poll sees the new inode.
+    def _poll_steps(self) -> str | None:
         try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
-                    self._identity, self._offset, self._damaged = (status.st_dev, status.st_ino), 0, 0
-                    self._lines.clear()
-                    self.replaced += 1
-                file.seek(self._offset)
-                data = file.read()
-        except (FileNotFoundError, NotADirectoryError):  # not written yet
-            return None
+            self._record.new()
         except OSError as error:
-            return f"{self._path}: {error.strerror}"
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        found = decode_lines(MetricsLine, whole)
-        self._lines.extend(found.records)
-        self._damaged += len(found.damaged)
-        if b"\0" in data[len(whole) :]:  # left by a file system after a power failure; no line begins like this
-            return f"{self._path}: {TORN}"
-        return f"{self._path}: {self._damaged} lines cannot be read" if self._damaged else None
+            return f"{self._run.metrics}: {error.strerror}"
+        found = self._record.summary
+        self.history.lines = [*found.lines]
+        self.history.rewards = found.watch.recent.rewards
+        self.history.warnings = found.watch.warnings
+        self.history.save_s = found.save_s
+        return _damage(self._run.metrics, self._record.tail)
+
+    def _poll_evaluations(self) -> str | None:
+        try:
+            found = self._evaluations.new()
+        except OSError as error:
+            return f"{self._run.evaluations}: {error.strerror}"
+        if self._evaluations.replaced != self._evaluations_replaced:
+            self._evaluations_replaced = self._evaluations.replaced
+            self.history.evaluations.clear()
+        self.history.evaluations += found
+        return _damage(self._run.evaluations, self._evaluations)
+
+
+def _damage(path: Path, tail: RecordTail[MetricsLine]) -> str | None:
+    if b"\0" in tail.rest:  # left by a file system after a power failure; no line begins like this
+        return f"{path}: {TORN}"
+    return f"{path}: {tail.damaged} lines cannot be read" if tail.damaged else None
 
 
 def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:

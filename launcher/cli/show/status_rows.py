@@ -32,7 +32,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     unread = [*status.unread, *history.unread]
     goodput = _goodput(status, unread)
     details = _details(run, job.job_id, unread) if job and job.kind in ("pending", "running") else {}
-    rewards = history.rewards()[-RECENT:]
+    rewards = history.rewards[-RECENT:]
     unfinished = status.state in ("running", "requeued", "queued") and status.steps
     result = result_of(run)
     return {

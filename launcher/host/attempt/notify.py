@@ -20,13 +20,13 @@ from launcher.host.judge.policy import OVER, STARTS_AGAIN
 from launcher.host.judge.sentence import describe_end
 from launcher.host.process.limited import run_limited
 from launcher.host.record.ledger import read_ledger_or_complain
-from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine, Progress
+from megatron_rl.contract.attempt_records import AttemptEnd, Progress
 from megatron_rl.contract.codes import CRASHED, FINISHED, LOST, MISCONFIGURED
+from megatron_rl.contract.metrics_index import WatchedRecord
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import RecordTail, Unreadable, append, if_readable, read, read_lines
+from megatron_rl.contract.records import Unreadable, append, if_readable, read, read_lines
 from megatron_rl.contract.run_records import Notification
 from megatron_rl.contract.text import printable
-from megatron_rl.contract.window_rules import Watch
 
 FINISHED_EVENT, HELD_EVENT, RESTARTED, STALLED = "finished", "held", "restarted", "stalled"
 COLLAPSE, WARNING = "reward-collapse", "warning"
@@ -118,8 +118,7 @@ class RecordWatch:
 
     def __init__(self, notifier: Notifier, run: RunDir, attempt: Attempt, stalled_s: float) -> None:
         self._notifier, self._attempt, self._stalled_s = notifier, attempt, stalled_s
-        self._lines = RecordTail(MetricsLine, run.metrics)
-        self._watch, self._replaced = Watch(), 0
+        self._record = WatchedRecord(run)
         self._step = 0
         self._progress_at: float | None = None
         self._looked = 0.0
@@ -130,16 +129,13 @@ class RecordWatch:
         if now > self._looked + SUSPENDED_S:
             self._progress_at = now
         self._looked = now
-        lines = self._lines.new()
-        if self._lines.replaced != self._replaced:
-            self._watch, self._replaced = Watch(), self._lines.replaced
-        for line in lines:
-            self._watch.add(line)
-            self._step = line.step
-        if lines or self._progress_at is None:
+        lines, before = self._record.new(), self._step
+        self._step = self._record.summary.step
+        fresh = bool(lines) or self._step != before
+        if fresh or self._progress_at is None:
             self._progress_at = now
         number = self._attempt.number
-        for warning in self._watch.warnings if lines else ():
+        for warning in self._record.summary.watch.warnings if fresh else ():
             key = f"{warning.name} since step {warning.since}"
             if warning.name in OF_COLLAPSE:
                 self._notifier.send(COLLAPSE, f"{COLLAPSE}: {key}", f"step {self._step}: {warning}", number)

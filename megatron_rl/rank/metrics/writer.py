@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
-from megatron_rl.contract.files import once_there_is_room, write_atomic
+from megatron_rl.contract.files import append_line, once_there_is_room
+from megatron_rl.contract.learning import Hindrance
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
+from megatron_rl.contract.records import append, encode_line
 from megatron_rl.contract.time_total import RunningTotal
-from megatron_rl.contract.window_rules import Watch
+from megatron_rl.rank.metrics.cut_back import cut_back, resume_record
 from megatron_rl.rank.metrics.names import check_name
 from megatron_rl.rank.metrics.wandb.mirror import Mirror
 from megatron_rl.recipe.logs import LoggingConfig
 
 logger = logging.getLogger(__name__)
-
-PATIENCE_S = 30.0  # seconds to retry a record that cannot be read at the start, for example on a stale mount
 
 
 class Writer:
@@ -69,9 +68,9 @@ class MetricsWriter(Writer):
         self._run_dir = run_dir
         self._timeline, self._total = attempt.timeline, RunningTotal()
         self._left_out: set[str] = set()
-        self._watch = Watch()
-        for line in cut_back(run_dir.metrics, last_step if last_step > 0 else None):
-            self._watch.add(line)
+        self._index, lines = resume_record(run_dir, last_step)
+        for line, size in lines:
+            self._add_to_index(line, size)
         cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
         self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1 if last_step else 0)
         self._mirror = Mirror(run_dir, attempt) if config.wandb else None
@@ -79,7 +78,7 @@ class MetricsWriter(Writer):
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = _finite(metrics)
         line = MetricsLine(step, values)
-        _append(self._run_dir.metrics, line)
+        size = _append(self._run_dir.metrics, line)
         with self._optional("TensorBoard"):
             self._tensorboard.add(step, values)
         if self._mirror:
@@ -92,7 +91,7 @@ class MetricsWriter(Writer):
             f"{values['grad_norm']:.3f}" if "grad_norm" in values else "not finite",
             values["throughput/tokens_per_s"],
         )
-        for warning in self._watch.add(line):
+        for warning in self._add_to_index(line, size):
             logger.warning("%s: %s", warning.name, warning)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -122,6 +121,12 @@ class MetricsWriter(Writer):
         if self._mirror:
             self._mirror.close()
 
+    def _add_to_index(self, line: MetricsLine, size: int) -> list[Hindrance]:
+        started = self._index.add(line, size)
+        with self._optional("a part of the index of the metrics, so commands read more of them,"):
+            self._index.write()
+        return started
+
     @contextmanager
     def _optional(self, what: str) -> Iterator[None]:
         """Warn once about `what` cannot be written, and continue without it."""
@@ -133,30 +138,11 @@ class MetricsWriter(Writer):
             self._left_out.add(what)
 
 
-def _append(path: Path, line: MetricsLine) -> None:
-    once_there_is_room(path, lambda: append(path, line))
-
-
-def cut_back(path: Path, last_step: int | None) -> list[MetricsLine]:
-    """Drop torn lines and those after `last_step` (None: all), whose steps will run again. Return the remaining lines.
-
-    Raises OSError if the file cannot be read, or if lines are damaged and that of `last_step` is not among the rest: a
-    file system may show garbage for a moment, and writing back the rest would lose the record.
-    """
-    lines = read_lines(MetricsLine, path, PATIENCE_S)
-    if isinstance(lines, Unreadable):
-        raise OSError(str(lines))
-    if lines.absent:
-        return []
-    kept = [line for line in lines.records if last_step is not None and line.step <= last_step]
-    if lines.damaged and last_step is not None and not (kept and kept[-1].step == last_step):
-        first = lines.damaged[0]
-        raise OSError(
-            f"{path}: line {first.line} {first.why}, and that of step {last_step} is missing: the file system may have "
-            "damaged it. Restore the file, or start another run"
-        )
-    write_atomic(path, "".join(encode_line(line) + "\n" for line in kept))
-    return kept
+def _append(path: Path, line: MetricsLine) -> int:
+    """Append a line; return its bytes with its line break."""
+    text = encode_line(line)
+    once_there_is_room(path, lambda: append_line(path, text))
+    return len(text.encode("utf-8")) + 1
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:

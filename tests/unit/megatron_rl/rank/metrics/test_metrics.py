@@ -15,10 +15,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_rl.contract import files
-from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
+from megatron_rl.contract import files, metrics_index, time_total
+from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine, TimeTotal
+from megatron_rl.contract.metrics_index import look_up
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import Unreadable, read_lines
+from megatron_rl.contract.records import Lines, Unreadable, read_lines
+from megatron_rl.rank.metrics.cut_back import cut_back
 from megatron_rl.rank.metrics.metric import StepReport
 from megatron_rl.rank.metrics.names import STEP_METRICS, TIMED, check_name, metrics_of
 from megatron_rl.rank.metrics.report import MOST_REASONS, AllAnswersLost, step_lines
@@ -33,7 +35,7 @@ from megatron_rl.rank.metrics.stats import (
     reductions,
 )
 from megatron_rl.rank.metrics.timeline import Timeline
-from megatron_rl.rank.metrics.writer import MetricsWriter, cut_back
+from megatron_rl.rank.metrics.writer import MetricsWriter
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.logs import LoggingConfig
 
@@ -366,6 +368,24 @@ def test_text_of_an_evaluation_is_in_the_record_but_not_in_tensorboard(tmp_path:
     assert row == MetricsLine(3, {"eval/aime/greedy_accuracy": 0.5, "eval/prompt_format": "boxed"})
     accumulator = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload()
     assert accumulator.Tags()["scalars"] == ["eval/aime/greedy_accuracy"]
+
+
+def test_readers_of_a_long_record_begin_at_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_index, "EVERY", 10)
+    run = RunDir(tmp_path)
+    run.attempt(1).folder.mkdir(parents=True)
+    record = writer(tmp_path)
+    record.timeline(TimelineLine(1.0, 0, {}, began=0.0, ranks=2, resumed=0))
+    for step in range(1, time_total.EVERY):
+        record.step(step, line())
+        record.timeline(TimelineLine(1.0 + step, step, {"train": 2.0}))
+    record.close()
+    timeline = read_lines(TimelineLine, run.attempt(1).timeline)
+    assert isinstance(timeline, Lines)
+    assert [one.total for one in timeline.records if one.total] == [TimeTotal({"train": 255.0}, 255.0, 1.0)]
+    assert look_up(run).summary.step == 250
+    writer(tmp_path, resumed_from=33).close()
+    assert (look_up(run).summary.step, lines(run.metrics)[-1].step) == (30, 33)
 
 
 # A full disk
