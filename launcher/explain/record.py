@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +14,11 @@ from launcher.runs.slow_ranks import SlowRank, read_slow_ranks
 from launcher.runs.state import resolved_values
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import WINDOW, Hindrance, number, numbers
+from megatron_rl.contract.metrics_index import look_up, not_indexed
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, read_lines
+from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, patiently, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.contract.run_records import LessonRecord, PromptCounts
-from megatron_rl.contract.window_rules import Watch
 
 RECORDED_STEPS = 50
 
@@ -72,15 +73,19 @@ def read_record(run: RunDir, *, answers: bool = True) -> Record:
     `resolved_values`. The recorded `answers` of the newest steps take longer to read than all the rest."""
     recipe = resolved_values(run)
     left_out: list[str] = []
-    lines, watch = _lines(run.metrics, left_out), Watch()
-    for line in lines:
-        watch.add(line)
+    lines = _lines(run.metrics, left_out)
+    indexed = patiently(run.metrics, lambda: look_up(run), not_indexed(), PATIENCE_S)
+    if isinstance(indexed, Unreadable):
+        raise Failed(str(indexed))
+    summary = indexed.summary
+    for line in lines[bisect_right(lines, summary.step, key=lambda line: line.step) :]:
+        summary.add(line)
     evaluations = _lines(run.evaluations, left_out)
     lesson = read(LessonRecord, run.lesson)
     if isinstance(lesson, Unreadable):
         left_out.append(str(lesson))
     found = Record(
-        recipe, lines, evaluations, watch.warnings, read_slow_ranks(run), left_out, lesson=if_readable(lesson)
+        recipe, lines, evaluations, summary.watch.warnings, read_slow_ranks(run), left_out, lesson=if_readable(lesson)
     )
     if not answers:
         return found

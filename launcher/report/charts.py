@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from launcher.report.curve import Curve, Value, downsample, smoothed
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.learning import number
+from megatron_rl.contract.learning import column, number
 from megatron_rl.rank.metrics.names import STEP_METRICS
 
 MOST_RAW = 3
@@ -222,18 +222,20 @@ def make_chart(
     metric: metric that all curves show, if they are of several runs. Default: their names are those of metrics.
     """
     shown = curves[:MOST_CURVES]
-    rows = [(line, [number(line, name) for name, _ in shown]) for line in lines]
-    rows = [(line, values) for line, values in rows if any(value is not None for value in values)]
-    columns = [[values[place] for _, values in rows] for place in range(len(shown))]
-    if not any(value for column in columns for value in column):
+    columns = [column(lines, name) for name, _ in shown]
+    if not any(map(any, columns)):
         return None
-    steps = [line.step for line, _ in rows]
+    if None in columns[0]:
+        there = [at for at, values in enumerate(zip(*columns, strict=True)) if any(one is not None for one in values)]
+        lines = [lines[at] for at in there]
+        columns = [[values[at] for at in there] for values in columns]
+    steps = [line.step for line in lines]
     smooth = [] if markers else [smoothed(column) for column in columns]
     if len(shown) > MOST_RAW and smooth:
         columns, smooth = smooth, []
     edges: list[list[Value]] = []
     if spec.band:
-        edges = [[number(line, name) for line, _ in rows] for name in spec.band[:2]]
+        edges = [column(lines, name) for name in spec.band[:2]]
     of_band = spec.band[2] if spec.band else ""
     units = {unit_of(metric or name) for name, _ in curves}
     meaning = spec.meaning or meaning_of(metric or curves[0][0])

@@ -44,10 +44,10 @@ def downsample(steps: Sequence[int], columns: Sequence[Sequence[Value]], buckets
         for part in range(buckets):
             low, high = part * count // buckets, (part + 1) * count // buckets
             for column in columns:
-                known = [at for at in range(low, high) if column[at] is not None]
+                values = column[low:high]
+                known = [value for value in values if value is not None]
                 if known:
-                    chosen.add(min(known, key=lambda at: column[at] or 0.0))
-                    chosen.add(max(known, key=lambda at: column[at] or 0.0))
+                    chosen |= {low + values.index(min(known)), low + values.index(max(known))}
         kept = sorted(chosen)
     return Points([steps[at] for at in kept], [[rounded(column[at]) for at in kept] for column in columns])
 
@@ -60,11 +60,18 @@ def smoothed(values: Sequence[Value]) -> list[Value]:
     counts = [0, *accumulate(value is not None for value in values)]
     found: list[Value] = [None] * len(values)
     there = [at for at, value in enumerate(values) if value is not None]
-    for at in range(there[0], there[-1] + 1) if there else ():
-        low, high = max(0, at - half), min(len(values), at + half + 1)
-        known = counts[high] - counts[low]
-        found[at] = (sums[high] - sums[low]) / known if known else None
+    if there:
+        shown = slice(there[0], there[-1] + 1)
+        means = zip(*_ends(sums, half, shown), *_ends(counts, half, shown), strict=True)
+        found[shown] = [(high - low) / (to - since) if to > since else None for low, high, since, to in means]
     return found
+
+
+def _ends(running: Sequence[float], half: int, shown: slice) -> tuple[list[float], list[float]]:
+    """Return a running sum before and after the window of each value that is shown."""
+    before = [running[0]] * half + [*running]
+    after = [*running[half + 1 :]] + [running[-1]] * half
+    return before[shown], after[shown]
 
 
 def rounded(value: Value) -> Value:

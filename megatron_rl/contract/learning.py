@@ -67,6 +67,14 @@ def numbers(lines: Iterable[MetricsLine], name: str) -> list[float]:
     return [value for line in lines if (value := number(line, name)) is not None]
 
 
+def column(lines: Iterable[MetricsLine], name: str) -> list[float | None]:
+    """Return the value of each step as `number` does."""
+    return [
+        value if type(value := line.values.get(name)) is float or value is None else number(line, name)
+        for line in lines
+    ]
+
+
 class Recent:
     """The newest steps of a record, at most WINDOW, and the mean rewards of all steps."""
 

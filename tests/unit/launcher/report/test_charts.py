@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,6 +117,16 @@ def test_each_column_keeps_its_own_peak_at_its_own_step():
     points = downsample(steps, [low, high], 10)
     assert points.columns[0][points.steps.index(123)] == 1.0
     assert points.columns[1][points.steps.index(777)] == 1.0
+
+
+@given(st.lists(VALUES, max_size=200))
+def test_a_smoothed_value_is_the_mean_of_its_window(values):
+    half = max(len(values) // 50, min(7, len(values) // 4) // 2)
+    there = [at for at, value in enumerate(values) if value is not None]
+    for at, found in enumerate(smoothed(values)):
+        window = [value for value in values[max(0, at - half) : at + half + 1] if value is not None]
+        inside = window and there[0] <= at <= there[-1]
+        assert found == (pytest.approx(sum(window) / len(window), abs=1e-6) if inside else None)
 
 
 def test_a_smoothed_curve_is_the_mean_of_the_neighbours_that_have_a_value():
