@@ -1,4 +1,5 @@
-"""Pure: the rollouts of a page. All groups are counted; a page holds the rewards of many, and the tokens of some."""
+"""Pure: the rollouts of a page. All groups that were read are counted; a page holds the rewards of many, and the tokens
+of some."""
 
 from __future__ import annotations
 

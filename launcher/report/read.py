@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ from launcher.host.record.ledger import ends_in, read_ledger, starts_in
 from launcher.recipe.located_yaml import read_text
 from launcher.recipe.meaning import with_defaults
 from launcher.report.charts import chart_groups, evaluation_charts
-from launcher.report.page_rollouts import collect
+from launcher.report.page_rollouts import collect, thinned
 from launcher.report.run_report import (
     AttemptRow,
     FirstAndLast,
@@ -43,11 +43,13 @@ from megatron_rl.contract.files import names_in
 from megatron_rl.contract.learning import numbers
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, read_lines
-from megatron_rl.contract.rollout_records import read_rollouts
+from megatron_rl.contract.rollout_records import STEPS_PER_FILE, GroupLine, read_rollouts, rollout_parts
 from megatron_rl.contract.run_records import Fork, RecipeChange
 from megatron_rl.recipe.config import RunConfig
 
 RECENT = 20  # steps whose pace gives the time left
+MOST_READ = 6 << 20
+"""Bytes of compressed groups that are read: some 170,000 groups without tokens, in six seconds."""
 LEAST_SHARE = 0.0005
 """Share of the time below which the page leaves a kind of work out."""
 
@@ -63,7 +65,8 @@ def read_report(run: RunDir, now: float) -> RunReport:
     running = status.state in ("running", "saving", "unknown")
     total = usage.total
     step = record.lines[-1].step if record.lines else 0
-    collected = collect(read_rollouts(run, 1, step))
+    groups, unread_parts = chosen_groups(run, step)
+    collected = collect(groups)
     starts, ends = starts_in(ledger), ends_in(ledger)
     device = "GPU" if record.key("job.device") == "cuda" else "process"
     return RunReport(
@@ -91,6 +94,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
         lesson=lesson_of(collected.first, collected.last),
         right_answers=record.lesson.right if record.lesson else [],
         rollouts=collected.rollouts(),
+        unread_parts=unread_parts,
         evaluations=evaluation_charts(record.evaluations),
         results=_results(run, unread),
         shares={name: share for name, share in (usage.as_json()["shares"] or {}).items() if share >= LEAST_SHARE},
@@ -102,6 +106,17 @@ def read_report(run: RunDir, now: float) -> RunReport:
         facts=_facts(run, status.attempt, record),
         unread=unread,
     )
+
+
+def chosen_groups(run: RunDir, last: int) -> tuple[Iterator[GroupLine], int]:
+    """Return the groups up to a step, and the number of parts that are left out of a long record: the first part, the
+    newest ones and evenly spaced ones between them are read."""
+    parts = sorted(rollout_parts(run, last).items())
+    chosen = sorted({0, *thinned([size for _, size in parts], MOST_READ)})
+    if len(chosen) >= len(parts):
+        return read_rollouts(run, 1, last), 0
+    spans = [(parts[place][0], min(last, parts[place][0] + STEPS_PER_FILE - 1)) for place in chosen]
+    return chain.from_iterable(read_rollouts(run, first, until) for first, until in spans), len(parts) - len(chosen)
 
 
 def _gpu_usage(status: RunStatus, now: float, unread: list[str]) -> tuple[GpuUsage, list[LedgerLine]]:

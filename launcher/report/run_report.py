@@ -73,6 +73,8 @@ class RunReport:
     """None if no step was recorded with tokens."""
     right_answers: Sequence[RightAnswer]
     rollouts: Rollouts
+    unread_parts: int
+    """Hundreds of steps whose groups were not read."""
     evaluations: list[Chart]
     results: list[ResultRow]
     shares: dict[str, float]

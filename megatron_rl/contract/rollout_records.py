@@ -13,7 +13,9 @@ import json
 import logging
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatron_rl.contract.files import names_in, read_bytes
@@ -128,6 +130,23 @@ def read_rollouts(run: RunDir, first: int, last: int) -> Iterator[GroupLine]:
         for step in sorted(by_step):
             if first <= step <= last:
                 yield from sorted(by_step[step], key=lambda group: group.ordinal)
+
+
+def rollout_parts(run: RunDir, last: int) -> dict[int, int]:
+    """Return the parts of the record up to a step: first of the STEPS_PER_FILE steps of each -> bytes of its files.
+    Files that cannot be read count as empty."""
+    fork = parent_of(run)
+    parts = Counter(rollout_parts(RunDir(fork.source), min(last, fork.step)) if fork is not None else {})
+    try:
+        attempts = [run.attempt(number) for number in range(1, run.last_attempt() + 1)]
+    except OSError:
+        return parts
+    for attempt in attempts:
+        for start, names in _names(attempt).items():
+            for name in names if start <= last else ():
+                with suppress(OSError):
+                    parts[start] += (attempt.rollouts / name).stat().st_size
+    return parts
 
 
 def parent_of(run: RunDir) -> Fork | None:

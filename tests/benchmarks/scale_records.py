@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -34,9 +35,7 @@ METRICS = [name for name in STEP_METRICS if name.startswith(("time/", "throughpu
 PHASES = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
 
 
-@cache
-def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="scale-records-"))
+FOLDER = tempfile.TemporaryDirectory(prefix="scale-records-")
 
 
 @cache
@@ -61,7 +60,7 @@ def run_of(steps: int) -> RunDir:
 
 
 def new_run(name: str, steps: int) -> RunDir:
-    run = RunDir(folder() / name)
+    run = RunDir(Path(FOLDER.name) / name)
     run.root.mkdir()
     run.resolved.write_text(dump_resolved(load_recipe("demo", [f"training.steps={steps}"]).config))
     return run
@@ -93,21 +92,22 @@ def write_timeline(run: RunDir, attempt: int, at: float, steps: int, resumed: in
 
 def command(name: str, steps: int, *options: str) -> Cost:
     """CPU time of a whole command, with its imports, and the most memory that its process had."""
-    program = "from launcher.cli.entry import mrl; mrl()"
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, name, *options, str(run_of(steps).root)], stdout=subprocess.DEVNULL
-    )
-    _, code, used = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(code)
-    if child.returncode:
-        raise SystemExit(f"mrl {name} failed with exit code {child.returncode}")
-    return Cost(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+    status = Path(FOLDER.name) / "status"
+    at_exit = f"atexit.register(lambda: pathlib.Path({str(status)!r}).write_text(open('/proc/self/status').read()))"
+    program = f"import atexit, pathlib; {at_exit}; from launcher.cli.entry import mrl; mrl()"
+    arguments = [sys.executable, "-c", program, name, *options, str(run_of(steps).root)]
+    before = os.times()
+    subprocess.run(arguments, stdout=subprocess.DEVNULL, check=True)
+    after = os.times()
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())  # ru_maxrss would be at least this process's own
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return Cost(used, int(peak[1]) * 1024 if peak else 0)
 
 
 def resume(steps: int) -> Cost:
     """Cost of cutting back and reading the record when rank 0 resumes from REPEATED steps before its end."""
     source = run_of(steps)
-    run = new_run(f"resumed-{steps}-{time.monotonic_ns()}", steps)
+    run = new_run(f"resumed-{steps}", steps)
 
     def once() -> float:
         for file in (source.metrics, source.metrics_index):
@@ -120,7 +120,9 @@ def resume(steps: int) -> Cost:
             index.write()
         return time.process_time() - began
 
-    return Cost(min(once() for _ in range(3)), peak_bytes(once))
+    cost = Cost(min(once() for _ in range(3)), peak_bytes(once))
+    shutil.rmtree(run.root)
+    return cost
 
 
 @cache

@@ -15,10 +15,12 @@ from launcher.cli.report import command
 from launcher.host.record.accounting import AttemptTrace, gpu_usage
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.report.page import duration, json_block, visible
-from launcher.report.read import attempt_rows
+from launcher.report.read import attempt_rows, chosen_groups
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, MetricsLine, TimelineLine
+from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, write
+from megatron_rl.contract.rollout_records import GroupLine, group_json, member, rollouts_file
 from megatron_rl.contract.run_records import Fork, RecipeChange
 
 pytestmark = pytest.mark.usefixtures("no_clusters_of_the_user")
@@ -135,6 +137,30 @@ def test_damaged_records_leave_a_page_that_names_what_is_missing(run: RunDir):
     said = " ".join(page_of(run).text.split())
     assert f"Not read: {run.metrics}: 1 lines are left out: line 10" in said
     assert "an unknown time" in said and "forked from /nowhere at step 10" in said
+
+
+def test_of_a_long_run_the_first_the_newest_and_some_groups_between_are_read(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+):
+    attempt = run.attempt(1)
+    attempt.rollouts.mkdir(parents=True, exist_ok=True)
+    for file in attempt.rollouts.iterdir():
+        file.unlink()
+    for step in range(50, 1050, 100):
+        group = GroupLine(step, step, "p", "1+1=", [1.0], [0.0], [3], ["stop"], 0, 0)
+        append_bytes(rollouts_file(attempt, 0, step), member(group_json(group) + "\n"))
+    size = Path(rollouts_file(attempt, 0, 50)).stat().st_size
+
+    def read(most: int, last: int = 2000) -> tuple[list[int], int]:
+        monkeypatch.setattr("launcher.report.read.MOST_READ", most)
+        groups, unread = chosen_groups(run, last)
+        return [group.step for group in groups], unread
+
+    assert read(20 * size) == ([*range(50, 1050, 100)], 0)
+    assert read(20 * size, last=320) == ([50, 150, 250], 0), "the part of step 320 has its first group at 350"
+    steps, unread = read(5 * size)
+    assert (steps[0], steps[-2:], len(steps) + unread) == (50, [850, 950], 10)
+    assert 2 < len(steps) <= 6
 
 
 def test_a_page_of_several_runs_marks_the_best(run: RunDir):

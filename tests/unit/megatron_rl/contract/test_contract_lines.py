@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from contract_strategies import LINES, records
@@ -14,6 +15,7 @@ from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStar
 from megatron_rl.contract.records import (
     Damage,
     Lines,
+    RecordTail,
     append,
     decode_lines,
     encode_line,
@@ -121,6 +123,23 @@ def test_torn_last_line_is_terminated_before_the_next_one(tmp_path_factory, cut,
     found = whole(read_lines(MetricsLine, path))
     assert found.records == [GOOD, *after]
     assert [damage.line for damage in found.damaged] == [2]
+
+
+def test_a_reader_notices_a_file_that_was_cut_back_and_has_grown_beyond_its_place(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tail = RecordTail(MetricsLine, path)
+    assert tail.new() == []
+    first = [MetricsLine(step, {"time": 0.5 * step}) for step in range(5)]
+    again = [*first[:2], *(MetricsLine(step, {"time": 0.25 * step}) for step in range(2, 9))]
+    for line in first:
+        append(path, line)
+    assert (tail.new(), tail.replaced) == (first, 0)
+    os.truncate(path, 2 * len(encode_line(first[0]) + "\n"))
+    for line in again[2:]:
+        append(path, line)
+    assert (tail.new(), tail.replaced) == (again, 1)
+    append(path, GOOD)
+    assert (tail.new(), tail.replaced) == ([GOOD], 1)
 
 
 @few
