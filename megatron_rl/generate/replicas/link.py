@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.generate.engine.interface import GenerationRequest
+from megatron_rl.generate.replicas.paces import DecodePace
 from megatron_rl.generate.replicas.speeds import Report
 from megatron_rl.generate.replicas.wire import PROTOCOL, About, Garbled, News, decode_about, decode_news, encode_request
 
@@ -35,16 +36,6 @@ class ReplicaGone(RuntimeError):
 
 class ReplicaRefuses(ReplicaGone):
     """A replica responds, but not as a replica of this run should."""
-
-
-class DecodePace(NamedTuple):
-    """Decoding speed of a replica: tokens of all its samples, and the seconds that they took."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def plus(self, tokens: int, seconds: float) -> DecodePace:
-        return DecodePace(self.tokens + tokens, self.seconds + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +62,12 @@ class ReplicaLink:
         driver: int,
         timings: LinkTimings,
         on_news: Callable[[ReplicaLink, News], None],
+        on_state: Callable[[ReplicaLink], None],
     ) -> None:
-        """on_news: called once with each piece of news, the oldest first."""
+        """
+        on_news: called once with each piece of news, the oldest first.
+        on_state: called before, and whenever else it has reported its state.
+        """
         self.address = address
         self.about: About | None = None
         """State of the replica in its last response; None before the first."""
@@ -86,7 +81,7 @@ class ReplicaLink:
         """Whether other replicas are preferred until there are new weights."""
         self._common = {"protocol": PROTOCOL, "digest": digest, "driver": driver}
         self._timings = timings
-        self._on_news = on_news
+        self._on_news, self._on_state = on_news, on_state
         self._requests: list[GenerationRequest] = []
         self._cancelled: list[str] = []
         self._unsent = asyncio.Event()
@@ -104,6 +99,11 @@ class ReplicaLink:
         return f"replica {self.address.replica} (start {self.address.start}, {self.address.host}:{self.address.port})"
 
     @property
+    def start(self) -> tuple[int, int]:
+        """(replica, number of its earlier starts)"""
+        return self.address.replica, self.address.start
+
+    @property
     def version(self) -> int:
         """Policy version of its weights; -1 before the first ones."""
         return -1 if self.about is None or self.about.version is None else self.about.version
@@ -116,6 +116,10 @@ class ReplicaLink:
     def rests(self) -> bool:
         """Whether it is asleep or down, so that nothing is expected of it."""
         return self.about is not None and self.about.state != "awake"
+
+    def ready(self, version: int) -> bool:
+        """Whether it has weights of this version or a newer one, and may be asked at any moment."""
+        return self.about is not None and not self.rests and self.version >= version
 
     def ask(self, request: GenerationRequest, version: int) -> None:
         if not self.outstanding:
@@ -131,8 +135,9 @@ class ReplicaLink:
     async def run(self) -> None:
         """Send requests and receive news. Raises ReplicaGone when the replica is lost."""
         try:
-            self.about = decode_about(await self.post("hello", {}))
-            logger.info("%s of %d ranks has started", self.name, self.about.ranks)
+            about = decode_about(await self.post("hello", {}))
+            self._learn(about)
+            logger.info("%s of %d ranks has started", self.name, about.ranks)
             tasks = [asyncio.ensure_future(self._send_requests()), asyncio.ensure_future(self._receive_news())]
             try:
                 await asyncio.gather(*tasks)
@@ -150,7 +155,7 @@ class ReplicaLink:
         `post`."""
         content = await self.post(path, body, timeout_s)
         try:
-            self.about = decode_about(content)
+            self._learn(decode_about(content))
         except Garbled as error:
             raise self._refuses(error) from error
         return content
@@ -176,6 +181,10 @@ class ReplicaLink:
                 await asyncio.sleep(self._timings.retry_s)
                 continue
             return self._content(response)
+
+    def _learn(self, about: About) -> None:
+        self.about = about
+        self._on_state(self)
 
     def _content(self, response: httpx.Response) -> dict[str, Any]:
         code, text = response.status_code, response.text[:200]
@@ -208,6 +217,7 @@ class ReplicaLink:
         while True:
             body = {"seen": seen, "wait_s": self._timings.poll_s}
             news = decode_news(await self.post("news", body, timeout_s=self._timings.poll_s))
-            self.about, seen = news.about, news.last
+            self._learn(news.about)
+            seen = news.last
             self.report = Report(time.monotonic(), news.about)
             self._on_news(self, news)

@@ -49,7 +49,7 @@ class ReplicaLinks:
 
     def ready(self, version: int) -> dict[Start, ReplicaLink]:
         """Links of replicas with weights of this version or a newer one, which may be requested any moment."""
-        return {start: link for start, link in self.reached.items() if link.version >= version and not link.rests}
+        return {start: link for start, link in self._links.items() if link.ready(version)}
 
     @property
     def any_rests(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.generate.engine.interface import (
@@ -39,10 +40,17 @@ class Unanswered:
             sample.tokens += known.tokens
             sample.logprobs += known.logprobs
             sample.versions += known.versions
+        self._unfinished = len(self._samples)
+        self._left = sum(map(self._room, self._samples))  # of unfinished samples
 
-    def take(self, delta: Delta, now: float) -> tuple[int, float]:
+    def _room(self, sample: _Sample) -> int:
+        return self.request.sampling.max_new_tokens - len(sample.tokens)
+
+    def take(self, delta: Delta, now: float, since: float = -math.inf) -> tuple[int, float]:
         """Add the next tokens of a sample. Returns their number, and the seconds since its previous tokens; (0, 0) for
         its first tokens, before which the sample may have waited for a row.
+
+        since: time when its replica last began to compute. Tokens before then count as none.
 
         Raises ValueError if there is no such sample, or if it has ended.
         """
@@ -54,26 +62,20 @@ class Unanswered:
         sample.logprobs += delta.logprobs
         sample.versions += delta.versions
         sample.finish_reason, sample.stop = delta.finish_reason, delta.stop
-        return (0, 0.0) if before is None else (len(delta.tokens), now - before)
-
-    def restart_clock(self) -> None:
-        """Let the next tokens of each sample count as its first ones, since its replica did not compute meanwhile."""
-        for sample in self._samples:
-            sample.updated_at = None
+        self._left -= len(delta.tokens)
+        if delta.finish_reason is not None:
+            self._unfinished -= 1
+            self._left -= self._room(sample)
+        return (0, 0.0) if before is None or before <= since else (len(delta.tokens), now - before)
 
     @property
     def answered(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self._samples)
+        return not self._unfinished
 
     @property
     def outstanding(self) -> int:
         """Most tokens that remain to be computed, of the prompt and of all samples."""
-        left = sum(
-            self.request.sampling.max_new_tokens - len(sample.tokens)
-            for sample in self._samples
-            if sample.finish_reason is None
-        )
-        return left + (len(self.request.prompt_tokens) if left else 0)
+        return self._left + (len(self.request.prompt_tokens) if self._left else 0)
 
     def completions(self) -> list[Completion]:
         found = []

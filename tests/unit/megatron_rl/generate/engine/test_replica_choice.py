@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest
-from megatron_rl.generate.replicas.dispatch import MEASURED_S, SLOWER, too_slow
-from megatron_rl.generate.replicas.link import DecodePace
+from megatron_rl.generate.replicas.paces import MEASURED_S, SLOWER, DecodePace, too_slow
 from megatron_rl.generate.replicas.unanswered import Unanswered
 from megatron_rl.generate.replicas.wire import (
     About,

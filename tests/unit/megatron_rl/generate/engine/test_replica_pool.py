@@ -285,7 +285,7 @@ def test_command_to_a_replica_fails_when_it_is_lost_meanwhile() -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             address = ReplicaAddress(0, 0, "127.0.0.1", port, 1, DIGEST, PROTOCOL, 0.0)
-            link = ReplicaLink(address, TOKEN, DIGEST, 0, SOON, lambda *_: None)
+            link = ReplicaLink(address, TOKEN, DIGEST, 0, SOON, lambda *_: None, lambda _: None)
             asked = asyncio.ensure_future(link.post("receive", {}))
             await asyncio.sleep(0.02)
             await link._client.aclose()
@@ -337,12 +337,12 @@ def test_abandoned_wait_does_not_count_in_the_next_one(attempt: Attempt) -> None
 
         async def given_up() -> None:
             asked = asyncio.create_task(pool.generate(request(1)))
-            await asyncio.to_thread(until, lambda: pool._dispatch._nobody_since is not None, "it waits")
+            await asyncio.to_thread(until, lambda: pool._dispatch._assignment.nobody_since is not None, "it waits")
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
         asyncio.run(given_up())
-        until(lambda: pool._dispatch._nobody_since is None, "nobody waits", 10)
+        until(lambda: pool._dispatch._assignment.nobody_since is None, "nobody waits", 10)
 
 
 def test_repeated_request_has_a_new_id_on_the_same_replica(attempt: Attempt, two) -> None:
@@ -356,9 +356,10 @@ def test_repeated_request_has_a_new_id_on_the_same_replica(attempt: Attempt, two
         async def there_and_back() -> None:
             links = pool._dispatch._links.reached
             links[0, 0].slow = True
-            pool._dispatch._ask_elsewhere(links[0, 0])
+            pool._dispatch._assignment.move(links[0, 0])
             links[1, 0].slow, links[0, 0].slow = True, False
-            pool._dispatch._ask_elsewhere(links[1, 0])
+            pool._dispatch._assignment.note(links[0, 0])
+            pool._dispatch._assignment.move(links[1, 0])
 
         def come_back() -> None:
             until(lambda: all(len(each.prefix.tokens) == 3 for each in pool.partial_answers()), "3 tokens of each")
@@ -368,4 +369,4 @@ def test_repeated_request_has_a_new_id_on_the_same_replica(attempt: Attempt, two
             one.engine.hold_at = other.engine.hold_at = None
 
         assert asking(pool, asked, come_back) == [answers(each) for each in asked]
-        assert pool._dispatch._work == {}
+        assert not pool._dispatch._assignment.requests
