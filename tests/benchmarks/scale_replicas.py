@@ -114,7 +114,7 @@ async def new_version(in_flight: int) -> float:
     return cpu_seconds(dispatch.begin_version)
 
 
-def roster(replicas: int) -> Cost:
+def roster(replicas: int, *, known: bool = True) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         attempt = attempt_in(folder)
         for number in range(replicas):
@@ -122,8 +122,8 @@ def roster(replicas: int) -> Cost:
             replica.folder.mkdir(parents=True)
             write(replica.listener, ReplicaAddress(number, 0, "127.0.0.1", 1, 8, "digest", PROTOCOL, 0.0))
             write(replica.state, ReplicaState(number, REPLICA_RUNNING, 0, 0.0))
-        found = Roster(attempt.replicas)
-        return Cost(cpu_seconds(found.read))
+        found, responding = Roster(attempt), set(range(replicas)) if known else set()
+        return Cost(cpu_seconds(lambda: found.read(responding)))
 
 
 def slow_ones(replicas: int) -> Cost:
@@ -136,6 +136,7 @@ ROWS = [
     Row("request assigned", "replicas", (1, 10, 100, 1_000), 1_000, in_loop(assignment), 50e-6),
     Row("look at all replicas", "requests in flight", (100, 1_000, 10_000, 100_000), 100_000, in_loop(supervision)),
     Row("new version begins", "requests in flight", (100, 1_000, 10_000, 100_000), 100_000, in_loop(new_version)),
-    Row("roster of replicas", "replicas", (1, 10, 100, 1_000), 1_000, roster),
+    Row("roster of replicas that respond", "replicas", (1, 10, 100, 1_000), 1_000, roster, 10e-3),
+    Row("roster of new replicas", "replicas", (1, 10, 100, 1_000), 1_000, lambda size: roster(size, known=False)),
     Row("replicas that are too slow", "replicas", (1, 10, 100, 1_000), 1_000, slow_ones),
 ]

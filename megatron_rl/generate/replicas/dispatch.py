@@ -64,7 +64,7 @@ class Dispatch:
         self._limit_s, self._timings = limit_s, timings or LinkTimings()
         self._link = partial(ReplicaLink, token=token, digest=digest, driver=driver, timings=self._timings)
         self._assignment = Assignment(lambda: self.policy_version, resumes=resumes)
-        self._links = ReplicaLinks(Roster(attempt.replicas), self._link_to, self._spawn, self._assignment.lose)
+        self._links = ReplicaLinks(Roster(attempt), self._link_to, self._spawn, self._assignment.lose)
         self._tasks: set[asyncio.Task[None]] = set()
         self._since = time.monotonic()  # up to when `busy_s` counts
         self._version_began = -math.inf

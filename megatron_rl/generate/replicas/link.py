@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ REFUSED = {
     503: "has stopped",
 }
 """Meaning of HTTP statuses of a replica."""
+PUNCTUAL_S = 1.0
+"""Seconds after the longest wait for news within which a replica that is well responds."""
 NOT_THERE = 424
 """HTTP status of a replica that has not received what a request needs: the only failure that is not its own fault."""
 
@@ -86,6 +89,7 @@ class ReplicaLink:
         self._cancelled: list[str] = []
         self._unsent = asyncio.Event()
         self._version = 0
+        self._heard_at = -math.inf
         self._client = httpx.AsyncClient(
             base_url=f"http://{address.host}:{address.port}",
             headers={"Authorization": f"Bearer {token}"},
@@ -107,6 +111,11 @@ class ReplicaLink:
     def version(self) -> int:
         """Policy version of its weights; -1 before the first ones."""
         return -1 if self.about is None or self.about.version is None else self.about.version
+
+    @property
+    def responds(self) -> bool:
+        """Whether it has responded within the longest wait for news."""
+        return self.about is not None and time.monotonic() - self._heard_at <= self._timings.poll_s + PUNCTUAL_S
 
     @property
     def asleep(self) -> bool:
@@ -183,7 +192,7 @@ class ReplicaLink:
             return self._content(response)
 
     def _learn(self, about: About) -> None:
-        self.about = about
+        self.about, self._heard_at = about, time.monotonic()
         self._on_state(self)
 
     def _content(self, response: httpx.Response) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from typing import Any
 
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP
-from megatron_rl.contract.paths import Replica
+from megatron_rl.contract.paths import INFER, Attempt, Replica
 from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
 from megatron_rl.generate.replicas.link import ReplicaGone, ReplicaLink, ReplicaRefuses
 from megatron_rl.generate.replicas.speeds import Report, ReportSpan
@@ -62,7 +62,8 @@ class ReplicaLinks:
 
     async def connect_new(self) -> str | None:
         """Connect to replicas that have started. Returns why there will be none any more; None if there may be."""
-        addresses, given_up = await asyncio.to_thread(self._roster.read)
+        responding = {replica for (replica, _), link in self._links.items() if link.responds}
+        addresses, given_up = await asyncio.to_thread(self._roster.read, responding)
         for address in addresses:
             self._connect(address)
         return given_up
@@ -122,26 +123,31 @@ class ReplicaLinks:
 class Roster:
     """Addresses and states that replicas and the host side write. Reading files may be slow, so it needs a thread."""
 
-    def __init__(self, listed: Callable[[], Sequence[Replica]]) -> None:
-        self._listed = listed
+    def __init__(self, attempt: Attempt, kind: str = INFER) -> None:
+        """kind: of the replicas."""
+        self._attempt, self._kind = attempt, kind
         self._complained: set[str] = set()
 
-    def read(self) -> tuple[list[ReplicaAddress], str | None]:
+    def read(self, responding: Container[int] = ()) -> tuple[list[ReplicaAddress], str | None]:
         """Return the addresses of replicas, and why there will be none any more; None if there may be. Problems
-        are logged once."""
-        addresses: list[ReplicaAddress] = []
-        states: list[ReplicaState | None] = []
+        are logged once.
+
+        responding: replicas at addresses that are known. None of their files is read.
+        """
         try:
-            for replica in self._listed():
-                found = read(ReplicaAddress, replica.listener)
-                if isinstance(found, Unreadable):
-                    self._complain(str(found))
-                elif not isinstance(found, Absent):
-                    addresses.append(found)
-                states.append(if_readable(read(ReplicaState, replica.state)))
+            numbers = self._attempt.replica_numbers(self._kind)
         except OSError as error:
             self._complain(f"the replicas cannot be listed: {error}")
-        return addresses, _all_given_up(states)
+            return [], None
+        silent = [self._attempt.replica(number, self._kind) for number in numbers if number not in responding]
+        addresses: list[ReplicaAddress] = []
+        for replica in silent:
+            found = read(ReplicaAddress, replica.listener)
+            if isinstance(found, Unreadable):
+                self._complain(str(found))
+            elif not isinstance(found, Absent):
+                addresses.append(found)
+        return addresses, _all_given_up(silent) if len(silent) == len(numbers) else None
 
     def _complain(self, what: str) -> None:
         if what not in self._complained:
@@ -149,8 +155,11 @@ class Roster:
             logger.warning("%s", what)
 
 
-def _all_given_up(states: list[ReplicaState | None]) -> str | None:
-    known = [state for state in states if state is not None]
-    if not states or len(known) < len(states) or any(state.state != REPLICA_GIVEN_UP for state in known):
-        return None
-    return known[0].why or "each replica ended too often"
+def _all_given_up(replicas: Sequence[Replica]) -> str | None:
+    why = None
+    for replica in replicas:
+        state = if_readable(read(ReplicaState, replica.state))
+        if state is None or state.state != REPLICA_GIVEN_UP:
+            return None
+        why = why or state.why or "each replica ended too often"
+    return why

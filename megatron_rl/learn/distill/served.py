@@ -50,7 +50,7 @@ def replicas_of(run_dir: RunDir, attempt: Attempt, answer_limit_s: float) -> Cal
 
     answer_limit_s: seconds that one answer may take.
     """
-    roster, digest = Roster(lambda: attempt.replicas(TEACHER)), digest_of(run_dir.resolved)
+    roster, digest = Roster(attempt, TEACHER), digest_of(run_dir.resolved)
 
     def running() -> list[Endpoint]:
         addresses, given_up = roster.read()

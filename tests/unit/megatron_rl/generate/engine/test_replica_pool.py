@@ -23,6 +23,7 @@ from megatron_rl.generate.refit.epoch import Epoch, Member
 from megatron_rl.generate.refit.replica_control import PoolControl
 from megatron_rl.generate.replicas.dispatch import Dispatch, NoReplica
 from megatron_rl.generate.replicas.link import LinkTimings, ReplicaGone, ReplicaLink
+from megatron_rl.generate.replicas.links import Roster
 from megatron_rl.generate.replicas.pool import ReplicaPool
 from megatron_rl.generate.replicas.wire import PROTOCOL
 from megatron_rl.recipe.inference import Sampling
@@ -188,6 +189,21 @@ def test_wait_ends_when_all_replicas_are_given_up(attempt: Attempt) -> None:
         (failed,) = asking(pool, [request(1)])
     assert isinstance(failed, NoReplica)
     assert str(failed) == "all inference replicas are given up: infer-0 rank 0: RuntimeError: boom"
+
+
+def test_files_of_replicas_that_respond_are_not_read(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
+    address = ReplicaAddress(1, 0, "127.0.0.1", 9, 1, DIGEST, PROTOCOL, 0.0)
+    for number in range(2):
+        attempt.replica(number).folder.mkdir(parents=True)
+        write(attempt.replica(number).state, ReplicaState(number, REPLICA_GIVEN_UP, 9, 0.0, why=f"end of {number}"))
+    attempt.replica(0).listener.write_text("not an address")
+    write(attempt.replica(1).listener, address)
+    roster = Roster(attempt)
+    assert roster.read({0}) == ([address], None), "the one that responds is not given up"
+    assert not caplog.text
+    assert roster.read({1, 2}) == ([], None)
+    assert "address.json" in caplog.text
+    assert roster.read({2}) == ([address], "end of 0")
 
 
 @pytest.mark.parametrize(
