@@ -15,6 +15,7 @@ from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_refit import TransferRefit
 from megatron_rl.generate.replicas.dispatch import Dispatch
 from megatron_rl.generate.replicas.pool import ReplicaPool
+from megatron_rl.generate.replicas.shard import Shard
 from megatron_rl.generate.replicas.wire import digest_of, read_token
 from megatron_rl.learn.rollout.agent_loop import AgentThread, TrainingDriver
 from megatron_rl.model.platform.gpu_calls import offered
@@ -39,7 +40,7 @@ def open_pool(config: RunConfig, here: Here) -> ReplicaPool:
         here.attempt,
         digest_of(here.run_dir.resolved),
         read_token(here.run_dir.token),
-        role.index,
+        Shard(role.index, role.count),
         resumes=config.resume.partial == "keep",
         limit_s=config.job.silence_limit_s,
     )

@@ -20,7 +20,7 @@ from megatron_rl.contract.records import write
 from megatron_rl.generate.engine.interface import Delta, GenerationRequest
 from megatron_rl.generate.replicas.dispatch import Dispatch
 from megatron_rl.generate.replicas.link import ReplicaLink
-from megatron_rl.generate.replicas.links import Roster
+from megatron_rl.generate.replicas.links import ALL, Roster
 from megatron_rl.generate.replicas.paces import DecodePace, too_slow
 from megatron_rl.generate.replicas.wire import PROTOCOL, About, News, decode_news, encode_news
 from megatron_rl.recipe.inference import Sampling
@@ -35,7 +35,7 @@ ANSWER = Sampling(max_new_tokens=100_000)
 
 def dispatch_with(replicas: int) -> tuple[Dispatch, list[ReplicaLink]]:
     """Return a driver that has reached some replicas, to which it sends nothing."""
-    dispatch = Dispatch(attempt_in("/nonexistent"), "digest", "token", 0, resumes=True, limit_s=1e9)
+    dispatch = Dispatch(attempt_in("/nonexistent"), "digest", "token", ALL, resumes=True, limit_s=1e9)
     dispatch.policy_version = 0
     links = []
     for number in range(replicas):
@@ -122,7 +122,7 @@ def roster(replicas: int, *, known: bool = True) -> Cost:
             replica.folder.mkdir(parents=True)
             write(replica.listener, ReplicaAddress(number, 0, "127.0.0.1", 1, 8, "digest", PROTOCOL, 0.0))
             write(replica.state, ReplicaState(number, REPLICA_RUNNING, 0, 0.0))
-        found, responding = Roster(attempt), set(range(replicas)) if known else set()
+        found, responding = Roster(attempt), frozenset(range(replicas) if known else ())
         return Cost(cpu_seconds(lambda: found.read(responding)))
 
 

@@ -26,6 +26,7 @@ from megatron_rl.generate.refit.replica_control import PoolControl
 from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_refit import TransferRefit
 from megatron_rl.generate.replicas.dispatch import Dispatch
+from megatron_rl.generate.replicas.links import ALL
 from megatron_rl.generate.replicas.pool import ReplicaPool
 from megatron_rl.generate.replicas.wire import digest_of
 from megatron_rl.model.policy import Policy, build_policy
@@ -130,7 +131,7 @@ class Side:
         run.token.write_text(f"{TOKEN}\n", encoding="utf-8")
         python = setting.python if engine == "vllm" else sys.executable
         self.replica = Front(run, python=python, threads=setting.threads)
-        dispatch = Dispatch(run.attempt(1), digest_of(run.resolved), TOKEN, 0, resumes=True, limit_s=START_S)
+        dispatch = Dispatch(run.attempt(1), digest_of(run.resolved), TOKEN, ALL, resumes=True, limit_s=START_S)
         self.pool = ReplicaPool(dispatch)
         self.control = TimedControl(self.pool, LIMIT)
         sender = Sender(weights_by_box(trainer.policy))

@@ -27,6 +27,7 @@ from megatron_rl.generate.refit.replica_control import PoolControl
 from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_refit import TransferRefit
 from megatron_rl.generate.replicas.dispatch import Dispatch
+from megatron_rl.generate.replicas.links import ALL
 from megatron_rl.generate.replicas.pool import ReplicaPool
 from megatron_rl.generate.replicas.wire import digest_of, read_token
 from megatron_rl.model.parallel import groups_of_one
@@ -128,7 +129,7 @@ class Trainer:
         control = None
         if dist.get_rank() == 0:
             digest, token = digest_of(run.resolved), read_token(run.token)
-            self.pool = ReplicaPool(Dispatch(run.attempt(1), digest, token, 0, resumes=True, limit_s=START_S))
+            self.pool = ReplicaPool(Dispatch(run.attempt(1), digest, token, ALL, resumes=True, limit_s=START_S))
             self.pool.start()
             control = PoolControl(self.pool, LIMIT)
         self.refit = TransferRefit(

@@ -18,6 +18,7 @@ from megatron_rl.generate.replicas.assignment import Assignment
 from megatron_rl.generate.replicas.link import LinkTimings, ReplicaGone, ReplicaLink
 from megatron_rl.generate.replicas.links import ReplicaLinks, Roster, Start
 from megatron_rl.generate.replicas.paces import DecodePace, too_slow
+from megatron_rl.generate.replicas.shard import Shard
 from megatron_rl.generate.replicas.speeds import speeds
 from megatron_rl.generate.replicas.wire import OTHER_VERSION, News, State
 
@@ -40,7 +41,7 @@ class Dispatch:
         attempt: Attempt,
         digest: str,
         token: str,
-        driver: int,
+        shard: Shard,
         *,
         resumes: bool,
         limit_s: float,
@@ -49,7 +50,7 @@ class Dispatch:
         """
         digest: see `wire.digest_of`.
         token: the run's token.
-        driver: number of this driver; requests of driver 0 keep the replicas alive.
+        shard: share of this driver in the replicas; requests of driver 0 keep the replicas alive.
         resumes: whether an answer whose replica is lost resumes from its tokens, see `resume.partial`. If not, it is
             sampled again.
         limit_s: seconds until a replica must be available, and until a replica with requests must have tokens. While
@@ -62,9 +63,9 @@ class Dispatch:
         self.busy_s = 0.0
         self.given_up: str | None = None
         self._limit_s, self._timings = limit_s, timings or LinkTimings()
-        self._link = partial(ReplicaLink, token=token, digest=digest, driver=driver, timings=self._timings)
+        self._link = partial(ReplicaLink, token=token, digest=digest, driver=shard.driver, timings=self._timings)
         self._assignment = Assignment(lambda: self.policy_version, resumes=resumes)
-        self._links = ReplicaLinks(Roster(attempt), self._link_to, self._spawn, self._assignment.lose)
+        self._links = ReplicaLinks(Roster(attempt, shard=shard), self._link_to, self._spawn, self._assignment.lose)
         self._tasks: set[asyncio.Task[None]] = set()
         self._since = time.monotonic()  # up to when `busy_s` counts
         self._version_began = -math.inf

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Container, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any, NamedTuple
 
 from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP
-from megatron_rl.contract.paths import INFER, Attempt, Replica
-from megatron_rl.contract.records import Absent, Unreadable, if_readable, read
+from megatron_rl.contract.paths import INFER, Attempt
+from megatron_rl.contract.records import Unreadable, if_readable, read
 from megatron_rl.generate.replicas.link import ReplicaGone, ReplicaLink, ReplicaRefuses
+from megatron_rl.generate.replicas.shard import Shard
 from megatron_rl.generate.replicas.speeds import Report, ReportSpan
 
 logger = logging.getLogger(__name__)
+
+ALL = Shard(driver=0, drivers=1)
 
 Start = tuple[int, int]
 """(replica, number of its earlier starts)"""
@@ -37,6 +40,7 @@ class ReplicaLinks:
         self._links: dict[Start, ReplicaLink] = {}
         self._keepers: dict[Start, asyncio.Task[None]] = {}
         self._avoided: set[Start] = set()  # starts that get no more requests: refused, or without any progress
+        self._lost: set[Start] = set()  # starts that do not respond any more
         self._complained: set[str] = set()
         self._reports: dict[Start, Report] = {}  # at the last call of `spans`
 
@@ -61,12 +65,19 @@ class ReplicaLinks:
         return bool(self.reached) and not self.ready(version)
 
     async def connect_new(self) -> str | None:
-        """Connect to replicas that have started. Returns why there will be none any more; None if there may be."""
-        responding = {replica for (replica, _), link in self._links.items() if link.responds}
-        addresses, given_up = await asyncio.to_thread(self._roster.read, responding)
-        for address in addresses:
+        """Connect to replicas that have started, as many as this driver needs, and leave those that had taken over from
+        others which are back. Returns why there will be none any more; None if there may be."""
+        responding = {start for start, link in self._links.items() if link.responds}
+        self._lost -= responding
+        found = await asyncio.to_thread(
+            self._roster.read, frozenset(replica for replica, _ in responding), frozenset(self._lost | self._avoided)
+        )
+        for address in found.addresses:
             self._connect(address)
-        return given_up
+        for start, link in self._links.items():
+            if found.wanted is not None and start[0] not in found.wanted and not link.outstanding:
+                self._keepers[start].cancel()
+        return found.given_up
 
     def give_up_stuck(self, limit_s: float) -> None:
         now = time.monotonic()
@@ -112,6 +123,7 @@ class ReplicaLinks:
             logger.error("%s", error)
         except ReplicaGone as error:
             # The network may be at fault: the replica is connected again if it responds.
+            self._lost.add(start)
             if str(error) not in self._complained:
                 self._complained.add(str(error))
                 logger.warning("%s", error)
@@ -120,46 +132,65 @@ class ReplicaLinks:
             self._on_loss(link)
 
 
+class Found(NamedTuple):
+    addresses: list[ReplicaAddress]
+    """Addresses of replicas that do not respond yet, lowest number first."""
+    wanted: Collection[int] | None
+    """Replicas that this driver needs, of which some may not be there yet; None: unknown."""
+    given_up: str | None
+    """Why there will be no replicas any more; None if there may be."""
+
+
 class Roster:
     """Addresses and states that replicas and the host side write. Reading files may be slow, so it needs a thread."""
 
-    def __init__(self, attempt: Attempt, kind: str = INFER) -> None:
+    def __init__(self, attempt: Attempt, kind: str = INFER, shard: Shard = ALL) -> None:
         """kind: of the replicas."""
-        self._attempt, self._kind = attempt, kind
+        self._attempt, self._kind, self._shard = attempt, kind, shard
         self._complained: set[str] = set()
 
-    def read(self, responding: Container[int] = ()) -> tuple[list[ReplicaAddress], str | None]:
-        """Return the addresses of replicas, and why there will be none any more; None if there may be. Problems
-        are logged once.
+    def read(self, responding: frozenset[int] = frozenset(), lost: frozenset[Start] = frozenset()) -> Found:
+        """Look for replicas that are there. Problems are logged once.
 
         responding: replicas at addresses that are known. None of their files is read.
+        lost: starts that no longer respond, in whose place others are needed.
         """
         try:
             numbers = self._attempt.replica_numbers(self._kind)
         except OSError as error:
             self._complain(f"the replicas cannot be listed: {error}")
-            return [], None
-        silent = [self._attempt.replica(number, self._kind) for number in numbers if number not in responding]
+            return Found([], None, None)
+        preferred, needed = self._shard.preferred(numbers)
         addresses: list[ReplicaAddress] = []
-        for replica in silent:
-            found = read(ReplicaAddress, replica.listener)
-            if isinstance(found, Unreadable):
-                self._complain(str(found))
-            elif not isinstance(found, Absent):
-                addresses.append(found)
-        return addresses, _all_given_up(silent) if len(silent) == len(numbers) else None
+        wanted = set()
+        for number in preferred:
+            if not needed:
+                break
+            wanted.add(number)
+            if number in responding:
+                needed -= 1
+            elif (address := self._address(number)) is not None:
+                addresses.append(address)
+                needed -= (number, address.start) not in lost
+        addresses.sort(key=lambda address: address.replica)
+        return Found(addresses, wanted, None if responding.intersection(numbers) else self._all_given_up(numbers))
+
+    def _address(self, number: int) -> ReplicaAddress | None:
+        found = read(ReplicaAddress, self._attempt.replica(number, self._kind).listener)
+        if isinstance(found, Unreadable):
+            self._complain(str(found))
+        return if_readable(found)
+
+    def _all_given_up(self, numbers: Sequence[int]) -> str | None:
+        why = None
+        for number in numbers:
+            state = if_readable(read(ReplicaState, self._attempt.replica(number, self._kind).state))
+            if state is None or state.state != REPLICA_GIVEN_UP:
+                return None
+            why = why or state.why or "each replica ended too often"
+        return why
 
     def _complain(self, what: str) -> None:
         if what not in self._complained:
             self._complained.add(what)
             logger.warning("%s", what)
-
-
-def _all_given_up(replicas: Sequence[Replica]) -> str | None:
-    why = None
-    for replica in replicas:
-        state = if_readable(read(ReplicaState, replica.state))
-        if state is None or state.state != REPLICA_GIVEN_UP:
-            return None
-        why = why or state.why or "each replica ended too often"
-    return why

@@ -53,10 +53,10 @@ def replicas_of(run_dir: RunDir, attempt: Attempt, answer_limit_s: float) -> Cal
     roster, digest = Roster(attempt, TEACHER), digest_of(run_dir.resolved)
 
     def running() -> list[Endpoint]:
-        addresses, given_up = roster.read()
-        if given_up is not None:
-            raise NoTeacher(f"all replicas of the teacher are given up: {given_up}")
-        urls = (f"http://{each.host}:{each.port}/v1" for each in addresses if each.digest == digest)
+        found = roster.read()
+        if found.given_up is not None:
+            raise NoTeacher(f"all replicas of the teacher are given up: {found.given_up}")
+        urls = (f"http://{each.host}:{each.port}/v1" for each in found.addresses if each.digest == digest)
         return [Endpoint(url, "teacher", token_file=run_dir.token, timeout_s=answer_limit_s) for url in urls]
 
     return running

@@ -18,6 +18,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.interface import Delta, GenerationRequest
 from megatron_rl.generate.replicas.dispatch import Dispatch
 from megatron_rl.generate.replicas.link import ReplicaLink
+from megatron_rl.generate.replicas.links import ALL
 from megatron_rl.generate.replicas.paces import MEASURED_S, SLOWER, DecodePace, too_slow
 from megatron_rl.generate.replicas.ranking import Ranking
 from megatron_rl.generate.replicas.unanswered import Unanswered
@@ -117,7 +118,7 @@ class Both:
     def __init__(self) -> None:
         self.plain = PlainRule()
         attempt = RunDir(Path("/nonexistent")).attempt(1)
-        self.dispatch = Dispatch(attempt, "digest", "token", 0, resumes=True, limit_s=60.0)
+        self.dispatch = Dispatch(attempt, "digest", "token", ALL, resumes=True, limit_s=60.0)
         self.dispatch.policy_version = 0
         self.links: dict[Replica, ReplicaLink] = {}
         self.numbers = itertools.count()

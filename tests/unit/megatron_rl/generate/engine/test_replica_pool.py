@@ -23,7 +23,7 @@ from megatron_rl.generate.refit.epoch import Epoch, Member
 from megatron_rl.generate.refit.replica_control import PoolControl
 from megatron_rl.generate.replicas.dispatch import Dispatch, NoReplica
 from megatron_rl.generate.replicas.link import LinkTimings, ReplicaGone, ReplicaLink
-from megatron_rl.generate.replicas.links import Roster
+from megatron_rl.generate.replicas.links import ALL, Roster
 from megatron_rl.generate.replicas.pool import ReplicaPool
 from megatron_rl.generate.replicas.wire import PROTOCOL
 from megatron_rl.recipe.inference import Sampling
@@ -42,7 +42,7 @@ def attempt(tmp_path: Path) -> Attempt:
 def pool_of(
     attempt: Attempt, *, resumes: bool = True, limit_s: float = 60.0, timings: LinkTimings = SOON
 ) -> Iterator[ReplicaPool]:
-    pool = ReplicaPool(Dispatch(attempt, DIGEST, TOKEN, 0, resumes=resumes, limit_s=limit_s, timings=timings))
+    pool = ReplicaPool(Dispatch(attempt, DIGEST, TOKEN, ALL, resumes=resumes, limit_s=limit_s, timings=timings))
     pool.start()
     pool.policy_version = 0
     try:
@@ -199,11 +199,11 @@ def test_files_of_replicas_that_respond_are_not_read(attempt: Attempt, caplog: p
     attempt.replica(0).listener.write_text("not an address")
     write(attempt.replica(1).listener, address)
     roster = Roster(attempt)
-    assert roster.read({0}) == ([address], None), "the one that responds is not given up"
+    assert roster.read(frozenset({0})) == ([address], {0, 1}, None), "the one that responds is not given up"
     assert not caplog.text
-    assert roster.read({1, 2}) == ([], None)
+    assert roster.read(frozenset({1})) == ([], {0, 1}, None)
     assert "address.json" in caplog.text
-    assert roster.read({2}) == ([address], "end of 0")
+    assert roster.read() == ([address], {0, 1}, "end of 0")
 
 
 @pytest.mark.parametrize(
