@@ -7,11 +7,13 @@ or interpreter continues with the same prompts.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import shake_256
 from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
@@ -67,14 +69,14 @@ class PromptStream:
     def index(self, number: int) -> int:
         """Return the index of the problem that is visited after `number` others."""
         epoch, position = divmod(number, len(self._problems))
-        return self._order(epoch)[position]
+        return int(self._order(epoch)[position])
 
 
-def epoch_order(count: int, seed: int, epoch: int, environment: str = "") -> tuple[int, ...]:
-    """Order of [0, count) in pass `epoch`: indices sorted by 64-bit words of SHAKE256, little-endian."""
+def epoch_order(count: int, seed: int, epoch: int, environment: str = "") -> NDArray[np.uint32]:
+    """[count] order of [0, count) in pass `epoch`: indices sorted by 64-bit words of SHAKE256, little-endian."""
     purpose = ":".join(["mrl.epoch", str(seed), str(epoch), *filter(None, [environment])])
-    sort_keys = struct.unpack(f"<{count}Q", shake_256(purpose.encode()).digest(8 * count))
-    return tuple(sorted(range(count), key=sort_keys.__getitem__))
+    sort_keys = np.frombuffer(shake_256(purpose.encode()).digest(8 * count), "<u8")
+    return np.argsort(sort_keys, kind="stable").astype(np.uint32)  # stable: no library may order equal words its way
 
 
 def split(weights: Sequence[float], total: int) -> list[int]:
