@@ -31,12 +31,52 @@ from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.rollout import CurriculumConfig
 
 _RATE = np.dtype("<f4")
+_UNITS = 172
+"""A pass rate is a whole number of units of 2**-172, so that sums of rates are exact."""
+
+
+class PassRates:
+    """Recent pass rates of the problems of a set, 0..1; NaN: not known. A value that never changes.
+
+    Newer rates take over the array of older ones, which keep the few values that differ. So a step costs what it
+    settles, and reading older rates, as a checkpoint may, costs a copy of all.
+    """
+
+    def __init__(self, rates: NDArray[np.float32]) -> None:
+        """rates: [problems], which the caller does not change any more."""
+        self._newest = rates
+        self._newer: PassRates | None = None
+        self._replaced: Mapping[int, np.float32] = {}
+
+    def __getitem__(self, index: int) -> np.float32:
+        return self._newest[index] if self._newer is None else self.all()[index]
+
+    def all(self) -> NDArray[np.float32]:
+        """Return a copy: [problems]."""
+        passed: list[PassRates] = []
+        rates = self
+        while rates._newer is not None:
+            passed.append(rates)
+            rates = rates._newer
+        found = rates._newest.copy()
+        for older in reversed(passed):
+            found[[*older._replaced]] = [*older._replaced.values()]
+        return found
+
+    def updated(self, changes: Mapping[int, np.float32]) -> PassRates:
+        if self._newer is not None:
+            return PassRates(self.all()).updated(changes)
+        rates, self._newest = self._newest, self._newest[:0]
+        self._replaced = {index: rates[index] for index in changes}
+        rates[[*changes]] = [*changes.values()]
+        self._newer = PassRates(rates)
+        return self._newer
 
 
 @dataclass(frozen=True, slots=True)
 class SetState:
     candidate: int  # number of problems of its stream that were visited or left out so far
-    rates: NDArray[np.float32]  # [problems] recent pass rate, 0..1; NaN: not known. Never changed in place
+    rates: PassRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +107,7 @@ class CurriculumState:
             candidates[number] = place + 1
             if ordinal >= next_ordinal:
                 assigned[ordinal] = Assigned(stream.sets[number].environment, stream.streams[number].index(place))
-        unknown = (np.full(len(each.problems), np.nan, np.float32) for each in stream.sets)
+        unknown = (PassRates(np.full(len(each.problems), np.nan, np.float32)) for each in stream.sets)
         names = [each.environment for each in stream.sets]
         return cls(dict(zip(names, map(SetState, candidates.values(), unknown), strict=True)), assigned)
 
@@ -76,7 +116,7 @@ class CurriculumState:
             "sets": {
                 name: {
                     "candidate": each.candidate,
-                    "rates": b85encode(zlib.compress(each.rates.astype(_RATE).tobytes())).decode(),
+                    "rates": b85encode(zlib.compress(each.rates.all().astype(_RATE).tobytes())).decode(),
                 }
                 for name, each in self.sets.items()
             },
@@ -86,7 +126,9 @@ class CurriculumState:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> CurriculumState:
         sets = {
-            name: SetState(its["candidate"], np.frombuffer(zlib.decompress(b85decode(its["rates"])), _RATE))
+            name: SetState(
+                its["candidate"], PassRates(np.array(np.frombuffer(zlib.decompress(b85decode(its["rates"])), _RATE)))
+            )
             for name, its in saved["sets"].items()
         }
         return cls(sets, {ordinal: Assigned(name, index) for ordinal, name, index in saved["assigned"]})
@@ -100,6 +142,10 @@ class Curriculum:
         self._rates = {name: state.sets[name].rates for name in self._numbers}
         self._assigned = dict(state.assigned)
         self._left_out = 0
+        known = np.concatenate([rates.all() for rates in self._rates.values()])
+        known = known[~np.isnan(known)]
+        self._known = len(known)
+        self._sum = sum(map(_units, *(each.tolist() for each in np.unique(known, return_counts=True))))
 
     def problem(self, ordinal: int) -> Problem:
         its = self._assigned[ordinal]
@@ -119,14 +165,16 @@ class Curriculum:
             first_ordinal: of the step. Its own ordinals stay known: its groups still move between ranks.
             accuracies: ordinal -> mean accuracy of its answers, for settled groups that have answers.
         """
-        changed = {self._assigned[ordinal].environment for ordinal in accuracies}
-        self._rates |= {name: self._rates[name].copy() for name in changed}
+        changes: dict[str, dict[int, np.float32]] = {}
         for ordinal in sorted(accuracies):
             its, now = self._assigned[ordinal], min(1.0, max(0.0, accuracies[ordinal]))
-            rates = self._rates[its.environment]
-            before = float(rates[its.index])
+            changed = changes.setdefault(its.environment, {})
+            before = float(changed.get(its.index, self._rates[its.environment][its.index]))
             kept = 0.0 if math.isnan(before) else self._config.memory
-            rates[its.index] = now if kept == 0 else kept * before + (1 - kept) * now
+            rate = changed[its.index] = np.float32(now if kept == 0 else kept * before + (1 - kept) * now)
+            self._known += math.isnan(before)
+            self._sum += _units(float(rate)) - _units(0.0 if math.isnan(before) else before)
+        self._rates |= {name: self._rates[name].updated(changed) for name, changed in changes.items()}
         for ordinal in [each for each in self._assigned if each < first_ordinal]:
             del self._assigned[ordinal]
 
@@ -138,10 +186,10 @@ class Curriculum:
 
     def report(self) -> dict[str, float]:
         """Return metrics of the pass rates known now and of the problems left out since the last report."""
-        known = np.concatenate([rates[~np.isnan(rates)] for rates in self._rates.values()])
-        found: dict[str, float] = {"curriculum_left_out": self._left_out, "curriculum_known": len(known)}
+        found: dict[str, float] = {"curriculum_left_out": self._left_out, "curriculum_known": self._known}
         self._left_out = 0
-        return found | ({"curriculum_pass_rate": math.fsum(known.tolist()) / len(known)} if len(known) else {})
+        # A quotient of integers is rounded once, so the sum is the float nearest to that of all rates (math.fsum).
+        return found | ({"curriculum_pass_rate": self._sum / 2**_UNITS / self._known} if self._known else {})
 
     def _next(self, name: str) -> Assigned:
         """Return the next problem of a set that is not left out."""
@@ -190,6 +238,11 @@ def visit_weight(rate: float, config: CurriculumConfig) -> float:
         return 1.0
     value = 4 * rate * (1 - rate) if config.prefer == "variance" else 1 - rate
     return config.least + (1 - config.least) * value
+
+
+def _units(rate: float, count: int = 1) -> int:
+    """Return `count` times a pass rate of 32 bits in units of 2**-_UNITS."""
+    return int(math.ldexp(rate, _UNITS)) * count
 
 
 def _uniform(seed: int, environment: str, candidate: int) -> float:

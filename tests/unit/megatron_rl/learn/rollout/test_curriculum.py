@@ -28,7 +28,7 @@ from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.learn.rollout import driver as driver_module
 from megatron_rl.learn.rollout.agent_loop import AgentThread, EngineInTurn
 from megatron_rl.learn.rollout.batch import RolloutBatch
-from megatron_rl.learn.rollout.curriculum import Curriculum, CurriculumState, visit_weight
+from megatron_rl.learn.rollout.curriculum import Curriculum, CurriculumState, PassRates, visit_weight
 from megatron_rl.learn.rollout.driver import RolloutDriver
 from megatron_rl.learn.rollout.stream import Mixture
 from megatron_rl.learn.rollout.window import NOTHING_DRAWN
@@ -119,7 +119,7 @@ def test_accuracies_outside_0_and_1_count_as_the_nearer_of_them() -> None:
     one = curriculum(stream)
     one.assign(0, 2)
     one.learn(0, {0: -3.0, 1: 7.0})
-    assert sorted(one.state(2).sets["e0"].rates.tolist()) == [0.0, 1.0]
+    assert sorted(one.state(2).sets["e0"].rates.all().tolist()) == [0.0, 1.0]
 
 
 def test_groups_that_are_settled_do_not_change_what_later_ordinals_mean() -> None:
@@ -144,7 +144,42 @@ def test_the_report_counts_what_was_left_out_since_the_last_one() -> None:
     assert one.report()["curriculum_left_out"] == 0
 
 
+@given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 1)), max_size=6), max_size=8), st.floats(0, 0.99))
+def test_the_reported_pass_rate_is_the_exactly_rounded_mean_of_all_known_rates(
+    steps: list[list[tuple[int, float]]], memory: float
+) -> None:
+    """Also after a restart, which adds up the saved rates."""
+    stream = Mixture(sets(2, 3), 0, 5)
+    one = curriculum(stream, CurriculumConfig(memory=memory, least=1.0))
+    for step, settled in enumerate(steps):
+        one.assign(5 * step, 5 * step + 5)
+        one.learn(5 * step, {5 * step + place: accuracy for place, accuracy in settled})
+        state = one.state(5 * step + 5)
+        rates = np.concatenate([each.rates.all() for each in state.sets.values()])
+        known = rates[~np.isnan(rates)].tolist()
+        resumed = curriculum(stream, state=CurriculumState.from_json(json.loads(json.dumps(state.to_json()))))
+        for found in (one.report(), resumed.report()):
+            assert found["curriculum_known"] == len(known)
+            assert found.get("curriculum_pass_rate") == (math.fsum(known) / len(known) if known else None)
+
+
 # The state
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 5), st.floats(0, 1, width=32), max_size=4), max_size=8))
+def test_older_pass_rates_never_change(changes: list[dict[int, float]]) -> None:
+    newest = PassRates(np.full(6, np.nan, np.float32))
+    plain = [newest.all()]
+    all_rates = [newest]
+    for changed in changes:
+        newest = newest.updated({index: np.float32(rate) for index, rate in changed.items()})
+        plain.append(plain[-1].copy())
+        plain[-1][[*changed]] = [*changed.values()]
+        all_rates.append(newest)
+    branch = all_rates[0].updated({2: np.float32(0.5)})
+    for rates, expected in zip(all_rates, plain, strict=True):
+        assert np.array_equal(rates.all(), expected, equal_nan=True)
+    assert np.array_equal(branch.all()[[0, 2]], np.array([np.nan, 0.5], np.float32), equal_nan=True)
 
 
 def stepped(one: Curriculum, steps: range, ahead: int) -> list[list[str]]:
@@ -188,8 +223,8 @@ def test_pass_rates_of_a_hundred_thousand_problems_are_saved_in_few_bytes() -> N
     stream = Mixture(sets(100_000), 0, 4)
     one = CurriculumState.begun(stream, 0, 0)
     rates = np.random.default_rng(0).integers(0, 17, 100_000).astype(np.float32) / 16
-    saved = CurriculumState({"e0": type(one.sets["e0"])(0, rates)}).to_json()
-    assert np.array_equal(CurriculumState.from_json(saved).sets["e0"].rates, rates)
+    saved = CurriculumState({"e0": type(one.sets["e0"])(0, PassRates(rates))}).to_json()
+    assert np.array_equal(CurriculumState.from_json(saved).sets["e0"].rates.all(), rates)
     assert len(json.dumps(saved)) < 150_000
 
 
