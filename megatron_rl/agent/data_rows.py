@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from pydantic import model_validator
 
 from megatron_rl.agent.arrow_rows import arrow_rows, file_batches, file_columns
-from megatron_rl.agent.text_rows import as_text, text_rows, value_at
+from megatron_rl.agent.text_rows import as_text, holds_lines, text_rows, value_at
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
 from megatron_rl.recipe.extras import needed
 from megatron_rl.recipe.model import is_hub_name
@@ -66,6 +66,10 @@ def first_rows(count: int | None) -> Iterator[None]:
         _most.reset(token)
 
 
+def is_limited() -> bool:
+    return _most.get() is not None
+
+
 def limited(rows: Iterable[T]) -> Iterator[T]:
     return islice(rows, _most.get())
 
@@ -75,6 +79,8 @@ class DataRow(NamedTuple):
     """Location, such as `data.jsonl:7` or `data.parquet: row 7`."""
     values: Mapping[str, Any]
     """All columns. From a text file without those that the row lacks; else null there."""
+    place: int | None = None
+    """Byte at which the row's line begins, counted over all files of the data set; None if it cannot be read alone."""
 
 
 def read_rows(source: DataSource, columns: Sequence[str] | None = None) -> Iterator[DataRow]:
@@ -86,13 +92,26 @@ def read_rows(source: DataSource, columns: Sequence[str] | None = None) -> Itera
     """
     found: dict[str, None] = {}
     with _errors_of(source), TemporaryDirectory(prefix="mrl-datasets-") as scratch:
-        for where, values in limited(_of_files(_files(source, Path(scratch)), columns)):
-            found |= dict.fromkeys(values)
-            yield DataRow(where, values)
+        for row in limited(_of_files(_files(source, Path(scratch)), columns)):
+            found |= dict.fromkeys(row.values)
+            yield row
         if not found:
             raise ValueError("it has no rows")
         for name in columns or ():
             check_column(name, found)
+
+
+def files_of_lines(source: DataSource, least: int) -> list[str]:
+    """Return the files of a data set of at least `least` bytes whose rows can be read alone; none if it is smaller or
+    has other files. Raises ValueError as `read_rows` does."""
+    with _errors_of(source), TemporaryDirectory(prefix="mrl-datasets-") as scratch:
+        place = _on_this_machine(source.path)
+        found = [place] if place.is_file() else place.rglob("*")
+        if sum(file.stat().st_size for file in found if is_text_file(file.name)) < least:
+            return []  # said without `datasets`, whose import takes seconds
+        files = _files(source, Path(scratch))
+        large = sum(Path(file).stat().st_size for file in files) >= least
+        return files if large and all(is_text_file(file) and holds_lines(file) for file in files) else []
 
 
 def check_column(name: str, columns: Collection[str], data_set: str = "") -> None:
@@ -117,14 +136,17 @@ def _errors_of(source: DataSource) -> Iterator[None]:
         raise ValueError(f"data set {source.path}: {error}") from error
 
 
-def _of_files(files: Sequence[str], columns: Sequence[str] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _of_files(files: Sequence[str], columns: Sequence[str] | None) -> Iterator[DataRow]:
+    first = 0
     for file in files:
         if is_text_file(file):
-            yield from text_rows(file)
+            for where, values, offset in text_rows(file):
+                yield DataRow(where, values, None if offset is None else first + offset)
+            first += Path(file).stat().st_size
             continue
         for name in columns or ():
             check_column(name, file_columns(file))
-        yield from arrow_rows(file_batches(file, columns), file)
+        yield from starmap(DataRow, arrow_rows(file_batches(file, columns), file))
 
 
 def _files(source: DataSource, scratch: Path) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from megatron_rl.agent.answer_format import FORMATS
-from megatron_rl.agent.data_rows import DataSource, check_column, read_rows
+from megatron_rl.agent.data_rows import DataRow, DataSource, check_column, read_rows
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.recipe.data_files import is_text_file
 from megatron_rl.recipe.model import is_hub_name
@@ -47,6 +48,8 @@ class Question:
     """All columns, if the source names no answer column."""
     source: DataSource | None = field(default=None, compare=False)
     where: str = field(default="", compare=False)
+    place: int | None = field(default=None, compare=False)
+    """Beginning of the row's line: `DataRow.place`."""
 
 
 def normalised(text: str) -> str:
@@ -60,7 +63,6 @@ def read_questions(source: DataSource) -> Iterator[Question]:
 
     Raises ValueError if the data is missing or does not match `source`.
     """
-    removed = [re.compile(r"\s+".join(map(re.escape, text.split()))) for text in source.remove]
     seen = set()
     rows = lacking = 0
     for question in _answered(source) if isinstance(source, DataSet) else _whole(source):
@@ -69,7 +71,7 @@ def read_questions(source: DataSource) -> Iterator[Question]:
             lacking += 1
         elif (key := (question.text, question.answer, hash(repr(question.row)))) not in seen:
             seen.add(key)
-            yield replace(question, text=_without(removed, question.text))
+            yield replace(question, text=_shortened(source, question.text))
     if 0 < lacking < rows:
         needed = f"a question ({source.question})"
         if isinstance(source, DataSet):
@@ -80,15 +82,29 @@ def read_questions(source: DataSource) -> Iterator[Question]:
         )
 
 
+def question_of(source: DataSource, row: DataRow, columns: Iterable[str]) -> Question:
+    """Return the question of one row that `read_questions` yields.
+
+    columns: names that the questions' rows have. Raises ValueError if the row has no question.
+    """
+    found = _answered_in(source, row) if isinstance(source, DataSet) else _whole_of(source, row, columns)
+    if found is None:
+        raise ValueError("it has no question")
+    return replace(found, text=_shortened(source, found.text))
+
+
 def _answered(source: DataSet) -> Iterator[Question | None]:
-    paths = [path.split(".") for path in (source.question, source.answer)]
-    for where, values in read_rows(source, [path[0] for path in paths]):
-        found = [value_at(values, path) for path in paths]
-        if (not source.structured and any(isinstance(value, dict | list) for value in found)) or _is_talk(found[0]):
-            raise ValueError(f"data set {source.path}: {where}: {_no_text(source)}")
-        text, solution = map(as_text, found)
-        answer = None if text is None or solution is None else _answer_in(source, solution)
-        yield Question(text, answer, where=where) if text is not None and answer else None
+    columns = [path.partition(".")[0] for path in (source.question, source.answer)]
+    return (_answered_in(source, row) for row in read_rows(source, columns))
+
+
+def _answered_in(source: DataSet, row: DataRow) -> Question | None:
+    found = [value_at(row.values, path.split(".")) for path in (source.question, source.answer)]
+    if (not source.structured and any(isinstance(value, dict | list) for value in found)) or _is_talk(found[0]):
+        raise ValueError(f"data set {source.path}: {row.where}: {_no_text(source)}")
+    text, solution = map(as_text, found)
+    answer = None if text is None or solution is None else _answer_in(source, solution)
+    return Question(text, answer, where=row.where, place=row.place) if text is not None and answer else None
 
 
 def _is_talk(question: Any) -> bool:
@@ -101,16 +117,25 @@ def _whole(source: DataSource) -> Iterator[Question | None]:
     columns = dict.fromkeys(name for row in rows for name in row.values)
     if source.question:
         check_column(source.question.partition(".")[0], columns, f"data set {source.path}")
-    for where, values in rows:
-        text = source.text_of(values)
-        row = {name: values.get(name) for name in columns}
-        yield Question(text, "", row, source, where) if text else None
+    for row in rows:
+        yield _whole_of(source, row, columns)
 
 
-def _without(removed: Sequence[re.Pattern[str]], text: str) -> str:
-    for pattern in removed:
-        text = pattern.sub("", text)
+def _whole_of(source: DataSource, row: DataRow, columns: Iterable[str]) -> Question | None:
+    text = source.text_of(row.values)
+    values = {name: row.values.get(name) for name in columns}
+    return Question(text, "", values, source, row.where, row.place) if text else None
+
+
+def _shortened(source: DataSource, text: str) -> str:
+    for removed in source.remove:
+        text = _words(removed).sub("", text)
     return text.strip()
+
+
+@cache
+def _words(text: str) -> re.Pattern[str]:
+    return re.compile(r"\s+".join(map(re.escape, text.split())))
 
 
 def _answer_in(source: DataSet, solution: str) -> str | None:

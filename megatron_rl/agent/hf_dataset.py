@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from megatron_rl.agent.data_rows import DataSource
-from megatron_rl.agent.datasets import DataSet, Question, data_extras, distinct, hub_names, normalised, read_questions
+from megatron_rl.agent.data_rows import DataRow, DataSource
+from megatron_rl.agent.datasets import (
+    DataSet,
+    Question,
+    data_extras,
+    distinct,
+    hub_names,
+    normalised,
+    question_of,
+    read_questions,
+)
 from megatron_rl.agent.dropped_rows import DroppedRows
+from megatron_rl.agent.indexed_problems import Choice, Chosen, select
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.prompts import PromptConfig, check_characters, prompt_format, render_prompt, template_fields
 from megatron_rl.agent.reward_only import RewardOnlyAgent
@@ -21,6 +33,8 @@ from megatron_rl.recipe.section import NonNegativeInt, PositiveInt
 logger = logging.getLogger(__name__)
 
 HELD_OUT = "held_out"
+TRAINED = ""
+SAMPLED = 1000  # tokens whose texts identify a tokenizer
 
 
 class HFDatasetConfig(PromptConfig):
@@ -66,11 +80,14 @@ class HFDatasetAgent(RewardOnlyAgent):
     def __init__(self, config: HFDatasetConfig, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer)
         self.prompt_format = prompt_format(tokenizer, config)
-        evaluated: Mapping[str, Sequence[Question]] = {name: _questions(data) for name, data in config.evaluate.items()}
-        questions = _questions(config.train) if config.train else []
-        trained, evaluated = divided(questions, evaluated, config.held_out, config.split_seed)
-        self._trained = self._problems(config.train.path, trained) if config.train else []
-        sets = {name: self._problems(name, questions) for name, questions in evaluated.items()}
+        evaluated = {name: _questions(data) for name, data in config.evaluate.items()}
+        own = {} if config.train is None else self._of_train(config.train, evaluated)
+        self._trained = own.get(TRAINED, [])
+        sets: dict[str, Sequence[Problem]] = {
+            name: [each.problem for each in self._chosen(name, questions)] for name, questions in evaluated.items()
+        }
+        if own.get(HELD_OUT):
+            sets[HELD_OUT] = own[HELD_OUT]
         self._evaluated = {name: problems for name, problems in sets.items() if problems}
         if config.train and not self._trained:
             raise ValueError(f"environment.args.train: {config.train.path} leaves no problem to train on")
@@ -89,8 +106,31 @@ class HFDatasetAgent(RewardOnlyAgent):
     def fields(self, question: Question) -> dict[str, Any]:
         return {"question": question.text}
 
-    def _problems(self, source: str, questions: Sequence[Question]) -> list[Problem]:
-        problems: list[Problem] = []
+    def _of_train(
+        self, source: DataSet, evaluated: Mapping[str, Sequence[Question]]
+    ) -> Mapping[str, Sequence[Problem]]:
+        def choose() -> Choice:
+            questions = _questions(source)
+            trained, apart = divided(questions, evaluated.values(), self.config.held_out, self.config.split_seed)
+            sets = {TRAINED: self._chosen(source.path, trained), HELD_OUT: self._chosen(HELD_OUT, apart)}
+            return Choice(sets, [*questions[0].row])
+
+        def made(row: DataRow, columns: Sequence[str]) -> Problem:
+            question = question_of(source, row, columns)
+            return Problem(self._prompt(question), self.golden(question))
+
+        own_files: list[str] = getattr(self.config, "files", list)()  # a run has its own copies
+        arguments = self.config.model_dump(mode="json", exclude={"evaluate"})
+        depends_on = [
+            [type(self).__module__, type(self).__qualname__],
+            {name: value for name, value in arguments.items() if value not in own_files},
+            words_digest(evaluated.values()),
+            _traits(self.tokenizer),
+        ]
+        return select(source, depends_on, choose, made).sets
+
+    def _chosen(self, source: str, questions: Sequence[Question]) -> list[Chosen]:
+        chosen: list[Chosen] = []
         dropped = DroppedRows(source)
         for number, question in enumerate(questions):
             try:
@@ -99,15 +139,15 @@ class HFDatasetAgent(RewardOnlyAgent):
             except ValueError as error:
                 dropped.add(number, question.where, error)
             else:
-                problems.append(Problem(prompt, self.golden(question)))
+                chosen.append(Chosen(Problem(prompt, self.golden(question)), question.where, question.place))
         dropped.report(len(questions))
         limit = self.config.max_prompt_tokens
         if limit is None:
-            return problems
-        fitting = [problem for problem in problems if len(self.tokenizer.encode(problem.prompt)) <= limit]
-        if len(fitting) < len(problems):
-            left_out = len(problems) - len(fitting)
-            logger.info("%s: %d of %d problems skipped: over %d tokens", source, left_out, len(problems), limit)
+            return chosen
+        fitting = [each for each in chosen if len(self.tokenizer.encode(each.problem.prompt)) <= limit]
+        if len(fitting) < len(chosen):
+            left_out = len(chosen) - len(fitting)
+            logger.info("%s: %d of %d problems skipped: over %d tokens", source, left_out, len(chosen), limit)
         return fitting
 
     def _prompt(self, question: Question) -> str:
@@ -115,15 +155,29 @@ class HFDatasetAgent(RewardOnlyAgent):
 
 
 def divided(
-    questions: Sequence[Question], evaluated: Mapping[str, Sequence[Question]], held_out: float, seed: int
-) -> tuple[list[Question], dict[str, Sequence[Question]]]:
-    """Return the questions to train on, without those of an evaluation set, and the evaluation sets with HELD_OUT."""
-    kept_apart = {normalised(question.text) for its in evaluated.values() for question in its}
+    questions: Sequence[Question], evaluated: Iterable[Sequence[Question]], held_out: float, seed: int
+) -> tuple[list[Question], list[Question]]:
+    """Return the questions to train on, without those of the evaluation sets, and the held-out ones."""
+    kept_apart = {normalised(question.text) for its in evaluated for question in its}
     trained = [question for question in questions if normalised(question.text) not in kept_apart]
     if len(trained) < len(questions):
         logger.info("%d training problems skipped: an evaluation set contains them", len(questions) - len(trained))
-    trained, apart = split(trained, held_out, seed)
-    return trained, {**evaluated, **({HELD_OUT: apart} if apart else {})}
+    return split(trained, held_out, seed)
+
+
+def words_digest(sets: Iterable[Sequence[Question]]) -> str:
+    """Return a digest of the words of all questions, whatever their order."""
+    words = sorted({normalised(question.text) for its in sets for question in its})
+    return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+def _traits(tokenizer: Tokenizer) -> list[Any]:
+    """Return what identifies a tokenizer for the purposes of prompts."""
+    ids = [*range(min(SAMPLED, tokenizer.vocab_size))]
+    written = None
+    with suppress(ValueError):  # the template may refuse it
+        written = tokenizer.conversation([{"role": "user", "content": "a"}])  # with the date, where it writes one
+    return [type(tokenizer).__name__, tokenizer.vocab_size, tokenizer.chat_template, written, tokenizer.decode(ids)]
 
 
 def split(questions: Sequence[Question], held_out: float, seed: int) -> tuple[list[Question], list[Question]]:

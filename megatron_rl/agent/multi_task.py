@@ -15,6 +15,7 @@ from megatron_rl.agent.api import (
     build_environment,
 )
 from megatron_rl.agent.datasets import normalised
+from megatron_rl.agent.indexed_problems import IndexedProblems
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
@@ -112,7 +113,9 @@ class WeightedMultiTask(Environment, Demonstrator):
         for member in self._members.values():
             await member.close()
 
-    def _without_held_out(self, problems: Sequence[Problem]) -> list[Problem]:
+    def _without_held_out(self, problems: Sequence[Problem]) -> Sequence[Problem]:
+        if not self._held_out_prompts:
+            return problems
         return [problem for problem in problems if normalised(problem.prompt) not in self._held_out_prompts]
 
 
@@ -137,5 +140,7 @@ def _held_out(environment: Environment) -> set[str]:
     }
 
 
-def _with_environment(id: str, problems: Sequence[Problem]) -> list[Problem]:
+def _with_environment(id: str, problems: Sequence[Problem]) -> Sequence[Problem]:
+    if isinstance(problems, IndexedProblems):
+        return problems.of(id)
     return [replace(problem, environment=id) for problem in problems]

@@ -8,7 +8,7 @@ excluded as well.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.agent.trajectories import Problem
@@ -22,12 +22,12 @@ class ProblemDigest:
     digest: str
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> ProblemDigest:
-        hashed = hashlib.sha256()
-        for problem in problems:
+    def of(cls, problems: Iterable[Problem]) -> ProblemDigest:
+        hashed, count = hashlib.sha256(), 0
+        for count, problem in enumerate(problems, 1):  # noqa: B007 - used after the loop
             text = problem.prompt.encode("utf-8", "surrogatepass")
             hashed.update(len(text).to_bytes(8, "little") + text)
-        return cls(len(problems), hashed.hexdigest()[:16])
+        return cls(count, hashed.hexdigest()[:16])
 
 
 NONE = ProblemDigest.of([])

@@ -9,14 +9,17 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from megatron_rl.recipe.data_files import PACKED, data_suffix
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+BOM = b"\xef\xbb\xbf"
+LINE_BYTES = 4096  # read at first to find one line
 
 
 class SpelledNumber(float):
@@ -30,8 +33,16 @@ class SpelledNumber(float):
     text: str
 
 
-def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each row of a file with its location (`data.jsonl:7`).
+class TextRow(NamedTuple):
+    where: str
+    """Location, such as `data.jsonl:7`."""
+    values: Mapping[str, Any]
+    offset: int | None = None
+    """Byte of the file at which the row's line begins, for `line_at`; None if the row cannot be read alone."""
+
+
+def text_rows(file: str) -> Iterator[TextRow]:
+    """Yield each row of a file.
 
     Rows are JSON objects, one per line or in one list, or lines of a table below a header line. JSON numbers other than
     plain integers are `SpelledNumber`.
@@ -46,6 +57,26 @@ def text_rows(file: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _table(file, opened, DELIMITERS[kind])
         else:
             yield from _objects(file, opened)
+
+
+def holds_lines(file: str) -> bool:
+    """Whether each row of a file is JSON on a line that can be read alone: not compressed, not a table, not a list.
+    Raises OSError."""
+    if Path(file).suffix in PACKED or data_suffix(file) in DELIMITERS:
+        return False
+    with Path(file).open("rb") as opened:
+        return not opened.read(LINE_BYTES).removeprefix(BOM).lstrip().startswith(b"[")
+
+
+def line_at(descriptor: int, offset: int) -> str:
+    """Return the line of a text file that begins at a byte. Raises OSError, and ValueError if it is not UTF-8."""
+    size = LINE_BYTES
+    while True:
+        data = os.pread(descriptor, size, offset)
+        ends = [end for end in (data.find(b"\n"), data.find(b"\r")) if end >= 0]
+        if ends or len(data) < size:
+            return data[: min(ends, default=None)].decode()
+        size *= 8
 
 
 def value_at(value: Any, path: Sequence[str]) -> Any:
@@ -85,35 +116,45 @@ def _opened(file: str) -> IO[str]:
     return cast(IO[str], module.open(file, **text) if module else Path(file).open(**text))  # type: ignore[call-overload]
 
 
-def _objects(file: str, opened: IO[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for where, row in _values(file, opened):
-        if not isinstance(row, Mapping):
-            raise ValueError(f'{where}: expected an object, such as {{"problem": ..., "answer": ...}}')
-        yield where, row
+def _objects(file: str, opened: IO[str]) -> Iterator[TextRow]:
+    for row in _values(file, opened):
+        if not isinstance(row.values, Mapping):
+            raise ValueError(f'{row.where}: expected an object, such as {{"problem": ..., "answer": ...}}')
+        yield row
 
 
-def _values(file: str, opened: IO[str]) -> Iterator[tuple[str, Any]]:
+def _values(file: str, opened: IO[str]) -> Iterator[TextRow]:
+    """Yield what stands in each row, which may be another JSON value than an object."""
+    alone = Path(file).suffix not in PACKED
+    offset = _bom_bytes(file) if alone else 0
     for number, line in enumerate(opened, 1):
+        begin, offset = offset, offset + (len(line) if line.isascii() else len(line.encode()))
         if not line.strip():
             continue
         if line.lstrip().startswith("["):  # one list holds all rows
             for place, row in enumerate(parse_json(line + opened.read(), file), 1):
-                yield f"{file}: row {place}", row
+                yield TextRow(f"{file}: row {place}", row)
             return
-        yield f"{file}:{number}", parse_json(line, f"{file}:{number}")
+        where = f"{file}:{number}"
+        yield TextRow(where, parse_json(line, where), begin if alone else None)
+
+
+def _bom_bytes(file: str) -> int:
+    with Path(file).open("rb") as opened:
+        return len(BOM) if opened.read(len(BOM)) == BOM else 0
 
 
 def _integer(text: str) -> int | SpelledNumber:
     return int(text) if len(text) < 1000 and text != "-0" else SpelledNumber(text)
 
 
-def _table(file: str, opened: IO[str], delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _table(file: str, opened: IO[str], delimiter: str) -> Iterator[TextRow]:
     csv.field_size_limit(sys.maxsize)  # worked solutions may exceed the default of 128 KiB
     reader = csv.DictReader(opened, delimiter=delimiter, restkey="")
     try:
         for row in reader:
             if "" in row:
                 raise ValueError(f"{file}:{reader.line_num}: the row has more fields than the header line")
-            yield f"{file}:{reader.line_num}", row
+            yield TextRow(f"{file}:{reader.line_num}", row)
     except csv.Error as error:
         raise ValueError(f"{file}:{reader.line_num}: {error}") from error

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Callable, TypeVar, Union
 
+from megatron_rl.contract.codes import CACHE_VARIABLE
+
 T = TypeVar("T")
 AnyPath = Union[str, Path]
 
@@ -155,6 +157,12 @@ def check_regular(path: AnyPath) -> None:
     """Raise OSError if `path` is not a regular file or a link to one. For files that a library opens: it would wait for
     ever at a pipe."""
     _refuse_irregular(Path(path).stat(), str(path))
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the folder for caches of a kind, which may not exist yet. MRL_CACHE moves the caches."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mrl"
+    return Path(os.environ.get(CACHE_VARIABLE, home)) / kind
 
 
 def names_in(folder: AnyPath) -> list[str]:

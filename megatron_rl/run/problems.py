@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 
 from megatron_rl.agent.api import Environment, TrainingSet
+from megatron_rl.agent.indexed_problems import IndexedProblems, digest_of, prompt_bytes
 from megatron_rl.agent.problem_digest import ProblemDigest, differences
 from megatron_rl.agent.prompts import check_characters
-from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord, read
 from megatron_rl.contract.run_records import Fork
-from megatron_rl.model.tokenizer import Tokenizer
+from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer
 from megatron_rl.rank.control import Control
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
@@ -142,6 +142,8 @@ def choose_problems(
 
 def _check_prompts(environment: Environment, config: RunConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigurationError for a prompt, also one of an evaluation, with a character that the tokenizer lacks."""
+    if not isinstance(tokenizer, CharacterTokenizer):
+        return
     sets = [(each.environment or config.task.name, each.problems) for each in environment.training_sets()]
     for name, problems in chain(sets, environment.evaluation_problems().items()):
         for problem in problems:
@@ -160,25 +162,26 @@ def without_long_prompts(whole: TrainingSet, longest: int, encode: Callable[[str
     lengthens a text may break that rule; such prompts are dropped when their turn comes.
     """
     problems = whole.problems
-    doubtful = [index for index, problem in enumerate(problems) if not _surely_fits(problem, longest)]
-    too_long = {index for index in doubtful[:MOST_TOKENISED] if len(encode(problems[index].prompt)) > longest}
-    if not too_long:
+
+    def too_long(sizes: Iterable[int]) -> set[int]:
+        doubtful = (index for index, size in enumerate(sizes) if size and size + SPARE > longest)
+        tokenised = islice(doubtful, MOST_TOKENISED)
+        return {index for index in tokenised if len(encode(problems[index].prompt)) > longest}
+
+    if isinstance(problems, IndexedProblems):
+        if not problems.longest or problems.longest + SPARE <= longest:
+            return whole
+        fitting = problems.without(f"over {longest} tokens", lambda: too_long(problems.sizes()))
+        return whole if len(fitting) == len(problems) else replace(whole, problems=fitting)
+    left_out = too_long(map(prompt_bytes, problems))
+    if not left_out:
         return whole
-    return replace(whole, problems=[each for index, each in enumerate(problems) if index not in too_long])
-
-
-def _surely_fits(problem: Problem, longest: int) -> bool:
-    """Whether the prompt need not be tokenised: it is short, or written by a program later."""
-    if not problem.is_prompt:
-        return True
-    text = problem.prompt
-    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-    return size + SPARE <= longest
+    return replace(whole, problems=[each for index, each in enumerate(problems) if index not in left_out])
 
 
 def digests_of(training_sets: Sequence[TrainingSet], only: str) -> dict[str, ProblemDigest]:
     """Digest of each set, by environment. only: name of the environment if there is a single one, which has no id."""
-    return {each.environment or only: ProblemDigest.of(each.problems) for each in training_sets}
+    return {each.environment or only: digest_of(each.problems) for each in training_sets}
 
 
 def check_alike(problems: Mapping[str, ProblemDigest], control: Control) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from scale_rows import Cost, Row, cpu_seconds, peak_bytes
 
+from megatron_rl.agent import indexed_problems
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.hf_dataset import HFDatasetAgent
 from megatron_rl.generate.engine.interface import FinishReason
@@ -25,6 +26,8 @@ from megatron_rl.learn.rollout.stream import Mixture, epoch_order
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.recipe.rollout import CurriculumConfig
 from megatron_rl.run.problems import digests_of
+
+indexed_problems.LARGE = 0  # small data sets are to show what large ones cost
 
 SETTLED = 512
 """Groups that a step settles."""

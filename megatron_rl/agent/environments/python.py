@@ -101,9 +101,9 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
             raise ValueError(f"environment.args.file: {error}") from error
         logger.info("rewards from %s (sha256 %s)", self._file, hashlib.sha256(self._file.read_bytes()).hexdigest())
         self._accepted = _accepted(self._score.parameters)
-        problems = [*self.training_problems(), *(one for its in self.evaluation_problems().values() for one in its)]
-        try:
-            _check_columns(self._file.name, self._score.parameters, [problem.golden for problem in problems])
+        first = (its[:1] for its in (self.training_problems(), *self.evaluation_problems().values()))
+        try:  # all rows of a set have the same columns
+            _check_columns(self._file.name, self._score.parameters, [one.golden for its in first for one in its])
         except ValueError as error:
             self._score.close()
             raise ValueError(f"environment.args.file: {error}") from error

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 from megatron_rl.agent.api import Demonstrator, Environment
-from megatron_rl.agent.data_rows import DataSource, check_column, read_rows
+from megatron_rl.agent.data_rows import DataRow, DataSource, check_column, read_rows
 from megatron_rl.agent.dropped_rows import CHECKED, DroppedRows
+from megatron_rl.agent.indexed_problems import Choice, Chosen, select
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.learn.supervised.row_forms import Form, columns_of, conversation_in, form_of, row_of
 from megatron_rl.model.chat.chat import Chat, ExampleWriter
@@ -26,6 +27,8 @@ from megatron_rl.recipe.data import DataConfig
 from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
+
+ROWS = ""  # set of all rows
 
 TRIED = 64  # rows that are turned into tokens at the start: the first ones, and others from the whole set
 
@@ -62,10 +65,6 @@ class DataRows:
     dropped: Mapping[str, int]
     lacking: int  # rows without a value in a column that is trained on
 
-    @property
-    def count(self) -> int:
-        return len(self.rows) + self.lacking + sum(self.dropped.values())
-
 
 def read_data(data: DataConfig) -> DataRows:
     """Read the rows of `data.path`, and warn of those that are not trained on.
@@ -74,18 +73,33 @@ def read_data(data: DataConfig) -> DataRows:
     them cannot be understood.
     """
     assert data.path is not None
-    rows = read_rows(source := DataSource(path=data.path, split=data.split, subset=data.subset))
+    source = DataSource(path=data.path, split=data.split, subset=data.subset)
+    rows = read_rows(source)
     first = [*islice(rows, CHECKED)]
-    columns = dict.fromkeys(chain.from_iterable(row.values for row in first))
-    name = f"data set {source.path}"
     try:
-        form = form_of(data, columns)
+        form = form_of(data, dict.fromkeys(chain.from_iterable(row.values for row in first)))
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    logger.info("%s: %s", name, form)
-    kept: list[Problem] = []
+        raise ValueError(f"data set {source.path}: {error}") from error
+    logger.info("data set %s: %s", source.path, form)
+
+    def made(row: DataRow, _: Sequence[str]) -> Problem:
+        values = row_of(form, row.values)
+        if values is None:
+            raise ValueError(f"it has no {form.wanted}")
+        return _row(values, row.where)
+
+    def choose() -> Choice:
+        return _choose(source, form, chain(first, rows))
+
+    found = select(source, ["supervised", data.model_dump(mode="json")], choose, made)
+    return DataRows(form, found.sets[ROWS], found.dropped, found.lacking)
+
+
+def _choose(source: DataSource, form: Form, rows: Iterable[DataRow]) -> Choice:
+    columns: dict[str, None] = {}
+    kept: list[Chosen] = []
     dropped, lacking = DroppedRows(source.path), 0
-    for number, row in enumerate(chain(first, rows)):
+    for number, row in enumerate(rows):
         columns |= dict.fromkeys(row.values)
         try:
             values = row_of(form, row.values)
@@ -95,19 +109,20 @@ def read_data(data: DataConfig) -> DataRows:
         if values is None:
             lacking += 1
         else:
-            kept.append(_row(values, row.where))
+            kept.append(Chosen(_row(values, row.where), row.where, row.place))
+    name = f"data set {source.path}"
     for column in columns_of(form):
         check_column(column, columns, name)
-    found = DataRows(form, kept, dropped.by_reason, lacking)
-    dropped.report(found.count)
+    count = len(kept) + lacking + sum(dropped.by_reason.values())
+    dropped.report(count)
     if not kept:
         raise ValueError(f"{name}, split {source.split}: no row has {form.wanted}")
     if lacking:
         logger.warning(
             "%s, split %s: %d of %d rows are skipped, because they lack %s",
-            *(name, source.split, lacking, found.count, form.wanted),
+            *(name, source.split, lacking, count, form.wanted),
         )
-    return found
+    return Choice({ROWS: kept}, dropped=dropped.by_reason, lacking=lacking)
 
 
 def demonstrations(environment: object) -> Sequence[tuple[str, str]]:

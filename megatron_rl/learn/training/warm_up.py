@@ -14,7 +14,6 @@ import io
 import json
 import logging
 import math
-import os
 import pickle
 import uuid
 from collections.abc import Sequence
@@ -28,8 +27,7 @@ from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.loss import supervised_loss
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
-from megatron_rl.contract.codes import CACHE_VARIABLE
-from megatron_rl.contract.files import check_regular
+from megatron_rl.contract.files import cache_folder, check_regular
 from megatron_rl.learn.supervised.example_rows import demonstrations, token_example
 from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward_backward
 from megatron_rl.model.chat.messages import Example
@@ -119,8 +117,7 @@ def _train(
 
 
 def cache_path(config: RunConfig, examples: Sequence[Example]) -> Path:
-    """Cache file of the weights taught by these examples under this configuration. MRL_CACHE (CACHE_VARIABLE) moves the
-    cache."""
+    """Cache file of the weights taught by these examples under this configuration."""
     depends_on = {
         "model": config.model.model_dump(exclude={"checkpoint", "init", "init_seed", "lora"}),
         "tokenizer": config.tokenizer.model_dump(),
@@ -132,8 +129,7 @@ def cache_path(config: RunConfig, examples: Sequence[Example]) -> Path:
         "versions": [importlib.metadata.version(package) for package in ("torch", "megatron-core", "mrl")],
     }
     key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mrl"
-    return Path(os.environ.get(CACHE_VARIABLE, home)) / "supervised" / f"{key}.pt"
+    return cache_folder("supervised") / f"{key}.pt"
 
 
 def _read(path: Path) -> dict[str, torch.Tensor] | None:

@@ -26,7 +26,7 @@ class Lesson:
     config: RunConfig
     tokenizer: Tokenizer
     environment: Environment | None
-    sets: Sequence[TrainingSet]  # rows of data, or problems of each environment
+    sets: Sequence[TrainingSet]  # one of rows of data, or problems of each environment
     unread: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ def faults(lesson: Lesson, resumes: bool = False) -> Iterator[Fault]:
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
         try:
-            encoder.check([row for each in lesson.sets for row in each.problems])
+            encoder.check(lesson.sets[0].problems)
         except ValueError as error:
             yield Fault(str(error))
     elif lesson.environment is not None:

@@ -162,8 +162,7 @@ def shown(lesson: Lesson, count: int) -> Iterator[dict[str, Any]]:
     """
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
-        rows = [row for each in lesson.sets for row in each.problems]
-        for number, row in enumerate(rows[:count], 1):
+        for number, row in enumerate(lesson.sets[0].problems[:count], 1):
             yield {"row": number, "where": place_of(row, number - 1), **_row(encoder, row, lesson.tokenizer)}
         return
     assert lesson.environment is not None  # the recipe has rows or an environment

@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.agent.api import Demonstrator
-from megatron_rl.agent.datasets import Question, distinct, read_questions
+from megatron_rl.agent.data_rows import DataRow
+from megatron_rl.agent.datasets import Question, distinct, question_of, read_questions
 from megatron_rl.agent.endpoint.agent import EndpointAgent, RolloutLost, RunResult, program_environment
 from megatron_rl.agent.environments.program.arguments import ProgramConfig, ProgramRows
 from megatron_rl.agent.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
 from megatron_rl.agent.environments.program.reward_line import NoReward, reward_in, reward_of
-from megatron_rl.agent.hf_dataset import divided
+from megatron_rl.agent.hf_dataset import HELD_OUT, TRAINED, divided, words_digest
+from megatron_rl.agent.indexed_problems import Choice, Chosen, select
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.children import how_ended
@@ -73,13 +75,13 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
         self._variables = program_environment(config.variables)
         self._program = Program(_command(config, self._variables) or None, config.function, config.code)
         self._runner: ProgramRunner | None = None
-        evaluated: Mapping[str, Sequence[Question]] = {name: _questions(rows) for name, rows in config.evaluate.items()}
-        questions = _questions(config.problems)
-        trained, evaluated = divided(questions, evaluated, config.held_out, config.split_seed)
-        if not trained:
+        evaluated = {name: _questions(rows) for name, rows in config.evaluate.items()}
+        own = _of_train(config, [*evaluated.values()])
+        self._trained = own[TRAINED]
+        if not self._trained:
             raise ValueError("environment.args.problems: no problem is left to train on")
-        self._trained = _problems(trained)
-        self._evaluated = {name: _problems(questions) for name, questions in evaluated.items()}
+        sets = {name: [*map(_problem, questions)] for name, questions in evaluated.items()}
+        self._evaluated = {**sets, **({HELD_OUT: own[HELD_OUT]} if own[HELD_OUT] else {})}
 
     @classmethod
     def sample_arguments(cls) -> Mapping[str, Any]:
@@ -177,5 +179,23 @@ def _questions(rows: ProgramRows) -> list[Question]:
     return questions
 
 
-def _problems(questions: Sequence[Question]) -> list[Problem]:
-    return [Problem(question.text, question.row, is_prompt=False) for question in questions]
+def _of_train(config: ProgramConfig, evaluated: Sequence[Sequence[Question]]) -> Mapping[str, Sequence[Problem]]:
+    def choose() -> Choice:
+        questions = _questions(config.problems)
+        parts = divided(questions, evaluated, config.held_out, config.split_seed)
+        chosen = [[Chosen(_problem(each), each.where, each.place) for each in part] for part in parts]
+        return Choice(dict(zip((TRAINED, HELD_OUT), chosen, strict=True)), [*questions[0].row])
+
+    def made(row: DataRow, columns: Sequence[str]) -> Problem:
+        return _problem(question_of(config.problems, row, columns))
+
+    depends_on = [
+        "program",
+        config.model_dump(mode="json", include={"problems", "held_out", "split_seed"}),
+        words_digest(evaluated),
+    ]
+    return select(config.problems, depends_on, choose, made).sets
+
+
+def _problem(question: Question) -> Problem:
+    return Problem(question.text, question.row, is_prompt=False)
