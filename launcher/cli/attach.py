@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from launcher.backends.slurm.jobs import JobState
     from launcher.runs.state import RunStatus
     from megatron_rl.contract.attempt_records import NodeAssignment
-    from megatron_rl.contract.run_records import PlanRecord
+    from megatron_rl.contract.plan_records import PlanStep
 
 T = TypeVar("T")
 
@@ -64,16 +64,18 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
     from launcher.runs.find import find
     from launcher.runs.state import read_statuses
     from megatron_rl.contract.codes import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STEP_VARIABLE
-    from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, CodeSnapshot, PlanRecord, container_name
+    from megatron_rl.contract.plan_records import PlanRecord, steps_of
+    from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, CodeSnapshot, container_name
 
     (status,) = read_statuses([find(run)])
     found, attempt = status.run, status.run.attempt(status.attempt)
     job, assignment = _running(status)
     plan = _known(read(PlanRecord, found.plan), status.name)
     snapshot = _known(read(CodeSnapshot, found.code_record), status.name)
-    of = of_step(role, plan) if attempt.replica_image.exists() else ""
+    steps = {step.name: step for step in steps_of(plan, plan.nodes)}
+    of = steps[role].of if role in steps and attempt.replica_image.exists() else ""
     try:
-        host = host_of(rank, role, plan, assignment)
+        host = host_of(rank, role, steps, assignment)
     except LookupError as error:
         raise BadInput(f"--role {role} --rank {rank}: {error}") from error
     try:
@@ -128,20 +130,14 @@ def _known(found: Found[T], run: str) -> T:
     return found
 
 
-def host_of(rank: int, role: str, plan: PlanRecord, nodes: NodeAssignment) -> str:
+def host_of(rank: int, role: str, steps: Mapping[str, PlanStep], nodes: NodeAssignment) -> str:
     """Node of one rank of the step `role`, such as infer-0. Raises LookupError, with those that there are."""
-    steps = {step.name: step for step in plan.steps}
     if role not in steps or role not in nodes.steps:
         raise LookupError(f"no step is called {role}; there are {', '.join(steps)}")
     hosts, tasks = nodes.steps[role], steps[role].tasks_per_node
     if rank >= len(hosts) * tasks:
         raise LookupError(f"{role} has {len(hosts) * tasks} ranks, from 0 on")
     return hosts[rank // tasks]
-
-
-def of_step(role: str, plan: PlanRecord) -> str:
-    """OF_REPLICAS for a step in the image of the replicas with vLLM, else ""."""
-    return next((step.of for step in plan.steps if step.name == role), "")
 
 
 def completed(options: Sequence[str], values: Mapping[str, str]) -> list[str]:

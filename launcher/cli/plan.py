@@ -15,7 +15,7 @@ from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.fetch.needs import known_caches
 from launcher.plan.engine_choice import load_for, note_of
-from launcher.plan.summary import make_plan, plan_json, summarize
+from launcher.plan.summary import make_plan, summarize
 
 if TYPE_CHECKING:
     from launcher.cluster.profile import Profile
@@ -111,12 +111,12 @@ def command(
     assumed = _assumed(asked.config, profile, (card, answer_tokens, measured), faults)
     candidates = compare(assumed, plan.nodes, max_lag) if assumed else []
     runs = _runs(assumed, candidates, max_lag, faults) if assumed else []
+    summary = summarize(asked.config, plan, profile)
     if as_json:
         engine = {"engine": asked.config.inference.engine, "engine_because": asked.engine_because}
-        summary = plan_json(asked.config, plan, profile) | engine
-        click.echo(json.dumps(summary | estimates_json(candidates, max_lag, runs), indent=1))
+        click.echo(json.dumps(summary | engine | estimates_json(candidates, max_lag, runs), indent=1))
         return
-    show(asked.config, plan, summarize(asked.config, plan, profile), name, note_of(asked))
+    show(asked.config, plan, summary, name, note_of(asked))
     if assumed:
         show_estimates(assumed, candidates, max_lag, faults, runs)
 

@@ -29,8 +29,9 @@ from launcher.job.steps import with_surroundings
 from launcher.plan.summary import make_plan, plan_json, with_offload
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import ABSENT, Unreadable, read
-from megatron_rl.contract.run_records import CodeSnapshot, CodeSource, PlanRecord
+from megatron_rl.contract.run_records import CodeSnapshot, CodeSource
 from megatron_rl.contract.shapes import from_json, to_json
 
 
@@ -96,7 +97,7 @@ def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
     """Return the job for another run directory, whose name is part of the plan too."""
     config, profile = job.recipe.config, job.profile
     seen = to_mount(job.recipe, profile, root)
-    record = with_surroundings(plan_json(config, job.plan, profile), config, profile, job.plan, job.cluster, root, seen)
+    record = with_surroundings(plan_json(config, job.plan, profile), config, profile, job.cluster, root, seen)
     return replace(job, run_dir=root, seen=seen, plan_json=to_json(from_json(PlanRecord, record)))
 
 

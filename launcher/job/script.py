@@ -19,7 +19,6 @@ from launcher.job.steps import (
     gpus_per_node,
     image_suffix,
     in_front_of_ranks,
-    kind_of,
     name_of_container,
     per_node,
     shares_of_cpus,
@@ -27,10 +26,11 @@ from launcher.job.steps import (
     variables,
 )
 from launcher.job.templates import Shell, templates
-from launcher.plan.placement import Plan, Step
+from launcher.plan.placement import Plan
 from launcher.recipe.load import Recipe
 from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
-from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, RunDir
+from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, TRAIN, RunDir
+from megatron_rl.contract.plan_records import PlanStep
 from megatron_rl.contract.run_records import CodeSource
 
 TRAINING = "megatron_rl.rank_main"
@@ -171,7 +171,7 @@ def _asked_nodes(job: PlannedJob) -> str:
 
 
 def _outlives_nodes(job: PlannedJob) -> bool:
-    apart = any(step.replica is not None and not step.shares_devices for step in job.plan.steps)
+    apart = any(role.name != TRAIN and not role.shares_devices for role in job.plan.roles)
     return apart or job.plan.spare_nodes > 0 or bool(job.plan.smaller)
 
 
@@ -193,11 +193,11 @@ def _steps(job: PlannedJob) -> Iterator[_SrunFunction]:
     python = shlex.quote(rank_python(job.profile))
     if _all_reduce(job):
         yield _fabric_step(job)
-    train = next(step for step in plan.steps if step.replica is None)
+    first_of = {step.name.partition("-")[0]: step for step in reversed(plan.steps)}  # all of a kind are alike
     yield _SrunFunction(
         function=Shell("train"),
         name=Shell("train"),
-        options=_shell(geometry(config, job.profile, plan, train, "train")),
+        options=_shell(geometry(config, job.profile, plan, first_of[TRAIN], TRAIN)),
         command=Shell(f"{python} -P -m {TRAINING} {RUN}"),
         shown=Shell("evaluate") if job.recipe.evaluation else None,
         comment=Shell("Its ranks evaluate; in file names, and to mrl attach, they are train.")
@@ -205,17 +205,17 @@ def _steps(job: PlannedJob) -> Iterator[_SrunFunction]:
         else None,
     )
     for kind, option in NUMBER_OPTIONS.items():
-        first = next((step for step in plan.steps if kind_of(step) == kind), None)
-        if first is None:
+        if kind not in first_of:
             continue
+        first = first_of[kind]
         shared = first.gpus_per_node < plan.gpus_per_node
         # Slurm would show every replica on a node the same first GPUs.
-        mine = f"env CUDA_VISIBLE_DEVICES={_gpus_of_replica(first, plan.gpus_per_node)} " if shared else ""
+        mine = f"env CUDA_VISIBLE_DEVICES={_gpus_of_replica(kind, first, plan.gpus_per_node)} " if shared else ""
         its_python = shlex.quote(replica_python(config, job.profile, kind))
         yield _SrunFunction(
             function=Shell(kind),
             name=Shell('"$1"'),
-            options=_shell(geometry(config, job.profile, plan, first, "$1")),  # all of a kind are alike
+            options=_shell(geometry(config, job.profile, plan, first, "$1")),
             command=Shell(f'{mine}{its_python} -P -m {REPLICA} {RUN} {option} "${{1#{kind}-}}"'),
         )
 
@@ -275,9 +275,9 @@ def _shell(lines: Lines) -> list[Shell]:
     return [Shell(line) for line in shell_lines(lines)]
 
 
-def _gpus_of_replica(step: Step, gpus_per_node: int) -> str:
+def _gpus_of_replica(kind: str, step: PlanStep, gpus_per_node: int) -> str:
     """Shell expression of the GPUs of the replica in $1, such as `infer-2`, which shares its node with others."""
-    first = f"${{1#{kind_of(step)}-}} * {step.gpus_per_node} % {gpus_per_node}"
+    first = f"${{1#{kind}-}} * {step.gpus_per_node} % {gpus_per_node}"
     return f'"$(seq -s, $(({first})) $(({first} + {step.gpus_per_node - 1})))"'
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
-from launcher.plan.placement import Plan, Step
+from launcher.plan.placement import Plan
 from megatron_rl.contract.codes import (
     CACHE_VARIABLE,
     CLUSTER_VARIABLE,
@@ -24,7 +24,8 @@ from megatron_rl.contract.codes import (
     RUN_DIR_VARIABLE,
     SILENCE_VARIABLE,
 )
-from megatron_rl.contract.paths import INFER, OF_REPLICAS, TEACHER
+from megatron_rl.contract.paths import INFER, OF_REPLICAS, TEACHER, TRAIN
+from megatron_rl.contract.plan_records import PlanStep
 from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, container_name
 from megatron_rl.recipe.config import RunConfig
 
@@ -70,18 +71,18 @@ def shell_lines(lines: Lines) -> list[str]:
     return [" ".join(option.shell for option in line) for line in lines]
 
 
-def geometry(config: RunConfig, profile: Profile, plan: Plan, step: Step, name: str) -> Lines:
+def geometry(config: RunConfig, profile: Profile, plan: Plan, step: PlanStep, name: str) -> Lines:
     """Options for the nodes, ranks and output of a step. `name`: name of the step in the script; `$1` in the function
     that all replicas share."""
     nodes, ranks = str(len(step.nodes)), str(len(step.nodes) * step.tasks_per_node)
     counts = [Option("nodes", nodes), Option("nodelist", None, '"$nodes"'), Option("ntasks", ranks)]
-    if plan.smaller and step.replica is None:
+    if plan.smaller and step.name == TRAIN:
         counts[0] = Option("nodes", None, '"${#hosts[@]}"')
         counts[2] = Option("ntasks", None, f'"$((${{#hosts[@]}} * {step.tasks_per_node}))"')
     log = Option("output", None, f'"$logs/{name}.%t.log"')
     ending = [Option("kill-on-bad-exit", "1"), Option("unbuffered"), Option("open-mode", "append"), log]
     # Slurm counts the CPUs of a node as busy for another replica there, and for a while for one that was killed.
-    beside = [Option("overlap")] if step.replica is not None else []
+    beside = [Option("overlap")] if step.name != TRAIN else []
     counts += per_node(config, profile, step.tasks_per_node)
     # Beside ranks a replica may use all CPUs of its node, whose ranks wait while it generates. To Slurm all of them are
     # busy, so it would give each replica there the same first ones.
@@ -208,12 +209,11 @@ def with_surroundings(
     record: dict[str, Any],
     config: RunConfig,
     profile: Profile,
-    plan: Plan,
     cluster: str,
     run_dir: Path,
     seen: Sequence[Path],
 ) -> dict[str, Any]:
-    """Content of plan.json: the plan, the exported variables, the container and the steps.
+    """Content of plan.json: the plan, the exported variables, the container and which of its images each role runs in.
 
     Args:
         record: plan without these (launcher.plan.summary.plan_json).
@@ -221,24 +221,14 @@ def with_surroundings(
     """
     of_container = [*container(config, profile, seen), *name_of_container(config, profile)]
     exported = {RUN_DIR_VARIABLE: str(run_dir), CLUSTER_VARIABLE: cluster, **variables(config, profile)}
-    smaller = zip(record["alternatives"], plan.smaller, strict=True)
     return {
         **record,
         "environment": exported,
         "rank_environment": rank_variables(config, profile),
         "container": [option.argv for line in of_container for option in line],
-        "steps": _steps(config, profile, plan.steps),
-        "alternatives": [{**other, "steps": _steps(config, profile, its.steps)} for other, its in smaller],
+        "roles": [{**role, "of": image_suffix(config, profile, role["name"])} for role in record["roles"]],
     }
-
-
-def kind_of(step: Step) -> str:
-    return step.name.partition("-")[0]
 
 
 def image_suffix(config: RunConfig, profile: Profile, kind: str) -> str:
     return OF_REPLICAS if kind in config.started_vllms and replica_image(config, profile) else ""
-
-
-def _steps(config: RunConfig, profile: Profile, steps: Sequence[Step]) -> list[dict[str, Any]]:
-    return [{**asdict(step), "of": image_suffix(config, profile, kind_of(step))} for step in steps]

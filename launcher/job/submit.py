@@ -28,9 +28,12 @@ from launcher.recipe.changes import Change
 from launcher.recipe.load import refusal
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.plan_records import PlanRecord, listed
 from megatron_rl.contract.records import LOOK_S, PATIENCE_S, read, write
-from megatron_rl.contract.run_records import CodeSnapshot, Owner, PlanRecord
+from megatron_rl.contract.run_records import CodeSnapshot, Owner
 from megatron_rl.contract.shapes import from_json
+
+PLAN_RECORDS = "megatron_rl/contract/plan_records.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +145,9 @@ def _record(run: RunDir, owner: Owner) -> None:
 
 
 def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
-    """Write the files that the job needs: its plan, its script, and the snapshot of the code."""
+    """Write the files that the job needs: the snapshot of the code, its plan and its script."""
     if not run.script.exists() and job.profile.readable_by != "me":
         run.root.chmod(RUN_MODES[job.profile.readable_by])
-    write(run.plan, from_json(PlanRecord, job.plan_json))
-    write_atomic(run.script, render(job))
     try:
         if update_code and run.code_record.exists():
             snapshot.update(list(job.sources), run.code)
@@ -154,6 +155,10 @@ def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
             snapshot.take(list(job.sources), run.code)
     except SnapshotError as error:
         raise BadInput(str(error)) from error
+    plan = from_json(PlanRecord, job.plan_json)
+    knows_roles = (run.code / PLAN_RECORDS).exists()  # the code of a run that an older mrl began may not
+    write(run.plan, plan if knows_roles else listed(plan))
+    write_atomic(run.script, render(job))
 
 
 def flags_by_name(options: Sequence[str]) -> dict[str, str]:

@@ -5,10 +5,10 @@ tp-cp-ep-dp-pp): tensor-parallel neighbours are adjacent ranks, pipeline stages 
 is `placement.inference.tp` x `pp` x `dp` adjacent ranks.
 
     colocated     all ranks train, and generate in between. One step. Or they train in turns with a vLLM on the same
-                  GPUs: each replica is a separate Step beside them, on `placement.inference.tp` GPUs of their node.
+                  GPUs: each replica is a separate step beside them, on `placement.inference.tp` GPUs of their node.
     partitioned   the first nodes train, the last `placement.inference.nodes` generate. Each inference replica is a
                   world and a separate Slurm step, so that losing one does not affect the others. A replica is
-                  whole nodes, or one of several that share a node (`Step.gpu_offset`).
+                  whole nodes, or one of several that share a node.
 
 In both modes, the last `distill.replicas.nodes` hold replicas of the teacher, likewise a step each.
 
@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from launcher.plan.sizes import LayoutError, Sizes, check
 from megatron_rl.contract.paths import INFER, TEACHER, TRAIN
+from megatron_rl.contract.plan_records import PlanRole, PlanStep, steps_of_roles
 from megatron_rl.recipe.distill import TeacherReplicas
 from megatron_rl.recipe.job import JobConfig, PlacementConfig
 from megatron_rl.recipe.model import ModelConfig
@@ -62,24 +63,6 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    name: str
-    """`train`, `infer-0`, `infer-1`, ..., `teacher-0`, ..."""
-    role: Role
-    nodes: tuple[int, ...]
-    """Indices of its nodes among those of the plan."""
-    tasks_per_node: int
-    """Processes on each node: one a GPU, or one for all of the step's GPUs there if it starts the workers (`Sizes`)."""
-    gpus_per_node: int
-    """GPUs of the step on each node."""
-    gpu_offset: int
-    """First GPU of the step on its node; 0 unless replicas share a node."""
-    replica: int | None
-    shares_devices: bool = False
-    """Whether these are GPUs of training ranks, with which the step takes turns."""
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     mode: Literal["colocated", "partitioned"]
     nodes: int
@@ -91,16 +74,22 @@ class Plan:
     """Plans for the lower counts of a range `job.nodes`, largest first, as far as they have a valid layout."""
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        sizes, ranks = self.sizes, self.sizes.gpus_per_node
-        role: Role = "training" if sizes.inference_nodes else "colocated"
-        found = [Step(TRAIN, role, tuple(range(sizes.training_nodes)), ranks, ranks, 0, None)]
+    def roles(self) -> list[PlanRole]:
+        """Roles of the nodes, for each number of nodes that the plan and the smaller ones have."""
+        sizes, teaching = self.sizes, self.sizes.teacher_nodes
+        found = [PlanRole(TRAIN, 0, sizes.nodes - sizes.training_nodes, None, sizes.gpus_per_node)]
         if sizes.has_replicas:
-            first, gpus, processes = sizes.first_inference_node, sizes.replica_gpus, sizes.replica_processes
-            found += _replica_steps(sizes, INFER, "inference", first, sizes.replicas, gpus, processes)
-        first, replicas = sizes.nodes - sizes.teacher_nodes, sizes.teacher_replicas
-        found += _replica_steps(sizes, TEACHER, "teacher", first, replicas, sizes.teacher_tp, sizes.teacher_processes)
-        return tuple(found)
+            first = 0 if sizes.shares_devices else -(sizes.inference_nodes + teaching)
+            tasks = sizes.replica_processes // sizes.replica_nodes
+            role = PlanRole(INFER, first, teaching, sizes.replica_gpus, tasks, shares_devices=sizes.shares_devices)
+            found.append(role)
+        if teaching:
+            found.append(PlanRole(TEACHER, -teaching, 0, sizes.teacher_tp, sizes.teacher_processes))
+        return found
+
+    @property
+    def steps(self) -> list[PlanStep]:
+        return steps_of_roles(self.roles, self.nodes, self.gpus_per_node)
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -152,25 +141,6 @@ def _advice(
     return "nearest that work: " + ", or ".join(nearest(wrong, node_gpus, model))
 
 
-def _replica_steps(
-    sizes: Sizes, kind: str, role: Role, first_node: int, replicas: int, gpus: int, processes: int
-) -> Iterator[Step]:
-    # GPUs are counted through from the first node, so one division gives the node and the GPU on it. With 8 GPUs a
-    # node and the first replica on node 2:
-    #
-    #     4 GPUs    replica 0: node 2, GPU 0    replica 1: node 2, GPU 4    replica 2: node 3, GPU 0
-    #     16 GPUs   replica 0: nodes 2 and 3    replica 1: nodes 4 and 5
-    #
-    # `check` has refused every size that would leave a replica on parts of two nodes.
-    each = min(gpus, sizes.gpus_per_node)
-    nodes = gpus // each
-    for replica in range(replicas):
-        node, gpu = divmod(first_node * sizes.gpus_per_node + replica * gpus, sizes.gpus_per_node)
-        its_nodes = tuple(range(node, node + nodes))
-        shared = role == "inference" and sizes.shares_devices
-        yield Step(f"{kind}-{replica}", role, its_nodes, processes // nodes, each, gpu, replica, shared)
-
-
 def _ranks(sizes: Sizes, nodes: range) -> Iterator[Rank]:
     training = sizes.training_world
     teaching = (sizes.nodes - sizes.teacher_nodes) * sizes.gpus_per_node
@@ -202,17 +172,6 @@ def _train(rank: int, sizes: Sizes) -> Train:
 def _infer(rank: int, sizes: Sizes) -> Infer:
     replica, within = divmod(rank, sizes.replica_gpus)
     return Infer(replica, within)
-
-
-def rank_rows(plan: Plan) -> list[dict[str, Any]]:
-    return [
-        {**_fields(rank), "train": rank.train and _fields(rank.train), "infer": rank.infer and _fields(rank.infer)}
-        for rank in plan.ranks
-    ]
-
-
-def _fields(value: Rank | Train | Infer) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__slots__}
 
 
 @dataclass(frozen=True, slots=True)

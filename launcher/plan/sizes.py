@@ -129,10 +129,6 @@ class Sizes:
         return self.nodes - self.inference_nodes - self.teacher_nodes
 
     @property
-    def first_inference_node(self) -> int:
-        return self.training_nodes if self.partitioned else 0
-
-    @property
     def training_world(self) -> int:
         return self.training_nodes * self.gpus_per_node
 

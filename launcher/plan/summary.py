@@ -14,9 +14,10 @@ from launcher.plan.gpu_memory import (
     rank_memories,
 )
 from launcher.plan.parameters import trained, vocabulary, weights
-from launcher.plan.placement import Plan, place, rank_rows
+from launcher.plan.placement import Plan, place
 from launcher.plan.sizes import LayoutError, Sizes
 from launcher.recipe.load import Recipe, refusal
+from megatron_rl.contract.shapes import to_json
 from megatron_rl.recipe.cards import find_card, without_fp8
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.job import Offload
@@ -114,21 +115,11 @@ def with_offload(config: RunConfig, plan: Plan, profile: Profile | None) -> RunC
 
 
 def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
-    """Return the object that `mrl plan --json` prints; plan.json adds the argv of each step.
+    """Return what a plan amounts to. plan.json also has the surroundings of the ranks (`launcher.job.steps`). All sizes
+    are in bytes.
 
-    steps            of the plan, and of each smaller one
-    ranks            one row per GPU
-    """
-    found = summarize(config, plan, profile)
-    for each, of in zip((found, *found["alternatives"]), (plan, *plan.smaller), strict=True):
-        each["steps"] = [asdict(step) for step in of.steps]
-    return found | {"ranks": rank_rows(plan)}
-
-
-def summarize(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
-    """Return what a plan amounts to, without a list of its ranks and steps. All sizes are in bytes.
-
-    alternatives     smaller plans of a range `job.nodes`, in what may differ
+    roles            of the nodes, for any number of them
+    smaller          numbers of nodes of a range `job.nodes` that have a layout too
     memory           terms of the fullest phase of each role; `gpu_bytes` is the part of a GPU that the role may take
     host_bytes       copy of the checkpoint that each training node writes from its memory
     offloaded_...    optimizer state, and weights, that each training node keeps in its memory
@@ -137,14 +128,14 @@ def summarize(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
     config = with_offload(config, plan, profile)
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
-    limit = gpu_bytes(config, profile)
     one, kept = checkpoint_bytes(config, vocab), config.save.most_kept(config.training.steps)
     return {
         "mode": plan.mode,
         "gpus_per_node": plan.gpus_per_node,
         "spare_nodes": plan.spare_nodes,
-        **_of_count(config, plan, vocab, limit),
-        "alternatives": [_of_count(config, smaller, vocab, limit) for smaller in plan.smaller],
+        "roles": [to_json(role) for role in plan.roles],
+        "smaller": [smaller.nodes for smaller in plan.smaller],
+        **_of_count(config, plan, vocab, gpu_bytes(config, profile)),
         "model": {
             "parameters": weights(config.model, vocab).all,
             "trained": trained(config.model, vocab).all,
@@ -163,6 +154,14 @@ def summarize(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
     }
 
 
+def summarize(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[str, Any]:
+    """Return `plan_json` with the `alternatives`: smaller plans of a range `job.nodes`, in what may differ."""
+    found = plan_json(config, plan, profile)
+    config, limit = with_offload(config, plan, profile), gpu_bytes(config, profile)
+    vocab = found["model"]["vocabulary"]
+    return found | {"alternatives": [_of_count(config, smaller, vocab, limit) for smaller in plan.smaller]}
+
+
 def gpu_bytes(config: RunConfig, profile: Profile | None) -> int | None:
     """Bytes of one GPU of the cluster; None if unknown, and for CPU processes."""
     return int(profile.gpu_memory_gib * 2**30) if profile and config.job.device == "cuda" else None
@@ -175,7 +174,7 @@ def fullest_gpu(config: RunConfig, sizes: Sizes) -> int | None:
     return max(one.total for one in rank_memories(config, sizes, vocabulary(config) or ASSUMED_VOCABULARY))
 
 
-def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) -> dict[str, Any]:
+def _of_count(config: RunConfig, plan: Plan, vocab: int, limit: int | None) -> dict[str, Any]:
     sizes = plan.sizes
     return {
         "nodes": plan.nodes,
@@ -214,7 +213,7 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, gpu_bytes: int | None) 
                 "terms": [asdict(term) for term in each.fullest.terms],
                 "phases": {phase.name: phase.total for phase in each.phases},
                 "bytes": each.total,
-                "gpu_bytes": None if gpu_bytes is None else int(gpu_bytes * each.share),
+                "gpu_bytes": None if limit is None else int(limit * each.share),
                 "gpu_share": each.share,
             }
             for each in rank_memories(config, sizes, vocab)

@@ -51,51 +51,6 @@ def container_name(job_id: str, attempt: str, of: str = "") -> str:
     return f"mrl-{job_id}-{attempt}{of}"
 
 
-@record(version=None, rest="rest")
-class PlanStep(NamedTuple):
-    """The processes that one srun of the script starts."""
-
-    name: str  # train, infer-0, ...
-    nodes: list[int]  # indices into the plan's nodes
-    tasks_per_node: int
-    gpus_per_node: int
-    of: str = ""  # paths.OF_REPLICAS if it runs in the image of the replicas with vLLM
-    shares_devices: bool = False  # whether its GPUs are those of training ranks, with which it takes turns
-    rest: dict[str, Any] = {}
-
-
-@record(version=None, rest="rest")
-class SmallerPlan(NamedTuple):
-    """Differences of the plan for fewer nodes of a range `job.nodes`."""
-
-    nodes: int
-    steps: list[PlanStep]
-    rest: dict[str, Any] = {}
-
-
-@record(version=None, rest="rest")
-class CheckpointPlan(NamedTuple):
-    seconds: float | None = None  # to write one; None: the profile does not give the speed of the file system
-    rest: dict[str, Any] = {}  # sizes in bytes
-
-
-@record(rest="rest")
-class PlanRecord(NamedTuple):
-    """plan.json: the assignment of work to nodes and ranks. Written by mrl-submit; read by the batch host, rank 0,
-    `mrl attach` and `mrl status`. `rest` is only for people and `mrl plan`."""
-
-    nodes: int  # excluding spare nodes
-    gpus_per_node: int
-    spare_nodes: int
-    steps: list[PlanStep]
-    alternatives: list[SmallerPlan] = []  # the largest first
-    checkpoint: CheckpointPlan = CheckpointPlan()
-    container: list[str] = []  # options of pyxis for each step; empty: no container
-    environment: dict[str, str] = {}  # exported by the script for all processes
-    rank_environment: dict[str, str] = {}  # for the ranks only, set inside the container
-    rest: dict[str, Any] = {}
-
-
 @record(keys={"source": "from"})
 class Fork(NamedTuple):
     """fork.json: the run and checkpoint that this run was forked from. Written by `mrl fork`; read for W&B, and by the

@@ -16,8 +16,8 @@ from megatron_rl.contract.attempt_records import Outcome, UsedKernels
 from megatron_rl.contract.codes import DRAINED, FINISHED, MARGIN_S
 from megatron_rl.contract.files import names_in, once_there_is_room
 from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import if_readable, read, write
-from megatron_rl.contract.run_records import PlanRecord
 from megatron_rl.generate.engine.decode_graphs import why_not_recorded
 from megatron_rl.model.experts import experts_one_by_one
 from megatron_rl.model.platform.device import Device

@@ -27,8 +27,9 @@ from launcher.host.slurm.formats import text_of
 from megatron_rl.contract.attempt_records import MetricsLine, NodeHealth, Outcome, RankError
 from megatron_rl.contract.codes import DRAINED, FINISHED, SILENCE_VARIABLE, SUCCEEDS_VARIABLE
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.plan_records import PlanRecord, PlanRole
 from megatron_rl.contract.records import append, read_lines, write
-from megatron_rl.contract.run_records import CodeSnapshot, PlanRecord, PlanStep
+from megatron_rl.contract.run_records import CodeSnapshot
 
 STEPS, SAVE_EVERY, PREEMPTED_AT, CRASHES_AT = 6, 2, 3, 5
 NODES = ["n1", "n2"]
@@ -142,7 +143,7 @@ class Cluster(FaultySlurm):
         self.run.root.mkdir(parents=True)
         for file in (self.run.script, self.run.recipe, self.run.resolved):
             file.write_text("#\n")
-        write(self.run.plan, PlanRecord(2, 1, 0, [PlanStep("train", [0, 1], 1, 1)]))
+        write(self.run.plan, PlanRecord(2, 1, 0, [PlanRole("train", 0, 0, None, 1)]))
         self.run.code.mkdir()
         write(self.run.code_record, CodeSnapshot(1, 0.0, [], ["."]))
         self.spooled = self.root.with_name("slurm_script")

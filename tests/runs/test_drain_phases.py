@@ -16,8 +16,8 @@ from waiting import until
 from megatron_rl.contract.attempt_records import Drain, Outcome, TimelineLine
 from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED, PREEMPTED, SIGNALLED
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.plan_records import CheckpointPlan, PlanRecord
 from megatron_rl.contract.records import Unreadable, if_readable, read, read_lines, write
-from megatron_rl.contract.run_records import CheckpointPlan, PlanRecord
 
 STEPS = 6
 SLOW_S = 3600.0

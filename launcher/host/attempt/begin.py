@@ -15,8 +15,9 @@ from launcher.host.record.goodput import generating_gpus
 from launcher.host.record.ledger import newest_line, point_latest, write_line
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import if_readable, read, read_or_raise, write
-from megatron_rl.contract.run_records import CodeSnapshot, Owner, PlanRecord
+from megatron_rl.contract.run_records import CodeSnapshot, Owner
 
 
 def next_attempt(context: JobContext) -> Attempt:

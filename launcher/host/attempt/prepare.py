@@ -27,8 +27,8 @@ from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
 from megatron_rl.contract.files import names_in, write_atomic
 from megatron_rl.contract.paths import OF_REPLICAS, Attempt
+from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import read, read_or_raise, write
-from megatron_rl.contract.run_records import PlanRecord
 
 FORGET_S = 60.0  # seconds to remove the containers at the end of an attempt
 CLOSE_S = 15.0  # seconds that must be left until a deadline after that

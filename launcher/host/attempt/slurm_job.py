@@ -19,8 +19,8 @@ from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, NodeAssignment
 from megatron_rl.contract.codes import REQUEUE, SIGNALLED
 from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import if_readable, read, write
-from megatron_rl.contract.run_records import PlanRecord
 
 
 class SlurmJob(AttemptJob):

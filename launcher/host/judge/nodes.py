@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_rl.contract.attempt_records import FabricReport, NodeAssignment, NodeHealth
 from megatron_rl.contract.paths import TRAIN
-from megatron_rl.contract.run_records import PlanRecord, SmallerPlan
+from megatron_rl.contract.plan_records import PlanRecord, counts_of, steps_of
 
 ABSENT_FROM_FABRIC = "did not come to the all-reduce between the nodes (see fabric.*.log)"
 NOT_UNPACKED = "the image could not be unpacked: "
@@ -75,7 +75,7 @@ def _may_pass(why: str) -> bool:
 
 
 def suffice(plan: PlanRecord, hosts: Collection[str]) -> bool:
-    return len(hosts) >= _plans(plan)[-1].nodes
+    return len(hosts) >= counts_of(plan)[-1]
 
 
 def assign(plan: PlanRecord, hosts: Sequence[str], unfit: dict[str, str], given: int = 0) -> NodeAssignment:
@@ -86,16 +86,16 @@ def assign(plan: PlanRecord, hosts: Sequence[str], unfit: dict[str, str], given:
 
     given: number of hosts before some died; 0: none has.
     """
-    plans = _plans(plan)
-    fewest = plans[-1].nodes
+    counts = counts_of(plan)
+    fewest = counts[-1]
     fit = [host for host in hosts if host not in unfit]
     if len(fit) < fewest:
         found = "; ".join(f"{host}: {unfit[host]}" for host in hosts if host in unfit) or "none is bad"
         raise NotEnoughNodes(f"{fewest} nodes are needed, {len(fit)} of {len(hosts)} are fit ({found})")
     room = min(len(fit), max(fewest, (given or len(hosts)) - plan.spare_nodes))
-    chosen = next(each for each in plans if each.nodes <= room)
-    steps = {step.name: [fit[node] for node in step.nodes] for step in chosen.steps}
-    return NodeAssignment(chosen.nodes, steps, fit[chosen.nodes :], unfit)
+    chosen = next(count for count in counts if count <= room)
+    steps = {step.name: [fit[node] for node in step.nodes] for step in steps_of(plan, chosen)}
+    return NodeAssignment(chosen, steps, fit[chosen:], unfit)
 
 
 def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> NodeAssignment:
@@ -109,7 +109,3 @@ def replaced(assignment: NodeAssignment, step: str, dead: Collection[str]) -> No
     hosts = [stands_in.get(host, host) for host in assignment.steps[step]]
     bad = dict(assignment.bad, **dict.fromkeys(lost, "died in the attempt"))
     return assignment._replace(steps=dict(assignment.steps, **{step: hosts}), spare=spare[len(lost) :], bad=bad)
-
-
-def _plans(plan: PlanRecord) -> list[PlanRecord | SmallerPlan]:
-    return [plan, *plan.alternatives]

@@ -17,8 +17,9 @@ from launcher.host.record.accounting import (
 from launcher.host.record.ledger import ends_in, read_ledger, starts_in
 from megatron_rl.contract.attempt_records import Drain, Heartbeat, Marks, TimelineLine
 from megatron_rl.contract.paths import INFER, Attempt, RunDir
+from megatron_rl.contract.plan_records import PlanRecord, steps_of
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, write
-from megatron_rl.contract.run_records import Owner, PlanRecord
+from megatron_rl.contract.run_records import Owner
 from megatron_rl.contract.tail import read_ends
 
 
@@ -48,7 +49,8 @@ def mark(attempt: Attempt, **times: float) -> None:
 
 def generating_gpus(plan: PlanRecord) -> int:
     """Number of the GPUs that only generate."""
-    replicas = [step for step in plan.steps if step.name.startswith(INFER + "-") and not step.shares_devices]
+    steps = steps_of(plan, plan.nodes)
+    replicas = [step for step in steps if step.name.startswith(INFER + "-") and not step.shares_devices]
     return sum(len(step.nodes) * step.gpus_per_node for step in replicas)
 
 

@@ -8,28 +8,24 @@ import pytest
 
 from launcher.cli.attach import IGNORING_DRAIN, SHELL, command_line, completed, host_of
 from megatron_rl.contract.attempt_records import NodeAssignment
-from megatron_rl.contract.run_records import CODE, IMAGE, PlanRecord, PlanStep
+from megatron_rl.contract.plan_records import PlanStep
+from megatron_rl.contract.run_records import CODE, IMAGE
 
 CONTAINER = ["--container-image={image}", "--no-container-mount-home", "--container-workdir={code}"]
-PLAN = PlanRecord(
-    nodes=3,
-    gpus_per_node=8,
-    spare_nodes=0,
-    steps=[PlanStep("train", [0, 1], 8, 8), PlanStep("infer-0", [2], 4, 4)],
-)
+STEPS = {"train": PlanStep("train", [0, 1], 8, 8), "infer-0": PlanStep("infer-0", [2], 4, 4)}
 NODES = NodeAssignment(3, {"train": ["n1", "n3"], "infer-0": ["n4"]}, [], {})
 
 
 @pytest.mark.parametrize(("rank", "role", "host"), [(0, "train", "n1"), (7, "train", "n1"), (8, "train", "n3")])
 def test_ranks_fill_the_nodes_of_their_step_in_order(rank, role, host):
-    assert host_of(rank, role, PLAN, NODES) == host
+    assert host_of(rank, role, STEPS, NODES) == host
 
 
 def test_a_rank_or_step_that_does_not_exist_is_named():
     with pytest.raises(LookupError, match="train has 16 ranks"):
-        host_of(16, "train", PLAN, NODES)
+        host_of(16, "train", STEPS, NODES)
     with pytest.raises(LookupError, match="there are train, infer-0"):
-        host_of(0, "infer-1", PLAN, NODES)
+        host_of(0, "infer-1", STEPS, NODES)
 
 
 def test_what_only_the_attempt_knows_takes_the_place_of_its_name():

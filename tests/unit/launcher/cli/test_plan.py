@@ -16,7 +16,7 @@ from launcher.cli.show.layout import warnings
 from launcher.cli.show.node_lines import node_lines
 from launcher.cluster.choice import load_clusters
 from launcher.plan.placement import Plan
-from launcher.plan.summary import batch, make_plan, plan_json
+from launcher.plan.summary import batch, make_plan, summarize
 from launcher.recipe.load import load_recipe
 
 RECIPE = "qwen2.5-32b-dapo"
@@ -115,7 +115,7 @@ def test_context_parallel_groups_that_cross_nodes_are_warned_about():
     assert not any("cross nodes" in warning for warning in warnings(within))
 
 
-def test_the_json_has_one_row_per_gpu():
+def test_the_json_is_the_summary_with_the_times():
     asked = load_recipe(RECIPE, ["placement.mode=partitioned", "placement.inference.nodes=5"])
     profile = load_clusters().profile("h100")
     plan = make_plan(asked, profile)
@@ -127,13 +127,9 @@ def test_the_json_has_one_row_per_gpu():
     assert len(record.pop("runs")) == 4
     assert record.pop("engine") == "native"
     assert "the profile names no vLLM" in record.pop("engine_because")
-    assert record == json.loads(json.dumps(plan_json(asked.config, plan, profile)))
-    assert len(record["ranks"]) == 64
-    first, last = record["ranks"][0], record["ranks"][-1]
-    layout = {"rank": 0, "tp": 0, "pp": 0, "cp": 0, "ep": 0, "dp": 0}
-    assert first == {"rank": 0, "node": 0, "gpu": 0, "role": "training", "train": layout, "infer": None}
-    assert (last["role"], last["train"]) == ("inference", None)
-    assert last["infer"] == {"replica": 4, "rank": 7}
+    assert record == json.loads(json.dumps(summarize(asked.config, plan, profile)))
+    roles = [(role["name"], role["first"], role["behind"]) for role in record["roles"]]
+    assert roles == [("train", 0, 5), ("infer", -5, 0)]
     assert [(each["role"], each["stage"]) for each in record["memory"]] == [("training", 0), ("inference", None)]
 
 
@@ -199,12 +195,10 @@ def test_a_long_range_is_folded():
 
 def test_the_json_has_the_plans_for_fewer_nodes():
     record = json.loads(mrl_plan(RECIPE, "job.nodes=6-8", "--json").output)
-    assert (record["nodes"], len(record["ranks"])) == (8, 64)
+    assert (record["nodes"], record["smaller"]) == (8, [7, 6])
     seven, six = record["alternatives"]
     assert (seven["nodes"], seven["training"]["dp"], seven["inference"]["replicas"]) == (7, 7, 7)
-    assert seven["steps"] == [{**record["steps"][0], "nodes": list(range(7))}]
     assert six["batch"]["prompts_per_replica"] == [10, 11]
-    assert "ranks" not in seven
 
 
 def test_memory_is_checked_for_the_fewest_nodes_of_a_range():

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,6 @@ from launcher.doctor.node_files import to_mount
 from launcher.errors import BadInput
 from launcher.host.attempt.notify import NotifySettings
 from launcher.job.script import PlannedJob, header, render
-from launcher.plan.placement import rank_rows
 from launcher.plan.summary import make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
@@ -50,11 +49,10 @@ def a_job(
     asked = load_recipe(recipe, overrides)
     cluster = on or profile()
     plan = make_plan(asked, cluster)
-    steps = [asdict(step) for step in plan.steps]
     return PlannedJob(
         recipe=asked,
         plan=plan,
-        plan_json={"mode": plan.mode, "nodes": plan.nodes, "steps": steps, "ranks": rank_rows(plan)},
+        plan_json={},
         cluster="h100",
         profile=cluster,
         run_dir=Path(run_dir),

@@ -13,8 +13,12 @@ import pytest
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Container, Profile, Wrapper
 from launcher.job.draft import Draft, draft, in_directory
+from launcher.job.submit import PLAN_RECORDS, write_files
 from launcher.recipe.load import load_recipe
-from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, PlanRecord
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.plan_records import PlanRecord, PlanStep, steps_of
+from megatron_rl.contract.records import read, write
+from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, CodeSnapshot
 from megatron_rl.contract.shapes import from_json
 
 HOME = {"HOME": "/home/ada", "MRL_CLUSTERS": "", "XDG_CONFIG_HOME": "/nowhere"}
@@ -68,7 +72,7 @@ def test_plan_json_and_the_script_ask_pyxis_for_the_same(recipe, overrides):
     for profile in (plain, plain.model_copy(update={"container": named})):
         drafted = a_draft(recipe, *overrides, on=profile)
         plan = plan_of(drafted)
-        for step in plan.steps:
+        for step in steps_of(plan, plan.nodes):
             words = in_bash(drafted.script, step.name.partition("-")[0], step.name)
             assert words[:2] == ["srun", f"--job-name={step.name}"]
             assert set(completed(plan.container)) <= set(words)
@@ -91,6 +95,24 @@ def test_a_plan_is_of_its_run_directory_and_says_what_the_script_exports():
     exported = dict(re.findall(r"^ +export (\w+)=(.*)$", drafted.script, re.MULTILINE))
     for name, value in plan_of(drafted).environment.items():
         assert shlex.split(exported[name]) == ([value] if value else [""]), name
+
+
+def test_a_run_that_keeps_the_code_of_an_older_mrl_keeps_a_plan_that_lists_its_steps(tmp_path):
+    run = RunDir(tmp_path)
+    job = in_directory(a_draft("qwen2.5-32b-dapo", "job.nodes=2-3").job, tmp_path)
+    run.code.mkdir()
+    write(run.code_record, CodeSnapshot(1, 0.0, [], []))
+    write_files(run, job, update_code=False)
+    plan = read(PlanRecord, run.plan)
+    assert isinstance(plan, PlanRecord)
+    assert (plan.roles, plan.steps) == ([], [PlanStep("train", [0, 1, 2], 8, 8)])
+    newer = run.code / PLAN_RECORDS
+    newer.parent.mkdir(parents=True)
+    newer.touch()
+    write_files(run, job, update_code=False)
+    plan = read(PlanRecord, run.plan)
+    assert isinstance(plan, PlanRecord)
+    assert (plan.smaller, plan.steps) == ([2], None)
 
 
 def test_the_ranks_fill_one_socket_after_the_other_and_the_profile_can_say_otherwise():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from launcher.plan.placement import Plan, place, rank_kinds
 from launcher.plan.sizes import LayoutError, Sizes
+from megatron_rl.contract.plan_records import PlanStep
 from megatron_rl.recipe.distill import TeacherReplicas
 from megatron_rl.recipe.job import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
 
@@ -43,12 +44,19 @@ def planned(
     )
 
 
+def first_gpu(step: PlanStep, plan: Plan) -> int:
+    """First GPU of a step on its node; the script computes the same (CUDA_VISIBLE_DEVICES)."""
+    return int(step.name.partition("-")[2] or 0) * step.gpus_per_node % plan.gpus_per_node
+
+
+def gpus_of(step: PlanStep, plan: Plan) -> range:
+    return range(first_gpu(step, plan), first_gpu(step, plan) + step.gpus_per_node)
+
+
 def test_eight_nodes_of_eight_gpus_hold_eight_replicas_of_eight():
     plan = planned(8, 8, {"tp": 8})
     assert (plan.sizes.dp, plan.sizes.replicas) == (8, 8)
-    assert [(step.name, step.role, step.nodes, step.tasks_per_node) for step in plan.steps] == [
-        ("train", "colocated", tuple(range(8)), 8)
-    ]
+    assert [(step.name, step.nodes, step.tasks_per_node) for step in plan.steps] == [("train", list(range(8)), 8)]
     rank = plan.ranks[19]
     assert (rank.node, rank.gpu, rank.role) == (2, 3, "colocated")
     assert rank.train is not None
@@ -60,38 +68,36 @@ def test_three_nodes_train_and_five_generate():
     plan = planned(8, 8, {"tp": 8}, {"nodes": 5})
     assert (plan.sizes.dp, plan.sizes.replicas) == (3, 5)
     assert [(step.name, step.nodes) for step in plan.steps] == [
-        ("train", (0, 1, 2)),
-        *((f"infer-{k}", (3 + k,)) for k in range(5)),
+        ("train", [0, 1, 2]),
+        *((f"infer-{k}", [3 + k]) for k in range(5)),
     ]
     assert Counter(rank.role for rank in plan.ranks) == {"training": 24, "inference": 40}
 
 
 def test_replicas_smaller_than_a_node_share_it():
     plan = planned(3, 8, {"tp": 8}, {"nodes": 1, "tp": 4})
-    assert [(step.name, step.nodes, step.tasks_per_node, step.gpu_offset) for step in plan.steps[1:]] == [
-        ("infer-0", (2,), 4, 0),
-        ("infer-1", (2,), 4, 4),
+    assert [(step.name, step.nodes, step.tasks_per_node, first_gpu(step, plan)) for step in plan.steps[1:]] == [
+        ("infer-0", [2], 4, 0),
+        ("infer-1", [2], 4, 4),
     ]
 
 
 def test_a_vllm_beside_the_ranks_is_one_process_on_the_gpus_of_its_share_of_a_node() -> None:
     plan = planned(2, 8, {"tp": 4, "pp": 2}, {"tp": 4}, engine="vllm")
     train, *fronts = plan.steps
-    assert (train.name, train.role, train.nodes, train.tasks_per_node) == ("train", "colocated", (0, 1), 8)
+    assert (train.name, train.nodes, train.tasks_per_node) == ("train", [0, 1], 8)
     assert not train.shares_devices
-    assert {(step.role, step.tasks_per_node, step.gpus_per_node, step.shares_devices) for step in fronts} == {
-        ("inference", 1, 4, True)
-    }
-    assert [(step.name, step.nodes, step.gpu_offset) for step in fronts] == [
-        ("infer-0", (0,), 0),
-        ("infer-1", (0,), 4),
-        ("infer-2", (1,), 0),
-        ("infer-3", (1,), 4),
+    assert {(step.tasks_per_node, step.gpus_per_node, step.shares_devices) for step in fronts} == {(1, 4, True)}
+    assert [(step.name, step.nodes, first_gpu(step, plan)) for step in fronts] == [
+        ("infer-0", [0], 0),
+        ("infer-1", [0], 4),
+        ("infer-2", [1], 0),
+        ("infer-3", [1], 4),
     ]
     for rank in plan.ranks:  # worker r of front K is on the GPU of training rank K * tp + r
         assert rank.infer is not None
         front = fronts[rank.infer.replica]
-        assert (front.nodes[0], front.gpu_offset + rank.infer.rank) == (rank.node, rank.gpu)
+        assert (front.nodes[0], first_gpu(front, plan) + rank.infer.rank) == (rank.node, rank.gpu)
     assert [(kind.role, kind.world) for kind in rank_kinds(plan.sizes)] == [
         ("colocated", 16),
         ("colocated", 16),
@@ -102,17 +108,17 @@ def test_a_vllm_beside_the_ranks_is_one_process_on_the_gpus_of_its_share_of_a_no
 def test_a_teacher_has_nodes_of_its_own_also_where_a_vllm_is_beside_the_ranks() -> None:
     plan = planned(3, 4, None, {"tp": 2}, teacher={"nodes": 1, "tp": 4}, engine="vllm")
     assert [(step.name, step.nodes, step.shares_devices) for step in plan.steps] == [
-        ("train", (0, 1), False),
-        *((f"infer-{replica}", (replica // 2,), True) for replica in range(4)),
-        ("teacher-0", (2,), False),
+        ("train", [0, 1], False),
+        *((f"infer-{replica}", [replica // 2], True) for replica in range(4)),
+        ("teacher-0", [2], False),
     ]
 
 
 def test_a_large_vllm_is_whole_nodes_with_one_process_on_each() -> None:
     plan = planned(6, 8, {"tp": 8}, {"nodes": 4, "tp": 8, "pp": 2}, engine="vllm")
     assert [(step.name, step.nodes, step.tasks_per_node, step.gpus_per_node) for step in plan.steps[1:]] == [
-        ("infer-0", (2, 3), 1, 8),
-        ("infer-1", (4, 5), 1, 8),
+        ("infer-0", [2, 3], 1, 8),
+        ("infer-1", [4, 5], 1, 8),
     ]
     last_of_first, first_of_second = plan.ranks[31].infer, plan.ranks[32].infer
     assert last_of_first is not None
@@ -162,12 +168,12 @@ def test_the_last_nodes_hold_the_teacher_in_both_modes(inference):
     plan = planned(4, 8, {"tp": 4}, inference, teacher={"nodes": 2, "tp": 4})
     training = 1 if inference else 2
     assert (plan.sizes.training_nodes, plan.sizes.dp, plan.sizes.teacher_replicas) == (training, 2 * training, 4)
-    teachers = [(step.name, step.nodes, step.tasks_per_node, step.gpu_offset) for step in plan.steps[-4:]]
+    teachers = [(step.name, step.nodes, step.tasks_per_node, first_gpu(step, plan)) for step in plan.steps[-4:]]
     assert teachers == [
-        ("teacher-0", (2,), 4, 0),
-        ("teacher-1", (2,), 4, 4),
-        ("teacher-2", (3,), 4, 0),
-        ("teacher-3", (3,), 4, 4),
+        ("teacher-0", [2], 4, 0),
+        ("teacher-1", [2], 4, 4),
+        ("teacher-2", [3], 4, 0),
+        ("teacher-3", [3], 4, 4),
     ]
     assert Counter(rank.role for rank in plan.ranks)["teacher"] == 16
     last = plan.ranks[-1]
@@ -277,31 +283,22 @@ def test_every_gpu_has_exactly_one_owner(plan):
     places = [(rank.node, rank.gpu) for rank in plan.ranks]
     assert places == sorted(itertools.product(range(plan.nodes), range(plan.gpus_per_node)))
     assert [rank.rank for rank in plan.ranks] == list(range(len(places)))
-    owners = Counter(
-        (node, gpu)
-        for step in plan.steps
-        for node in step.nodes
-        for gpu in range(step.gpu_offset, step.gpu_offset + step.gpus_per_node)
-    )
+    owners = Counter((node, gpu) for step in plan.steps for node in step.nodes for gpu in gpus_of(step, plan))
     assert owners == Counter(places)
 
 
 @given(plans())
 def test_steps_start_the_ranks_of_the_plan(plan):
-    owner = {
-        (node, gpu): step
-        for step in plan.steps
-        for node in step.nodes
-        for gpu in range(step.gpu_offset, step.gpu_offset + step.gpus_per_node)
-    }
+    owner = {(node, gpu): step for step in plan.steps for node in step.nodes for gpu in gpus_of(step, plan)}
     for rank in plan.ranks:
         step = owner[rank.node, rank.gpu]
-        assert step.role == rank.role
-        if rank.role == "inference":
+        if rank.train is None:
             assert rank.infer is not None
-            assert step.replica == rank.infer.replica
+            assert step.name == f"infer-{rank.infer.replica}"
+        else:
+            assert step.name == "train"
         # srun numbers tasks node by node: SLURM_PROCID is the rank in the step's world.
-        task = step.nodes.index(rank.node) * step.tasks_per_node + rank.gpu - step.gpu_offset
+        task = step.nodes.index(rank.node) * step.tasks_per_node + rank.gpu - first_gpu(step, plan)
         world = rank.train if rank.train is not None else rank.infer
         assert world is not None
         assert world.rank == task

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from megatron_rl.contract.attempt_records import Address, Drain, Marks, RankError
+from megatron_rl.contract.plan_records import PlanRecord, PlanRole
 from megatron_rl.contract.records import ABSENT, Unreadable, decode, encode, if_readable, read, write
-from megatron_rl.contract.run_records import Fork, PlanRecord, PlanStep
+from megatron_rl.contract.run_records import Fork
 
 every_type = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
 several = examples(5, suppress_health_check=list(HealthCheck))
@@ -183,10 +184,10 @@ def test_message_names_the_field(port, said):
 
 def test_missing_field_is_named_even_inside_another_record():
     assert decode(Address, b'{"host": "a"}', "f") == Unreadable("f", "port is missing")
-    step = {"name": "train", "nodes": [0, "1"], "tasks_per_node": 8, "gpus_per_node": 8}
-    plan = {"nodes": 2, "gpus_per_node": 8, "spare_nodes": 0, "steps": [step]}
+    role = {"name": "train", "first": "0", "behind": 0, "gpus": None, "tasks_per_node": 8}
+    plan = {"nodes": 2, "gpus_per_node": 8, "spare_nodes": 0, "roles": [role]}
     found = decode(PlanRecord, json.dumps(plan).encode(), "f")
-    assert found == Unreadable("f", "steps.0.nodes.1: expected a whole number, got text")
+    assert found == Unreadable("f", "roles.0.first: expected a whole number, got text")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_missing_field_is_named_even_inside_another_record():
         Address(None, 5),
         Fork("run", 1, {"key": [float("nan")]}, 1.0),
         PlanRecord(1, 8, 0, [], rest={"nodes": 2}),
-        PlanRecord(1, 8, 0, [PlanStep("train", [0], 8, {1: 2})], rest={"version": 7}),
+        PlanRecord(1, 8, 0, [PlanRole("train", 0, 0, None, 8)], rest={"version": 7}),
     ],
     ids=str,
 )

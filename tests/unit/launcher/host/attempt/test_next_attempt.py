@@ -25,11 +25,12 @@ from launcher.host.slurm import call, queries
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, NodeAssignment, NodeHealth, Requeued
 from megatron_rl.contract.paths import OF_REPLICAS, Attempt, RunDir
+from megatron_rl.contract.plan_records import PlanRecord, PlanRole
 from megatron_rl.contract.records import ABSENT, append, if_readable, read, write
-from megatron_rl.contract.run_records import Owner, PlanRecord, PlanStep, RunIdentity
+from megatron_rl.contract.run_records import Owner, RunIdentity
 
 NO_CHECKS, HEALTH = Checks(), Checks(health=True)
-PLAN = PlanRecord(2, 1, 1, [PlanStep("train", [0, 1], 1, 1)])
+PLAN = PlanRecord(2, 1, 1, [PlanRole("train", 0, 0, None, 1)])
 
 
 @pytest.fixture
@@ -216,7 +217,7 @@ def test_without_a_spare_one_the_job_goes_elsewhere(context: JobContext, unpack:
 def test_an_image_that_nobody_can_unpack_is_no_nodes_fault(
     context: JobContext, unpack: Checks, hosts: list[str], blamed: str | None
 ) -> None:
-    write(context.run.plan, PlanRecord(1, 1, 0, [PlanStep("train", [0], 1, 1)]))
+    write(context.run.plan, PlanRecord(1, 1, 0, [PlanRole("train", 0, 0, None, 1)]))
     attempt = begun(context)
     with pytest.raises(NotReady, match=f"^the image could not be unpacked: {REASON}$") as caught:
         prepare(context._replace(hosts=hosts), attempt, unpack, unpacking(attempt))

@@ -17,18 +17,15 @@ from launcher.host.judge.nodes import (
 )
 from launcher.host.slurm.formats import is_dead
 from megatron_rl.contract.attempt_records import FabricReport, NodeHealth
-from megatron_rl.contract.run_records import PlanRecord, PlanStep, SmallerPlan
+from megatron_rl.contract.plan_records import PlanRecord, PlanRole
 
-STEPS = [PlanStep("train", [0, 1], 8, 8), PlanStep("infer-0", [2], 8, 8), PlanStep("infer-1", [3], 8, 8)]
-PARTITIONED = PlanRecord(4, 8, 1, STEPS)
+PARTITIONED = PlanRecord(4, 8, 1, [PlanRole("train", 0, 2, None, 8), PlanRole("infer", -2, 0, 8, 8)])
 HOSTS = ["n1", "n2", "n3", "n4", "n5"]
 
 
 def colocated(*counts: int, spare: int = 0) -> PlanRecord:
     """The plan of a range in which these counts work, the largest first."""
-    largest, *smaller = ([PlanStep("train", list(range(count)), 8, 8)] for count in counts)
-    alternatives = [SmallerPlan(count, steps) for count, steps in zip(counts[1:], smaller, strict=True)]
-    return PlanRecord(counts[0], 8, spare, largest, alternatives)
+    return PlanRecord(counts[0], 8, spare, [PlanRole("train", 0, 0, None, 8)], list(counts[1:]))
 
 
 def test_steps_get_the_hosts_in_slurms_order():
@@ -54,8 +51,8 @@ def test_a_spare_node_stands_in_for_that_of_a_replica_which_died():
 
 
 def test_a_replica_beside_ranks_keeps_their_node_although_there_is_a_spare_one():
-    steps = [PlanStep("train", [0, 1], 8, 8), *(PlanStep(f"infer-{k}", [k // 2], 1, 4) for k in range(4))]
-    before = assign(PlanRecord(2, 8, 1, steps), HOSTS[:3], {})
+    roles = [PlanRole("train", 0, 0, None, 8), PlanRole("infer", 0, 0, 4, 1, shares_devices=True)]
+    before = assign(PlanRecord(2, 8, 1, roles), HOSTS[:3], {})
     assert before.steps == {"train": ["n1", "n2"]} | {f"infer-{k}": [f"n{1 + k // 2}"] for k in range(4)}
     assert before.spare == ["n3"]
     assert replaced(before, "infer-2", ["n2"]) == before, "the attempt ends with the ranks of the node"

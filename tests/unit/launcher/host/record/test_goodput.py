@@ -17,8 +17,9 @@ from launcher.host.record.goodput import mark, read_usage
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, Heartbeat, Outcome, TimelineLine
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import append, write
-from megatron_rl.contract.run_records import Owner, PlanRecord
+from megatron_rl.contract.run_records import Owner
 from megatron_rl.contract.time_total import RunningTotal
 from megatron_rl.rank.metrics import timeline
 
