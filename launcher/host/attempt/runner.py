@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -23,7 +24,7 @@ from launcher.host.slurm.call import SlurmRefused
 from megatron_rl.contract.attempt_records import Drain, Hang, RankError
 from megatron_rl.contract.codes import DRAIN_SIGNAL, LAST_MOMENT_S, SIGNALLED, STACKS_LIMIT_S, STACKS_SIGNAL
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import ABSENT, Unreadable, if_readable, read, write
+from megatron_rl.contract.records import ABSENT, Unreadable, read, write
 
 COMPLETIONS = 10  # queries for the cause and deadline that a request to leave lacks
 COMPLETE_EVERY_S = 1.0  # seconds between them
@@ -62,6 +63,7 @@ class AttemptRunner:
         self._hangs = HangWatch(attempt, silence_limit)
         self._hang: Hang | None = None
         self._exits: list[RankExit] = []
+        self._errors = ErrorFiles()
         self.ended: set[int] = set()  # ranks that have ended, where each is a process here
         self._deadline: Deadline | None = None
         self._ending = self._stacks_asked = False
@@ -186,7 +188,7 @@ class AttemptRunner:
         errors = self.attempt.errors()
         if errors and not self.steps.end_together:
             self._end_others(now)
-        elif not self._stacks_asked and any(error and error.waited for error in map(_rank_error, errors)):
+        elif not self._stacks_asked and self._errors.any_waited(errors):
             self._ask_for_stacks()  # the failed rank waits a moment, so that all ranks can dump their stacks
 
     def _check_hang(self, now: float) -> None:
@@ -256,5 +258,18 @@ class AttemptRunner:
             print(f"the watch over the steps tries again: {why}", file=sys.stderr)
 
 
-def _rank_error(file: Path) -> RankError | None:
-    return if_readable(read(RankError, file))
+class ErrorFiles:
+    """Error files of ranks, each of which is read once."""
+
+    def __init__(self) -> None:
+        self._known: set[Path] = set()
+
+    def any_waited(self, files: Sequence[Path]) -> bool:
+        """Whether a rank whose file was not read before reports a collective that timed out."""
+        for file in files:
+            error = read(RankError, file) if file not in self._known else None
+            if isinstance(error, RankError):  # what cannot be read is read again
+                self._known.add(file)
+                if error.waited:
+                    return True
+        return False
