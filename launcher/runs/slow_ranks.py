@@ -10,9 +10,10 @@ from typing import NamedTuple
 from launcher.errors import BadInput
 from launcher.host.record.log_tails import tail
 from launcher.runs.state import resolved_values
-from megatron_rl.contract.attempt_records import Heartbeat, SlowestRank, TimelineLine
+from megatron_rl.contract.attempt_records import SlowestRank, TimelineLine
+from megatron_rl.contract.heartbeat_files import read_heartbeat
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import decode_lines, if_readable, read
+from megatron_rl.contract.records import decode_lines
 from megatron_rl.contract.text import printable
 
 STEPS = 20
@@ -104,5 +105,5 @@ def read_slow_ranks(run: RunDir) -> list[SlowRank]:
 
 
 def _host(attempt: Attempt, rank: int) -> str | None:
-    beat = if_readable(read(Heartbeat, attempt.heartbeat(rank)))
+    beat = read_heartbeat(attempt.heartbeats, rank)
     return printable(beat.host) if beat and beat.host else None

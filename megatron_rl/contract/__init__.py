@@ -6,6 +6,7 @@
     shapes           a record type <-> a JSON object: what `@record` declares is checked in both directions
     records          a record <-> a file: `read`, `write`, `append`, `read_lines`, `RecordTail`; a reader never raises
     attempt_records  the types in attempts/NNN/
+    heartbeat_files  heartbeats, which all ranks write every few seconds and one process reads
     plan_records     plan.json, and the steps of a plan on its nodes
     run_records      the types in the run directory, the user's index and the caches
     children         how one of our processes starts another, and ends with it

@@ -54,8 +54,8 @@ class RankError(NamedTuple):
 
 @record()
 class Heartbeat(NamedTuple):
-    """heartbeats/RANK.json: the latest progress of a rank. Written by a thread of the rank, which keeps running while
-    its work hangs; read by the host side."""
+    """The latest progress of a rank, in a slot of heartbeats/N.beats (`heartbeat_files`). Written by a thread of the
+    rank, which keeps running while its work hangs; read by the host side."""
 
     rank: int
     ranks: int  # of the world

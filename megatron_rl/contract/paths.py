@@ -120,7 +120,7 @@ class RankFiles:
         self.drain = folder / "drain.json"  # Drain: exists if the ranks must stop at the next safe point
         self.outcome = folder / "outcome.json"  # Outcome
         self.progress = folder / "progress.json"  # Progress; replaced, never appended
-        self.heartbeats = folder / "heartbeats"
+        self.heartbeats = folder / "heartbeats"  # folder of `heartbeat_files`
         self.image = folder / "image"  # text file with the path of the container image of the attempt's steps
         self.hang = folder / "hang.json"  # Hang
         self.srun = folder / f"srun.{role}"  # messages of srun about the step itself, such as `node05: task 3: Killed`
@@ -135,9 +135,6 @@ class RankFiles:
     def errors(self) -> list[Path]:
         """Return the existing error files, lowest rank first. Raises OSError if the folder cannot be listed."""
         return [self.error(rank) for rank in _numbers(self.folder, r"error\.([0-9]+)\.json")]
-
-    def heartbeat(self, rank: int) -> Path:
-        return self.heartbeats / f"{rank}.json"
 
     def stacks(self, rank: int) -> Path:
         """Stacks of all threads of a rank at each STACKS_SIGNAL."""

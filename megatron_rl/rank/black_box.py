@@ -34,6 +34,7 @@ from megatron_rl.contract.codes import (
     STACKS_S,
     STACKS_SIGNAL,
 )
+from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import write
 from megatron_rl.contract.text import printable_lines
@@ -51,8 +52,9 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class BlackBox:
-    def __init__(self, files: RankFiles, rank: int, size: int, activity: Activity) -> None:
+    def __init__(self, files: RankFiles, rank: int, size: int, activity: Activity, local_rank: int = 0) -> None:
         self._files, self._rank, self._size, self._activity = files, rank, size, activity
+        self._local_rank = local_rank
         self._every = heartbeat_period(os.environ.get(SILENCE_VARIABLE))
         self._log = LastLines()
         self._stopped = threading.Event()
@@ -144,10 +146,8 @@ class BlackBox:
             written=round(now, 3),
             every=self._every,
         )
-        path = self._files.heartbeat(self._rank)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, heartbeat, durable=False)
+            write_heartbeat(self._files.heartbeats, heartbeat, self._local_rank)
         except OSError as error:
             if not self._warned:
                 logger.warning("heartbeats cannot be written: %s", error)

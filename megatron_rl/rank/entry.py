@@ -64,7 +64,7 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, notifi
     timeline = Timeline()
     files.folder.mkdir(parents=True, exist_ok=True)
     activity = Activity(files, published=world.rank == 0)
-    box = BlackBox(files, world.rank, world.size, activity)
+    box = BlackBox(files, world.rank, world.size, activity, world.local_rank)
     box.start()
     drain = DrainListener(files, notifies_host=notifies_host)
 

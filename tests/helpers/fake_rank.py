@@ -15,9 +15,10 @@ import time
 from datetime import timedelta
 from typing import NoReturn
 
-from json_files import append_json_line, read_json, read_json_lines, write_json, write_whole
+from json_files import append_json_line, read_json_lines, write_json, write_whole
 
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
+from megatron_rl.contract.heartbeat_files import read_heartbeat
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox
@@ -125,7 +126,7 @@ def hang(doing: str, *, stopped: bool = False) -> NoReturn:
 
 
 def wait_for_own_heartbeat() -> None:
-    while (read_json(attempt.heartbeat(rank)) or {}).get("step") != 3:
+    while (beat := read_heartbeat(attempt.heartbeats, rank)) is None or beat.step != 3:
         time.sleep(0.02)
 
 

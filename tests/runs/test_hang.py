@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from core_helpers import tiny_model
@@ -16,9 +15,11 @@ from waiting import until
 
 from launcher.host.process.processes import start_time
 from launcher.host.record.heartbeats import HangWatch
-from megatron_rl.contract.attempt_records import Hang, Heartbeat
+from megatron_rl.contract.attempt_records import Hang
 from megatron_rl.contract.codes import SILENCE_VARIABLE
-from megatron_rl.contract.records import if_readable, read
+from megatron_rl.contract.heartbeat_files import read_heartbeat
+from megatron_rl.contract.paths import RankFiles
+from megatron_rl.contract.records import read
 
 SCRIPTS = {
     "waits,hangs": ("--silence-limit", "2"),
@@ -81,8 +82,7 @@ def test_failing_import_is_the_error_although_the_rank_could_not_report_it(runs)
 
 def test_working_rank_keeps_the_run_alive_while_the_other_waits(runs):
     run = runs["beats,waits"]
-    until(run.attempt.heartbeat(1).exists, run.logs)
-    first = read(Heartbeat, run.attempt.heartbeat(1)).at
+    first = until(lambda: read_heartbeat(run.attempt.heartbeats, 1), run.logs).at
     until(lambda: time.time() > first + 4, run.logs)
     assert run.process.poll() is None
     assert not run.attempt.hang.exists()
@@ -90,8 +90,7 @@ def test_working_rank_keeps_the_run_alive_while_the_other_waits(runs):
 
 def test_no_hang_is_detected_without_a_limit(runs):
     run = runs["hangs"]
-    until(run.attempt.heartbeat(0).exists, run.logs)
-    first = read(Heartbeat, run.attempt.heartbeat(0)).at
+    first = until(lambda: read_heartbeat(run.attempt.heartbeats, 0), run.logs).at
     until(lambda: time.time() > first + 4, run.logs)
     assert run.process.poll() is None
 
@@ -102,7 +101,7 @@ def test_stopped_real_rank_is_named_with_the_stack_of_the_other(tmp_path):
     ranks = Attempt(prepare(tmp_path / "run", recipe), tmp_path / "cache", sabotage=_heartbeats_come_often)
     hangs = HangWatch(ranks.files, limit=3.0)
     try:
-        until(lambda: _step_of(ranks.files.heartbeat(1)) >= 1, "a heartbeat of a step")
+        until(lambda: _step_of(ranks.files, 1) >= 1, "a heartbeat of a step")
         os.kill(ranks.processes[1].pid, signal.SIGSTOP)
         silent = until(lambda: hangs.poll(time.time()), "a rank is silent")
         os.kill(ranks.processes[0].pid, signal.SIGQUIT)
@@ -114,8 +113,8 @@ def test_stopped_real_rank_is_named_with_the_stack_of_the_other(tmp_path):
     assert silent.step >= 1  # the step of its last heartbeat
 
 
-def _step_of(heartbeat: Path) -> int:
-    beat = if_readable(read(Heartbeat, heartbeat))
+def _step_of(files: RankFiles, rank: int) -> int:
+    beat = read_heartbeat(files.heartbeats, rank)
     return beat.step if beat else 0
 
 

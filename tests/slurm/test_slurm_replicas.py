@@ -12,6 +12,8 @@ from lab import wait_until
 from login import Login, Run
 from records import kill_rank
 
+from megatron_rl.contract.heartbeat_files import read_heartbeat
+
 LIMIT_S = 200.0
 SHAPE = ("placement.mode=partitioned", "job.nodes=3", "job.gpus_per_node=1", "placement.inference.nodes=2")
 
@@ -81,7 +83,7 @@ def test_hanging_replica_is_ended_by_slurm_and_restarted(login: Login) -> None:
     login.confine(1, 3)
     run = submit(login, "job.silence_limit_s=10")
     wait_for_start(run, "infer-1", 0)
-    wait_until("its heartbeat", run.dir.attempt(1).replica(1).heartbeat(0).exists, LIMIT_S)
+    wait_until("its heartbeat", lambda: read_heartbeat(run.dir.attempt(1).replica(1).heartbeats, 0), LIMIT_S)
     assert kill_rank(run, 0, "infer-1", signal.SIGSTOP)
     wait_for_start(run, "infer-1", 1)
     assert starts(run, "infer-0") == 0

@@ -38,21 +38,27 @@ def silent_rank(heartbeats: Sequence[Heartbeat], began: float, now: float, limit
 
 def absent_rank(heartbeats: Sequence[Heartbeat], waiting: Collection[int]) -> Hang | None:
     """The rank that did not join the collective that timed out on `waiting` ranks; None where none stands out."""
-    if not heartbeats:
-        return None
-    present = _present(heartbeats, began=min(beat.at for beat in heartbeats))
+    present = suspects(heartbeats)
     others = [beat for beat in present if beat.rank not in waiting]
     if not others:
         return None
-    now = max(beat.written for beat in heartbeats)
-    mute = _mute(others, now)
-    if mute:
-        return _hang(min(mute, key=_written), now)
-    last = min(others, key=_progress)
-    waited = [beat for beat in present if beat.rank in waiting]
-    if waited and min(map(_progress, waited)) <= _progress(last):
+    now, first = max(beat.written for beat in heartbeats), others[0]
+    waited = [_progress(beat) for beat in present if beat.rank in waiting]
+    if not _mute([first], now) and waited and min(waited) <= _progress(first):
         return None
-    return _hang(last, now)
+    return _hang(first, now)
+
+
+def suspects(heartbeats: Sequence[Heartbeat]) -> list[Heartbeat]:
+    """Last heartbeats in the order in which `absent_rank` accuses their ranks of a collective that timed out, unless
+    they wait for it themselves: first those without heartbeats now, then those that are behind."""
+    if not heartbeats:
+        return []
+    present = _present(heartbeats, began=min(beat.at for beat in heartbeats))
+    mute = _mute(present, max(beat.written for beat in heartbeats))
+    without = {beat.rank for beat in mute}
+    others = [beat for beat in present if beat.rank not in without]
+    return sorted(mute, key=_written) + sorted(others, key=_progress)
 
 
 def describe_hang(hang: Hang) -> str:

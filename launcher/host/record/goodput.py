@@ -15,7 +15,8 @@ from launcher.host.record.accounting import (
     kept_before,
 )
 from launcher.host.record.ledger import ends_in, read_ledger, starts_in
-from megatron_rl.contract.attempt_records import Drain, Heartbeat, Marks, TimelineLine
+from megatron_rl.contract.attempt_records import Drain, Marks, TimelineLine
+from megatron_rl.contract.heartbeat_files import read_heartbeat
 from megatron_rl.contract.paths import INFER, Attempt, RunDir
 from megatron_rl.contract.plan_records import PlanRecord, steps_of
 from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, write
@@ -63,7 +64,7 @@ def _trace(attempt: Attempt, ended: bool, kept: int) -> AttemptTrace:
     if isinstance(lines, Unreadable):
         raise UnreadableRecord(str(lines))
     marks, drain = _marks(attempt), if_readable(read(Drain, attempt.drain))
-    beat = None if ended else if_readable(read(Heartbeat, attempt.heartbeat(0)))
+    beat = None if ended else read_heartbeat(attempt.heartbeats, 0)
     return AttemptTrace(
         timeline=lines,
         image=marks.image,

@@ -13,7 +13,8 @@ from megatron_rl.contract.paths import RankFiles, RunDir
 
 LINE_LIMIT = 300  # characters of a log's last line
 TAIL = 4096  # bytes of a log that are read for it
-LONG_TAIL = 1 << 20  # bytes that are read of the batch log, srun's log and logs of aborted ranks
+LONG_TAIL = 1 << 20  # bytes that are read of the batch log and srun's log
+ABORTED_TAIL = 1 << 16  # bytes that are read of the log of an aborted rank
 SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended is this plus the signal
 
 # `srun: error: node05: task 3: Killed`; of several tasks: `tasks 0-1,5: Exited with exit code 1`.
@@ -85,7 +86,7 @@ def reasons_of_step(logs: Path, name: str) -> dict[str, str]:
 def timed_out_collective(attempt: RankFiles, rank: int) -> str | None:
     """Collective of a rank that timed out, by the message of NCCL's watchdog in its log, if there is one. The watchdog
     aborts the rank, so C++ and Python stacks follow, and the log's last line says nothing."""
-    found = _TIMED_OUT.search(tail(attempt.log(rank), LONG_TAIL))
+    found = _TIMED_OUT.search(tail(attempt.log(rank), ABORTED_TAIL))
     return found.group(1).strip()[:LINE_LIMIT] if found else None
 
 

@@ -14,8 +14,9 @@ from launcher.cli.status import command as mrl_status
 from launcher.recipe.load import dump_resolved, load_recipe
 from launcher.runs.slow_ranks import STEPS, SlowRank, read_slow_ranks, slow_ranks
 from megatron_rl.contract.attempt_records import Heartbeat, MetricsLine, SlowestRank, TimelineLine
+from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import append, write
+from megatron_rl.contract.records import append
 
 
 def lines(*steps: dict[str, SlowestRank]) -> list[TimelineLine]:
@@ -35,7 +36,7 @@ def recorded(
     attempt.heartbeats.mkdir(parents=True)
     run.resolved.write_text(dump_resolved(load_recipe("demo", changes).config), encoding="utf-8")
     for rank in ranks:
-        write(attempt.heartbeat(rank), Heartbeat(1, 2, host, "training", 30, 90, 1.0, 1.0, 5.0))
+        write_heartbeat(attempt.heartbeats, Heartbeat(rank, 2, host, "training", 30, 90, 1.0, 1.0, 5.0))
     for line in steps:
         append(attempt.timeline, line)
     return run

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.contract.attempt_records import Heartbeat, Progress, RankError
 from megatron_rl.contract.codes import EXIT_CONFIG, EXIT_CRASHED
+from megatron_rl.contract.heartbeat_files import read_heartbeat
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Absent, Unreadable, read
 from megatron_rl.rank.activity import Activity
@@ -77,9 +78,7 @@ def wait_for(what: Callable[[], object]) -> None:
 
 
 def heartbeat(attempt: Attempt) -> Heartbeat:
-    found = read(Heartbeat, attempt.heartbeat(3))
-    assert not isinstance(found, Unreadable)
-    return Heartbeat(3, 8, None, "", 0, 0, 0.0, 0.0, 0.0) if isinstance(found, Absent) else found
+    return read_heartbeat(attempt.heartbeats, 3) or Heartbeat(3, 8, None, "", 0, 0, 0.0, 0.0, 0.0)
 
 
 def error_file(attempt: Attempt) -> RankError:

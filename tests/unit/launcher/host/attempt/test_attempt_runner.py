@@ -22,6 +22,7 @@ from launcher.host.process.signals import Signals
 from launcher.host.slurm.call import SlurmSilent
 from megatron_rl.contract.attempt_records import AttemptEnd, Drain, Hang, Heartbeat, Outcome, RankError
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
+from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read, write
 
@@ -84,7 +85,7 @@ class Watched:
     def send_heartbeats(self, silent: float) -> None:
         for rank, phase in enumerate([HEARTBEAT_WAIT, "generate"]):
             beat = Heartbeat(rank, 2, "here", phase, 1, 1, self.now - silent, self.now, 10.0)
-            write(self.attempt.heartbeat(rank), beat)
+            write_heartbeat(self.attempt.heartbeats, beat)
 
     def poll(self, *seconds: float) -> list[str]:
         """Poll at these times; return the new requests."""

@@ -20,6 +20,7 @@ from megatron_rl.contract.codes import (
     REPLICA_WAITING,
     STACKS_LIMIT_S,
 )
+from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import Attempt, Replica, RunDir
 from megatron_rl.contract.records import ABSENT, read, write
 
@@ -137,7 +138,7 @@ def test_one_that_is_silent_is_asked_where_it_is_then_killed_and_started_again(o
     ranks = one.started[0][2]
     files = one.attempt.replica(0)
     files.heartbeats.mkdir()
-    write(files.heartbeat(0), Heartbeat(0, 1, "n7", "generate", 0, 0, 0.0, 0.0, 10.0))
+    write_heartbeat(files.heartbeats, Heartbeat(0, 1, "n7", "generate", 0, 0, 0.0, 0.0, 10.0))
     for now in (20.0, 60.0, 100.0):
         one.at(now)
     assert ranks.asked == []

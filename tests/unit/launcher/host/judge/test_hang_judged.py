@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.host.judge.hang import absent_rank, by_clock_of_reader, silent_rank
+from launcher.host.judge.hang import absent_rank, by_clock_of_reader, silent_rank, suspects
 from megatron_rl.contract.attempt_records import Hang, Heartbeat
 from megatron_rl.contract.codes import HEARTBEAT_LEFT, HEARTBEAT_WAIT
 
@@ -155,6 +155,15 @@ def test_one_that_waited_and_has_ended_over_it_is_not_the_one_that_did_not_come(
     gone = beat(0, 700, phase=HEARTBEAT_WAIT, written=NOW - 90)
     others = [*(beat(rank, 600, phase=HEARTBEAT_WAIT) for rank in (1, 2)), beat(3, 800, phase="generate")]
     assert absent_rank([gone, *others], {0}).rank == 3
+
+
+@given(HEARTBEATS, st.sets(st.integers(0, 7)), st.integers(1, 8))
+def test_to_know_who_waits_among_the_first_suspects_suffices_to_accuse_one_of_them(beats, waiting, known):
+    suspected = [one.rank for one in suspects(beats)[:known]]
+    accused = absent_rank(beats, waiting)
+    of_those_known = absent_rank(beats, waiting & {*suspected})
+    if accused is not None and accused.rank in suspected:
+        assert of_those_known == accused
 
 
 def test_nobody_is_accused_where_one_that_waited_was_itself_as_far_behind():

@@ -14,10 +14,12 @@ import pytest
 
 from launcher.host.judge.verdict import RankExit, verdict_of
 from launcher.host.record import evidence as evidence_module
-from launcher.host.record.evidence import Observed, read_drain, read_evidence
+from launcher.host.record import log_tails
+from launcher.host.record.evidence import RANKS, Observed, read_drain, read_evidence
 from launcher.host.record.log_tails import LONG_TAIL, end_of_log, parse_exits, tail
 from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome, RankError, TimelineLine
 from megatron_rl.contract.codes import DRAINED, HEARTBEAT_WAIT, SIGNALLED
+from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import append, write
 
@@ -80,6 +82,8 @@ def test_all_that_is_there_is_read(attempt):
     attempt.log(1).write_text("Traceback ...\nModuleNotFoundError: No module named 'torch'\n\n")
     attempt.stacks(0).write_text("Thread 1\n")
     attempt.stacks(1).write_text("")
+    for rank in (0, 1):
+        write_heartbeat(attempt.heartbeats, Heartbeat(rank, 2, "node", "train", 7, 9, 5.0, 5.0, 10.0))
     for rank, seconds in ((0, 20), (1, 10)):
         write(attempt.error(rank), RankError(rank, "node", 7, "train", f"error {rank}"))
         os.utime(attempt.error(rank), (seconds, seconds))
@@ -111,8 +115,10 @@ def test_a_node_whose_clock_is_wrong_is_not_the_one_that_was_waited_for(attempt:
     """Nobody watched the ranks: the host of the batch script was lost with it."""
     for rank, skew in ((0, 0.0), (1, 3600.0 * hours)):
         now = 5000.0 + skew
-        write(attempt.heartbeat(rank), Heartbeat(rank, 2, f"n{rank}", HEARTBEAT_WAIT, 7, 7, now - 700.0, now, 10.0))
-        os.utime(attempt.heartbeat(rank), (5000.0, 5000.0))
+        write_heartbeat(
+            attempt.heartbeats, Heartbeat(rank, 2, f"n{rank}", HEARTBEAT_WAIT, 7, 7, now - 700.0, now, 10.0)
+        )
+        os.utime(attempt.heartbeats / f"{rank}.beats", (5000.0, 5000.0))
     evidence = read_evidence(attempt, Observed(exits=[RankExit(0, -signal.SIGABRT)]), None)
     assert [(beat.at, beat.written) for beat in evidence.heartbeats] == [(4300.0, 5000.0)] * 2
     assert verdict_of(evidence).rank == 0, "rank 1 is as far"
@@ -120,7 +126,7 @@ def test_a_node_whose_clock_is_wrong_is_not_the_one_that_was_waited_for(attempt:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b'{"version": 9}'])
 def test_what_cannot_be_read_is_there_all_the_same(attempt, content):
-    for file in (attempt.outcome, attempt.hang, attempt.error(3), attempt.drain, attempt.heartbeat(0)):
+    for file in (attempt.outcome, attempt.hang, attempt.error(3), attempt.drain, attempt.heartbeats / "0.beats"):
         file.write_bytes(content)
     drain = read_drain(attempt, patience=0.0)
     assert drain is not None and drain.cause == SIGNALLED
@@ -195,7 +201,7 @@ def test_a_log_tells_whether_a_rank_never_began(attempt, said, why):
     attempt.log(0).write_text(said + "\n")
     found = read_evidence(attempt, Observed(code=2), None).not_started
     assert found == ({} if why is None else {0: why})
-    write(attempt.heartbeat(0), Heartbeat(0, 1, "n1", "starting", 0, 0, 1.0, 1.0, 10.0))
+    write_heartbeat(attempt.heartbeats, Heartbeat(0, 1, "n1", "starting", 0, 0, 1.0, 1.0, 10.0))
     assert read_evidence(attempt, Observed(code=2), None).not_started == {}, "it has begun"
 
 
@@ -279,6 +285,30 @@ def test_a_rank_that_nccls_watchdog_aborted_has_in_its_log_what_timed_out(attemp
     assert verdict.error is not None
     assert verdict.error.startswith("a collective timed out: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=4,")
     assert verdict.rank == 0
+
+
+TIMED_OUT = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)"
+
+
+def test_of_hundreds_that_failed_together_those_are_read_that_decide(attempt, monkeypatch):
+    ranks, behind, died = 3 * RANKS, 100, 150
+    for rank in range(ranks):
+        step = 6 if rank == behind else 7 + (rank > 120)  # more have waited than are read, and some not yet
+        write_heartbeat(attempt.heartbeats, Heartbeat(rank, ranks, f"n{rank}", "train", step, step, 90.0, 99.0, 10.0))
+        attempt.log(rank).write_text(
+            ""
+            if rank == behind
+            else f"{'x' * (1 << 17)}\nWatchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\n"
+        )
+        write(attempt.error(rank), RankError(rank, f"n{rank}", step, "train", "lost connection"))
+        os.utime(attempt.error(rank), (rank, rank))
+    read_bytes: list[int] = []
+    monkeypatch.setattr(log_tails, "tail", lambda path, size: read_bytes.append(size) or tail(path, size))
+    aborted = read_evidence(attempt, Observed(exits=[RankExit(0, -signal.SIGABRT)]), None)
+    assert (len(aborted.timed_out), sum(read_bytes) < RANKS * (1 << 16) + (1 << 14)) == (RANKS - 1, True)
+    assert verdict_of(aborted._replace(errors=[])).rank == behind
+    killed = read_evidence(attempt, Observed(exits=[RankExit(died, -signal.SIGKILL)]), None)
+    assert [error.rank for error in killed.errors] == [*range(RANKS), behind, died]
 
 
 def test_where_no_rank_said_a_word_sruns_last_ones_tell(attempt):

@@ -16,6 +16,7 @@ from launcher.host.record.accounting import CATEGORIES, AttemptTrace, AttemptUsa
 from launcher.host.record.goodput import mark, read_usage
 from launcher.runs.state import read_status
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain, Heartbeat, Outcome, TimelineLine
+from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import append, write
@@ -341,9 +342,7 @@ def test_a_run_in_the_queue_asks_for_the_spare_nodes_too(tmp_path):
 
 def test_a_heartbeat_is_a_sign_of_life(tmp_path):
     run = a_run(tmp_path)
-    write_beat = run.attempt(1).heartbeat(0)
-    write_beat.parent.mkdir()
-    write(write_beat, Heartbeat(0, 1, "n1", "train", 1, 1, 255.0, 270.0, 10.0))
+    write_heartbeat(run.attempt(1).heartbeats, Heartbeat(0, 1, "n1", "train", 1, 1, 255.0, 270.0, 10.0))
     (row,) = read_usage(run, now=9000.0).attempts
     assert row.end == 270.0
 
