@@ -2,7 +2,7 @@
 
 N is the rank in the first slot: the node's first rank, where ranks are numbered node by node. A rank writes its slot in
 place, and no byte of another slot. So a node costs the file system one file and no rename, and a rank that hangs or
-dies hides no other. A slot is a line of JSON, spaces, and a checksum by which a reader tells a half-written one. An
+dies hides no other. A slot is a line of JSON, spaces, and a checksum that does not match a half-written one. An
 older mrl wrote heartbeats/RANK.json, which is read as a file with one slot.
 """
 

@@ -73,7 +73,7 @@ class PlanRecord(NamedTuple):
     environment: dict[str, str] = {}  # exported by the script for all processes
     rank_environment: dict[str, str] = {}  # for the ranks only, set inside the container
     steps: list[PlanStep] | None = None
-    """In place of `roles`, for code of an older mrl: each step, and each node of it. It refuses a plan without them."""
+    """All steps and their nodes, in place of `roles`, for code of an older mrl, which refuses a plan without them."""
     alternatives: list[SmallerPlan] | None = None  # likewise, in place of `smaller`
     rest: dict[str, Any] = {}
 
