@@ -7,6 +7,7 @@ The thread runs no collective, so it cannot disturb those of the loop. Each rank
     writes its shards                           writes its shards
     waits for part.k of every k                 renames part.k into place (or failed.k)
     metadata, manifest, rename to step-N        waits until the folder is gone: step-N has its ID = published
+                                                (saved.json in it has 100 bytes)
 
 If a save fails or is given up on any rank, rank 0 withdraws it: it renames the folder away, so that ranks still writing
 notice, and empties it. An incomplete save never touches the previous checkpoints or `latest`.
@@ -26,7 +27,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.publish import discard, publish
 from megatron_rl.checkpoint.shards import Abandoned, Snapshot, WrittenPart, write_metadata, write_part
-from megatron_rl.contract.manifest import Damaged, Manifest, read_manifest
+from megatron_rl.contract.manifest import CheckpointSaved, Manifest, read_saved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save_section import SaveConfig
 
@@ -35,6 +36,8 @@ GRACE_S = 10.0
 waits as long again for its own thread."""
 _SHORTEST_POLL_S = 0.005
 _LONGEST_POLL_S = 0.5
+_LISTINGS = 2048
+"""Most listings of a folder that all ranks together ask for in a second."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class SaveFailed:
         return f"the checkpoint of step {self.step} was not saved: {self.reason}. The previous one is untouched"
 
 
-SaveOutcome = Manifest | SaveFailed  # the manifest of the published checkpoint is rank 0's on every rank
+SaveOutcome = CheckpointSaved | SaveFailed  # of a published checkpoint, rank 0's record on every rank
 
 
 @dataclass
@@ -130,11 +133,11 @@ class CheckpointWriter:
         for folder in self._withdrawn:
             discard(folder)
         self._withdrawn.clear()
-        return manifest
+        return manifest.saved
 
     def _collect(self, save: SaveInProgress) -> list[WrittenPart]:
         expected = {_part_file(save.folder, rank).name: rank for rank in range(1, self._world_size)}
-        for _ in _polls():
+        for _ in self._polls():
             present = _names(save.folder)
             for rank in range(1, self._world_size):
                 failure = _failure_file(save.folder, rank)
@@ -165,14 +168,13 @@ class CheckpointWriter:
     def _follow(self, save: SaveInProgress) -> SaveOutcome:
         part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
         _put(_part_file(save.folder, self._rank), pickle.dumps(part))
-        for _ in _polls():
+        for _ in self._polls():
             if save.folder.name not in _names(self._run_dir.checkpoints):
                 self._check_withdrawn(save)
                 # A network file system may hide the old folder before it shows the new one.
-                with suppress(Damaged):
-                    manifest = read_manifest(self._run_dir.checkpoint(save.step))
-                    if manifest.save_id == save.id:
-                        return manifest
+                saved = read_saved(self._run_dir.checkpoint(save.step))
+                if saved is not None and saved.save_id == save.id:
+                    return saved
             # Do not check whether this rank gave up: from here on rank 0 decides, and may have published.
             save.check_time("waiting for rank 0 to publish", GRACE_S)
         raise AssertionError("polling never ends")
@@ -191,7 +193,7 @@ class CheckpointWriter:
         note = _failure_file(save.folder, self._rank)
         with suppress(OSError, Abandoned):
             _delete(save.folder.glob(f"__{self._rank}_*"))
-            for _ in _polls():
+            for _ in self._polls():
                 present = _names(self._run_dir.checkpoints)
                 if save.withdrawn.name in present:
                     # If the folder exists too, this rank created it again after rank 0 had renamed it away.
@@ -203,6 +205,15 @@ class CheckpointWriter:
                     with suppress(OSError):
                         _put(note, reason.encode())
                 save.check_time("waiting for rank 0 to withdraw", GRACE_S)
+
+    def _polls(self) -> Iterator[None]:
+        """Endless ticks at growing intervals, for polling a folder that other ranks change. They grow with the number
+        of ranks, or these would keep the file system from its work."""
+        pause, longest = _SHORTEST_POLL_S, max(_LONGEST_POLL_S, self._world_size / _LISTINGS)
+        while True:
+            yield
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
 
 
 def _part_file(folder: Path, rank: int) -> Path:
@@ -235,12 +246,3 @@ def _reason(error: OSError | Abandoned, folder: Path) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror or error}: {error.filename or folder}"
     return str(error)
-
-
-def _polls() -> Iterator[None]:
-    """Endless ticks at growing intervals, for polling a folder that other ranks change."""
-    pause = _SHORTEST_POLL_S
-    while True:
-        yield
-        time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_POLL_S)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.contract.files import write_atomic
-from megatron_rl.contract.manifest import CheckpointError, Manifest, find_defect, write_manifest
+from megatron_rl.contract.manifest import CheckpointError, Manifest, find_defect, write_manifest, write_saved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save_section import SaveConfig
 
@@ -76,6 +76,7 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfi
     # Everything that needs disk space comes before the rename, so that a full disk cannot leave a half-moved state: the
     # new `latest` waits inside the folder.
     write_atomic(folder / run_dir.latest_checkpoint.name, target.name + "\n")
+    write_saved(folder, manifest.saved)
     write_manifest(folder, manifest)
     sync_names(folder)
     replaces = target.exists()

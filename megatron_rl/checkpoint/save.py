@@ -3,7 +3,7 @@
     checkpointer = Checkpointer(run_dir, config.save, control) # every rank
     checkpointer.restore(load)                                 # from the newest good one, if there is any
     checkpointer.save(step, sharded_state, {"cursor": ...})    # blocks for the copy to the host
-    for outcome in checkpointer.poll(): ...                    # Manifest or SaveFailed, once per save
+    for outcome in checkpointer.poll(): ...                    # CheckpointSaved or SaveFailed, once per save
     checkpointer.wait(final=True)                              # before the ranks leave
 
 checkpoint_writer.py assembles a checkpoint from all ranks, publish.py publishes it.
@@ -29,7 +29,7 @@ from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, res
 from megatron_rl.checkpoint.publish import clean_up, find_latest
 from megatron_rl.checkpoint.shards import HostCopies
 from megatron_rl.contract.checkpoint_interval import SaveCost
-from megatron_rl.contract.manifest import CheckpointError, Manifest
+from megatron_rl.contract.manifest import CheckpointError, CheckpointSaved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.control import Control
 from megatron_rl.recipe.save_section import SaveConfig
@@ -167,7 +167,7 @@ class Checkpointer:
 
     def _note(self, outcome: SaveOutcome) -> None:
         self._last = outcome
-        if isinstance(outcome, Manifest):
+        if isinstance(outcome, CheckpointSaved):
             self._total_s = outcome.total_s
             self.published = self.newest = outcome.step
         self._unread.append(outcome)

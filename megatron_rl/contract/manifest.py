@@ -14,6 +14,8 @@ from typing import Any
 from megatron_rl.contract.files import read_bytes, write_atomic
 
 MANIFEST = "manifest.json"
+SAVED = "saved.json"
+"""Short record of the save for the ranks that did not publish it. Of no use later."""
 
 
 class CheckpointError(RuntimeError):
@@ -41,7 +43,7 @@ class Manifest:
     blocked_s: float  # seconds that the save stopped the training loop on rank 0
     total_s: float  # seconds from the start of the save to this manifest
     meta: dict[str, Any]  # object passed to `save` by the caller
-    files: dict[str, FileRecord]  # every file except the manifest, by name
+    files: dict[str, FileRecord]  # every file except the manifest and the short record for other ranks, by name
 
     @property
     def digest(self) -> str:
@@ -51,6 +53,34 @@ class Manifest:
     @property
     def bytes(self) -> int:
         return sum(record.bytes for record in self.files.values())
+
+    @property
+    def saved(self) -> CheckpointSaved:
+        return CheckpointSaved(self.step, self.save_id, self.bytes, self.blocked_s, self.total_s)
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """What every rank learns of a published checkpoint: a manifest of 16,384 ranks has two megabytes."""
+
+    step: int
+    save_id: str
+    bytes: int
+    blocked_s: float
+    total_s: float
+
+
+def write_saved(folder: Path, saved: CheckpointSaved) -> None:
+    """Raises OSError."""
+    write_atomic(folder / SAVED, json.dumps(dataclasses.asdict(saved)) + "\n", durable=False)
+
+
+def read_saved(folder: Path) -> CheckpointSaved | None:
+    """Record of a published checkpoint; None if the folder or the file is not there or cannot be read yet."""
+    try:
+        return CheckpointSaved(**json.loads((folder / SAVED).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_rl.checkpoint.load import read, verify
 from megatron_rl.checkpoint.save import Checkpointer, SaveFailed
-from megatron_rl.contract.manifest import Manifest
+from megatron_rl.contract.manifest import CheckpointSaved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.control import Control
 from megatron_rl.recipe.save_section import SaveConfig
@@ -87,7 +87,7 @@ def data_of(state: Any) -> Any:
     return state
 
 
-def outcome(checkpointer: Checkpointer) -> Manifest | SaveFailed:
+def outcome(checkpointer: Checkpointer) -> CheckpointSaved | SaveFailed:
     """Wait for the only save in progress, and return its outcome."""
     checkpointer.wait()
     (only,) = checkpointer.poll()

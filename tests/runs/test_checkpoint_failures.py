@@ -22,7 +22,7 @@ from megatron_rl.checkpoint import shards
 from megatron_rl.checkpoint.publish import find_latest
 from megatron_rl.checkpoint.save import SaveFailed
 from megatron_rl.checkpoint.shards import write_part
-from megatron_rl.contract.manifest import CheckpointError, Manifest, find_corruption, read_manifest
+from megatron_rl.contract.manifest import CheckpointError, CheckpointSaved, find_corruption, read_manifest
 from megatron_rl.contract.paths import RunDir
 
 MIB = 1 << 20
@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
 def test_full_disk_leaves_the_previous_checkpoint_and_the_run_continues(small_disk: Path) -> None:
     saver = checkpointer(small_disk, keep=1)
     saver.save(20, big_state(1.0, 4), {})
-    assert isinstance(outcome(saver), Manifest)
+    assert isinstance(outcome(saver), CheckpointSaved)
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(10 * MIB))
 
@@ -63,7 +63,7 @@ def test_full_disk_leaves_the_previous_checkpoint_and_the_run_continues(small_di
 
     ballast.unlink()
     saver.save(60, big_state(3.0, 4), {})
-    assert isinstance(outcome(saver), Manifest)
+    assert isinstance(outcome(saver), CheckpointSaved)
     assert names(small_disk) == ["latest", "step-000060"]
 
 
@@ -168,7 +168,7 @@ def test_hanging_write_blocks_the_loop_no_longer_than_the_timeout(
         time.sleep(0.01)
     saver.poll()
     saver.save(60, sharded_state(3.0), {})
-    assert isinstance(outcome(saver), Manifest)
+    assert isinstance(outcome(saver), CheckpointSaved)
     state, _ = load(RunDir(tmp_path).checkpoint(60), sharded_state(0.0), world())
     assert same(state["model"]["split"], sharded_state(3.0)["model"]["split"].data)
 
@@ -215,7 +215,7 @@ def test_wait_ends_at_its_deadline_and_the_save_continues(tmp_path: Path, monkey
     resume.set()
     assert saver.wait(until=time.monotonic() + 20)
     assert saver.saving is None
-    assert isinstance(outcome(saver), Manifest)
+    assert isinstance(outcome(saver), CheckpointSaved)
 
 
 def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
@@ -266,7 +266,7 @@ def _abandon(rank: int, world_size: int, folder: Path, all_ranks: bool) -> Any:
 def test_save_can_be_abandoned_within_seconds_and_the_previous_checkpoint_stays(
     tmp_path: Path, all_ranks: bool
 ) -> None:
-    expected = [(True, [("Manifest", 20), ("SaveFailed", 40)])] * 2
+    expected = [(True, [("CheckpointSaved", 20), ("SaveFailed", 40)])] * 2
     assert run_ranks(tmp_path, 2, _abandon, tmp_path, all_ranks) == expected
     assert names(tmp_path) == ["latest", "step-000020", "step-000060"]
     assert intact(RunDir(tmp_path).checkpoint(20))
@@ -279,7 +279,7 @@ def test_disk_that_runs_out_of_inodes_at_any_file_fails_the_save(small_disk: Pat
     """Each try allows one more file, so each file of a checkpoint is once the first that cannot be created."""
     saver = checkpointer(small_disk, keep=1)
     saver.save(20, sharded_state(1.0), {})
-    assert isinstance(outcome(saver), Manifest)
+    assert isinstance(outcome(saver), CheckpointSaved)
     disk = os.statvfs(small_disk)
     failed = set()
     for more in range(1, 20):
@@ -287,7 +287,7 @@ def test_disk_that_runs_out_of_inodes_at_any_file_fails_the_save(small_disk: Pat
         subprocess.run(["mount", "-o", limit, str(small_disk)], check=True)
         saver.save(40, sharded_state(2.0), {})
         event = outcome(saver)
-        if isinstance(event, Manifest):
+        if isinstance(event, CheckpointSaved):
             break
         assert "No space left on device" in event.reason
         failed.add(Path(event.reason).name)

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_rl.checkpoint import checkpoint_writer as writer_module
 from megatron_rl.checkpoint.shards import HostCopies, write_metadata, write_part
-from megatron_rl.contract.manifest import CheckpointError, Manifest
+from megatron_rl.contract.manifest import CheckpointError, CheckpointSaved
 from megatron_rl.contract.paths import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -29,11 +29,11 @@ def test_outcome_has_bytes_and_seconds(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(40, sharded_state(7.0), {})
     published = outcome(saver)
-    assert isinstance(published, Manifest)
+    assert isinstance(published, CheckpointSaved)
     assert 0 < published.blocked_s < published.total_s
-    on_disk = sum(path.stat().st_size for path in RunDir(tmp_path).checkpoint(40).iterdir())
-    manifest = RunDir(tmp_path).checkpoint(40) / "manifest.json"
-    assert published.bytes == on_disk - manifest.stat().st_size
+    folder = RunDir(tmp_path).checkpoint(40)
+    of_data = [path for path in folder.iterdir() if path.name not in ("manifest.json", "saved.json")]
+    assert published.bytes == sum(path.stat().st_size for path in of_data)
     assert saver.poll() == []
 
 
@@ -69,7 +69,7 @@ def test_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(1, {"column": ShardedTensor.from_rank_offsets("column", big[:, 3])}, {})
     published = outcome(saver)
-    assert isinstance(published, Manifest)
+    assert isinstance(published, CheckpointSaved)
     assert published.bytes < 20_000
     target = {"column": ShardedTensor.from_rank_offsets("column", torch.zeros(1000))}
     assert same(load(RunDir(tmp_path).checkpoint(1), target, world())[0]["column"], big[:, 3].contiguous())
@@ -168,5 +168,5 @@ def _save_at_once(rank: int, world_size: int, folder: Path) -> Any:
 
 def test_ranks_that_finish_at_the_same_moment_do_not_disturb_each_other(tmp_path: Path) -> None:
     for published in run_ranks(tmp_path, 4, _save_at_once, tmp_path):
-        assert [type(outcome) for outcome in published] == [Manifest]
+        assert [type(outcome) for outcome in published] == [CheckpointSaved]
     assert run_ranks(tmp_path, 4, _load, tmp_path) == [(True, True, {"ranks": 4})] * 4

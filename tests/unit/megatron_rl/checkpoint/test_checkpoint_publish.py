@@ -174,7 +174,7 @@ def test_all_files_are_durable_before_publication(run_dir: RunDir, monkeypatch: 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", renamed)
     make(run_dir, 20)
-    assert changes == ["3 names", "step-000020"], "the shard, the manifest and where `latest` waits"
+    assert changes == ["4 names", "step-000020"], "the shard, the manifest, `saved.json` and where `latest` waits"
 
 
 def test_a_failed_replacement_leaves_the_old_checkpoint(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

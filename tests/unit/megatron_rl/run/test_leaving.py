@@ -66,7 +66,7 @@ class Leaving:
 def test_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     saver.save(20, sharded_state(1.0), {})
-    assert Leaving(tmp_path, saver, 20).go() == [("Manifest", 20)]
+    assert Leaving(tmp_path, saver, 20).go() == [("CheckpointSaved", 20)]
 
 
 def test_a_failed_save_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_failed_save_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.Mo
     saver.wait()
     assert isinstance(saver.poll()[0], SaveFailed)
     monkeypatch.setattr(writer_module, "write_part", write_part)
-    assert Leaving(tmp_path, saver, 20).go() == [("Manifest", 20)]
+    assert Leaving(tmp_path, saver, 20).go() == [("CheckpointSaved", 20)]
 
 
 def test_a_save_that_passes_the_deadline_is_abandoned_and_no_other_begun(
