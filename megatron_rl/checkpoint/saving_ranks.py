@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.transformer.module import MegatronModule
+
+from megatron_rl.checkpoint.stored_shards import read_shards
+from megatron_rl.contract.manifest import CheckpointError, Damaged
 
 
 def sharded_weights(
@@ -83,19 +87,42 @@ class LoadOnce(TorchDistLoadShardedStrategy):
 
         others: further arguments of megatron-core's own strategy: none in 0.16.1, the kind of asynchronous save in
         0.19.0.
+
+        Raises on all ranks:
+            Damaged: a rank cannot read its part.
+            CheckpointError: the checkpoint lacks an item of a rank, or has it in another shape.
         """
         items = list(nested_values(sharded_state_dict))
         tensors = [item for item in items if isinstance(item, ShardedTensor)]
         received = {id(tensor) for tensor in tensors if _copy(tensor) > 0}
         # Every rank reads the objects it needs: they have a few bytes.
-        loaded = super().load(
-            {str(id(item)): item for item in items if id(item) not in received}, checkpoint_dir, *others
-        )
+        read = [item for item in items if id(item) not in received]
+        loaded = dict(zip(map(id, read), _read_or_fail_together(Path(checkpoint_dir), read), strict=True))
         experts = [tensor for tensor in tensors if _is_expert(tensor)]
         _send_copies([tensor for tensor in tensors if not _is_expert(tensor)], self._data)
         if experts:  # otherwise no rank of the group has any
             _send_copies(experts, self._expert_data)
-        return dict_list_map_outplace(lambda item: loaded.get(str(id(item)), item.data), sharded_state_dict)
+        return dict_list_map_outplace(lambda item: loaded.get(id(item), item.data), sharded_state_dict)
+
+
+def _read_or_fail_together(folder: Path, items: Sequence[ShardedBase]) -> list[Any]:
+    """Read this rank's items. Collective over all ranks, and fails on all of them: those that read everything would
+    otherwise wait for the others' copies."""
+    failure: tuple[bool, str] | None = None
+    loaded: list[Any] = []
+    try:
+        loaded = read_shards(folder, items)
+    except (OSError, ValueError, LookupError, RuntimeError, AssertionError, EOFError, UnpicklingError) as error:
+        failure = isinstance(error, OSError), str(error) or type(error).__name__
+    failures: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if found := [each for each in failures if each is not None]:
+        if all(of_files for of_files, _ in found):
+            raise Damaged(f"{folder} cannot be read: {found[0][1]}")
+        raise CheckpointError(
+            f"{folder} does not fit this model: {next(why for of_files, why in found if not of_files)}"
+        )
+    return loaded
 
 
 def _send_copies(tensors: Sequence[ShardedTensor], group: dist.ProcessGroup) -> None:

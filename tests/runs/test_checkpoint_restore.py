@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_helpers import checkpointer, data_of, run_ranks, same, sharded_state, world
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from checkpoint_helpers import checkpointer, data_of, load, run_ranks, same, sharded_state, world
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_rl.checkpoint import load as load_module
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
@@ -155,12 +155,42 @@ def test_run_that_crashed_before_its_first_checkpoint_starts_over(tmp_path: Path
     assert not checkpointer(tmp_path).resumes
 
 
-def test_checkpoint_that_does_not_fit_the_model_is_an_error_and_not_passed_over(run_dir: RunDir) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (ShardedTensor.from_rank_offsets("other", torch.zeros(3)), "it has no tensor other"),
+        (
+            ShardedTensor.from_rank_offsets("split", torch.zeros(9, 3)),
+            r"split has the shape \[64, 3\] in it",
+        ),
+        (ShardedObject("rng", 1, (2,), (1,)), "it has no object rng/shard_1_2"),
+    ],
+)
+def test_checkpoint_that_does_not_fit_the_model_is_an_error_and_not_passed_over(
+    run_dir: RunDir, wanted: ShardedTensor | ShardedObject, why: str
+) -> None:
     def restore(checkpoint: VerifiedCheckpoint) -> None:
-        read(checkpoint, {"other": ShardedTensor.from_rank_offsets("other", torch.zeros(3))}, world())
+        read(checkpoint, {"wanted": wanted}, world())
 
-    with pytest.raises(CheckpointError, match="step-000060 does not fit this model"):
+    with pytest.raises(CheckpointError, match=f"step-000060 does not fit this model: {why}"):
         checkpointer(run_dir.root).restore(restore)
+
+
+def _misses_a_tensor(rank: int, world_size: int, folder: Path) -> str:
+    """Load a checkpoint that lacks a tensor of rank 1."""
+    saver = checkpointer(folder)
+    saver.save(20, sharded_state(1.0, rank, world_size), {})
+    saver.wait(final=True)
+    more = {"more": ShardedTensor.from_rank_offsets("more", torch.zeros(3))} if rank == 1 else {}
+    with pytest.raises(CheckpointError) as refused:
+        load(RunDir(folder).checkpoint(20), sharded_state(0.0, rank, world_size) | more, world())
+    return str(refused.value)
+
+
+def test_what_one_rank_misses_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(tmp_path, 2, _misses_a_tensor, tmp_path)
+    assert first == second
+    assert "does not fit this model: it has no tensor more" in first
 
 
 def test_passed_over_checkpoint_stays_until_the_next_save(run_dir: RunDir) -> None:
