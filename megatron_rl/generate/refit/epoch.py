@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 ReplicaStart = tuple[int, int]
@@ -71,6 +72,11 @@ class Epoch:
     @property
     def started(self) -> frozenset[ReplicaStart]:
         return frozenset(member.started for member in self.replicas)
+
+    @property
+    def ranks_of_replicas(self) -> list[range]:
+        ends = [*accumulate((member.ranks for member in self.replicas), initial=self.training_ranks)]
+        return [range(*each) for each in pairwise(ends)]
 
     def member_rank(self, replica: int, start: int, rank: int) -> int:
         """Rank in the epoch of a replica's rank. Raises ValueError if the replica is not a member."""

@@ -80,10 +80,12 @@ class Liveness:
             member is a training rank.
         """
         peers: dict[int, socket.socket] = {}
+        missing = set(range(1, epoch.size))
+        of_training = epoch.training_ranks - 1
         last = give_up = time.monotonic() + timeout
         try:
-            while missing := set(range(1, epoch.size)) - peers.keys():
-                if min(missing) >= epoch.training_ranks:
+            while missing:
+                if not of_training:
                     give_up = min(give_up, time.monotonic() + ARRIVE_S)
                 listener.socket.settimeout(max(0.001, give_up - time.monotonic()))
                 try:
@@ -96,6 +98,8 @@ class Liveness:
                 rank = _identify(connection, epoch)
                 if rank in missing:
                     peers[rank] = connection
+                    missing.remove(rank)
+                    of_training -= rank < epoch.training_ranks
                     give_up = last
                 else:
                     connection.close()

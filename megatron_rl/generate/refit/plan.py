@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -113,27 +114,26 @@ def plan_moves(held: Sequence[Iterable[Box]], needed: Sequence[Iterable[Box]]) -
         ValueError: no rank holds a needed element, held boxes overlap, or dtypes differ.
     """
     holders = Holders(held)
-    sent: Counter[int] = Counter()
+    sent = [0] * max(len(held), len(needed))
+    shared_with: dict[Box, list[tuple[Box, Box, list[int], frozenset[int]]]] = {}  # equal replicas need equal boxes
     moves = []
     for target, boxes in enumerate(needed):
         for box in boxes:
-            found = 0
-            for source_box, ranks in holders.candidates(box):
-                shared = intersection(box, source_box)
-                if shared is None:
-                    continue
-                found += shared.elements
+            if (parts := shared_with.get(box)) is None:
+                parts = shared_with[box] = holders.parts_of(box, target)
+            for shared, source_box, ranks, any_of in parts:
                 source = target
-                if target not in ranks:
-                    source = min(ranks, key=lambda rank: (sent[rank], abs(rank - target), rank))
+                if target not in any_of:
+                    source = _least(ranks, sent, target)
                     sent[source] += shared.bytes
                 moves.append(Move(source, target, shared, source_box, box))
-            if found != box.elements:
-                raise ValueError(
-                    f"{box.key} {[*box.shape]} at {[*box.offset]}, which rank {target} needs to generate: the training "
-                    f"ranks hold {found} of its {box.elements} elements"
-                )
     return moves
+
+
+def _least(ranks: Sequence[int], sent: Sequence[int], target: int) -> int:
+    """Rank that has sent least; on a tie the nearest to the target."""
+    least = min([sent[rank] for rank in ranks])
+    return min([rank for rank in ranks if sent[rank] == least], key=lambda rank: (abs(rank - target), rank))
 
 
 def lasting(moves: Iterable[Move]) -> tuple[list[Move], list[Move]]:
@@ -190,6 +190,23 @@ class Holders:
         self._starts = {key: [box.offset[0] for box, _ in found] for key, found in self._boxes.items()}
         self._longest = {key: max(box.shape[0] for box, _ in found) for key, found in self._boxes.items()}
 
+    def parts_of(self, box: Box, target: int) -> list[tuple[Box, Box, list[int], frozenset[int]]]:
+        """Each part of a box that ranks hold: (part, the held box that contains it, its ranks, the same as a set).
+
+        target: a rank that needs the box, for the error. Raises ValueError if the parts are not the whole box.
+        """
+        parts = [
+            (shared, source_box, ranks, frozenset(ranks))
+            for source_box, ranks in self.candidates(box)
+            if (shared := intersection(box, source_box)) is not None
+        ]
+        if (found := sum(shared.elements for shared, *_ in parts)) != box.elements:
+            raise ValueError(
+                f"{box.key} {[*box.shape]} at {[*box.offset]}, which rank {target} needs to generate: the training "
+                f"ranks hold {found} of its {box.elements} elements"
+            )
+        return parts
+
     def candidates(self, box: Box) -> list[tuple[Box, list[int]]]:
         if box.key not in self._boxes:
             return []
@@ -220,20 +237,22 @@ def rounds_of(moves: Iterable[Move], limit: int) -> list[list[Move]]:
     rank needs.
     """
     rounds: list[list[Move]] = []
-    ends: dict[tuple[str, int], Occupancy] = defaultdict(lambda: Occupancy(limit))
+    sending: dict[int, Occupancy] = defaultdict(lambda: Occupancy(limit))
+    receiving: dict[int, Occupancy] = defaultdict(lambda: Occupancy(limit))
+    pieces = cache(lambda box: [(part, part.bytes) for part in cut(box, limit // box.dtype.itemsize)])
     for move in moves:
         if move.source == move.target:
             continue
-        sends, receives = ends["sends", move.source], ends["receives", move.target]
-        for box in cut(move.box, limit // move.box.dtype.itemsize):
-            level = sends.level(box.bytes)
+        sends, receives = sending[move.source], receiving[move.target]
+        for box, size in pieces(move.box):
+            level = sends.level(size)
             taken = sends.taken[level] | receives.taken[level]
             place = (~taken & (taken + 1)).bit_length() - 1  # lowest bit that is 0, e.g. 0b0111 -> 3
             if place == len(rounds):
                 rounds.append([])
-            rounds[place].append(replace(move, box=box))
-            sends.add(place, box.bytes)
-            receives.add(place, box.bytes)
+            rounds[place].append(Move(move.source, move.target, box, move.held, move.needed))
+            sends.add(place, size)
+            receives.add(place, size)
     return rounds
 
 
@@ -245,7 +264,8 @@ class Occupancy:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._busy: Counter[int] = Counter()
+        self._room: dict[int, int] = {}
+        self._lost: dict[int, int] = {}  # number of levels that a round has less room than
         self.taken = [0] * self.LEVELS
         """Each level's bits of the rounds that have less room than that."""
 
@@ -254,10 +274,12 @@ class Occupancy:
         return min(self.LEVELS, max(1, (self._limit // size).bit_length())) - 1
 
     def add(self, place: int, size: int) -> None:
-        self._busy[place] += size
-        for level in range(self.LEVELS):
-            if self._busy[place] + (self._limit >> level) > self._limit:
-                self.taken[level] |= 1 << place
+        room = self._room[place] = self._room.get(place, self._limit) - size
+        lost = self._lost.get(place, 0)
+        while lost < self.LEVELS and self._limit >> lost > room:
+            self.taken[lost] |= 1 << place
+            lost += 1
+        self._lost[place] = lost
 
 
 def cut(box: Box, limit: int) -> Iterator[Box]:

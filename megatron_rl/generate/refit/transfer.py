@@ -45,10 +45,10 @@ class Sender:
         self._group = group
         agreed = agree(group, self._held, [], self._round_bytes)
         self._once, self._rounds = (
-            [own for moves in rounds if (own := packages(moves, group.rank, self._held, sends=True))]
+            [packages(moves, group.rank, self._held, sends=True) for moves in rounds]
             for rounds in (agreed.once, agreed.always)
         )
-        self.moved_bytes = sum(move.box.bytes for moves in agreed.always for move in moves)
+        self.moved_bytes = agreed.moved_bytes
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
@@ -98,7 +98,7 @@ class Receiver:
             shares = self._memory([aligned(box.bytes) for box in agreed.needed])
             self._needed = {box: _tensor_of(box, next(shares)) for box in agreed.needed}
         once, always = (
-            [own for each in rounds if (own := packages(each, group.rank, self._needed, sends=False))]
+            [packages(moves, group.rank, self._needed, sends=False) for moves in rounds]
             for rounds in (agreed.once, agreed.always)
         )
         places: Iterator[Tensor | None] = repeat(None)

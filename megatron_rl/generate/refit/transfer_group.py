@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -25,6 +25,7 @@ from megatron_rl.generate.refit.plan import (
     rounds_of,
     shares_of,
 )
+from megatron_rl.generate.refit.shared_plan import bytes_moved, place_of, receives_of, sends_of, turns_of
 from megatron_rl.model.platform.transport import TRANSPORTS, Message, Transport
 from megatron_rl.rank.addresses import address_towards, pin_gloo_interface
 from megatron_rl.rank.rendezvous import open_store
@@ -93,18 +94,17 @@ class TransferGroup:
         with self._working():
             self._transport.exchange(sends, receives)
 
-    def gather(self, content: Any) -> list[Any]:
-        """Contents of all members, as JSON, because unpickling would run another process's code. Collective. Raises
-        TransferFailed."""
-        mine = torch.frombuffer(bytearray(zlib.compress(json.dumps(content).encode())), dtype=torch.uint8)
+    def gather(self, content: bytes) -> list[bytes]:
+        """Contents of all members. Equal ones are one object. Collective. Raises TransferFailed."""
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         with self._working():
             sizes = [int(size) for size in self._transport.gather(torch.tensor([len(mine)]))]
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(mine)] = mine
             parts = self._transport.gather(padded)
-        return [
-            json.loads(zlib.decompress(part[:size].numpy().tobytes())) for part, size in zip(parts, sizes, strict=True)
-        ]
+        distinct: dict[bytes, bytes] = {}
+        contents = (part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True))
+        return [distinct.setdefault(each, each) for each in contents]
 
     def abort(self) -> None:
         """End the group for all members and interrupt a waiting call. May be called from any thread."""
@@ -139,9 +139,19 @@ class TransferGroup:
 
 
 class Agreement(NamedTuple):
-    needed: list[Box]
+    needed: Sequence[Box]
     once: list[list[Move]]
-    """Rounds of the first version only: the base of adapters."""
+    """Own moves by rounds, in the first version only: the base of adapters."""
+    always: list[list[Move]]
+    """Own moves by rounds, in every version."""
+    moved_bytes: int
+    """Bytes of every version that all ranks send together."""
+
+
+class Planned(NamedTuple):
+    needed: list[Sequence[Box]]
+    """By rank."""
+    once: list[list[Move]]
     always: list[list[Move]]
 
 
@@ -157,17 +167,42 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Mod
         ValueError: the training ranks do not hold what a member needs.
     """
     needs = needed.to_json() if isinstance(needed, ModelShare) else [box.to_json() for box in needed]
-    of_members = group.gather([[box.to_json() for box in held], needs])
-    held_by = [[Box.from_json(box) for box in boxes] for boxes, _ in of_members]
-    shares = cache(lambda count, stage, own_experts: shares_of(held_by, count, stage, own_experts))
+    # JSON, because unpickling would run another process's code.
+    texts = group.gather(zlib.compress(json.dumps([[box.to_json() for box in held], needs]).encode()))
+    training, replicas = group.epoch.training_ranks, group.epoch.ranks_of_replicas
+    turns = turns_of(((tuple(texts[rank] for rank in ranks), ranks) for ranks in replicas), training)
+    planned_ranks = {*range(training), *turns[0]}
+    planned = plan_of(
+        tuple(texts[rank] if rank in planned_ranks else _NOTHING for rank in range(max(planned_ranks) + 1)), round_bytes
+    )
+    moved_bytes = bytes_moved(planned.always, turns)
+    own = sends_of if group.rank < training else receives_of
+    once, always = (own(rounds, turns, group.rank) for rounds in (planned.once, planned.always))
+    place = group.rank if group.rank < training else place_of(turns, group.rank)
+    return Agreement(planned.needed[place], once, always, moved_bytes)
 
-    def boxes_of(share: ModelShare) -> list[Box]:
+
+_NOTHING = zlib.compress(b"[[], []]")
+
+
+@lru_cache(maxsize=2)
+def plan_of(texts: Sequence[bytes], round_bytes: int) -> Planned:
+    """Plan of an epoch, kept for the next one: when a replica is lost or returns, the same replicas are often planned.
+
+    texts: of each rank the compressed JSON of [boxes that it holds, what it needs]. Raises ValueError.
+    """
+    of_text = {text: json.loads(zlib.decompress(text)) for text in dict.fromkeys(texts)}
+    held_of = {text: [Box.from_json(box) for box in boxes] for text, (boxes, _) in of_text.items()}
+    shares = cache(lambda count, stage, own_experts: shares_of(held_of.values(), count, stage, own_experts))
+
+    def needed_by(needs: Any) -> Sequence[Box]:
+        if not isinstance(needs, dict):
+            return [Box.from_json(box) for box in needs]
+        share = ModelShare.from_json(needs)
         found: list[Box] = shares(share.of, share.stage, share.own_experts)[share.index]
         return found
 
-    needed_by = [
-        boxes_of(ModelShare.from_json(its)) if isinstance(its, dict) else [Box.from_json(box) for box in its]
-        for _, its in of_members
-    ]
-    once, always = (rounds_of(moves, round_bytes) for moves in lasting(plan_moves(held_by, needed_by)))
-    return Agreement(needed_by[group.rank], once, always)
+    needed_of = {text: needed_by(needs) for text, (_, needs) in of_text.items()}
+    needed = [needed_of[text] for text in texts]
+    once, always = lasting(plan_moves([held_of[text] for text in texts], needed))
+    return Planned(needed, rounds_of(once, round_bytes), rounds_of(always, round_bytes))

@@ -3,7 +3,8 @@ device's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import zlib
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from core_helpers import VOCAB, tiny_model
 from torch._subclasses.fake_tensor import FakeTensor
 from transfer_helpers import ROUND_BYTES
 
+from megatron_rl.generate.refit.epoch import Epoch, Member
 from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.transfer import Receiver, Sender
 from megatron_rl.model.platform.phantom import PhantomCuda, PhantomDevice
@@ -22,6 +24,8 @@ GPU = torch.device("cuda", 0)
 class GroupOfTwo:
     """Stand-in for the transfer group of a training rank and a replica that hold the same part of the model."""
 
+    epoch = Epoch(1, "", 0, "", 1, (Member(0, 0, 1),))
+
     def __init__(self, gpu: PhantomDevice, rank: int, device: torch.device = GPU) -> None:
         self.rank = rank
         self.device = device
@@ -29,9 +33,10 @@ class GroupOfTwo:
         self.waits = 0
         self._gpu = gpu
 
-    def gather(self, content: Sequence[Any]) -> list[Any]:
-        boxes = content[0] or content[1]
-        return [[boxes, []], [[], boxes]]
+    def gather(self, content: bytes) -> list[bytes]:
+        held, needed = json.loads(zlib.decompress(content))
+        boxes = held or needed
+        return [zlib.compress(json.dumps(each).encode()) for each in ([boxes, []], [[], boxes])]
 
     def exchange(self, sends: Any, receives: Any) -> None:
         self.exchanges += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -10,37 +11,10 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from layouts_of_boxes import box, carry_out, layout, part_of, whole
 
-from megatron_rl.generate.refit.plan import Box, Move, cut, plan_moves, rounds_of, shares_of
+from megatron_rl.generate.refit.plan import cut, plan_moves, rounds_of, shares_of
 from megatron_rl.model.sharded_names import weight_name
-
-KEYS = {"decoder.layers.linear": (4, 6, 5), "decoder.layers.norm": (4, 6), "embedding": (12, 3)}
-"""Whole tensors of a model of four layers; the first axis of those of layers is the layer."""
-
-
-def box(key: str, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Box:
-    return Box(key, dtype, offset, shape)
-
-
-def layout(stages: int, tensor: int, copies: int) -> list[list[Box]]:
-    """Boxes of each rank in megatron-core's order: neighbours share a layer, stages are far apart.
-
-    As in its sharded states, each layer's tensor is a box, each tensor-parallel rank has the norm, and the first and
-    last stage have the tied embedding.
-    """
-    ranks = []
-    for stage, _copy, part in product(range(stages), range(copies), range(tensor)):
-        boxes = []
-        for layer in range(4 * stage // stages, 4 * (stage + 1) // stages):
-            rows = 6 // tensor
-            boxes.append(box("decoder.layers.linear", (layer, part * rows, 0), (1, rows, 5)))
-            boxes.append(box("decoder.layers.norm", (layer, 0), (1, 6)))
-        if stage in (0, stages - 1):
-            rows = 12 // tensor
-            boxes.append(box("embedding", (part * rows, 0), (rows, 3)))
-        ranks.append(boxes)
-    return ranks
 
 
 def layouts(ranks: int) -> list[tuple[int, int, int]]:
@@ -52,31 +26,6 @@ PAIRS = st.sampled_from([1, 2, 3, 4, 6, 8, 12]).flatmap(
     lambda ranks: st.tuples(st.sampled_from(layouts(ranks)), st.sampled_from([s for s in layouts(ranks) if s[0] == 1]))
 )
 """Layouts of training and of generation over the same ranks: (stages, tensor, copies)."""
-
-
-def whole() -> dict[str, Tensor]:
-    count = 0
-    tensors = {}
-    for key, shape in KEYS.items():
-        tensors[key] = torch.arange(count, count + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
-        count += tensors[key].numel()
-    return tensors
-
-
-def part_of(tensor: Tensor, one: Box) -> Tensor:
-    return tensor[one.within(box(one.key, (0,) * tensor.dim(), tuple(tensor.shape)))]
-
-
-def carry_out(moves: list[Move], held: list[list[Box]], needed: list[list[Box]]) -> list[dict[Box, Tensor]]:
-    """Carry out the moves. Elements that none filled are NaN; filling one twice fails."""
-    tensors = whole()
-    have = [{one: part_of(tensors[one.key], one) for one in boxes} for boxes in held]
-    want = [{one: torch.full(one.shape, torch.nan) for one in boxes} for boxes in needed]
-    for move in moves:
-        place = want[move.target][move.needed][move.box.within(move.needed)]
-        assert place.isnan().all(), f"{move.box} came twice"
-        place.copy_(have[move.source][move.held][move.box.within(move.held)])
-    return want
 
 
 @examples(15)
@@ -113,6 +62,35 @@ def test_copies_of_the_trainer_share_the_sending() -> None:
         if move.source != move.target:
             sent[move.source] += move.box.bytes
     assert max(sent) < 1.5 * sum(sent) / 8
+
+
+@examples(15)
+@given(PAIRS)
+def test_of_the_ranks_that_hold_a_part_the_one_that_has_sent_least_sends_it(pair: Any) -> None:
+    """The plain formulation: rank by rank, part by part, over all ranks."""
+    held, needed = (layout(*sizes) for sizes in pair)
+    sent = [0] * len(held)
+    for move in plan_moves(held, needed):
+        holders = [rank for rank, boxes in enumerate(held) if move.held in boxes]
+        nearest = min(holders, key=lambda rank: (sent[rank], abs(rank - move.target), rank))
+        assert move.source == (move.target if move.target in holders else nearest)
+        if move.source != move.target:
+            sent[move.source] += move.box.bytes
+
+
+@examples(15)
+@given(PAIRS, st.integers(4, 400))
+def test_a_part_goes_in_the_first_round_with_room_at_both_ends(pair: Any, limit: int) -> None:
+    moves = plan_moves(*(layout(*sizes) for sizes in pair))
+    rounds = rounds_of(moves, limit)
+    busy: Counter[tuple[int, str, int]] = Counter()
+    for number, round_ in enumerate(rounds):
+        for move in round_:
+            for earlier in range(number):
+                ends = busy[earlier, "sends", move.source], busy[earlier, "receives", move.target]
+                assert max(ends) + 2 * move.box.bytes > limit, "there was room: levels are powers of two"
+            busy[number, "sends", move.source] += move.box.bytes
+            busy[number, "receives", move.target] += move.box.bytes
 
 
 def test_a_box_larger_than_the_limit_is_split_along_its_first_axes() -> None:

@@ -1,0 +1,110 @@
+"""Costs of agreeing on the transfer of weights, by ranks of replicas."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable
+
+import torch
+from scale_rows import Cost, Row, cpu_seconds, peak_bytes
+
+from megatron_rl.generate.refit import transfer_group
+from megatron_rl.generate.refit.epoch import Epoch, Member
+from megatron_rl.generate.refit.plan import Box
+
+TENSOR, STAGES, COPIES = 4, 8, 8
+"""Layout of 256 training ranks."""
+LAYERS, HIDDEN, FEED_FORWARD, HEADS, VOCABULARY = 32, 4096, 12288, 6144, 151936
+ROUND_BYTES = 16 << 20
+
+
+def boxes(layers: Iterable[int], part: int, *, first: bool, last: bool) -> list[Box]:
+    """Boxes of one tensor-parallel part of a model of 8 billion weights."""
+
+    def box(name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+        return Box(f"{name}.weight", torch.bfloat16, offset, shape)
+
+    found = []
+    for layer in layers:
+        for name, rows in (("self_attention.linear_qkv", HEADS), ("mlp.linear_fc1", 2 * FEED_FORWARD)):
+            rows //= TENSOR
+            found.append(box(f"decoder.layers.{name}", (layer, part * rows, 0), (1, rows, HIDDEN)))
+        for name, columns in (("self_attention.linear_proj", HIDDEN), ("mlp.linear_fc2", FEED_FORWARD)):
+            columns //= TENSOR
+            found.append(box(f"decoder.layers.{name}", (layer, 0, part * columns), (1, HIDDEN, columns)))
+        for name in ("input_layernorm", "pre_mlp_layernorm"):
+            found.append(box(f"decoder.layers.{name}", (layer, 0), (1, HIDDEN)))
+    rows = VOCABULARY // TENSOR
+    found += [box("embedding.word_embeddings", (part * rows, 0), (rows, HIDDEN))] * first
+    if last:
+        found += [
+            box("output_layer", (part * rows, 0), (rows, HIDDEN)),
+            box("decoder.final_layernorm", (0,), (HIDDEN,)),
+        ]
+    return found
+
+
+def text_of(held: Iterable[Box], needed: Iterable[Box]) -> bytes:
+    return zlib.compress(json.dumps([[*map(Box.to_json, each)] for each in (held, needed)]).encode())
+
+
+class Gathered:
+    """Stands in for a transfer group whose members have sent what they hold and need."""
+
+    rank = 0
+
+    def __init__(self, ranks: int) -> None:
+        stages = [range(LAYERS * stage // STAGES, LAYERS * (stage + 1) // STAGES) for stage in range(STAGES)]
+        self.held = [
+            boxes(layers, part, first=stage == 0, last=stage == STAGES - 1)
+            for stage, layers in enumerate(stages)
+            for _ in range(COPIES)
+            for part in range(TENSOR)
+        ]
+        needed = [boxes(range(LAYERS), part, first=True, last=True) for part in range(TENSOR)]
+        members = tuple(Member(number, 0, TENSOR) for number in range(ranks // TENSOR))
+        self.epoch = Epoch(1, "", 0, "", len(self.held), members)
+        of_members = [[own, []] for own in self.held] + [[[], needed[rank % TENSOR]] for rank in range(ranks)]
+        self._texts = [
+            zlib.compress(json.dumps([[*map(Box.to_json, own)] for own in each]).encode()) for each in of_members
+        ]
+
+    def gather(self, content: bytes) -> list[bytes]:
+        return self._texts
+
+
+def agreement(plan_again: bool) -> Callable[[int], Cost]:
+    def measure(ranks: int) -> Cost:
+        group = Gathered(ranks)
+
+        def agree() -> None:
+            if plan_again:
+                transfer_group.plan_of.cache_clear()
+            transfer_group.agree(group, group.held[0], [], ROUND_BYTES)  # type: ignore[arg-type]
+
+        return Cost(cpu_seconds(agree), peak_bytes(agree))
+
+    return measure
+
+
+ROWS = [
+    Row(
+        "weights: the first epoch's plan of one of 256 training ranks",
+        "ranks of replicas",
+        (32, 128, 512, 2000),
+        2000,
+        agreement(plan_again=True),
+        limit_s=1.0,
+        limit_bytes=50_000_000,
+    ),
+    Row(
+        "weights: a later epoch's plan",
+        "ranks of replicas",
+        (32, 128, 512, 2000),
+        2000,
+        agreement(plan_again=False),
+        limit_s=1.0,
+        limit_bytes=50_000_000,
+    ),
+]
