@@ -61,7 +61,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """What every rank learns of a published checkpoint: a manifest of 16,384 ranks has two megabytes."""
+    """Facts of a published checkpoint that every rank learns: a manifest of 16,384 ranks has two megabytes."""
 
     step: int
     save_id: str

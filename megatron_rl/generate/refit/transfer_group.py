@@ -150,7 +150,7 @@ class Agreement(NamedTuple):
 
 class Planned(NamedTuple):
     needed: list[Sequence[Box]]
-    """By rank."""
+    """One of each rank, in their order."""
     once: list[list[Move]]
     always: list[list[Move]]
 
