@@ -119,6 +119,8 @@ def write_index(path: Path, head: IndexHead, entries: Iterable[Entry]) -> bool:
         with temporary.open("wb") as file:
             file.write(encode_line(head).encode() + b"\n")
             file.writelines(ENTRY.pack(*entry) for entry in entries)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         logger.warning("a data set is kept in memory, because its index %s cannot be written: %s", path, error)
