@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,17 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Writing:
-    """The record of a run as rank 0 writes it."""
+    """The record of a run as rank 0 writes it. No two lines are equal, since the seconds of no two steps are."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDir(folder)
         self.index = MetricsIndex(self.run, not_indexed())
         self.step = 0
+        self._seconds = count(1.0)
 
     def add(self, values: dict[str, Any]) -> None:
         self.step += 1
-        line = MetricsLine(self.step, values)
+        line = MetricsLine(self.step, {**values, "time/step_s": next(self._seconds)})
         append_line(self.run.metrics, encode_line(line))
         self._index(line, len(encode_line(line)) + 1)
 
