@@ -45,7 +45,7 @@ tests: $(READY)
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
 	$(BIN)/pytest -m slow --timeout 3600 tests
-	$(BIN)/pytest -m "not slow" --timeout 1800 --numprocesses 2 --hypothesis-profile thorough tests/unit
+	$(BIN)/pytest -m "hypothesis and not slow" --timeout 1800 --numprocesses 2 --hypothesis-profile thorough tests/unit
 
 # In a root directory with Debian 13, created once (mmdebstrap) and kept in the cache.
 test-slurm-24: $(READY) ## the Slurm tests on Debian 13's Slurm 24.11
