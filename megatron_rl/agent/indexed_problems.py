@@ -30,8 +30,8 @@ from zlib import crc32
 from megatron_rl.agent.data_rows import DataRow, DataSource, files_of_lines, is_limited
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.row_index import (
-    Entry,
     IndexedSet,
+    IndexEntry,
     IndexHead,
     RowIndex,
     no_room,
@@ -70,7 +70,7 @@ class Choice(NamedTuple):
     lacking: int = 0
 
 
-class Selection(NamedTuple):
+class ChosenSets(NamedTuple):
     sets: Mapping[str, Sequence[Problem]]
     dropped: Mapping[str, int]
     """Number of rows that cannot be used, by reason."""
@@ -86,7 +86,7 @@ class DataChanged(RuntimeError):
     """A row of a data set is not the one that its index was made of."""
 
 
-def select(source: DataSource, depends_on: Any, choose: Callable[[], Choice], make: ReadProblem) -> Selection:
+def select(source: DataSource, depends_on: Any, choose: Callable[[], Choice], make: ReadProblem) -> ChosenSets:
     """Return the problems of a data set.
 
     Args:
@@ -105,10 +105,10 @@ def select(source: DataSource, depends_on: Any, choose: Callable[[], Choice], ma
         return _in_memory(choose())
     identity = _identity(files)
     key = hashlib.sha256(json.dumps([version("mrl"), identity, depends_on], default=str).encode()).hexdigest()[:32]
-    path, lines = folder / f"{key}.rows", Lines(files)
+    path, lines = folder / f"{key}.rows", RowLines(files)
     load = partial(_load, path, lines, make)
 
-    def build() -> Selection:
+    def build() -> ChosenSets:
         with noted() as notes:
             choice = choose()
         alone = all(each.place is not None for its in choice.sets.values() for each in its)
@@ -130,15 +130,15 @@ def select(source: DataSource, depends_on: Any, choose: Callable[[], Choice], ma
     return once(path, 60 + size / SLOWEST, load, build)
 
 
-class Lines:
-    """Lines of the files of a data set, by their place."""
+class RowLines:
+    """RowLines of the files of a data set, by their place."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = files
         self._starts = [0, *accumulate(Path(file).stat().st_size for file in files)]
         self._opened = lru_cache(OPEN_FILES)(_binary)
 
-    def problem(self, entry: Entry, make: ReadProblem, columns: Sequence[str]) -> Problem:
+    def problem(self, entry: IndexEntry, make: ReadProblem, columns: Sequence[str]) -> Problem:
         """Make the problem of a row. Raises DataChanged if it is not the one that was chosen, and OSError."""
         number = bisect_right(self._starts, entry.place) - 1
         where = f"{self._files[number]}:{entry.line}"
@@ -162,7 +162,7 @@ def _binary(file: str) -> FileIO:
 class IndexedProblems(Sequence[Problem]):
     """Problems that are made when they are asked for."""
 
-    def __init__(self, index: RowIndex, number: int, path: Path, read: Callable[[Entry], Problem]) -> None:
+    def __init__(self, index: RowIndex, number: int, path: Path, read: Callable[[IndexEntry], Problem]) -> None:
         """number: of the set in the index. path: of the index."""
         self._index, self._number, self._path, self._read = index, number, path, read
         self._its = index.head.sets[number]
@@ -243,9 +243,9 @@ def prompt_bytes(problem: Problem) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _in_memory(choice: Choice) -> Selection:
+def _in_memory(choice: Choice) -> ChosenSets:
     sets = {name: [each.problem for each in its] for name, its in choice.sets.items()}
-    return Selection(sets, choice.dropped, choice.lacking)
+    return ChosenSets(sets, choice.dropped, choice.lacking)
 
 
 def _described(name: str, problems: Sequence[Problem]) -> IndexedSet:
@@ -254,17 +254,17 @@ def _described(name: str, problems: Sequence[Problem]) -> IndexedSet:
     )
 
 
-def _entry(chosen: Chosen) -> Entry:
+def _entry(chosen: Chosen) -> IndexEntry:
     assert chosen.place is not None
     line = int(chosen.where.rpartition(":")[2])
-    return Entry(chosen.place, line, prompt_bytes(chosen.problem), _check(chosen.problem))
+    return IndexEntry(chosen.place, line, prompt_bytes(chosen.problem), _check(chosen.problem))
 
 
 def _check(problem: Problem) -> int:
     return crc32(problem.prompt.encode("utf-8", "surrogatepass"))
 
 
-def _load(path: Path, lines: Lines, make: ReadProblem, *, replays: bool = True) -> Selection | None:
+def _load(path: Path, lines: RowLines, make: ReadProblem, *, replays: bool = True) -> ChosenSets | None:
     """Return the problems of an index; None if it does not exist or cannot be used.
 
     replays: whether what was logged when the rows were chosen is logged again.
@@ -284,7 +284,7 @@ def _load(path: Path, lines: Lines, make: ReadProblem, *, replays: bool = True) 
         return None
     for note in head.notes if replays else ():
         logging.getLogger(note.logger).log(note.level, "%s", note.text)
-    return Selection(sets, head.dropped, head.lacking)
+    return ChosenSets(sets, head.dropped, head.lacking)
 
 
 def _identity(files: Sequence[str]) -> list[tuple[str, int, int]]:

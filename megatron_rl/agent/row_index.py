@@ -36,7 +36,7 @@ LONGEST_LOOK_S = 5.0
 """Seconds between looks at an index that another process writes, for thousands of processes on a shared disk."""
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     place: int
     """Byte of the data set at which the row's line begins."""
     line: int
@@ -88,17 +88,17 @@ class RowIndex:
         if (found := os.fstat(self._file.fileno()).st_size) != size:
             raise ValueError(f"it has {found} bytes instead of {size}")
 
-    def entry(self, number: int) -> Entry:
+    def entry(self, number: int) -> IndexEntry:
         return next(self.entries(number, 1))
 
-    def entries(self, first: int, count: int) -> Iterator[Entry]:
+    def entries(self, first: int, count: int) -> Iterator[IndexEntry]:
         """Yield consecutive entries. Raises OSError."""
         for chunk in range(first, first + count, CHUNK):
             size = ENTRY.size * min(CHUNK, first + count - chunk)
             data = os.pread(self._file.fileno(), size, self._start + ENTRY.size * chunk)
             if len(data) != size:
                 raise OSError(errno.EIO, "the index of a data set was cut off", self._file.name)
-            yield from map(Entry._make, ENTRY.iter_unpack(data))
+            yield from map(IndexEntry._make, ENTRY.iter_unpack(data))
 
 
 def open_index(path: Path) -> RowIndex | None:
@@ -112,7 +112,7 @@ def open_index(path: Path) -> RowIndex | None:
         return None
 
 
-def write_index(path: Path, head: IndexHead, entries: Iterable[Entry]) -> bool:
+def write_index(path: Path, head: IndexHead, entries: Iterable[IndexEntry]) -> bool:
     """Write an index, whole or not at all. Returns whether it was written."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -35,13 +35,13 @@ def read_shards(folder: Path, items: Sequence[ShardedBase]) -> list[Any]:
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    into = _Into()
-    plan = [read for item in items for read in into.reads_of(item, metadata)]
-    reader.read_data(LoadPlan(plan), into).wait()
-    return [item.data if isinstance(item, ShardedTensor) else into.objects[item.unique_key] for item in items]
+    planner = _ShardPlanner()
+    plan = [read for item in items for read in planner.reads_of(item, metadata)]
+    reader.read_data(LoadPlan(plan), planner).wait()
+    return [item.data if isinstance(item, ShardedTensor) else planner.objects[item.unique_key] for item in items]
 
 
-class _Into(DefaultLoadPlanner):
+class _ShardPlanner(DefaultLoadPlanner):
     """Knows the tensor, or part of one, that each read fills."""
 
     def __init__(self) -> None:
@@ -74,9 +74,6 @@ class _Into(DefaultLoadPlanner):
             raise ValueError(f"it has no object {name}")
         index, nothing = MetadataIndex(name), torch.Size((0,))
         return [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)]
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        raise NotImplementedError("tensors are found by their reads")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         return self.transform_tensor(read_item, self._targets[id(read_item)])

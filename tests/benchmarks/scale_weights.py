@@ -90,21 +90,13 @@ def agreement(plan_again: bool) -> Callable[[int], Cost]:
 
 ROWS = [
     Row(
-        "weights: the first epoch's plan of one of 256 training ranks",
+        f"weights: {name}",
         "ranks of replicas",
         (32, 128, 512, 2000),
         2000,
-        agreement(plan_again=True),
+        agreement(plan_again=first),
         limit_s=1.0,
         limit_bytes=50_000_000,
-    ),
-    Row(
-        "weights: a later epoch's plan",
-        "ranks of replicas",
-        (32, 128, 512, 2000),
-        2000,
-        agreement(plan_again=False),
-        limit_s=1.0,
-        limit_bytes=50_000_000,
-    ),
+    )
+    for first, name in ((True, "the first epoch's plan of one of 256 training ranks"), (False, "a later epoch's plan"))
 ]

@@ -212,8 +212,8 @@ def _not_started(attempt: RankFiles, bad: list[RankExit], heartbeats: list[Heart
 
 
 def _timed_out(attempt: RankFiles, exits: list[RankExit], suspected: list[int]) -> dict[int, str]:
-    """Rank -> its collective that timed out. Where one rank aborted, the logs of others are read too, since srun names
-    only the first: those that would be accused in its place, of which the ones that timed out as well are innocent."""
+    """Rank -> its collective that timed out. Where one rank aborted, the logs of suspects are read too, since srun
+    names only the first to abort: a suspect whose collective timed out as well was not the cause."""
     aborted = [ended.rank for ended in exits if -ended.code == signal.SIGABRT]
     ranks = list(dict.fromkeys([*aborted, *suspected]))[:RANKS] if aborted else []
     found = {rank: log_tails.timed_out_collective(attempt, rank) for rank in ranks}

@@ -55,7 +55,7 @@ def _take(asked: SimpleQueue[Look]) -> None:
         asked.get().read()
 
 
-class _Seen(NamedTuple):
+class _SeenSlot(NamedTuple):
     slot: bytes
     at: float  # by this process's clock, when the slot was first seen
 
@@ -70,7 +70,7 @@ class HangWatch:
         self._looked = 0.0
         self._woke = 0.0  # unix time at which this process last resumed, after a laptop or Slurm had suspended it
         self._look: Look | None = None
-        self._seen: dict[SlotName, _Seen] = {}
+        self._seen: dict[SlotName, _SeenSlot] = {}
 
     def poll(self, now: float) -> Hang | None:
         """The rank that hangs, if one did at the last look. May be called at any pace once the ranks are started.
@@ -108,7 +108,7 @@ class HangWatch:
         for name, slot in slots.items():
             known = self._seen.get(name)
             if (known is None or known.slot != slot) and is_whole(slot):
-                self._seen[name] = _Seen(slot, now)
+                self._seen[name] = _SeenSlot(slot, now)
 
     def _is_well(self, began: float, now: float) -> bool:
         """Whether `silent_rank` names none, found without decoding the heartbeats of all ranks: each rank has sent one
@@ -126,7 +126,7 @@ class HangWatch:
                 return True
         return False
 
-    def _decoded(self, seen: _Seen) -> Heartbeat | None:
+    def _decoded(self, seen: _SeenSlot) -> Heartbeat | None:
         beat = decode_slot(seen.slot)
         if beat is None:
             return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.generate.refit.epoch import TransferFailed
-from megatron_rl.model.platform.libcuda import CudaFailed, CudaMemory
+from megatron_rl.model.platform.libcuda import CudaFailed, CudaMemory, ordinal_of
 
 
 class SharedMemory(Protocol):
@@ -64,7 +64,7 @@ def opened(description: dict[str, Any], descriptors: list[int], device: torch.de
 
 def device_name(device: torch.device) -> str:
     """Name of a device that is the same in all processes. Raises CudaFailed."""
-    return CudaMemory(_ordinal(device)).uuid if device.type == "cuda" else "the CPU"
+    return CudaMemory(ordinal_of(device)).uuid if device.type == "cuda" else "the CPU"
 
 
 class _OpenedHostMemory:
@@ -95,7 +95,7 @@ class _AllocatedHostMemory(_OpenedHostMemory):
 
 class _OpenedGpuMemory:
     def __init__(self, size: int, handle: bytes, device: torch.device) -> None:
-        self._memory = CudaMemory(_ordinal(device))
+        self._memory = CudaMemory(ordinal_of(device))
         self._address = self._memory.open(handle)
         self.content = tensor_at(self._address, size, device)
 
@@ -108,7 +108,7 @@ class _AllocatedGpuMemory:
     descriptors: tuple[int, ...] = ()
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._memory = CudaMemory(_ordinal(device))
+        self._memory = CudaMemory(ordinal_of(device))
         self._address = self._memory.allocate(size)
         try:
             handle = self._memory.export(self._address)
@@ -143,7 +143,3 @@ class _AtAddress:
 def tensor_at(address: int, size: int, device: torch.device) -> Tensor:
     """[size] Bytes at an address of a GPU as a tensor, which does not own them."""
     return torch.as_tensor(_AtAddress(address, size), device=device)
-
-
-def _ordinal(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index

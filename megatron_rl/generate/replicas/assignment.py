@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 class Assignment:
     """A request goes to the replica that has its prompt in the cache, otherwise to the one with the fewest outstanding
-    tokens of this driver. Replicas that are far slower than the others are asked only if there are no others.
+    tokens of this driver. Replicas that are far slower than the others are asked only if all are slow.
 
     No method looks at all requests in flight or at all replicas, except at the beginning of a version."""
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
+
 HANDLE_BYTES = 64
 BLOCK_BYTES = 2 << 20
 """The driver takes smaller allocations from a block with others, and a handle shares the whole block, so NVIDIA's guide
@@ -28,6 +30,11 @@ class _Handle(ctypes.Structure):
     """CUipcMemHandle"""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+def ordinal_of(device: torch.device) -> int:
+    """Number of a GPU among those that this process sees."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class CudaMemory:

@@ -148,3 +148,23 @@ def test_who_does_not_know_the_secret_is_not_let_in() -> None:
         opened.send(b"hello")
         assert first.accept(1, channel=0).receive() == b"hello"
         assert stranger.recv(1) == b""
+
+
+def test_strangers_do_not_prolong_the_wait_for_a_rank() -> None:
+    store, over = dist.HashStore(), threading.Event()
+    waiting = Peers(store, 0, timedelta(seconds=0.3))
+    host, port = store.get("0").decode().split()
+
+    def knock() -> None:
+        while not over.is_set():
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(HELLO.pack(bytes(32), 0, 1))
+
+    knocking = threading.Thread(target=knock, daemon=True)
+    knocking.start()
+    try:
+        with pytest.raises(PeerLost, match=r"after 0\.3 s waiting for rank 1 to connect"):
+            waiting.accept(1, channel=0)
+    finally:
+        over.set()
+        knocking.join()
