@@ -149,7 +149,7 @@ class RowLines:
                 raise ValueError("it is not an object")
             problem = make(DataRow(where, values, entry.place), columns)
             if _check(problem) != entry.check:
-                raise ValueError("it gives another prompt")
+                raise ValueError("it gives another prompt or answer")
         except ValueError as error:
             raise DataChanged(f"{where}: the row has changed since the run read it: {error}") from error
         return problem
@@ -261,7 +261,9 @@ def _entry(chosen: Chosen) -> IndexEntry:
 
 
 def _check(problem: Problem) -> int:
-    return crc32(problem.prompt.encode("utf-8", "surrogatepass"))
+    # The right answer too: with another one in its place, a run would learn something else in silence.
+    golden = json.dumps(dict(problem.golden), sort_keys=True, default=lambda value: type(value).__name__)
+    return crc32(f"{problem.prompt}\0{golden}".encode("utf-8", "surrogatepass"))
 
 
 def _load(path: Path, lines: RowLines, make: ReadProblem, *, replays: bool = True) -> ChosenSets | None:

@@ -44,7 +44,7 @@ class IndexEntry(NamedTuple):
     size: int
     """Bytes of the prompt; 0 if the model does not see it."""
     check: int
-    """CRC-32 of the prompt."""
+    """CRC-32 of the prompt and of what its verifier needs."""
 
 
 @record(version=None)

@@ -212,6 +212,14 @@ def test_a_file_that_changes_during_a_run_is_an_error_with_the_line(tmp_path: Pa
         _ = problems[1]
 
 
+def test_another_right_answer_to_the_same_prompt_is_a_change_too(tmp_path: Path) -> None:
+    path = rows(tmp_path, "a", "b")
+    problems = build(path).training_problems()
+    path.write_text(path.read_text().replace("B", "X"))
+    with pytest.raises(DataChanged, match=r"rows.jsonl:2: .* another prompt or answer"):
+        _ = problems[1]
+
+
 def test_a_bad_row_is_the_same_error_and_leaves_no_index(tmp_path: Path, cache: Path) -> None:
     path = rows(tmp_path, *"ab")
     path.write_text(path.read_text() + "7\n")
