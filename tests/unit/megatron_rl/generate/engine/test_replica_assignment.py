@@ -61,8 +61,10 @@ class Replica:
 @dataclass(eq=False)
 class Asked:
     request: GenerationRequest
+    told: list[int]
+    """Tokens of each sample."""
     left: list[int]
-    """Tokens that each sample lacks; 0 once it has ended."""
+    """Tokens that each sample lacks; 0 once its replica has said that it has ended."""
     replica: Replica | None = None
 
     @property
@@ -109,6 +111,7 @@ class PlainRule:
         self.asked = [asked for asked in self.asked if asked not in moved] + moved
         for asked in moved:
             asked.replica = None
+            asked.left = [LENGTH - told for told in asked.told]  # another replica must say again which have ended
         self.place_waiting()
 
 
@@ -136,7 +139,7 @@ class Both:
 
     def ask(self, ordinal: int | None, prompt: int, samples: int) -> None:
         request = GenerationRequest([1] * prompt, samples, Sampling(max_new_tokens=LENGTH), len(self.tasks), ordinal)
-        asked = Asked(request, [LENGTH] * samples)
+        asked = Asked(request, [0] * samples, [LENGTH] * samples)
         self.plain.asked.append(asked)
         self.plain.newest = max(self.plain.newest, -1 if ordinal is None else ordinal)
         self.plain.place(asked)
@@ -165,6 +168,7 @@ class Both:
         for place, sample, count, ends in pieces:
             asked = there[place % len(there)] if there else None
             if asked is not None and sample < len(asked.left) and count < asked.left[sample]:
+                asked.told[sample] += count
                 asked.left[sample] = 0 if ends else asked.left[sample] - count
                 delta = Delta(sample, [1] * count, [0.0] * count, [0] * count, None, "stop" if ends else None)
                 told.append((ids[asked.request.key], delta))
@@ -205,8 +209,7 @@ class Both:
         self.plain.held_after = None
         self.plain.homes.clear()
         for replica in self.plain.replicas:
-            if replica.state is not None:
-                replica.slow = False
+            replica.slow = False
         self.plain.place_waiting()
         self.dispatch.policy_version += 1
         self.dispatch.begin_version()
