@@ -21,12 +21,14 @@ from records import kill_rank, preempt, wait_for_ends
 LIMIT_S = 2 * START_S  # a start, and the run after it
 PROMPTS = 5
 RECIPE = (
-    *("demo", "--cluster", "real", "job.nodes=3", "job.gpus_per_node=1", "placement.mode=partitioned"),
-    *("placement.inference.nodes=2", "inference.engine=vllm", "inference.max_batch=16", "resume.partial=keep"),
+    *("demo", "--cluster", "real", "job.gpus_per_node=1"),
+    *("inference.engine=vllm", "inference.max_batch=16", "resume.partial=keep"),
     *("model.num_attention_heads=2", "model.num_query_groups=2", "model.supervised.steps=60"),
     *(f"grpo.prompts_per_step={PROMPTS}", "grpo.group_size=4", "training.steps=100000", "evaluation.every=0"),
     *("async.max_lag=1", "save.every=4", "job.backoff_s=1", "job.silence_limit_s=300"),
 )
+PARTITIONED = ("job.nodes=3", "placement.mode=partitioned", "placement.inference.nodes=2")
+COLOCATED = ("job.nodes=2", "placement.mode=colocated", "placement.offload=optimizer")
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def login(tmp_path: Path) -> Iterator[Login]:
 @pytest.mark.timeout(1800)
 def test_a_vllm_over_two_nodes_comes_back_alone_after_its_follower_was_killed(login: Login) -> None:
     large = ("placement.inference.tp=2", "placement.tp_across_nodes=true")
-    run = login.submit(*RECIPE, *large, f"inference.vllm.python={os.environ[PYTHON_VARIABLE]}")
+    run = login.submit(*RECIPE, *PARTITIONED, *large, f"inference.vllm.python={os.environ[PYTHON_VARIABLE]}")
     run.wait_for_step(2, LIMIT_S)
     until(lambda: kill_rank(run, 1, "infer-0"), "there is a follower to kill", LIMIT_S)
     run.wait_for_step(len(run.metrics()) + 3, LIMIT_S)
@@ -57,8 +59,11 @@ def test_a_vllm_over_two_nodes_comes_back_alone_after_its_follower_was_killed(lo
 
 
 @pytest.mark.timeout(1800)
-def test_run_preempted_twice_with_a_replica_killed_at_random_trains_each_prompt_once(login: Login) -> None:
-    run = login.submit(*RECIPE, f"inference.vllm.python={os.environ[PYTHON_VARIABLE]}")
+@pytest.mark.parametrize("placement", [PARTITIONED, COLOCATED], ids=["partitioned", "colocated"])
+def test_run_preempted_twice_with_a_replica_killed_at_random_trains_each_prompt_once(
+    login: Login, placement: tuple[str, ...]
+) -> None:
+    run = login.submit(*RECIPE, *placement, f"inference.vllm.python={os.environ[PYTHON_VARIABLE]}")
     chance = random.Random(3)
     for preemption in (1, 2):
         run.wait_for_step(len(run.metrics()) + 6, LIMIT_S)
