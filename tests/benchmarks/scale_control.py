@@ -154,5 +154,5 @@ ROWS = [
     Row("states of a step's groups", "prompts", (1024, 2048, 4096, 8192), 8192, states, 5e-3, 1_000_000),
     Row("costs and assignment of a step's groups", "prompts", (1024, 2048, 4096, 8192), 8192, offers, 0.02, 1_200_000),
     Row("tally of a step on rank 0", "ranks", (64, 1024, 4096, 16384), RANKS, tally, 0.02, 2_000_000),
-    Row("start of the control tree", "processes", (8, 16, 32, 64), RANKS, start, 10.0),
+    Row("start of the control tree", "processes", (32, 64, 128, 256), RANKS, start, 10.0),
 ]
