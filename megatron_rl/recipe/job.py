@@ -172,7 +172,7 @@ class ProfileConfig(Section):
     """Also profile generation with the weights before these steps: its first 64 prefills and decode steps, of the same
     ranks as generate.RANK.step-STEP.json.gz. In a partitioned run infer-REPLICA.RANK.step-STEP.json.gz, of the first
     rank of the first replica, or with `ranks: null` of all; from vLLM, which profiles its workers itself, its own names
-    after infer-REPLICA.step-STEP."""
+    after infer-REPLICA.step-STEP (before 0.32 all after the first STEP of a start)."""
 
     def steps_of(self, rank: int) -> range:
         """Steps that a training rank profiles."""

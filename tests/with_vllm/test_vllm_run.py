@@ -59,7 +59,8 @@ def test_drained_run_resumes_and_trains_each_prompt_once(tmp_path: Path, started
     started.append(run)
     run.wait_for_step(8)
     traces = sorted(path.name for path in run.dir.attempt(1).profile.glob("infer-0.step-*_rank0.*.json.gz"))
-    assert [name.partition("_")[0] for name in traces] == ["infer-0.step-000003", "infer-0.step-000004"]
+    # Releases before 0.32 name all traces of a start after the first one.
+    assert [name.partition("_")[0][-6:] for name in traces] in (["000003", "000004"], ["000003", "000003"])
     run.drain()
     drained = run.step
     assert 8 <= drained < steps
