@@ -44,7 +44,7 @@ class _BeforeTheDashes(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- COMMAND...]"]
 
 
-@click.command("attach", short_help="Open a shell next to the ranks of a run.", cls=_BeforeTheDashes)
+@click.command("attach", cls=_BeforeTheDashes)
 @RUN
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Rank of the role.")
 @click.option("--role", default="train", show_default=True, help="Step of the job: train, infer-0, teacher-0, ...")

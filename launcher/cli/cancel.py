@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from launcher.runs.state import RunStatus
 
 
-@click.command("cancel", short_help="End a run, after a save or at once, or make it queue again.")
+@click.command("cancel")
 @RUN
 @click.option("--drain", is_flag=True, help="Save first; the run ends as stopped and is not requeued.")
 @click.option(

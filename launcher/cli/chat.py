@@ -23,7 +23,7 @@ MODULE = "megatron_rl.run.standalone.talk"
 LEAVE, CLEAR = "/exit", "/clear"
 
 
-@click.command("chat", short_help="Talk to a policy in the terminal.")
+@click.command("chat")
 @click.argument("path", shell_complete=complete_run)
 @click.option("--system", metavar="TEXT", help="System prompt.")
 @SAMPLING_OPTIONS

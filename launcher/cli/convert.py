@@ -44,7 +44,7 @@ as_json = click.option(
 )
 
 
-@click.group("convert", short_help="Convert weights from and to Hugging Face's format.", invoke_without_command=True)
+@click.group("convert", invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
     """Convert weights between the formats of Hugging Face and Megatron.

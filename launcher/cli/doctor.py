@@ -60,7 +60,7 @@ Exit codes:
 """
 
 
-@click.command("doctor", short_help="Check a recipe on a cluster before it runs.", help=HELP)
+@click.command("doctor", help=HELP)
 @click.argument("recipe", required=False, shell_complete=complete_recipe)
 @OVERRIDES
 @click.option("--cluster", help="Cluster profile. [default: MRL_CLUSTER, the recipe's, or the one in clusters.yaml]")

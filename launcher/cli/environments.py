@@ -37,7 +37,6 @@ PIPE_WIDTH = 120
 
 @click.group(
     "environments",
-    short_help="List the registered environments, or try one.",
     invoke_without_command=True,
     context_settings={"max_content_width": 120},
 )

@@ -31,7 +31,7 @@ ASKED = ("k", "prompts", "greedy", "seed", "dtype", "threads", "tp", "replicas",
 JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 
 
-@click.command("evaluate", short_help="Score a checkpoint on an environment's problems.")
+@click.command("evaluate")
 @click.argument("checkpoint", shell_complete=complete_run)
 @click.option("--env", help="Environment (`mrl environments`). Default: the run's.")
 @click.option(

@@ -30,7 +30,7 @@ SHOWN = {
 }
 
 
-@click.command("explain", short_help="Say why a run does not learn, with evidence and what to try.")
+@click.command("explain")
 @RUN
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: {run, step, failure, findings, rules}.")
 def command(run: str | None, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from launcher.cli.arguments import OVERRIDES, STARTED, TRUST_RUN, RunDirectory
 from launcher.cli.completion import complete_run
 
 
-@click.command("fork", short_help="Start a new run from a checkpoint of another.")
+@click.command("fork")
 @click.argument("run_at_step", metavar="RUN[@STEP]", shell_complete=complete_run)
 @OVERRIDES
 @click.option("--run-dir", type=RunDirectory(), help="Directory of the new run. [default: NAME-DATE-TIME next to RUN]")

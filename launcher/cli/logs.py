@@ -21,7 +21,7 @@ TICK = 0.3  # seconds between two reads of the files
 ASK_EVERY_S = 10.0  # seconds between two checks that the run is alive
 
 
-@click.command("logs", short_help="Print or follow a log of a run.")
+@click.command("logs")
 @RUN
 @click.option("-f", "--follow", is_flag=True, help="Follow the log as it grows, across attempts, until the run ends.")
 @click.option(

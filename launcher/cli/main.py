@@ -8,40 +8,57 @@ from importlib import import_module
 
 import click
 
-GROUPS = {
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Before a run": {
-        "doctor": "",
-        "environments": "",
-        "plan": "dry-run estimate simulate",
-        "prefetch": "download fetch pull",
-        "rehearse": "",
-        "rows": "data dataset examples inspect preview",
+        "doctor": ("Check a recipe on a cluster before it runs.", ""),
+        "environments": ("List the registered environments, or try one.", ""),
+        "plan": (
+            "Show the ranks on each node, the memory they need, and how long steps take.",
+            "dry-run estimate simulate",
+        ),
+        "prefetch": ("Fetch the image, model and data of a recipe into the cluster's cache.", "download fetch pull"),
+        "rehearse": ("Run a step at its true size without a GPU: shapes, devices, memory.", ""),
+        "rows": (
+            "Show rows of data, prompts and rewards as they are trained.",
+            "data dataset examples inspect preview",
+        ),
     },
     "A run": {
-        "status": "info list ps runs show squeue state",
-        "logs": "log output tail",
-        "cancel": "abort delete end kill rm scancel stop",
-        "resume": "continue restart",
-        "fork": "",
-        "attach": "exec shell ssh",
+        "status": ("Show the state of a run and what it waits for.", "info list ps runs show squeue state"),
+        "logs": ("Print or follow a log of a run.", "log output tail"),
+        "cancel": (
+            "End a run, after a save or at once, or make it queue again.",
+            "abort delete end kill rm scancel stop",
+        ),
+        "resume": ("Resume a run that has ended.", "continue restart"),
+        "fork": ("Start a new run from a checkpoint of another.", ""),
+        "attach": ("Open a shell next to the ranks of a run.", "exec shell ssh"),
     },
     "What it learns": {
-        "report": "dashboard diff html page sweep versus view vs",
-        "explain": "debug diagnose why",
-        "rollouts": "answers completions generations samples",
+        "report": (
+            "Write one HTML page of a run, or compare several runs.",
+            "dashboard diff html page sweep versus view vs",
+        ),
+        "explain": ("Say why a run does not learn, with evidence and what to try.", "debug diagnose why"),
+        "rollouts": (
+            "Show prompts and answers of a run, with their rewards.",
+            "answers completions generations samples",
+        ),
     },
     "Its weights": {
-        "evaluate": "benchmark eval score test",
-        "chat": "generate talk",
-        "serve": "",
-        "convert": "export",
+        "evaluate": ("Score a checkpoint on an environment's problems.", "benchmark eval score test"),
+        "chat": ("Talk to a policy in the terminal.", "generate talk"),
+        "serve": ("Serve a policy over HTTP with OpenAI's API, or an environment.", ""),
+        "convert": ("Convert weights from and to Hugging Face's format.", "export"),
     },
     "Reference": {
-        "help": "",
+        "help": ("Describe a command, a key of a recipe, or a metric.", ""),
     },
 }
-"""Heading -> modules of launcher.cli that hold a click command named `command` -> its names in other programs."""
-COMMANDS = {name: words for group in GROUPS.values() for name, words in group.items()}
+"""Heading -> modules of launcher.cli that hold a click command named `command` -> its short help, which the list of
+commands shows without importing them, and its names in other programs."""
+COMMANDS = {name: words for group in GROUPS.values() for name, (_, words) in group.items()}
+SHORT_HELP = {name: short for group in GROUPS.values() for name, (short, _) in group.items()}
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "compare": ("report",),
     "ls": ("status", "--list"),
@@ -83,14 +100,14 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, names in GROUPS.items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):
-                formatter.write_dl([(name, command.get_short_help_str(120)) for name, command in found if command])
+                formatter.write_dl([(name, SHORT_HELP[name]) for name in names])
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
         command: click.Command = import_module(f"launcher.cli.{name}").command
+        command.short_help = SHORT_HELP[name]
         command.epilog = f"\b\nExample:\n  {EXAMPLES[name]}"
         return command
 

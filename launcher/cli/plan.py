@@ -28,7 +28,7 @@ OF_PREEMPTIONS = ("grace", "queue")
 HOURS = click.FloatRange(min=0, min_open=True)
 
 
-@click.command("plan", short_help="Show the ranks on each node, the memory they need, and how long steps take.")
+@click.command("plan")
 @RECIPE
 @click.option("--cluster", help="Cluster profile to plan for, instead of the recipe's.")
 @click.option("--card", help="GPU to estimate times for; default: the GPU of the profile, else H100.")

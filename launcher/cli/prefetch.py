@@ -20,7 +20,7 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 from megatron_rl.recipe.config import RunConfig
 
 
-@click.command("prefetch", short_help="Fetch the image, model and data of a recipe into the cluster's cache.")
+@click.command("prefetch")
 @RECIPE
 @click.option("--cluster", help="Cluster whose cache is filled, instead of the recipe's.")
 @click.option("--check", is_flag=True, help="Only show what is there and what is missing.")

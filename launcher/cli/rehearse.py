@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@click.command("rehearse", short_help="Run a step at its true size without a GPU: shapes, devices, memory.")
+@click.command("rehearse")
 @RECIPE
 @click.option("--cluster", help="Cluster profile whose GPUs it must fit, instead of the recipe's.")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ranks": [...], "fits": true}, sizes in bytes.')

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_rl.contract.paths import RunDir
 
 
-@click.command("report", short_help="Write one HTML page of a run, or compare several runs.")
+@click.command("report")
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Page to write. Default: RUN/report.html.")
 @click.option("--by", metavar="METRIC", help="Of several runs: metric that decides which is the best. [mean_reward]")

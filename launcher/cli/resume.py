@@ -25,7 +25,7 @@ Exit codes: as of mrl-submit; 2 also if a live job owns the run
 """
 
 
-@click.command("resume", short_help="Resume a run that has ended.", help=HELP)
+@click.command("resume", help=HELP)
 @click.argument("run", default="-", shell_complete=complete_run)
 @OVERRIDES
 @click.option("--update-code", is_flag=True, help="Take a new snapshot of the code from its source.")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SHOWN = 5
 
 
-@click.command("rollouts", short_help="Show prompts and answers of a run, with their rewards.")
+@click.command("rollouts")
 @RUN
 @click.option(
     "--step",

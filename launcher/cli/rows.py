@@ -40,7 +40,7 @@ Exit codes:
 """
 
 
-@click.command("rows", short_help="Show rows of data, prompts and rewards as they are trained.", help=HELP)
+@click.command("rows", help=HELP)
 @RECIPE
 @click.option("-n", "first", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rows to show.")
 @click.option("--all", "whole", is_flag=True, help="Read every row, and show their counts and lengths.")

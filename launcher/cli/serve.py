@@ -33,7 +33,7 @@ SERVER, PORT = "megatron_rl.run.serve", 8000
 AGENT_SERVER, AGENT_PORT = "megatron_rl.agent.server.agent", 8100
 
 
-@click.command("serve", short_help="Serve a policy over HTTP with OpenAI's API, or an environment.")
+@click.command("serve")
 @click.argument("path", required=False, shell_complete=complete_run)
 @click.option(
     "--environment",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_rl.contract.paths import RunDir
 
 
-@click.command("status", short_help="Show the state of a run and what it waits for.")
+@click.command("status")
 @RUN
 @click.option("--all", "every", is_flag=True, help="Show every queued or running run; with --list: every run.")
 @click.option(

@@ -11,13 +11,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from launcher.errors import BadInput
-from launcher.recipe.problems import KeyPath, Locate
 from megatron_rl.contract.files import read_bytes
+
+if TYPE_CHECKING:  # mrl status reads YAML and checks no recipe, and pydantic is slow to import
+    from launcher.recipe.problems import KeyPath, Locate
 
 DEEPEST = 50  # levels of nested collections
 MOST = 100_000  # values, with aliases expanded

@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 
 from launcher.cli.main import ALIASES, COMMANDS
-from launcher.cli.show.help_pages import Keys, metrics_page
+from launcher.cli.show.help_pages import Keys
+from launcher.cli.show.metric_pages import metrics_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

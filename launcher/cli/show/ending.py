@@ -11,7 +11,6 @@ from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
 from launcher.explain.record import accuracies
 from launcher.host.judge.sentence import describe_end
-from launcher.job.admission import has_work
 from launcher.runs.failure import RunFailure, failure_of
 from launcher.runs.state import result_file
 from megatron_rl.contract.attempt_records import AttemptEnd
@@ -69,6 +68,8 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
 def once_corrected(run: RunDir, resume: str) -> str:
     """Return how a run with a wrong configuration goes on. One that holds no work yet takes other values only from a
     recipe."""
+    from launcher.job.admission import has_work  # slow to import, and most ends do not need it
+
     if not has_work(run) and not resume.startswith("mrl-submit"):
         resume = f"mrl-submit RECIPE --run-dir {shlex.quote(str(run.root))}"
     return f"correct it, then {resume}"

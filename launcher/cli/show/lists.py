@@ -6,14 +6,13 @@ import json
 import time
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher.cli.show.history import newest_line
 from launcher.cli.show.scores import brief, result_of, scores_json
 from launcher.cli.show.terminal import columns
-from launcher.recipe.load import Recipe, load_recipe
 from launcher.recipe.shipped import shipped_recipes
 from launcher.runs.find import at_once, newest_first
 from launcher.runs.state import RunStatus, read_statuses
@@ -23,6 +22,9 @@ from megatron_rl.contract.learning import number
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Found, Unreadable, if_readable
 from megatron_rl.contract.run_records import Submission
+
+if TYPE_CHECKING:
+    from launcher.recipe.load import Recipe
 
 COLUMNS = ("run", "state", "step", "last reward", "cluster", "job", "submitted")
 
@@ -76,6 +78,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _recipe_rows() -> list[dict[str, Any]]:
+    from launcher.recipe.load import load_recipe  # slow to import, and a list of runs does not need it
+
     return [_recipe_row(load_recipe(name)) for name in shipped_recipes()]
 
 

@@ -11,6 +11,9 @@ from types import FrameType
 
 import click
 
+WIDTH = 100  # columns of help in the terminal
+PAGE_WIDTH = 120  # columns of the generated pages
+
 
 class Interruptions:
     def __init__(self) -> None:

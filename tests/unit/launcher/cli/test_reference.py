@@ -7,7 +7,8 @@ import re
 from click.testing import CliRunner
 
 from launcher.cli.main import main
-from launcher.cli.show.help_pages import Keys, metric_lines, metrics_page
+from launcher.cli.show.help_pages import Keys
+from launcher.cli.show.metric_pages import metric_lines, metrics_page
 from launcher.explain.explanation import RULES
 from megatron_rl.rank.metrics.names import EVALUATION_METRICS, STEP_METRICS
 
