@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,6 @@ from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
 from megatron_rl.checkpoint.saving_ranks import sharded_weights
-from megatron_rl.generate.engine.openai import Endpoint
-from megatron_rl.learn.distill.served import ServedTeacher, endpoints_of, replicas_of
 from megatron_rl.learn.training import warm_up
 from megatron_rl.learn.training.objective import FrozenTeacher, Teacher
 from megatron_rl.learn.training.offload import HostWeights
@@ -37,6 +35,9 @@ from megatron_rl.recipe.hf_config import CONFIG_FILE
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig, Recompute
 from megatron_rl.recipe.teacher_files import VOCABULARY_FILE, TeacherFiles, against_teacher, teacher_files
+
+if TYPE_CHECKING:
+    from megatron_rl.generate.engine.openai import Endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +196,9 @@ def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teache
     files = _files(distill)
     if problem := next(against_teacher(config, files, _tokenizer_folder(config)), None):
         raise ConfigurationError(problem)
+    if distill.is_served:
+        return _served_teacher(config, distill, here, tokenizer)
     groups, safe_points = here.groups, here.safe_points
-    servers: Sequence[Endpoint] | Callable[[], Sequence[Endpoint]] | None = None
-    if distill.replicas is not None:
-        servers = replicas_of(here.run_dir, here.attempt, distill.replicas.answer_limit_s)
-    elif distill.server is not None:
-        servers = endpoints_of(distill.server)
-    if servers is not None:
-        safe_points.activity.enter("waiting for the teacher", 0)
-        served = ServedTeacher(servers, tokenizer, groups, safe_points, config.job.silence_limit_s)
-        served.check()
-        return lambda first_pass: served.logprobs(first_pass.batch.sequences, here.platform.device)
     safe_points.activity.enter("reading the teacher's weights", 0)
     assert files is not None  # only servers may know more than this machine
     source = {"init": "checkpoint", "checkpoint": str(files.folder)}
@@ -220,6 +213,21 @@ def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teache
     safe_points.agree()
     share_weights(policy, groups)
     return FrozenTeacher(policy.requires_grad_(False))
+
+
+def _served_teacher(config: RunConfig, distill: DistillConfig, here: Here, tokenizer: Tokenizer) -> Teacher:
+    from megatron_rl.learn.distill import served  # its HTTP client is slow to import, and most runs have no teacher
+
+    servers: Sequence[Endpoint] | Callable[[], Sequence[Endpoint]]
+    if distill.replicas is not None:
+        servers = served.replicas_of(here.run_dir, here.attempt, distill.replicas.answer_limit_s)
+    else:
+        assert distill.server is not None
+        servers = served.endpoints_of(distill.server)
+    here.safe_points.activity.enter("waiting for the teacher", 0)
+    teacher = served.ServedTeacher(servers, tokenizer, here.groups, here.safe_points, config.job.silence_limit_s)
+    teacher.check()
+    return lambda first_pass: teacher.logprobs(first_pass.batch.sequences, here.platform.device)
 
 
 def _files(distill: DistillConfig) -> TeacherFiles | None:

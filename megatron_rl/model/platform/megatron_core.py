@@ -1,7 +1,9 @@
 """Imports megatron-core without what its import would load and mrl does not need. Import this before megatron-core.
 
 megatron-core decorates some seventy functions with torch.compile, which loads torch's compilers, and looks for wandb,
-which mrl runs in a separate process (metrics/wandb/). Together that takes half of a rank's start.
+which mrl runs in a separate process (metrics/wandb/). Together that takes half of a rank's start. It also looks for
+TensorBoard, to which only rank 0 writes, and for Triton, which has no kernels for CPUs. torch's optimizers load its
+compilers too, only to be left out of what they compile.
 
 It also must not find Apex and Transformer Engine, which NVIDIA's images contain, unless implementation.py imported the
 latter before because its linears are used. If it can import them, it uses their norm for the last layer and their Adam,
@@ -39,6 +41,26 @@ def _compiled_when_called(function: Callable[..., Any] | None = None, **options:
     return call
 
 
+def _leave_optimizers_to_run() -> None:
+    """Undo what torch (seen in 2.11 and 2.13) does to optimizers for its compilers, which mrl gives none: the first
+    update would load them, half a second. See `torch._disable_dynamo` and `_use_grad_for_differentiable`."""
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        if plain := getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None):
+            plain.__dynamo_disable = plain  # where torch keeps the function that its compilers leave out
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        if plain := getattr(vars(kind).get("step"), "__wrapped__", None):
+            kind.step = _with_grad_as_asked(plain)  # type: ignore[method-assign]
+
+
+def _with_grad_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def call(optimizer: torch.optim.Optimizer, *given: Any, **named: Any) -> Any:
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return step(optimizer, *given, **named)
+
+    return call
+
+
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
     found = {name: sys.modules[name] for name in names if name in sys.modules}
@@ -52,9 +74,12 @@ def not_found(*names: str) -> Iterator[None]:
 
 
 _compile = torch.compile
-_NOT_FOUND = ("wandb", "transformer_engine", "apex", "amp_C", "nvidia_resiliency_ext")
+_NOT_FOUND = ["wandb", "transformer_engine", "apex", "amp_C", "nvidia_resiliency_ext", "torch.utils.tensorboard"]
+if torch.version.cuda is None and torch.version.hip is None:
+    _NOT_FOUND.append("triton")
 _NEVER_FOUND = "transformer_engine.pytorch.optimizers"
 
+_leave_optimizers_to_run()
 if not sys.warnoptions:
     for module in (r"megatron\.", r"torch\.distributed\."):
         warnings.filterwarnings("ignore", module=module)
