@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
-UNWANTED = ["torch._inductor", "torch._dynamo", "wandb", "transformers", "megatron_rl.model.platform.cpu"]
+UNWANTED = [
+    *("torch._inductor", "torch._dynamo", "triton", "tensorboard", "wandb", "transformers", "datasets"),
+    *("httpx", "uvicorn", "fastapi", "openai", "rich", "megatron_rl.model.platform.cpu"),
+]
 """The last one's patches are for recipes that ask for a CPU."""
 
 PROGRAM = f"""
@@ -26,7 +29,16 @@ class Asks:
                 print("found")
 
 sys.meta_path.insert(0, Asks())
-import megatron_rl.run.attempt
+import megatron_rl.run.attempt, torch
+
+for kind in (torch.optim.Adam, torch.optim.AdamW):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([weight], lr=0.5)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    assert weight.grad is None and weight[0].item() < 1 and torch.is_grad_enabled()
 print(*[name for name in ["megatron.core", *{UNWANTED}] if name in sys.modules], importlib.util.find_spec("wandb").name)
 import nvidia_resiliency_ext.checkpointing
 """
@@ -47,7 +59,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
     return done
 
 
-def test_rank_starts_without_importing_compilers_or_wandb(started: subprocess.CompletedProcess[str]) -> None:
+def test_rank_starts_and_updates_weights_without_compilers_clients_or_wandb(
+    started: subprocess.CompletedProcess[str],
+) -> None:
     assert started.stdout.splitlines()[1:] == ["megatron.core wandb"]
     assert started.stderr == "", "the first lines of every log would be warnings that nobody can do anything about"
 
