@@ -12,7 +12,7 @@ from launcher.recipe.problems import ITEM, expected, generic, known_keys
 from launcher.recipe.shipped import shipped_bases
 from launcher.recipe.suggest import KeyPath
 from launcher.recipe.written import EXTENDS
-from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.sections import Sections
 
 UNITS = {"_s": "seconds", "_gib": "GiB"}  # by the end of a key
 ENVIRONMENTS = ("environments",)
@@ -36,12 +36,12 @@ class Keys:
             "words": "the name of a shipped recipe or base, or the path of a file",
             "default": None,
         }
-        self.known: dict[KeyPath, Mapping[str, Any]] = {(EXTENDS,): name, **known_keys(RunConfig.model_json_schema())}
+        self.known: dict[KeyPath, Mapping[str, Any]] = {(EXTENDS,): name, **known_keys(Sections.model_json_schema())}
         base = (
             "Recipe to start from. Mappings merge, and all other values, lists included, replace those of the base; an "
             f"environment of another name replaces the whole section. Bases: {', '.join(shipped_bases())}."
         )
-        self._meanings = {(EXTENDS,): base, **meanings(RunConfig)}
+        self._meanings = {(EXTENDS,): base, **meanings(Sections)}
 
     def lines(self, path: KeyPath) -> list[str]:
         inside = [key for key in self.known if len(key) > len(path) and key[: len(path)] == path]

@@ -138,7 +138,6 @@ def _resume_command(recipe: Recipe, run: RunDir) -> str:
 def _start(recipe: Recipe, sizes: Sizes, prepared: OpenedRun, attempt: Attempt, request: Request) -> int:
     # A dry run does not need these, and they are slow to import.
     from launcher.backends.local import Supervisor, supervisor_command
-    from launcher.cli.submit.follow import Follower, NoSupervisor
     from launcher.host.record.identity import note_submission
     from launcher.runs.control import DRAIN_MARGIN_S
 
@@ -159,6 +158,8 @@ def _start(recipe: Recipe, sizes: Sizes, prepared: OpenedRun, attempt: Attempt, 
         notify = config.notify.model_dump_json() if config.notify else None
         command = supervisor_command(run, attempt, config, sizes, drain_limit_s, owner, notify)
         supervisor = Supervisor(command)
+        from launcher.cli.submit.follow import Follower, NoSupervisor  # while the supervisor starts
+
         follower = Follower(run, attempt, supervisor, drain_limit_s)
         try:
             started = follower.wait_for_start()
