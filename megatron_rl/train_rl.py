@@ -42,6 +42,7 @@ def train(run: Run) -> str:
             if run.step == last:
                 return FINISHED
             train_step(run)
+            run.checkpointer.load_ahead()
             collect_garbage(run.step)
     return DRAINED
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.publish import discard, publish
+from megatron_rl.checkpoint.publish import SaveFailed, SaveOutcome, discard, publish
 from megatron_rl.checkpoint.shards import Abandoned, Snapshot, WrittenPart, write_metadata, write_part
-from megatron_rl.contract.manifest import CheckpointSaved, Manifest, read_saved
+from megatron_rl.contract.manifest import Manifest, read_saved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save_section import SaveConfig
 
@@ -38,18 +38,6 @@ _SHORTEST_POLL_S = 0.005
 _LONGEST_POLL_S = 0.5
 _LISTINGS = 2048
 """Most listings of a folder that all ranks together ask for in a second."""
-
-
-@dataclass(frozen=True)
-class SaveFailed:
-    step: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"the checkpoint of step {self.step} was not saved: {self.reason}. The previous one is untouched"
-
-
-SaveOutcome = CheckpointSaved | SaveFailed  # of a published checkpoint, rank 0's record on every rank
 
 
 @dataclass

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megatron_rl.checkpoint.saving_ranks import LoadOnce, sharded_weights
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, MetricsLine
 from megatron_rl.contract.manifest import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
 from megatron_rl.contract.paths import RunDir
@@ -149,6 +148,8 @@ def read(
         CheckpointError: it belongs to another model.
         Damaged: it has become unreadable since its verification; tensors may be partly overwritten.
     """
+    from megatron_rl.checkpoint.saving_ranks import LoadOnce  # slow to import, and a new run reads no checkpoint
+
     strategy = LoadOnce(data, expert_data or data)
     try:
         # Without megatron-core's check that every tensor is read once, for which each rank would gather the
@@ -171,6 +172,8 @@ def read_weights(
 ) -> None:
     """Load a part of a policy's weights, chosen from its sharded state, from a checkpoint. Collective over all ranks.
     Other arguments and errors as in `read`."""
+    from megatron_rl.checkpoint.saving_ranks import sharded_weights
+
     weights = sharded_weights(policy, data, expert_data, part)
     load_part(policy, read(checkpoint, {"model": weights}, data, expert_data)[0]["model"])
 

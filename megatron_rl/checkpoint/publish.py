@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.contract.files import write_atomic
-from megatron_rl.contract.manifest import CheckpointError, Manifest, find_defect, write_manifest, write_saved
+from megatron_rl.contract.manifest import (
+    CheckpointError,
+    CheckpointSaved,
+    Manifest,
+    find_defect,
+    write_manifest,
+    write_saved,
+)
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save_section import SaveConfig
 
@@ -35,6 +42,18 @@ _DEBRIS = re.compile(r"step-\d{6,}(\..+)?\.tmp")
 class Latest:
     step: int | None  # newest good checkpoint; None without any
     passed_over: tuple[str, ...]  # log line for each newer checkpoint that is not usable
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    step: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step} was not saved: {self.reason}. The previous one is untouched"
+
+
+SaveOutcome = CheckpointSaved | SaveFailed  # of a published checkpoint, rank 0's record on every rank
 
 
 def find_latest(run_dir: RunDir) -> Latest:

@@ -2,6 +2,7 @@
 
     checkpointer = Checkpointer(run_dir, config.save, control) # every rank
     checkpointer.restore(load)                                 # from the newest good one, if there is any
+    checkpointer.load_ahead()                                  # what the first save needs, while the run trains
     checkpointer.save(step, sharded_state, {"cursor": ...})    # blocks for the copy to the host
     for outcome in checkpointer.poll(): ...                    # CheckpointSaved or SaveFailed, once per save
     checkpointer.wait(final=True)                              # before the ranks leave
@@ -17,22 +18,21 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.checkpoint.checkpoint_writer import (
-    CheckpointWriter,
-    SaveFailed,
-    SaveInProgress,
-    SaveOutcome,
-)
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
-from megatron_rl.checkpoint.publish import clean_up, find_latest
-from megatron_rl.checkpoint.shards import HostCopies
+from megatron_rl.checkpoint.publish import SaveFailed, SaveOutcome, clean_up, find_latest
 from megatron_rl.contract.checkpoint_interval import SaveCost
 from megatron_rl.contract.manifest import CheckpointError, CheckpointSaved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.rank.control import Control
 from megatron_rl.recipe.save_section import SaveConfig
+
+if TYPE_CHECKING:  # torch's checkpoints take half a second to import, and a run trains before it saves
+    from megatron_rl.checkpoint.checkpoint_writer import CheckpointWriter, SaveInProgress
+    from megatron_rl.checkpoint.shards import HostCopies
 
 
 class Checkpointer:
@@ -49,9 +49,8 @@ class Checkpointer:
         self._found = published_steps(run_dir, control)
         self._session = control.share(secrets.token_hex(4))
         self._saves = 0  # calls of `save`; every rank counts the same
-        self._copies = HostCopies()
-        self._writer = CheckpointWriter(run_dir, config, control.rank, control.size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._loaded_ahead = False
         self._running: tuple[SaveInProgress, Future[SaveOutcome]] | None = None
         self._last: SaveOutcome | None = None
         self._unread: list[SaveOutcome] = []
@@ -61,6 +60,25 @@ class Checkpointer:
         self.newest = 0
         """Step of the newest checkpoint in this line of training, published or restored; 0: none. Ranks may learn it at
         different times."""
+
+    @cached_property
+    def _copies(self) -> HostCopies:
+        from megatron_rl.checkpoint.shards import HostCopies
+
+        return HostCopies()
+
+    @cached_property
+    def _writer(self) -> CheckpointWriter:
+        from megatron_rl.checkpoint.checkpoint_writer import CheckpointWriter
+
+        return CheckpointWriter(self.run_dir, self.config, self.control.rank, self.control.size)
+
+    def load_ahead(self) -> None:
+        """Have the writer's thread import what the first save needs, so that a run which is asked to leave soon does
+        not spend its time on that. Returns at once."""
+        if not self._loaded_ahead:
+            self._loaded_ahead = True
+            self._thread.submit(import_module, "megatron_rl.checkpoint.checkpoint_writer")
 
     @property
     def resumes(self) -> bool:
@@ -100,6 +118,8 @@ class Checkpointer:
         folder = self.run_dir.unfinished_checkpoint(step, save_id)
         snapshot = self._copies.take(sharded_state)
         meta = json.loads(json.dumps(meta))
+        from megatron_rl.checkpoint.checkpoint_writer import SaveInProgress
+
         save = SaveInProgress(step, save_id, folder, snapshot, meta, started, self.config.timeout_s, needed)
         self._blocked_s = save.blocked_s = time.monotonic() - started
         self._running = save, self._thread.submit(self._writer.run, save)

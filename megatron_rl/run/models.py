@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
-from megatron_rl.checkpoint.saving_ranks import sharded_weights
 from megatron_rl.learn.training import warm_up
 from megatron_rl.learn.training.objective import FrozenTeacher, Teacher
 from megatron_rl.learn.training.offload import HostWeights
@@ -56,6 +55,10 @@ class Models:
 
     def sharded_state(self) -> dict[str, Any]:
         """Trained weights, optimizer and random numbers in megatron-core's sharded form."""
+        from megatron_rl.checkpoint.saving_ranks import (
+            sharded_weights,  # slow to import, and a run trains before it saves
+        )
+
         model = sharded_weights(self.policy, self.groups.data_context, self.groups.expert_data, self.trainable.trained)
         rng = ShardedObject("rng", self.platform.rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
         if self.weights is None:

@@ -11,9 +11,10 @@ import pytest
 
 UNWANTED = [
     *("torch._inductor", "torch._dynamo", "triton", "tensorboard", "wandb", "transformers", "datasets"),
-    *("httpx", "uvicorn", "fastapi", "openai", "rich", "megatron_rl.model.platform.cpu"),
+    *("httpx", "uvicorn", "fastapi", "openai", "rich", "megatron_rl.model.platform.cpu", "sympy"),
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
 ]
-"""The last one's patches are for recipes that ask for a CPU."""
+"""megatron_rl.model.platform.cpu has patches for recipes that ask for a CPU."""
 
 PROGRAM = f"""
 import importlib, importlib.util, sys
@@ -39,6 +40,8 @@ for kind in (torch.optim.Adam, torch.optim.AdamW):
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
     assert weight.grad is None and weight[0].item() < 1 and torch.is_grad_enabled()
+if torch.version.cuda or torch.version.hip:
+    sys.modules.pop("triton", None)
 print(*[name for name in ["megatron.core", *{UNWANTED}] if name in sys.modules], importlib.util.find_spec("wandb").name)
 import nvidia_resiliency_ext.checkpointing
 """

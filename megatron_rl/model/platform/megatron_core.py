@@ -2,8 +2,9 @@
 
 megatron-core decorates some seventy functions with torch.compile, which loads torch's compilers, and looks for wandb,
 which mrl runs in a separate process (metrics/wandb/). Together that takes half of a rank's start. It also looks for
-TensorBoard, to which only rank 0 writes, and for Triton, which has no kernels for CPUs. torch's optimizers load its
-compilers too, only to be left out of what they compile.
+TensorBoard, to which only rank 0 writes, for Triton, which has no kernels for CPUs, and for what its FSDP needs, which
+mrl does not use: torch's distributed tensors, FSDP and checkpoints, and with them a library for symbolic mathematics.
+torch's optimizers load its compilers too, only to be left out of what they compile.
 
 It also must not find Apex and Transformer Engine, which NVIDIA's images contain, unless implementation.py imported the
 latter before because its linears are used. If it can import them, it uses their norm for the last layer and their Adam,
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -63,21 +64,31 @@ def _with_grad_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    found = {name: sys.modules[name] for name in names if name in sys.modules}
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None makes an import fail
+    with _replaced(dict.fromkeys(names)):  # None makes an import fail
+        yield
+
+
+@contextmanager
+def _replaced(modules: Mapping[str, Any]) -> Iterator[None]:
+    """Replace modules, whether loaded or not, for as long as others are imported."""
+    found = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)
     try:
         yield
     finally:
-        for name in names:
+        for name in modules:
             del sys.modules[name]
         sys.modules.update(found)
 
 
 _compile = torch.compile
 _NOT_FOUND = ["wandb", "transformer_engine", "apex", "amp_C", "nvidia_resiliency_ext", "torch.utils.tensorboard"]
+_NOT_FOUND += ["torch.distributed._tensor", "torch.distributed.tensor", "torch.distributed.fsdp"]
 if torch.version.cuda is None and torch.version.hip is None:
     _NOT_FOUND.append("triton")
 _NEVER_FOUND = "transformer_engine.pytorch.optimizers"
+_UNUSED = {"torch.distributed.checkpoint": mock.MagicMock(__spec__=None)}
+"""Modules that megatron-core (0.16.1 and 0.19.2) imports for its FSDP without looking whether they are there."""
 
 _leave_optimizers_to_run()
 if not sys.warnoptions:
@@ -85,6 +96,7 @@ if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=module)
 with (
     not_found(*(name for name in _NOT_FOUND if name not in sys.modules), _NEVER_FOUND),
+    _replaced({name: module for name, module in _UNUSED.items() if name not in sys.modules}),
     mock.patch.object(torch, "compile", _compiled_when_called),
 ):
     # Only these parts of megatron-core look for them.
