@@ -109,6 +109,8 @@ class Checkpointer:
         needed: called in the thread. Returns once all other data that a resumed run needs from this rank is on disk, or
             raises OSError, and the save fails.
         """
+        from megatron_rl.checkpoint.checkpoint_writer import SaveInProgress
+
         started = time.monotonic()
         self._saves += 1
         if not self.wait():
@@ -118,8 +120,6 @@ class Checkpointer:
         folder = self.run_dir.unfinished_checkpoint(step, save_id)
         snapshot = self._copies.take(sharded_state)
         meta = json.loads(json.dumps(meta))
-        from megatron_rl.checkpoint.checkpoint_writer import SaveInProgress
-
         save = SaveInProgress(step, save_id, folder, snapshot, meta, started, self.config.timeout_s, needed)
         self._blocked_s = save.blocked_s = time.monotonic() - started
         self._running = save, self._thread.submit(self._writer.run, save)
