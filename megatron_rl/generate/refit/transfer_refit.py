@@ -89,7 +89,7 @@ class TransferRefit:
         Returns whether any replica has the version: false if a rank was asked to leave, or aborted, before one came.
 
         Raises:
-            NoReplicaLeft: on all ranks, if no replica has taken it within `no_replica_timeout`.
+            NoReplicaLeft: on all ranks, if no replica has taken it within `no_replica_timeout`, or none ever will.
             ValueError: the replicas have another model.
         """
         give_up = time.monotonic() + self._no_replica_timeout.total_seconds()
@@ -221,7 +221,17 @@ class TransferRefit:
         self.close()
 
     def _decide(self, decision: Callable[[], Any]) -> Any:
-        return self._control.share(decision() if self._replicas is not None else None)
+        """Return rank 0's decision on all ranks. NoReplicaLeft is raised on all of them."""
+        decided = None
+        if self._replicas is not None:
+            try:
+                decided = decision()
+            except NoReplicaLeft as error:
+                decided = error
+        decided = self._control.share(decided)
+        if isinstance(decided, NoReplicaLeft):
+            raise decided
+        return decided
 
     def _on_all_ranks(self, work: Callable[[], None]) -> None:
         """Do the work on each rank. Raises TransferFailed on all ranks if it failed on one."""

@@ -6,11 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from core_helpers import stir, tiny_policy
+from thread_ranks import on_threads
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
 from waiting import until
 
@@ -20,6 +23,7 @@ from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_refit import TransferRefit
 from megatron_rl.model.policy import Policy
+from megatron_rl.rank.control import Control
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +91,19 @@ def test_every_replica_has_the_weights_bit_for_bit_and_one_epoch_serves_many_ver
         assert have(replicas, trained, version) == [0, 1]
     assert replicas.epochs == [[0, 1]]
     assert publish.moved_bytes == 2 * sum(weight.nbytes for weight in trained.parameters())
+
+
+def test_all_ranks_learn_that_no_replica_is_left() -> None:
+    gone: Any = SimpleNamespace(live=Mock(side_effect=NoReplicaLeft("all inference replicas are given up: boom")))
+
+    def work(control: Control) -> str:
+        on_first: Any = gone if control.rank == 0 else None
+        refit = TransferRefit(SimpleNamespace(), control, "gloo", on_first, lambda: False, LIMIT, LIMIT)  # type: ignore[arg-type]
+        with pytest.raises(NoReplicaLeft) as raised:
+            refit.publish(1)
+        return str(raised.value)
+
+    assert on_threads(3, work) == ["all inference replicas are given up: boom"] * 3
 
 
 def test_replicas_with_another_release_of_nccl_get_the_weights_by_tcp(
