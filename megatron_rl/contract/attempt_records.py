@@ -70,8 +70,9 @@ class Heartbeat(NamedTuple):
 
 @record()
 class Hang(NamedTuple):
-    """hang.json: the rank that was silent for too long. Written by the host side before it kills the ranks for it, and
-    read by the host side when it judges the attempt."""
+    """hang.json: the rank that was silent for too long. Written by the host side before it kills the ranks for it, or
+    by training rank 0 about a replica that does not leave the devices of the ranks, to have it killed. Read by the host
+    side, also when it judges the attempt."""
 
     rank: int
     host: str | None  # None: it never sent a heartbeat

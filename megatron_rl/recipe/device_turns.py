@@ -61,7 +61,7 @@ _TAKEN: dict[Act, frozenset[Holding]] = {
 }
 TO_TRAIN: tuple[Act, ...] = ("pause", "sleep", "fetch")
 """Acts from generation to training."""
-TRAINING: tuple[Act, ...] = ("train", "update", "stow")
+_TRAINING: tuple[Act, ...] = ("train", "update", "stow")
 TO_GENERATE: tuple[Act, ...] = ("measure", "wake weights", "send", "put away", "wake cache", "probe", "resume")
 """Acts from training to generation."""
 _ONLY_IF_AWAY: dict[Act, Holding] = {
@@ -90,7 +90,7 @@ def stages(offload: Offload) -> tuple[TurnStage, ...]:
     leaves = _LEAVES[offload]
     present: frozenset[Holding] = ENGINE | (_RANKS - leaves)
     found = [TurnStage("generate", present)]
-    for act in (*TO_TRAIN, *TRAINING, *TO_GENERATE):
+    for act in (*TO_TRAIN, *_TRAINING, *TO_GENERATE):
         if act in _ONLY_IF_AWAY and _ONLY_IF_AWAY[act] not in leaves:
             continue
         during = present | _BROUGHT.get(act, frozenset())

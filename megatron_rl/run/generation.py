@@ -27,10 +27,10 @@ from megatron_rl.run.standalone.first_rows import Lesson
 from megatron_rl.run.state import Counters, Driver, Generation
 
 if TYPE_CHECKING:
-    from megatron_rl.generate.replicas.pool import ReplicaPool
+    from megatron_rl.run.replica_generation import OpenReplicas
 
 
-def open_pool(config: RunConfig, here: Here) -> ReplicaPool | None:
+def open_replicas(config: RunConfig, here: Here) -> OpenReplicas | None:
     """Open the pool of replicas, before any model is built because replicas wait for it; None if there are none. The
     engines of those on the ranks' own devices start here. Collective.
 
@@ -41,23 +41,20 @@ def open_pool(config: RunConfig, here: Here) -> ReplicaPool | None:
         return None
     from megatron_rl.run import replica_generation  # slow to import: it needs an HTTP client
 
-    return replica_generation.open_pool(config, here)
+    return replica_generation.open_replicas(config, here)
 
 
 def build_generation(
-    config: RunConfig, here: Here, lesson: Lesson, models: Models, pool: ReplicaPool | None
+    config: RunConfig, here: Here, lesson: Lesson, models: Models, replicas: OpenReplicas | None
 ) -> Generation | None:
     """Set up the generation of answers with the weights of the policy, once they are published; None if nothing is
-    sampled. Collective.
-
-    pool: opened by `open_pool`.
-    """
+    sampled. Collective."""
     if not config.generates:
         return None
-    if pool is not None:
+    if replicas is not None:
         from megatron_rl.run import replica_generation
 
-        return replica_generation.generate_elsewhere(config, here, lesson, models, pool)
+        return replica_generation.generate_elsewhere(config, here, lesson, models, replicas)
     tp = config.placement.inference.tp or config.placement.training.tp
     ranks = EngineRanks.form(here.groups, tp, timedelta(seconds=config.job.collective_timeout_s))
     tokenizer = lesson.tokenizer

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron_rl.generate.refit.bucket_sender import BucketSender
+from megatron_rl.generate.refit.engine_control import EngineControl
 from megatron_rl.generate.refit.epoch import DEVICE
 from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.overlapped import OverlappedRefit
@@ -29,11 +31,19 @@ from megatron_rl.run.state import Generation
 from megatron_rl.run.turns import Engines, TurnsRefit
 
 
-def open_pool(config: RunConfig, here: Here) -> ReplicaPool:
-    """Open the pool of replicas that this rank's driver queries, and start the engines on the devices of the ranks.
-    Called early, because replicas wait for it, and those engines need free devices. Collective.
+@dataclass(frozen=True, slots=True)
+class OpenReplicas:
+    pool: ReplicaPool
+    """The replicas that this rank's driver queries."""
+    engines: Engines | None
+    """The engines on the devices of the ranks; None if the replicas have others."""
 
-    Raises as `run.generation.open_pool` does.
+
+def open_replicas(config: RunConfig, here: Here) -> OpenReplicas:
+    """Open the pool of replicas, and start the engines on the devices of the ranks. Called early, because replicas wait
+    for it, and those engines need free devices. Collective.
+
+    Raises as `run.generation.open_replicas` does.
     """
     role = TrainingDriver.of(here.groups)
     dispatch = Dispatch(
@@ -47,20 +57,23 @@ def open_pool(config: RunConfig, here: Here) -> ReplicaPool:
     pool = ReplicaPool(dispatch)
     if role.drives:
         pool.start()
-    if config.shares_devices:
-        here.safe_points.activity.enter("waiting for vLLM", 0)
-        tp = config.placement.inference.tp or config.placement.training.tp
-        if not _engines(config, here, pool).start(dist.get_world_size() // tp):
-            here.safe_points.agree()
-    return pool
+    if not config.shares_devices:
+        return OpenReplicas(pool, None)
+    here.safe_points.activity.enter("waiting for vLLM", 0)
+    control = EngineControl(pool, here.attempt) if dist.get_rank() == 0 else None
+    engines = Engines(control, here, config.job.silence_limit_s)
+    tp = config.placement.inference.tp or config.placement.training.tp
+    if not engines.start(dist.get_world_size() // tp):
+        here.safe_points.agree()
+    return OpenReplicas(pool, engines)
 
 
-def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, models: Models, pool: ReplicaPool) -> Generation:
+def generate_elsewhere(
+    config: RunConfig, here: Here, lesson: Lesson, models: Models, replicas: OpenReplicas
+) -> Generation:
     """Set up the refit of the replicas, which generate with the weights of the policy once they are published.
-    Collective.
-
-    pool: opened by `open_pool`.
-    """
+    Collective."""
+    pool, engines = replicas.pool, replicas.engines
     measure = None
     if capabilities_of(config.inference.engine).probed:
         prompts = (problem.prompt for problem in lesson.sets[0].problems)
@@ -69,19 +82,18 @@ def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, models: Mo
         quantised = vllm is not None and vllm.precision.differs
         measure = Prober(models.policy, text, here.groups, quantised=quantised).measure
     timeout = timedelta(seconds=config.job.collective_timeout_s)
-    held, shared = weights_by_box(models.policy), config.shares_devices
+    held = weights_by_box(models.policy)
     transfer = TransferRefit(
-        BucketSender(held, here.groups.world, near=config.job.gpus_per_node) if shared else Sender(held),
+        BucketSender(held, here.groups.world, near=config.job.gpus_per_node) if engines else Sender(held),
         here.groups.control.beside("refit", timeout),
-        DEVICE if shared else offered(here.platform.backend),
-        _control(config, pool),
+        DEVICE if engines else offered(here.platform.backend),
+        PoolControl(pool, timeout) if dist.get_rank() == 0 else None,
         here.safe_points.poll,
         min(timeout, TRANSFER_TIMEOUT),
         no_replica_timeout=timedelta(seconds=config.job.silence_limit_s),
     )
     refit: OverlappedRefit | TurnsRefit
-    if shared:
-        engines = _engines(config, here, pool)
+    if engines is not None:
         refit = TurnsRefit(transfer, engines, pool, models.weights, here, config.offload, measure)
     else:
         refit = OverlappedRefit(transfer, pool, here.platform, here.safe_points, measure)
@@ -95,13 +107,3 @@ def generate_elsewhere(config: RunConfig, here: Here, lesson: Lesson, models: Mo
         return pool.metrics() | refit.metrics()
 
     return Generation(pool, refit, loop, end, metrics if dist.get_rank() == 0 else dict)
-
-
-def _engines(config: RunConfig, here: Here, pool: ReplicaPool) -> Engines:
-    return Engines(_control(config, pool), here, config.job.silence_limit_s)
-
-
-def _control(config: RunConfig, pool: ReplicaPool) -> PoolControl | None:
-    """None on ranks other than the first."""
-    timeout = timedelta(seconds=config.job.collective_timeout_s)
-    return PoolControl(pool, timeout) if dist.get_rank() == 0 else None

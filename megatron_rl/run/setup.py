@@ -14,7 +14,7 @@ from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.writer import MetricsWriter, Writer
 from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.run.generation import build_driver, build_generation, curriculum_of, open_pool
+from megatron_rl.run.generation import build_driver, build_generation, curriculum_of, open_replicas
 from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import build_models, build_teacher
 from megatron_rl.run.problems import build_material, check_unchanged
@@ -31,7 +31,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
     material = build_material(config, here, resumes=checkpointer.resumes)
     lesson = material.lesson
     config, tokenizer, environment = lesson.config, lesson.tokenizer, lesson.environment
-    pool = open_pool(config, here)
+    replicas = open_replicas(config, here)
 
     models, initial = build_models(config, here, tokenizer, environment, resumes=checkpointer.resumes)
     counters = restore(checkpointer, models, initial, here.safe_points)
@@ -42,7 +42,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
     progress = counters.policy_version, counters.nonfinite_in_a_row
     trainer = Trainer(models.policy, models.optimizer, objective, config, here, *progress)
 
-    generation = build_generation(config, here, lesson, models, pool)
+    generation = build_generation(config, here, lesson, models, replicas)
     if generation is not None:
         generation.refit.publish(counters.policy_version)
     driver = build_driver(config, here, material, generation, counters)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from functools import partial
+from typing import NamedTuple
 
+from megatron_rl.generate.refit.engine_control import LEAVE_S, EngineControl
 from megatron_rl.generate.refit.epoch import NoReplicaLeft
 from megatron_rl.generate.refit.probe import Probe
-from megatron_rl.generate.refit.replica_control import PoolControl
 from megatron_rl.generate.refit.transfer_refit import TransferRefit
 from megatron_rl.generate.replicas.pool import ReplicaPool
 from megatron_rl.learn.training.offload import HostWeights
@@ -30,13 +32,24 @@ POLL_S = 0.2
 LOG_S = 30.0
 
 
+class _Notice(NamedTuple):
+    """One rank's word in a wait for the engines."""
+
+    asked: bool
+    """Whether it was asked to leave."""
+    missing: str = ""
+    """The rest that is waited for, for people; empty: none. Rank 0 knows it."""
+    none_left: str = ""
+    """Reason why no engine will ever run, if that is so. Rank 0 knows it."""
+
+
 class Engines:
     """The engines on the training ranks' devices, as all ranks command them: rank 0 alone talks to the replicas."""
 
-    def __init__(self, control: PoolControl | None, here: Here, limit_s: float) -> None:
+    def __init__(self, control: EngineControl | None, here: Here, limit_s: float) -> None:
         """
         control: on rank 0; None on other ranks.
-        limit_s: seconds in which engines must start.
+        limit_s: seconds in which engines must start, and in which the host side must end those that do not leave.
         """
         self._control, self._ranks, self._safe_points = control, here.groups.control, here.safe_points
         self._limit_s = limit_s
@@ -46,11 +59,15 @@ class Engines:
         (down,) = self._ranks.any(self._control is not None and bool(self._control.down()))
         return down
 
-    def rest(self) -> None:
-        """Have all engines leave the devices to the training ranks. They keep unfinished answers. Collective."""
+    def rest(self) -> bool:
+        """Have all engines leave the devices to the training ranks, and wait until they have. They keep unfinished
+        answers. The replica of one that does not leave is ended. Collective.
+
+        Returns false on all ranks if one was asked to leave before.
+        """
         if self._control is not None:
-            self._control.sleep()
-        self._ranks.barrier()
+            self._control.begin_sleep()
+        return self._await(self._occupants)
 
     def start(self, replicas: int = 0) -> bool:
         """Start the engines that are not running, for which the devices must be free, and wait for them. Those that are
@@ -58,47 +75,68 @@ class Engines:
 
         replicas: number of those whose engines must run; further ones count as soon as they are there.
 
-        Returns whether they run: false on all ranks if one was asked to leave. Raises NoReplicaLeft if none runs.
+        Returns whether they run: false on all ranks if one was asked to leave. Raises NoReplicaLeft on all ranks if
+        none runs.
         """
-        activity, began, logged = self._safe_points.activity, time.monotonic(), time.monotonic()
+        return self._await(partial(self._missing, replicas))
+
+    def _await(self, look: Callable[[EngineControl, float], str]) -> bool:
+        """Wait until nothing is missing. Collective.
+
+        look: returns what is missing after so many seconds. It may take some of them, and may raise NoReplicaLeft.
+
+        Returns false if a rank was asked to leave.
+        """
+        began = logged = time.monotonic()
         while True:
-            missing = self._missing(replicas) if self._control is not None else ""
-            late = time.monotonic() - began > self._limit_s
-            runs = self._control is not None and bool(self._control.live())
-            asked, waits, late, runs = self._ranks.any(
-                self._safe_points.poll(), bool(missing), self._control is not None and late, runs
-            )
-            if asked:
+            own = self._notice(look, began)
+            notices = [each for each in self._ranks.gather(own if any(own) else None) if each is not None]
+            if any(notice.asked for notice in notices):
                 self._safe_points.drain.asked = True
                 return False
-            if late and not runs:
-                raise NoReplicaLeft(
-                    f"no engine has started on the devices of the training ranks within {self._limit_s:g} s "
-                    "(job.silence_limit_s): see the logs of the replicas, infer-*.log"
-                )
-            if late or not waits:
-                break
-            activity.note(missing)
-            if missing and time.monotonic() - logged > LOG_S:
+            if why := next((notice.none_left for notice in notices if notice.none_left), None):
+                raise NoReplicaLeft(why)
+            self._safe_points.activity.note(own.missing)
+            if not any(notice.missing for notice in notices):
+                return True
+            if own.missing and time.monotonic() - logged > LOG_S:
                 logged = time.monotonic()
-                logger.info("waiting for %s since %.0f s", missing, logged - began)
-            time.sleep(POLL_S)
-        activity.note("")
-        if late and missing:
-            logger.warning(
-                "training continues without %s, after %g s (job.silence_limit_s)", missing, time.monotonic() - began
-            )
-        return True
+                logger.info("waiting for %s since %.0f s", own.missing, logged - began)
 
-    def _missing(self, replicas: int) -> str:
-        """Ask the replicas that are there to start their engines. Return, for people, what is missing until that many
-        have engines that run; empty: nothing. On rank 0."""
-        assert self._control is not None
-        self._control.start()
-        there = {replica for replica, _ in self._control.reached()}
-        down = sorted(replica for replica, _ in self._control.down())
-        absent = [f"replica {replica}" for replica in range(replicas) if replica not in there]
-        return ", ".join([*absent, *(f"the engine of replica {replica}" for replica in down)])
+    def _notice(self, look: Callable[[EngineControl, float], str], began: float) -> _Notice:
+        asked = self._safe_points.poll()
+        if self._control is None:
+            return _Notice(asked)
+        try:
+            return _Notice(asked, look(self._control, time.monotonic() - began))
+        except NoReplicaLeft as error:
+            return _Notice(asked, none_left=str(error))
+
+    def _occupants(self, control: EngineControl, waited_s: float) -> str:
+        occupants = control.occupants(POLL_S)
+        if not occupants:
+            return ""
+        names = ", ".join(f"replica {replica}" for replica, _ in occupants)
+        if waited_s > LEAVE_S:
+            control.end(occupants, waited_s)
+        if waited_s > LEAVE_S + self._limit_s:
+            logger.warning("training continues, although the engines of %s may still occupy the devices", names)
+            return ""
+        return f"the engines of {names} to leave the devices"
+
+    def _missing(self, replicas: int, control: EngineControl, waited_s: float) -> str:
+        time.sleep(min(waited_s, POLL_S))
+        control.start()
+        missing = ", ".join(control.missing(replicas))
+        if not missing or waited_s <= self._limit_s:
+            return missing
+        if not control.any_runs():
+            raise NoReplicaLeft(
+                f"no engine has started on the devices of the training ranks within {self._limit_s:g} s "
+                "(job.silence_limit_s): see the logs of the replicas, infer-*.log"
+            )
+        logger.warning("training continues without %s, after %.0f s (job.silence_limit_s)", missing, waited_s)
+        return ""
 
 
 class TurnsRefit:
@@ -147,7 +185,8 @@ class TurnsRefit:
         return self._pool.starved
 
     def begin_training(self) -> None:
-        """Have the engines leave the devices to the ranks, whose weights come back. Collective."""
+        """Have the engines leave the devices to the ranks, whose weights come back. Collective. Raises LeaveAgreed if a
+        rank is asked to leave before the engines have."""
         with self._safe_points.phase("offload"):
             _carry_out(self._to_train)
 
@@ -191,8 +230,8 @@ class TurnsRefit:
         rank was asked to leave. Collective."""
         # An attempt that failed has left engines awake, and the weights perhaps put away. The order is then that of
         # the turns again: engines sleep, those that are down start on the free device, weights come back.
-        if self._ready_before:
-            self._engines.rest()
+        if self._ready_before and not self._engines.rest():
+            return False
         self._ready_before = True
         if self._engines.any_down():
             self._put_away()
@@ -203,7 +242,8 @@ class TurnsRefit:
 
     def _rest(self) -> None:
         began = time.monotonic()
-        self._engines.rest()
+        if not self._engines.rest():
+            self._safe_points.agree()
         self._rest_s = time.monotonic() - began
 
     def _fetch(self) -> None:

@@ -18,7 +18,10 @@ from scripted_replica import ScriptedEngine, ScriptedReplica, ScriptedTurns, Scr
 from torch import Tensor
 from transfer_helpers import host_memory
 
+from megatron_rl.contract.attempt_records import ReplicaState
+from megatron_rl.contract.codes import REPLICA_WAITING
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
 from megatron_rl.generate.refit.epoch import DEVICE
 from megatron_rl.generate.replicas.wire import digest_of, read_token
 from megatron_rl.generate.vllm.share import Setting, WeightShare
@@ -101,6 +104,12 @@ class FrontBeside(ScriptedReplica):
         self.let_start = threading.Event()
         self.let_start.set()
         self.service.engine.turns = HeldTurns(self)
+        self._ended = run.attempt(attempt).replica(number).state, ReplicaState(number, REPLICA_WAITING, start + 1, 0.0)
+
+    def die(self) -> None:
+        """Close all its connections, which the host side sees."""
+        super().die()
+        write(*self._ended)
 
     @property
     def stands(self) -> bool:

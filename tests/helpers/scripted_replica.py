@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 
@@ -164,8 +164,6 @@ class ScriptedTurns:
         self._started = True
 
     async def sleep(self) -> None:
-        if not self._started:
-            raise RuntimeError("it was not started")
         self._engine.asleep, self._leader.version = True, None
 
 
@@ -221,7 +219,7 @@ class ScriptedReplica:
             address._replace(port=self._listener.getsockname()[1]),
         )
 
-    def __enter__(self) -> ScriptedReplica:
+    def __enter__(self) -> Self:
         self._thread.start()
         write(*self._published)
         return self

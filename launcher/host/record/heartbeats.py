@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from functools import cache
-from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -17,27 +16,30 @@ from megatron_rl.contract.attempt_records import Hang, Heartbeat
 from megatron_rl.contract.codes import HEARTBEAT_LEFT, HEARTBEAT_S
 from megatron_rl.contract.heartbeat_files import SlotName, decode_slot, is_whole, read_slots
 from megatron_rl.contract.paths import RankFiles
+from megatron_rl.contract.records import if_readable, read
 
 
 class Look:
-    """The slots in a folder of heartbeats, once they have been read."""
+    """The heartbeats of a world, and a rank that somebody else has reported, once they have been read."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, files: RankFiles) -> None:
+        self._files = files
         self.slots: dict[SlotName, bytes] = {}
+        self.reported: Hang | None = None
         self.error: Exception | None = None
         self.done = False
 
     def read(self) -> None:
         try:
-            self.slots = read_slots(self._folder)
+            self.slots = read_slots(self._files.heartbeats)
+            self.reported = if_readable(read(Hang, self._files.hang))
         except Exception as error:  # noqa: BLE001 - raised again by who waits for the look
             self.error = error
         self.done = True
 
 
-def begin_look(folder: Path) -> Look:
-    look = Look(folder)
+def begin_look(files: RankFiles) -> Look:
+    look = Look(files)
     _looks().put(look)
     return look
 
@@ -73,8 +75,8 @@ class HangWatch:
         self._seen: dict[SlotName, _SeenSlot] = {}
 
     def poll(self, now: float) -> Hang | None:
-        """The rank that hangs, if one did at the last look. May be called at any pace once the ranks are started.
-        Raises OSError."""
+        """The rank that hangs, or was reported, if one did at the last look. May be called at any pace once the ranks
+        are started. Raises OSError."""
         if self._limit <= 0:
             return None
         if self._look is None and now >= self._looked + self._every:
@@ -82,13 +84,15 @@ class HangWatch:
                 self._began = now
             elif now > self._looked + self._limit / 2:  # suspended, perhaps with the ranks: their silence starts again
                 self._began = self._woke = now
-            self._looked, self._look = now, begin_look(self._attempt.heartbeats)
+            self._looked, self._look = now, begin_look(self._attempt)
         if self._look is None or not self._look.done or self._began is None:
             return None
         look, self._look = self._look, None
         if look.error is not None:
             raise look.error
         self._add(look.slots, self._looked)
+        if look.reported is not None:
+            return look.reported
         if self._is_well(self._began, self._looked):
             return None
         return silent_rank(self.newest, self._began, self._looked, self._limit)

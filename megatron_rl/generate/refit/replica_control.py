@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
-from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.generate.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaLost, ReplicaStart
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.replicas.link import ReplicaGone
 from megatron_rl.generate.replicas.pool import ReplicaPool
+from megatron_rl.generate.replicas.wire import State
 
 logger = logging.getLogger("megatron_rl")
 
@@ -31,40 +31,12 @@ class PoolControl:
     def live(self) -> list[Member]:
         """Replicas that answered recently and whose engine runs; may be empty. Returns at once. Raises NoReplicaLeft if
         no replica will ever come back."""
-        down = self.down()
+        states = reached_states(self._pool)
         return [
             Member(each.replica, each.start, each.ranks, each.transport)
-            for started, each in self._reached().items()
-            if started not in down
+            for started, each in self._pool.starts().items()
+            if states.get(started, "down") != "down"
         ]
-
-    def reached(self) -> frozenset[ReplicaStart]:
-        """Replicas that answered recently, whether their engine runs or not. Raises NoReplicaLeft as `live` does."""
-        return frozenset(self._reached())
-
-    def _reached(self) -> dict[ReplicaStart, ReplicaAddress]:
-        starts = self._pool.starts()
-        if self._pool.given_up is not None and not starts:
-            raise NoReplicaLeft(f"all inference replicas are given up: {self._pool.given_up}")
-        return starts
-
-    def down(self) -> frozenset[ReplicaStart]:
-        """Replicas beside training ranks whose engine is not started, or still starting."""
-        return frozenset(started for started, state in self._pool.states().items() if state == "down")
-
-    def start(self) -> None:
-        """Have all replicas that are down begin to start their engines. Returns at once."""
-        self._note_lost(self._call("start", {}, self.down()))
-
-    def sleep(self) -> None:
-        """Have all engines that run leave the devices to the training ranks. Returns when they have; the replica of one
-        that cannot is lost."""
-        running = self.reached() - self.down()
-        self._note_lost(self._call("sleep", {}, running, self._timeout_s))
-
-    def _note_lost(self, failed: Mapping[ReplicaStart, ReplicaGone]) -> None:
-        for error in failed.values():
-            logger.warning("%s", error)
 
     def receive(self, version: int, epoch: Epoch | None) -> None:
         """Have all replicas of an epoch join it and then receive a version; None: of the present one. Returns when all
@@ -92,6 +64,14 @@ class PoolControl:
             except ReplicaGone as error:
                 failed[started] = error
         return failed
+
+
+def reached_states(pool: ReplicaPool) -> dict[ReplicaStart, State]:
+    """States of the replicas that answered recently. Raises NoReplicaLeft if none will ever come back."""
+    states = pool.states()
+    if pool.given_up is not None and not states:
+        raise NoReplicaLeft(f"all inference replicas are given up: {pool.given_up}")
+    return states
 
 
 class BackOff:

@@ -28,8 +28,8 @@ class TakesTurns(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Leave the device to the ranks, once the engine has started. No-op while it is asleep without any weights.
-        Raises RuntimeError."""
+        """Leave the device to the ranks, once the engine has started. No-op while it is asleep without any weights, and
+        before it is to start. Raises RuntimeError."""
         ...
 
 

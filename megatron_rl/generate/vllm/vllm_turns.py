@@ -15,6 +15,7 @@ from typing import Any
 from megatron_rl.generate.refit.epoch import TransferFailed
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.replicas.wire import State
+from megatron_rl.generate.vllm.client import CONTROL_S
 from megatron_rl.generate.vllm.process import VllmGone, VllmRefused
 from megatron_rl.generate.vllm.resumption import Resumption
 from megatron_rl.generate.vllm.running import RunningVllm
@@ -53,9 +54,9 @@ class VllmTurns:
             self._starting = self._vllm.begin(self._start())
 
     async def sleep(self) -> None:
-        """Raises RuntimeError: TransferFailed if vLLM was not started; any other ends the replica."""
+        """Raises RuntimeError, which ends the replica."""
         if self._starting is None:
-            raise TransferFailed("its vLLM is down, and nothing has asked for its start")
+            return
         try:
             await asyncio.shield(self._starting)
         except Exception as error:  # whatever it is, the replica ends with it
@@ -137,14 +138,23 @@ class VllmTurns:
     async def _load(self, version: int) -> None:
         """Load a version while it arrives. Raises RuntimeError: TransferFailed if nothing was loaded; after any other
         the weights may be half loaded, which ends the replica."""
-        with self._vllm.occupied():
-            try:
-                await self._client.start_update()
-                await self._client.update(version, load=False)
-            except VllmRefused as error:
-                raise TransferFailed(str(error)) from error
-            await self._ending(f"load version {version}", self._load_and_finish(version))
+        try:
+            with self._vllm.occupied():
+                async with asyncio.timeout(CONTROL_S):
+                    await self._load_what_comes(version)
+        except TimeoutError as error:
+            late = VllmGone(f"vLLM has not loaded version {version} within {CONTROL_S:.0f} s")
+            self._vllm.fail(late)
+            raise late from error
         self._loaded = version
+
+    async def _load_what_comes(self, version: int) -> None:
+        try:
+            await self._client.start_update()
+            await self._client.update(version, load=False)
+        except VllmRefused as error:
+            raise TransferFailed(str(error)) from error
+        await self._ending(f"load version {version}", self._load_and_finish(version))
 
     async def _load_and_finish(self, version: int) -> None:
         await self._client.update(version, load=True)

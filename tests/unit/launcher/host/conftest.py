@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from launcher.host.record import heartbeats
+from megatron_rl.contract.paths import RankFiles
 
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_at_once(folder: Path) -> heartbeats.Look:
-        look = heartbeats.Look(folder)
+    def look_at_once(files: RankFiles) -> heartbeats.Look:
+        look = heartbeats.Look(files)
         look.read()
         return look
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from core_helpers import here_of, quiet_safe_points, stir, tiny_policy
+from thread_ranks import on_threads
 from transfer_helpers import LIMIT, ROUND_BYTES, ThreadedReplica, ThreadedReplicas
 
 from megatron_rl.generate.refit.epoch import Epoch, Member, NoReplicaLeft, ReplicaStart
@@ -18,8 +19,11 @@ from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.transfer import Sender
 from megatron_rl.generate.refit.transfer_refit import TransferRefit
 from megatron_rl.learn.training.offload import HostWeights
+from megatron_rl.rank.control import Control
+from megatron_rl.rank.safe_points import LeaveAgreed
 from megatron_rl.recipe.device_turns import Act, sleeps, stages
 from megatron_rl.recipe.job import Offload
+from megatron_rl.run import turns
 from megatron_rl.run.prober import Prober
 from megatron_rl.run.turns import Engines, TurnsRefit
 
@@ -34,15 +38,25 @@ class RestingReplicas(ThreadedReplicas):
         self.stopped = {replica.started: 0 for replica in replicas}
         self.slow, self.lost = 1, set[ReplicaStart]()
         self.on_start: Callable[[], None] = lambda: None
+        self.on_sleep: Callable[[], None] = lambda: None
+        self.stay: set[ReplicaStart] = set()
+        """Replicas whose engines do not leave the devices until they are ended."""
+        self.ended: list[ReplicaStart] = []
+        self.ends = True
+        """Whether the host side ends replicas."""
 
     def live(self) -> list[Member]:
         return [member for member in super().live() if member.started not in self.stopped]
 
-    def reached(self) -> Collection[ReplicaStart]:
-        return self.replicas.keys()
+    def any_runs(self) -> bool:
+        return bool(self.live())
 
     def down(self) -> Collection[ReplicaStart]:
         return self.stopped.keys()
+
+    def missing(self, replicas: int) -> list[str]:
+        absent = [f"replica {each}" for each in range(replicas) if (each, 0) not in self.replicas]
+        return [*absent, *(f"the engine of replica {replica}" for replica, _ in self.stopped)]
 
     def start(self) -> None:
         self.on_start()
@@ -52,8 +66,18 @@ class RestingReplicas(ThreadedReplicas):
                 del self.stopped[started]
                 self.acts.append("start")
 
-    def sleep(self) -> None:
+    def begin_sleep(self) -> None:
+        self.on_sleep()
         self.acts += ["pause", "sleep"] if sleeps(self.offload) else ["pause"]
+
+    def occupants(self, wait_s: float) -> list[ReplicaStart]:
+        return sorted(self.stay)
+
+    def end(self, who: Collection[ReplicaStart], silent_s: float) -> None:
+        self.ended += who
+        if self.ends:
+            self.stay -= {*who}
+            self.stopped |= dict.fromkeys(who, 0)
 
     def receive(self, version: int, epoch: Epoch | None) -> None:
         if sleeps(self.offload):
@@ -109,9 +133,7 @@ class Shared:
         sender = RecordedSender(weights_by_box(self.trained), ROUND_BYTES)
         sender.acts = self.acts
         self.limit_s = 20.0
-        transfer = TransferRefit(
-            *(sender, groups.control, "gloo", self.replicas, self.safe_points.poll, LIMIT, timedelta(seconds=0.5))
-        )
+        transfer = TransferRefit(*(sender, groups.control, "gloo", self.replicas, self.safe_points.poll, LIMIT, LIMIT))
         measure = Prober(self.trained, [3, 1, 4, 1, 5], groups).measure
         self.turns = RecordedTurns(transfer, self.commands(), self.pool, self.weights, self.here, offload, measure)
         self.turns.acts = self.acts
@@ -238,3 +260,52 @@ def test_training_continues_without_an_engine_that_does_not_start(shared: Callab
     one.replicas.lost.add((0, 0))
     with pytest.raises(NoReplicaLeft, match=r"no engine has started .* within 0\.1 s"):
         one.commands().start()
+
+
+def test_an_engine_that_does_not_leave_the_devices_is_ended_before_the_ranks_weights_come_back(
+    shared: Callable[..., Shared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "LEAVE_S", 0.1)
+    one = shared(replicas=2)
+    one.replicas.stay.add((1, 0))
+    one.turns.begin_training()
+    assert one.replicas.ended == [(1, 0)]
+    one.train()
+    one.done()
+    one.turns.publish(1)
+    assert one.done() == ["measure", "put away", "start", "fetch", *BACK], "it starts again while their state is away"
+
+
+def test_a_replica_that_nobody_can_end_does_not_end_the_run(
+    shared: Callable[..., Shared], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(turns, "LEAVE_S", 0.1)
+    one = shared(replicas=2)
+    one.replicas.stay.add((1, 0))
+    one.replicas.ends, one.limit_s = False, 0.2
+    assert one.commands().rest()
+    assert "training continues, although the engines of replica 1 may still occupy the devices" in caplog.text
+
+
+def test_ranks_that_are_asked_to_leave_do_not_wait_for_an_engine_to_sleep(shared: Callable[..., Shared]) -> None:
+    one = shared()
+    one.replicas.stay.add((0, 0))
+    one.replicas.on_sleep = lambda: setattr(one.safe_points.drain, "asked", True)
+    with pytest.raises(LeaveAgreed):
+        one.turns.begin_training()
+    assert one.done() == ["pause", "sleep"], "their weights stay away"
+
+
+def test_all_ranks_learn_that_no_replica_is_left(platform: Any) -> None:
+    control: Any = SimpleNamespace(
+        start=lambda: None, missing=Mock(side_effect=NoReplicaLeft("all inference replicas are given up: boom"))
+    )
+
+    def work(ranks: Control) -> str:
+        here: Any = SimpleNamespace(groups=SimpleNamespace(control=ranks), safe_points=quiet_safe_points())
+        engines = Engines(control if ranks.rank == 0 else None, here, 20.0)
+        with pytest.raises(NoReplicaLeft) as raised:
+            engines.start(2)
+        return str(raised.value)
+
+    assert on_threads(3, work) == ["all inference replicas are given up: boom"] * 3

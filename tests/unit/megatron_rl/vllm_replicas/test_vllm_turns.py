@@ -13,7 +13,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.refit.probe import Probe, ProbeFailed
 from megatron_rl.generate.replica.app import NotThere, ReplicaService
-from megatron_rl.generate.vllm import running
+from megatron_rl.generate.vllm import running, vllm_turns
 from megatron_rl.generate.vllm.client import NewTokens, VllmStats
 from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmRefused
 from megatron_rl.generate.vllm.running import RunningVllm
@@ -203,6 +203,13 @@ def test_the_front_starts_vllm_when_it_is_told_to_and_puts_it_to_sleep() -> None
     in_front(test)
 
 
+def test_a_front_that_has_not_started_vllm_has_nothing_to_leave_the_devices_with() -> None:
+    async def test(front: Front) -> None:
+        assert (await front.post("sleep"))["state"] == "down"
+
+    assert in_front(test).client.control == []
+
+
 def test_weights_are_loaded_while_they_arrive_and_the_probe_comes_first_when_the_cache_wakes() -> None:
     async def test(front: Front) -> None:
         await front.post("start")
@@ -290,7 +297,6 @@ def test_requests_that_come_or_are_cancelled_while_it_sleeps() -> None:
 @pytest.mark.parametrize(
     ("posts", "said"),
     [
-        (["sleep"], "its vLLM is down, and nothing has asked for its start"),
         (["receive"], "its vLLM is down, and only receives weights while it is asleep"),
         (["swap"], "no weights were received"),
         (["start", "sleep", "swap"], "no weights were received"),
@@ -397,6 +403,23 @@ def test_a_version_whose_probe_fails_ends_the_replica_since_the_ranks_have_put_t
         with pytest.raises(NotThere, match="differ from the trainer's by 2"):
             await front.swap()
         with pytest.raises(ProbeFailed):
+            await front.leader.watch()
+
+    in_front(test)
+
+
+@pytest.mark.parametrize("act", ["start update", "await 7", "load 7", "finish 7"])
+def test_a_load_that_takes_too_long_in_any_part_ends_the_replica(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_turns, "CONTROL_S", 0.05)
+
+    async def test(front: Front) -> None:
+        await front.post("start")
+        await front.post("sleep")
+        front.client.held[act] = asyncio.Event()
+        await front.receive()
+        with pytest.raises(NotThere, match="vLLM has not loaded version 7 within"):
+            await front.swap()
+        with pytest.raises(VllmGone, match="has not loaded version 7"):
             await front.leader.watch()
 
     in_front(test)

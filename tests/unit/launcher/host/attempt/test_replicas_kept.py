@@ -11,7 +11,7 @@ from launcher.host.attempt.interfaces import ReplicaRanks
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.judge.verdict import RankExit
 from launcher.host.record.evidence import Observed, read_replicas
-from megatron_rl.contract.attempt_records import Heartbeat, Outcome, RankError, ReplicaAddress
+from megatron_rl.contract.attempt_records import Hang, Heartbeat, Outcome, RankError, ReplicaAddress
 from megatron_rl.contract.codes import (
     FINISHED,
     REPLICA_FINISHED,
@@ -149,6 +149,26 @@ def test_one_that_is_silent_is_asked_where_it_is_then_killed_and_started_again(o
     (state,) = read_replicas(one.attempt)
     assert state.state == REPLICA_WAITING
     assert "silent for" in state.why
+
+
+def test_one_that_the_training_ranks_report_is_ended_although_it_is_not_silent_and_its_next_start_is_not(one):
+    one.at(0.0)
+    ranks, files = one.started[0][2], one.attempt.replica(0)
+    files.heartbeats.mkdir()
+
+    def beat(now: float) -> None:
+        write_heartbeat(files.heartbeats, Heartbeat(0, 1, "n7", "serving", 0, 0, now, now, 10.0))
+        one.at(now)
+
+    write(files.hang, Hang(0, None, "leaving the devices of the ranks", 0, 120.0, 15.0))
+    beat(20.0)
+    beat(20.0 + STACKS_LIMIT_S)
+    assert ranks.asked == ["SIGQUIT", "end now", "close"]
+    (state,) = read_replicas(one.attempt)
+    assert state.why == "infer-0 rank 0: silent for 120 s"
+    for now in (40.0, 60.0):
+        beat(now)
+    assert one.started[1][2].asked == []
 
 
 def test_one_that_cannot_be_started_keeps_no_other_from_it_and_is_tried_again(tmp_path):

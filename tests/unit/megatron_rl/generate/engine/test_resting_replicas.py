@@ -54,7 +54,7 @@ def test_answer_that_spans_a_sleep_is_whole_and_the_sleep_counts_against_no_limi
         def sleep() -> None:
             until(lambda: len(pool.partial_answers()) == 2, "it has begun")
             post(pool, "sleep")
-            assert pool.states() == {START: "asleep"}
+            until(lambda: pool.states() == {START: "asleep"}, "news from before the sleep may come after it")
             assert replica.leader.version is None
             replica.engine.hold_at = None
             time.sleep(3 * limit_s)
@@ -120,8 +120,6 @@ def test_requests_that_only_a_sleeping_replica_is_left_for_need_another_publicat
 def test_posts_in_the_wrong_state_are_refused_in_words_and_cost_no_connection(attempt: Attempt, replica) -> None:
     with pool_of(attempt) as pool:
         there(pool, 1)
-        with pytest.raises(ReplicaGone, match="it does not sleep: it was not started"):
-            post(pool, "sleep")
         with pytest.raises(ReplicaGone, match="no weights were received"):
             post(pool, "swap", version=0, probe=None)
         assert pool.starts().keys() == {START}
