@@ -72,9 +72,9 @@ def _build(version: str | None) -> str:
 def quantised_findings(config: RunConfig) -> Iterator[DoctorFinding]:
     """Say whether a vLLM that samples with 8 bits is corrected for."""
     vllm = config.inference.own_vllm
-    if vllm is None or not vllm.precision.differs:
+    if vllm is None or not (beyond := vllm.precision.beyond(config.model.dtype)):
         return
-    options, importance = " and ".join(vllm.precision.options), config.grpo.importance
+    options, importance = " and ".join(beyond), config.grpo.importance
     text = f"inference.vllm.args has {options}, so vLLM samples from a slightly other distribution than the trained one"
     look = "inference_logprob_difference shows by how much"
     if importance is None:

@@ -110,7 +110,7 @@ def clipped(record: Record) -> Seen | None:
 
 def engine_mismatch(record: Record) -> Seen | None:
     difference, age = record.last("inference_logprob_difference"), record.last("staleness_mean")
-    short = precision_of(record.key("inference.vllm.args") or {}).differs
+    short = precision_of(record.key("inference.vllm.args") or {}).beyond(record.key("model.dtype"))
     limit, where = (DIFFERENCE_OF_8_BITS, "with 8 bits") if short else (DIFFERENCE, "in bf16")
     if difference is None or age is None or difference <= limit or age > 0:  # older weights differ for good reason
         return None

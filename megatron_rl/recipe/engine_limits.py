@@ -89,8 +89,8 @@ def _cheaper_tokens(asked: Sections, vllm: VllmConfig) -> Iterator[str]:
     yield from precision_faults(vllm.args)
     if asked.model.dtype == "fp32" and vllm.precision.weights:
         yield (
-            f"inference.vllm.args has {vllm.precision.options[0]} and model.dtype is fp32, and vLLM quantises weights "
-            "of bf16 alone: leave it out, or set bf16"
+            f"inference.vllm.args has {vllm.precision.beyond('fp32')[0]} and model.dtype is fp32, and vLLM quantises "
+            "weights of bf16 alone: leave it out, or set bf16"
         )
     if vllm.draft and asked.sampling.min_p > 0:
         yield "sampling.min_p is given, and vLLM ignores it with inference.vllm.args.speculative-config: leave out one"

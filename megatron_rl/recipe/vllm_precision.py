@@ -29,6 +29,8 @@ ONLINE: Mapping[str, tuple[str, ...]] = {
 CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head")
 """Values of `kv-cache-dtype` of 8 bits."""
 WHOLE_CACHES = ("auto", "float16", "bfloat16")
+_OWN_CACHES = {"bf16": "bfloat16"}
+"""Value of `kv-cache-dtype`, besides auto, that is the model's own dtype."""
 
 Args = Mapping[str, bool | int | float | str]
 """Options in `inference.vllm.args`."""
@@ -40,19 +42,22 @@ class Precision:
     """Kinds of layers that are quantised; a layer that quantization-config names by itself is of the kind `targets`."""
     cache: bool
     """Whether the cache of keys and values has 8 bits."""
-    options: tuple[str, ...]
-    """Names under which the recipe asks for another precision than the model's."""
+    asked: Mapping[str, str]
+    """Value of each option that asks for a precision."""
 
-    @property
-    def differs(self) -> bool:
-        """Whether log-probs differ from the trainer's by more than rounding."""
-        return bool(self.options)
+    def beyond(self, dtype: str | None) -> tuple[str, ...]:
+        """Options that ask for another precision than that of a model of this dtype, so that log-probs differ from the
+        trainer's by more than rounding. dtype: None: unknown."""
+        own = ("auto", _OWN_CACHES.get(dtype or ""))
+        return tuple(
+            name for name, value in self.asked.items() if option_name(name) != "kv-cache-dtype" or value not in own
+        )
 
 
 def precision_of(args: Args) -> Precision:
     method, cache, further = _asked(args)
     named = {kind for kind in (LINEAR, EXPERTS, "targets") if further.get(kind)}
-    return Precision(named | {*ONLINE.get(method or "", ())}, cache in CACHES, tuple(_options(args)))
+    return Precision(named | {*ONLINE.get(method or "", ())}, cache in CACHES, dict(_options(args)))
 
 
 def precision_faults(args: Args) -> Iterator[str]:
@@ -81,11 +86,10 @@ def _asked(args: Args) -> tuple[str | None, str | None, dict[str, Any]]:
     return plain.get("quantization"), plain.get("kv-cache-dtype"), setting_of(args, "quantization-config")
 
 
-def _options(args: Args) -> Iterator[str]:
+def _options(args: Args) -> Iterator[tuple[str, str]]:
     for name, value in args.items():
-        option = option_name(name).partition(".")[0]
-        if option in ("quantization", "quantization-config") or (option == "kv-cache-dtype" and value != "auto"):
-            yield name
+        if option_name(name).partition(".")[0] in ("quantization", "quantization-config", "kv-cache-dtype"):
+            yield name, str(value)
 
 
 def _is_short(name: str) -> bool:

@@ -11,7 +11,7 @@ Two right implementations in fp32 differ by 1e-5. In bf16 a logit between 16 and
 log-probs of SmolLM2 by two kernels of attention differ by 0.06 in the mean and by 0.22 at most, which is why the mean
 counts. Wrong weights of a tensor, such as those of another layer, differ by nats."""
 QUANTISED = 0.4
-"""The same for an engine whose weights or cache have 8 bits.
+"""The same for an engine whose weights or cache have another dtype than the model: 8 bits, as a rule.
 
 SmolLM2-135M whose linear layers were rounded to FP8 (e4m3) and back, beside itself in bf16: mean difference in nats
 over 64 tokens of prompts; of prose (tests/benchmarks/eight_bits.py). Larger models differ less.

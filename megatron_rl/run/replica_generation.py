@@ -79,7 +79,7 @@ def generate_elsewhere(
         prompts = (problem.prompt for problem in lesson.sets[0].problems)
         text = probe_text(prompts, lesson.tokenizer, config.sequence_length)
         vllm = config.inference.own_vllm
-        quantised = vllm is not None and vllm.precision.differs
+        quantised = vllm is not None and bool(vllm.precision.beyond(config.model.dtype))
         measure = Prober(models.policy, text, here.groups, quantised=quantised).measure
     timeout = timedelta(seconds=config.job.collective_timeout_s)
     held = weights_by_box(models.policy)

@@ -222,7 +222,8 @@ def test_drafts_that_change_answers_or_stay_random_are_refused(args: dict[str, s
     [
         ({}, set(), False, False),
         ({"kv-cache-dtype": "auto"}, set(), False, False),
-        ({"kv_cache_dtype": "bfloat16"}, set(), False, True),
+        ({"kv_cache_dtype": "bfloat16"}, set(), False, False),
+        ({"kv-cache-dtype": "float16"}, set(), False, True),
         ({"kv_cache_dtype": "fp8_e5m2"}, set(), True, True),
         ({"quantization": "fp8"}, {"linear", "moe"}, False, True),
         ({"quantization": "int8_per_channel_weight_only"}, {"moe"}, False, True),
@@ -234,8 +235,12 @@ def test_precision_is_what_the_options_make_of_it(
     args: dict[str, str], weights: set[str], cache: bool, differs: bool
 ) -> None:
     found = precision_of(args)
-    assert (found.weights, found.cache, found.differs) == (weights, cache, differs)
+    assert (found.weights, found.cache, bool(found.beyond("bf16"))) == (weights, cache, differs)
     assert [*precision_faults(args)] == []
+
+
+def test_half_a_cache_of_a_model_in_fp32_is_another_precision() -> None:
+    assert precision_of({"kv-cache-dtype": "bfloat16"}).beyond("fp32") == ("kv-cache-dtype",)
 
 
 @pytest.mark.parametrize(
