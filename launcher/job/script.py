@@ -209,14 +209,14 @@ def _steps(job: PlannedJob) -> Iterator[_SrunFunction]:
             continue
         first = first_of[kind]
         shared = first.gpus_per_node < plan.gpus_per_node
-        # Slurm would show every replica on a node the same first GPUs.
-        mine = f"env CUDA_VISIBLE_DEVICES={_gpus_of_replica(kind, first, plan.gpus_per_node)} " if shared else ""
+        mine = f"{_gpus_of_replica(kind, first, plan.gpus_per_node)} " if shared else ""
         its_python = shlex.quote(replica_python(config, job.profile, kind))
         yield _SrunFunction(
             function=Shell(kind),
             name=Shell('"$1"'),
             options=_shell(geometry(config, job.profile, plan, first, "$1")),
             command=Shell(f'{mine}{its_python} -P -m {REPLICA} {RUN} {option} "${{1#{kind}-}}"'),
+            comment=Shell("shellcheck disable=SC2016 # the shell on the node expands it") if shared else None,
         )
 
     if config.harvest is not None:
@@ -276,9 +276,12 @@ def _shell(lines: Lines) -> list[Shell]:
 
 
 def _gpus_of_replica(kind: str, step: PlanStep, gpus_per_node: int) -> str:
-    """Shell expression of the GPUs of the replica in $1, such as `infer-2`, which shares its node with others."""
+    """Shell words in front of the command of the replica in $1, such as `infer-2`, which shares its node with others:
+    they show it its own ones of the GPUs that Slurm shows all of them, by whatever names."""
+    seen = f'"${{CUDA_VISIBLE_DEVICES:-$(seq -s, 0 {gpus_per_node - 1})}}"'
+    own = f'export CUDA_VISIBLE_DEVICES="$(echo {seen} | cut -d, -f"$0")"; exec "$@"'
     first = f"${{1#{kind}-}} * {step.gpus_per_node} % {gpus_per_node}"
-    return f'"$(seq -s, $(({first})) $(({first} + {step.gpus_per_node - 1})))"'
+    return f'sh -c {shlex.quote(own)} "$(({first} + 1))-$(({first} + {step.gpus_per_node}))"'
 
 
 def _all_reduce(job: PlannedJob) -> bool:

@@ -109,11 +109,11 @@ def test_replicas_run_beside_the_training_and_end_with_it(partitioned):
 
 
 def test_a_replica_that_starts_its_workers_is_one_process_that_sees_their_gpus(partitioned, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,GPU-5f, 4,3")
     run = partitioned("long", "serve", "--device", "cuda", ranks=1, gpus=2)
     places = [run.seen(replica, 0) for replica in (0, 1)]
     assert [seen["WORLD_SIZE"] for seen in places] == ["1", "1"]
-    assert [seen["CUDA_VISIBLE_DEVICES"] for seen in places] == ["6,5", "4,3"], "the first is the training's"
+    assert [seen["CUDA_VISIBLE_DEVICES"] for seen in places] == ["6,GPU-5f", "4,3"], "the first is the training's"
     run.finish()
     (start, _) = read_ledger(run.run)
     assert (start.ranks, start.generating) == (5, 4), "GPUs are counted"

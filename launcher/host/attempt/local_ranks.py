@@ -159,7 +159,7 @@ class LocalRanks(Steps):
 def _gpus(first: int, count: int) -> str:
     """Value of CUDA_VISIBLE_DEVICES for `count` of the GPUs that this process sees, from number `first` on."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(gpu) for gpu in range(first + count)]
+    names = [name.strip() for name in visible.split(",")] if visible else [str(gpu) for gpu in range(first + count)]
     return ",".join(names[first : first + count])
 
 

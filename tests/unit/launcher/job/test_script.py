@@ -233,14 +233,30 @@ def test_the_ranks_of_a_range_are_counted_when_they_start():
     assert shown == "--nodes=3 --nodelist=n1,n2,n5 --ntasks=24 --ntasks-per-node=8 --gpus-per-node=8\n"
 
 
-def test_replicas_that_share_a_node_see_their_own_gpus():
+@pytest.mark.parametrize(
+    ("seen", "own"),
+    [
+        (None, ["0,1,2,3", "4,5,6,7", "0,1,2,3"]),
+        ("0,1,2,3,4,5,6,7", ["0,1,2,3", "4,5,6,7", "0,1,2,3"]),
+        ("9,8,7,6,5,4,3,2", ["9,8,7,6", "5,4,3,2", "9,8,7,6"]),
+        (",".join(f"GPU-{each}f" for each in range(8)), ["GPU-0f,GPU-1f,GPU-2f,GPU-3f", "GPU-4f,GPU-5f,GPU-6f,GPU-7f"]),
+    ],
+)
+def test_replicas_that_share_a_node_see_their_own_gpus(tmp_path, seen, own):
     layout = ("placement.inference.tp=4", "placement.inference.nodes=4")
     script = render(a_job("qwen2.5-32b-dapo-partitioned", *layout))
     assert "--overlap" in script
-    mine = re.search(r"CUDA_VISIBLE_DEVICES=(\"\$\(seq .*?\)\))\" ", script)
-    ask = f'show() {{ echo {mine[1]}"; }}; show infer-0; show infer-1; show infer-2'
-    shown = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split()
-    assert shown == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
+    names = [f"infer-{number}" for number in range(len(own))]
+    assert [gpus_shown(asked, seen) for asked in asked_of_srun(tmp_path, script, *names)] == own
+
+
+def gpus_shown(asked, seen=None):
+    """GPUs that a replica sees, by the command that srun is given, where Slurm shows the step `seen`."""
+    words = asked[asked.index("rank") + 1 :]
+    (python,) = (at for at, word in enumerate(words) if word == "-P")
+    environment = {"PATH": os.environ["PATH"], **({} if seen is None else {"CUDA_VISIBLE_DEVICES": seen})}
+    show = [*words[: python - 1], "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    return subprocess.run(show, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_secrets_are_named_to_the_container_and_nothing_else(monkeypatch):
@@ -373,7 +389,7 @@ def test_a_replica_of_vllm_is_one_process_with_its_gpus_and_all_their_cpus(tmp_p
     script = render(a_job("qwen2.5-32b-dapo-partitioned", *VLLM, harvest))
     of_replica, of_harvest = asked_of_srun(tmp_path, script, "infer-3", "harvest-8")
     assert {"--ntasks=1", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=32"} <= {*of_replica}
-    assert "CUDA_VISIBLE_DEVICES=4,5,6,7" in of_replica
+    assert gpus_shown(of_replica) == "4,5,6,7"
     assert {"--ntasks=1", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=32"} <= {*of_harvest}
     for option in ("--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=$((MRL_CPUS_PER_TASK * 4))"):
         assert f"--harvest-sbatch={option}" in script
@@ -385,7 +401,7 @@ def test_a_replica_of_vllm_over_two_nodes_is_a_step_with_one_process_on_each(tmp
     (asked,) = asked_of_srun(tmp_path, script, "infer-1")
     assert {"--nodes=2", "--nodelist=n1,n2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64"} <= {*asked}
     assert {"--gpus-per-node=8", "--kill-on-bad-exit=1", "--overlap"} <= {*asked}
-    assert not [word for word in asked if word.startswith("CUDA_VISIBLE_DEVICES")]
+    assert gpus_shown(asked, "0,1,2,3,4,5,6,7") == "0,1,2,3,4,5,6,7"
     assert asked[-6:] == ["--run-dir", str(tmp_path), "--attempt", "3", "--replica", "1"]
 
 
@@ -431,7 +447,7 @@ def test_a_vllm_beside_the_ranks_overlaps_them_on_its_share_of_their_gpus(tmp_pa
     assert {"--nodes=1", "--ntasks=1", "--gpus-per-node=8", "--overlap", "--container-image=/vllm.sqsh"} <= {*front}
     assert "--cpus-per-task=64" in front, "those of all ranks of the node, which wait while it generates"
     for asked, number in ((front, "3"), (last, "15")):
-        assert "CUDA_VISIBLE_DEVICES=4,5,6,7" in asked and asked[-2:] == ["--replica", number]
+        assert gpus_shown(asked) == "4,5,6,7" and asked[-2:] == ["--replica", number]
     assert "--no-kill" not in script and "--outlives-nodes" not in script, "no node is there for replicas alone"
 
 
@@ -454,7 +470,7 @@ def test_replicas_of_the_teacher_are_steps_of_their_own_with_their_own_gpus(tmp_
     assert "--outlives-nodes" in script and "#SBATCH --no-kill" in script
     train, teacher = asked_of_srun(tmp_path, script, "train", "teacher-1")
     assert {"--ntasks=4", "--ntasks-per-node=4", "--overlap", "--job-name=teacher-1"} <= {*teacher}
-    assert "CUDA_VISIBLE_DEVICES=4,5,6,7" in teacher and teacher[-2:] == ["--teacher", "1"]
+    assert gpus_shown(teacher) == "4,5,6,7" and teacher[-2:] == ["--teacher", "1"]
     assert "--container-image=/ranks.sqsh" in teacher
     assert "--nodes=8" in train
 
