@@ -16,6 +16,7 @@ from launcher.doctor import limits, node_findings, preemption, preflight, softwa
 from launcher.doctor.cluster import Cluster, partition_names, read_cluster, target
 from launcher.doctor.demand import Demand, demand_of
 from launcher.doctor.finding import DoctorFinding, error, ok, warning
+from launcher.doctor.gpu_findings import shared_gpus
 from launcher.doctor.preflight import LocalFacts
 from launcher.doctor.vllm_python import quantised_findings, vllm_findings, vllm_later
 from megatron_rl.recipe.config import RunConfig
@@ -54,6 +55,7 @@ def examine(facts: ClusterFacts, config: RunConfig | None, profile: Profile) -> 
         found += software_findings.containers(facts.slurm, demand)
     if facts.node is not None:
         found += software_findings.compute_node(facts.node, profile, demand)
+        found += shared_gpus(facts.node.compute_mode, config) if config is not None else ()
     if facts.rank is not None and profile.container is not None:
         found.append(software_findings.first_rank(facts.rank, demand))
         found += software_findings.kernels(facts.rank, config)

@@ -26,6 +26,7 @@ def gpu_findings(
         needed_bytes: memory that the fullest GPU needs by the plan; None: unknown.
     """
     yield _number(machine, gpus, config)
+    yield from shared_gpus(gpus.compute_mode, config)
     if gpus.torch is not None:
         yield from _torch(gpus)
     if machine.gpus and gpus.memory_bytes and needed_bytes:
@@ -49,6 +50,17 @@ def _number(machine: LocalMachine, gpus: GpuFacts, config: RunConfig) -> DoctorF
             ways += "; a driver is there: unset CUDA_VISIBLE_DEVICES, or give the container its GPUs (--gpus all)"
         ways += "; job.device=cpu job.nodes=1 job.gpus_per_node=1 runs a small model without a GPU"
     return error("gpus", f"{wanted}, and this machine has {machine.gpus or 'none'}", ways)
+
+
+def shared_gpus(compute_mode: str | None, config: RunConfig) -> Iterator[DoctorFinding]:
+    """Say that a GPU in this mode refuses processes of the run. compute_mode: see GpuFacts."""
+    text = f"a GPU is in compute mode {compute_mode}"
+    default = "`nvidia-smi -c DEFAULT` as root changes that; on a cluster, ask its administrators"
+    if compute_mode == "Prohibited":
+        yield error("gpus", f"{text}, in which no process can use it", default)
+    elif compute_mode is not None and config.shares_devices:
+        text += f" for one process, and {config.name} has vLLM and a training rank share each GPU"
+        yield error("gpus", text, f"{default}. Or give vLLM GPUs of its own: placement.mode: partitioned")
 
 
 def _torch(gpus: GpuFacts) -> Iterator[DoctorFinding]:

@@ -61,10 +61,13 @@ def xid_problems(kernel_log: str, uptime: float) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def gpu_problems(document: str) -> list[str]:
+def gpu_problems(document: str, shared: bool = False) -> list[str]:
     """Problems of the GPUs in `nvidia-smi -q -x`: foreign processes, reduced clocks, PCIe links that lost lanes, GPUs
     that the fabric manager did not initialise, uncorrectable memory errors since the driver was loaded. Raises
-    ElementTree.ParseError."""
+    ElementTree.ParseError.
+
+    shared: whether two processes must be able to share each.
+    """
     problems = []
     for index, gpu in enumerate(ElementTree.fromstring(document).findall("gpu")):
         for process in gpu.iterfind("processes/process_info"):
@@ -72,6 +75,12 @@ def gpu_problems(document: str) -> list[str]:
             if "C" in _text(process, "type") and used and int(used.group(1)) >= LEFTOVER_MIB:
                 pid, name, memory = (_text(process, key) for key in ("pid", "process_name", "used_memory"))
                 problems.append(f"GPU {index} is used by process {pid} ({name}, {memory})")
+        mode = _text(gpu, "compute_mode")
+        if mode == "Prohibited" or (shared and mode.startswith("Exclusive")):
+            problems.append(
+                f"GPU {index} is in compute mode {mode}" + ", and vLLM shares it with a rank" * shared + "; "
+                "`nvidia-smi -c DEFAULT` as root changes that"
+            )
         counts = [_text(node, ".") for node in gpu.iterfind("ecc_errors/volatile//*") if "uncorrectable" in node.tag]
         if errors := sum(int(count) for count in counts if count.isdecimal()):  # "N/A" where the GPU has no ECC
             problems.append(f"GPU {index} has {errors} uncorrectable memory errors")

@@ -1,6 +1,6 @@
 """Health check of a node: one process a node, outside the container, before the ranks start:
 
-    python3 -m launcher.host.health --run-dir DIR --attempt N --gpus 8
+    python3 -m launcher.host.health --run-dir DIR --attempt N --gpus 8 [--shared]
 
 It checks the GPUs (number, errors, state, links), limits, shared memory, and a round trip to the shared file system. It
 writes Attempt.health(HOST) and exits with 0 whatever it found. launcher.host.judge.nodes derives the unfit nodes from
@@ -59,9 +59,10 @@ def check_gpus(wanted: int, listing: str | None, devices: Sequence[str]) -> Chec
     return CheckResult(problems, facts={"gpus": found})
 
 
-def check_state(document: str) -> CheckResult:
+def check_state(document: str, shared: bool = False) -> CheckResult:
+    """shared: see gpu_problems."""
     try:
-        return CheckResult(gpu_problems(document))
+        return CheckResult(gpu_problems(document, shared))
     except ElementTree.ParseError as error:
         return CheckResult(skipped=[f"ECC: nvidia-smi -q -x cannot be read: {error}"])
 
@@ -103,11 +104,12 @@ def within(limit: float, work: Callable[[], None]) -> str | None:
     return child.text or "it was killed" if child.failed else None
 
 
-def examine(folder: Path, host: str, gpus: int) -> tuple[NodeHealth, bool]:
-    """Return the report of this node, and whether it can be written to the shared file system."""
+def examine(folder: Path, host: str, gpus: int, shared: bool = False) -> tuple[NodeHealth, bool]:
+    """Return the report of this node, and whether it can be written to the shared file system. shared: see
+    gpu_problems."""
     results = [_shared_memory(gpus), _limits_and_network(gpus)]
     if gpus:
-        results += _gpus(gpus)
+        results += _gpus(gpus, shared)
     began = time.monotonic()
     hung = within(CANARY_LIMIT, lambda: canary(folder, host))
     results.append(
@@ -122,7 +124,7 @@ def examine(folder: Path, host: str, gpus: int) -> tuple[NodeHealth, bool]:
     return NodeHealth(host, time.time(), not problems, problems, skipped, **facts), hung is None
 
 
-def _gpus(wanted: int) -> list[CheckResult]:
+def _gpus(wanted: int, shared: bool) -> list[CheckResult]:
     listing, problem = _output("nvidia-smi", "-L")
     if listing is None and problem is None:  # no such tool
         devices = [str(path) for path in Path("/dev").glob("nvidia[0-9]*")]
@@ -135,7 +137,7 @@ def _gpus(wanted: int) -> list[CheckResult]:
     results.append(CheckResult(nvlink_problems(links or ""), skipped))
     document, problem = _output("nvidia-smi", "-q", "-x")
     unread = CheckResult(skipped=[f"ECC: nvidia-smi -q -x: {problem or 'no answer'}"])
-    results.append(check_state(document) if document else unread)
+    results.append(check_state(document, shared) if document else unread)
     results.append(_xids())
     return results
 
@@ -198,10 +200,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--gpus", type=int, required=True, help="GPUs that the ranks need here; 0: none")
+    parser.add_argument("--shared", action="store_true", help="vLLM shares the ranks' GPUs")
     options = parser.parse_args(arguments)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     file = RunDir(options.run_dir).attempt(options.attempt).health(host)
-    report, writable = examine(file.parent, host, options.gpus)
+    report, writable = examine(file.parent, host, options.gpus, options.shared)
     for line in report.problems + [f"not checked: {reason}" for reason in report.skipped]:
         print(f"{host}: {line}", flush=True)
     if not writable:

@@ -292,10 +292,11 @@ def _all_reduce(job: PlannedJob) -> bool:
 def _health(job: PlannedJob) -> dict[str, Any] | None:
     if not job.profile.health_check:
         return None
-    config = job.recipe.config.job
+    config = job.recipe.config
+    gpus = config.job.gpus_per_node if config.job.device == "cuda" else 0
     return {
-        "gpus": config.gpus_per_node if config.device == "cuda" else 0,
-        "per_node": _shell([per_node(job.recipe.config, job.profile, 1)])[0],
+        "gpus": Shell(f"--gpus {gpus}" + " --shared" * config.shares_devices),
+        "per_node": _shell([per_node(config, job.profile, 1)])[0],
     }
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from launcher.backends.probe.command import ask
 
-QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,compute_mode", "--format=csv,noheader,nounits")
 LIMIT_S = 10.0
+LIMITING_MODES = ("Exclusive_Process", "Exclusive_Thread", "Prohibited")
 
 Version = tuple[int, ...]
 
@@ -27,6 +29,8 @@ class GpuFacts:
     """Version of torch; None: it is not installed."""
     torch_cuda: Version | None = None
     """Release of CUDA that torch is built for; None: it is built for processors, or not installed."""
+    compute_mode: str | None = None
+    """Mode in which a GPU limits its processes, such as `Exclusive_Process`; None: none does, or it is unknown."""
 
 
 def inspect_gpus(root: Path = Path("/"), torch: Path | None = None) -> GpuFacts:
@@ -36,21 +40,28 @@ def inspect_gpus(root: Path = Path("/"), torch: Path | None = None) -> GpuFacts:
         root: root of the file system; another one in tests.
         torch: folder of torch; default: that of this Python.
     """
-    name, memory = _smallest(ask(QUERY, LIMIT_S).text)
+    answer = ask(QUERY, LIMIT_S).text
+    name, memory = _smallest(answer)
+    mode = limiting_mode(line.rpartition(",")[2] for line in answer.splitlines())
     try:
         installed = distribution("torch")
     except PackageNotFoundError:
-        return GpuFacts(name, memory, _driver(root))
+        return GpuFacts(name, memory, _driver(root), compute_mode=mode)
     folder = torch or Path(str(installed.locate_file("torch")))
-    return GpuFacts(name, memory, _driver(root), installed.version, _cuda_of(folder))
+    return GpuFacts(name, memory, _driver(root), installed.version, _cuda_of(folder), mode)
 
 
 def _smallest(answer: str) -> tuple[str | None, int | None]:
-    """Name and bytes of the smallest GPU of nvidia-smi's lines such as `NVIDIA L4, 23034`."""
-    lines = (line.rpartition(",") for line in answer.splitlines())
-    found = [(int(mib) * 2**20, name.strip()) for name, _, mib in lines if mib.strip().isdigit()]
+    """Name and bytes of the smallest GPU of nvidia-smi's lines such as `NVIDIA L4, 23034, Default`."""
+    lines = (line.rsplit(",", 2) for line in answer.splitlines())
+    found = [(int(rest[0]) * 2**20, name.strip()) for name, *rest in lines if rest and rest[0].strip().isdigit()]
     memory, name = min(found, default=(None, None))
     return name, memory
+
+
+def limiting_mode(modes: Iterable[str]) -> str | None:
+    """The first compute mode of GPUs, as nvidia-smi names them, that is not for any number of processes."""
+    return next((mode.strip() for mode in modes if mode.strip() in LIMITING_MODES), None)
 
 
 def _driver(root: Path) -> Version | None:

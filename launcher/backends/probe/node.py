@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.backends.probe.command import CommandAnswer, ask
+from launcher.backends.probe.gpus import limiting_mode
 from launcher.cluster.profile import Profile
 
 WAIT_S = 60  # seconds for a free node
@@ -26,6 +27,7 @@ if [ -r "$1" ]; then echo mrl.shared=yes; fi
 if command -v enroot >/dev/null; then echo "mrl.enroot=$(enroot version 2>/dev/null)"; fi
 if command -v nvidia-smi >/dev/null; then
     echo "mrl.driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
+    echo "mrl.compute_modes=$(nvidia-smi --query-gpu=compute_mode --format=csv,noheader 2>/dev/null | paste -sd, -)"
 fi
 """
 
@@ -40,6 +42,8 @@ class NodeFacts:
     shared: bool = False
     enroot: str | None = None  # version; None: not found
     driver: str | None = None  # NVIDIA driver; None: no nvidia-smi
+    compute_mode: str | None = None
+    """Same as in GpuFacts."""
 
 
 def probe(profile: Profile, directory: Path, gpus: bool) -> NodeFacts:
@@ -85,6 +89,7 @@ def _read(text: str) -> NodeFacts:
         shared=found.get("shared") == "yes",
         enroot=found.get("enroot"),
         driver=found.get("driver") or None,
+        compute_mode=limiting_mode(found.get("compute_modes", "").split(",")),
     )
 
 

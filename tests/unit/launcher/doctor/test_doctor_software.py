@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 
 import pytest
 from doctor_helpers import config, disk, facts, found, profile, recipe, said, slurm
 
 from launcher.backends.probe.command import CommandAnswer
-from launcher.backends.probe.node import NodeFacts
+from launcher.backends.probe.node import SCRIPT, NodeFacts
+from launcher.backends.probe.node import _read as read_facts
 from launcher.backends.probe.rank import RankFacts
 from launcher.doctor.examine import examine
 
@@ -77,6 +79,26 @@ def test_the_compute_node():
     assert shown("enroot", node=NODE) == "ok: 3.5.0 on node03"
     assert "error: not found on node03" in shown("enroot", node=replace(NODE, enroot=None))
     assert "it has no nvidia-smi" in shown("compute node", node=replace(NODE, driver=None))
+
+
+def test_a_node_whose_gpus_admit_one_process_is_an_error_where_vllm_and_the_ranks_share_them():
+    node = replace(NODE, compute_mode="Exclusive_Process")
+    for engine, errors in (("vllm", 1), ("native", 0)):
+        asked = recipe(f"inference.engine={engine}", "placement.mode=colocated")
+        found = [one for one in examine(facts("25.05", node=node), asked, profile(**BOX)) if one.topic == "gpus"]
+        assert said(found).count("error: a GPU is in compute mode Exclusive_Process") == errors
+
+
+def test_the_step_on_a_compute_node_asks_for_the_modes_of_its_gpus(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\ncase $1 in *driver*) echo 570.86 ;; *mode*) echo Default; echo Prohibited ;; esac\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    answer = subprocess.run(
+        ["bash", "-c", SCRIPT, "bash", str(tool), "", "false"], capture_output=True, text=True, check=True
+    )
+    found = read_facts(answer.stdout)
+    assert (found.driver, found.compute_mode, found.shared) == ("570.86", "Prohibited", True)
 
 
 def test_a_compute_node_that_cannot_be_tested_is_a_warning():

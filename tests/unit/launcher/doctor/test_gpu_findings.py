@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,15 @@ L4 = GpuFacts("NVIDIA L4", 23034 * 2**20, (550, 54, 15), "2.8.0+cu128", (12, 8))
 
 
 def found(
-    machine: LocalMachine, gpus: GpuFacts, needed: float | None = None, recipe: str = "qwen3-0.6b-gsm8k"
+    machine: LocalMachine,
+    gpus: GpuFacts,
+    needed: float | None = None,
+    recipe: str = "qwen3-0.6b-gsm8k",
+    engine: str = "auto",
 ) -> list[DoctorFinding]:
     of_plan = None if needed is None else int(needed * GIB)
-    return list(gpu_findings(machine, gpus, load_recipe(recipe).config, of_plan))
+    config = load_recipe(recipe, [f"inference.engine={engine}"]).config
+    return list(gpu_findings(machine, gpus, config, of_plan))
 
 
 def errors(*arguments: object, **further: object) -> str:
@@ -61,6 +67,19 @@ def test_a_driver_is_as_new_as_the_cuda_of_torch_needs(
     assert ("is too old for torch 2.13.0" in said) is not fits
 
 
+def test_a_gpu_for_one_process_is_an_error_where_vllm_and_a_rank_share_it() -> None:
+    exclusive = replace(L4, compute_mode="Exclusive_Process")
+    said = errors(ONE, exclusive, engine="vllm")
+    assert (
+        "in compute mode Exclusive_Process for one process, and qwen3-0.6b-gsm8k has vLLM and a training rank share"
+        in said
+    )
+    assert "`nvidia-smi -c DEFAULT`" in said
+    assert "placement.mode: partitioned" in said
+    assert "compute mode" not in errors(ONE, exclusive, engine="native")
+    assert "no process can use it" in errors(ONE, replace(L4, compute_mode="Prohibited"), engine="native")
+
+
 def test_too_little_memory_is_an_error_and_hardly_enough_a_warning() -> None:
     assert "one GPU needs about 30 GiB" in errors(ONE, L4, 30)
     (close,) = (one for one in found(ONE, L4, 22) if one.topic == "gpu memory")
@@ -70,7 +89,7 @@ def test_too_little_memory_is_an_error_and_hardly_enough_a_warning() -> None:
 def test_driver_torch_and_the_smallest_gpu_are_read_without_importing_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA L4, 23034\n"
+    said = "NVIDIA H100 80GB HBM3, 81559, Default\nNVIDIA L4, 23034, Exclusive_Process\n"
     monkeypatch.setattr(probe, "ask", lambda command, limit_s: CommandAnswer(said))
     driver = tmp_path / "proc" / "driver" / "nvidia" / "version"
     driver.parent.mkdir(parents=True)
@@ -82,6 +101,7 @@ def test_driver_torch_and_the_smallest_gpu_are_read_without_importing_torch(
     )
     facts = inspect_gpus(tmp_path, torch)
     assert (facts.name, facts.memory_bytes) == ("NVIDIA L4", 23034 * 2**20)
+    assert facts.compute_mode == "Exclusive_Process"
     assert (facts.driver, facts.torch_cuda) == ((535, 104, 5), (12, 8))
     (torch / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
     assert inspect_gpus(tmp_path, torch).torch_cuda is None

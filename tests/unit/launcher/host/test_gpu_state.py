@@ -20,6 +20,7 @@ from launcher.host.health import check_state, examine
 
 GPU = """<gpu id="00000000:1B:00.0">
   <product_name>NVIDIA H100 80GB HBM3</product_name>
+  <compute_mode>{mode}</compute_mode>
   <pci><pci_gpu_link_info><link_widths>
     <max_link_width>16x</max_link_width><current_link_width>{width}</current_link_width>
   </link_widths></pci_gpu_link_info></pci>
@@ -49,7 +50,15 @@ PROCESS = """<process_info><pid>{pid}</pid><type>{type}</type><process_name>{nam
 def smi(**gpu: str) -> str:
     """A document of a sound GPU and one that is like this."""
     sound = {"width": "16x", "reasons": "event", "hot": "Not Active", "brake": "Not Active", "state": "Completed"}
-    sound |= {"status": "Success", "processes": "", "parity": "0", "dram": "0", "pending": "No", "failure": "No"}
+    sound |= {
+        "status": "Success",
+        "processes": "",
+        "parity": "0",
+        "dram": "0",
+        "mode": "Default",
+        "pending": "No",
+        "failure": "No",
+    }
     return f"<nvidia_smi_log>{GPU.format(**sound)}{GPU.format(**sound | gpu)}</nvidia_smi_log>"
 
 
@@ -105,6 +114,21 @@ def test_only_active_ports_of_the_network_count():
         ("1: DOWN", "10 Gb/sec (4X SDR)"),
     ]
     assert network_gbps([*ports, ("", "")]) == 600.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "shared", "said"),
+    [
+        ("Default", True, None),
+        ("Exclusive_Process", False, None),
+        ("Exclusive_Process", True, "GPU 1 is in compute mode Exclusive_Process, and vLLM shares it with a rank; "),
+        ("Prohibited", False, "GPU 1 is in compute mode Prohibited; `nvidia-smi -c DEFAULT`"),
+    ],
+)
+def test_a_mode_of_a_gpu_that_refuses_a_process_of_the_run(mode: str, shared: bool, said: str | None) -> None:
+    problems = gpu_problems(smi(mode=mode), shared)
+    assert len(problems) == (said is not None)
+    assert said is None or problems[0].startswith(said)
 
 
 def test_limits_that_no_rank_can_raise():
