@@ -60,7 +60,7 @@ def shared_gpus(compute_mode: str | None, config: RunConfig) -> Iterator[DoctorF
         yield error("gpus", f"{text}, in which no process can use it", default)
     elif compute_mode is not None and config.shares_devices:
         text += f" for one process, and {config.name} has vLLM and a training rank share each GPU"
-        yield error("gpus", text, f"{default}. Or give vLLM GPUs of its own: placement.mode: partitioned")
+        yield error("gpus", text, f"{default}. Or take other GPUs for vLLM: placement.mode: partitioned")
 
 
 def _torch(gpus: GpuFacts) -> Iterator[DoctorFinding]:

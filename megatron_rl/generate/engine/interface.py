@@ -124,6 +124,8 @@ class Delta:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
+    """Policy versions of these tokens. If there are more versions than tokens, the first ones replace those of as many
+    earlier tokens."""
     top_logprobs: list[TopLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop: str | None = None

@@ -52,15 +52,17 @@ class Unanswered:
 
         since: time when its replica last began to compute. Tokens before then count as none.
 
-        Raises ValueError if there is no such sample, or if it has ended.
+        Raises ValueError if there is no such sample, or if it has ended, or has fewer tokens than the delta corrects.
         """
         if not 0 <= delta.sample < len(self._samples) or self._samples[delta.sample].finish_reason is not None:
             raise ValueError(f"sample {delta.sample} of {len(self._samples)} can have no further tokens")
         sample = self._samples[delta.sample]
+        if (kept := len(sample.versions) + len(delta.tokens) - len(delta.versions)) < 0:
+            raise ValueError(f"sample {delta.sample} has {len(sample.versions)} versions, and more are corrected")
         before, sample.updated_at = sample.updated_at, now
         sample.tokens += delta.tokens
         sample.logprobs += delta.logprobs
-        sample.versions += delta.versions
+        sample.versions[kept:] = delta.versions
         sample.finish_reason, sample.stop = delta.finish_reason, delta.stop
         self._left -= len(delta.tokens)
         if delta.finish_reason is not None:

@@ -36,7 +36,7 @@ from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, Generatio
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 
-PROTOCOL = 6
+PROTOCOL = 7
 FEWEST_CHARACTERS = 32
 
 Body = Mapping[str, Any]
@@ -170,7 +170,7 @@ def decode_news(body: Body) -> News:
     try:
         pieces = []
         for name, sample, tokens, logprobs, versions, finish_reason, stop in body["pieces"]:
-            if not len(tokens) == len(logprobs) == len(versions):
+            if not len(tokens) == len(logprobs) <= len(versions):
                 raise ValueError("every token needs a log-prob and a version")
             pieces.append((name, Delta(sample, tokens, logprobs, versions, None, finish_reason, stop)))
         return News(decode_about(body), int(body["last"]), pieces, [Refusal(*each) for each in body["refused"]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.generate.engine.interface import Delta, GenerationRequest
 from megatron_rl.generate.engine.transcript import RowAnswer, Transcript
@@ -23,8 +23,8 @@ class VllmAnswer:
     left: bool = False
     """Whether its last tokens have left."""
     _versions: list[int] | None = None  # of the tokens since `known`, once vLLM has ended the answer
-    relabelled: int = 0
-    """Tokens that left under another version than vLLM reported at the end."""
+    _corrects: int = 0
+    """Tokens that left, from the first one on that left under another version than vLLM reported at the end."""
 
     @property
     def prompt(self) -> list[int]:
@@ -48,6 +48,7 @@ class VllmAnswer:
         self.unchecked.clear()
         if self._versions is not None:
             self._relabel(self._versions)
+            self._versions = None
 
     def drop_unchecked(self) -> None:
         """Forget the tokens that were not checked, to have vLLM continue from the others."""
@@ -60,7 +61,11 @@ class VllmAnswer:
         if self.left or not (self.ended or len(self.transcript.tokens) > self.transcript.reported):
             return None
         self.left = self.ended
-        return self.transcript.delta()
+        delta = self.transcript.delta()
+        if not self._corrects:
+            return delta
+        versions = self.transcript.versions
+        return replace(delta, versions=versions[len(versions) - len(delta.tokens) - self._corrects :])
 
     def _relabel(self, versions: list[int]) -> None:
         """Set the version of each token since `known` to what vLLM reports for the whole answer. It differs where a
@@ -71,10 +76,11 @@ class VllmAnswer:
         #     labelled here   3 3 3 | 6 6 7 7 7
         #     from vLLM               6 6 6 7 7       -> the sixth token is relabelled
         #
-        # If it had left by then, the driver has it under version 7, which `relabelled` counts.
+        # If it had left by then, the driver has it under version 7, and the last tokens bring the right one along.
         versions = versions[: len(self.transcript.versions) - self.known]
-        before = self.transcript.versions[self.known : self.transcript.reported]
-        self.relabelled += sum(old != new for old, new in zip(before, versions, strict=False))
+        left = self.transcript.versions[self.known : self.transcript.reported]
+        wrong = [at for at, (old, new) in enumerate(zip(left, versions, strict=False)) if old != new]
+        self._corrects = len(left) - wrong[0] if wrong else 0
         self.transcript.versions[self.known : self.known + len(versions)] = versions
 
 

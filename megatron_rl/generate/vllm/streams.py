@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -16,8 +15,6 @@ from megatron_rl.generate.vllm.client import NewTokens
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.inference import ends_of
-
-logger = logging.getLogger("megatron_rl")
 
 REPORT_EVERY_S = 1.0
 """Seconds between two reports of unfinished answers."""
@@ -154,8 +151,6 @@ class Streams:
         self.busy_s += now - self._came_at
         self._came_at = now
         self._vllm.activity.beat()
-        if answer.relabelled and piece.versions is not None:
-            logger.warning("%d tokens left under another policy version than vLLM's", answer.relabelled)
         if answer.ended:
             self._tell(reports=False)
         elif self._report is None:

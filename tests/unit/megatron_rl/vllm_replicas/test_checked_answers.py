@@ -56,14 +56,14 @@ def test_tokens_of_weights_that_fail_their_check_are_sampled_again() -> None:
     assert (delta.tokens, delta.versions) == ([3, 5, END], [1, 2, 2])
 
 
-def test_versions_of_tokens_that_have_not_left_are_those_of_vllm() -> None:
+def test_versions_are_those_of_vllm_in_the_end_also_of_tokens_that_have_left() -> None:
     [answer] = answers_to(request())
-    answer.take(piece([3, 4]), 1, checked=True)
-    left(answer)
-    answer.take(piece([5, END], [1, 2, 2, 2]), 1, checked=True)
+    answer.take(piece([3, 4, 6]), 2, checked=True)
+    assert [delta.versions for delta in left(answer)] == [[2, 2, 2]]
+    answer.take(piece([5, END], [2, 1, 2, 2, 2]), 2, checked=True)
+    answer.check()
     [delta] = left(answer)
-    assert delta.versions == [2, 2]
-    assert answer.relabelled == 1
+    assert (delta.tokens, delta.versions) == ([5, END], [1, 2, 2, 2]), "those from the first wrong one on"
 
 
 def test_an_answer_whose_known_tokens_are_complete_ends_at_once() -> None:

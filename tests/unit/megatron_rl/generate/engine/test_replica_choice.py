@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,12 +43,30 @@ def test_request_survives_the_wire(known: list[tuple[int, float, int]], key: int
     assert arrived.id == asked.id
 
 
-@given(TOKENS)
-def test_news_survive_the_wire_bit_for_bit(tokens: list[tuple[int, float, int]]) -> None:
+@given(TOKENS, st.integers(0, 2))
+def test_news_survive_the_wire_bit_for_bit(tokens: list[tuple[int, float, int]], corrected: int) -> None:
     numbers, logprobs, versions = ([each[place] for each in tokens] for place in range(3))
-    delta = Delta(1, numbers, logprobs, versions, None, "stop", "\n")
+    delta = Delta(1, numbers, logprobs, [5] * corrected + versions, None, "stop", "\n")
     told = News(About(1, 0, 8, 3, 2, 1, 0.5, 0, 4.5), 7, [("id", delta)], [Refusal("other", "value", "why")])
     assert decode_news(json.loads(json.dumps(encode_news(told)))) == told
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.data())
+def test_last_piece_may_correct_the_versions_of_the_tokens_before_it(sizes: list[int], data: st.DataObject) -> None:
+    work, count = Unanswered(GenerationRequest([1], 1, Sampling(max_new_tokens=18), key=0)), sum(sizes)
+    right = [*range(count)]
+    for size in sizes[:-1]:
+        work.take(Delta(0, [3] * size, [-1.0] * size, [-1] * size), now=0.0)
+    kept = data.draw(st.integers(0, count - sizes[-1]))
+    last = Delta(0, [3] * sizes[-1], [-1.0] * sizes[-1], right[kept:], None, "stop")
+    work.take(last, now=0.0)
+    assert work.completions()[0].versions == [-1] * kept + right[kept:]
+
+
+def test_more_corrections_than_tokens_violate_the_protocol() -> None:
+    work = Unanswered(GenerationRequest([1], 1, Sampling(max_new_tokens=4), key=0))
+    with pytest.raises(ValueError, match="has 0 versions, and more are corrected"):
+        work.take(Delta(0, [3], [-1.0], [1, 1]), now=0.0)
 
 
 @given(st.lists(st.integers(0, 2), max_size=20), st.integers(0, 20), st.booleans())
