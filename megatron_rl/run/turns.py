@@ -71,14 +71,14 @@ class Engines:
 
     def start(self, replicas: int = 0) -> bool:
         """Start the engines that are not running, for which the devices must be free, and wait for them. Those that are
-        not running in time are left out. Collective.
+        not running in time are left out, and leave the devices as in `rest`. Collective.
 
         replicas: number of those whose engines must run; further ones count as soon as they are there.
 
         Returns whether they run: false on all ranks if one was asked to leave. Raises NoReplicaLeft on all ranks if
         none runs.
         """
-        return self._await(partial(self._missing, replicas))
+        return self._await(partial(self._missing, replicas)) and (not self.any_down() or self.rest())
 
     def _await(self, look: Callable[[EngineControl, float], str]) -> bool:
         """Wait until nothing is missing. Collective.

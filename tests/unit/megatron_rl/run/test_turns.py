@@ -256,6 +256,7 @@ def test_training_continues_without_an_engine_that_does_not_start(shared: Callab
     one.replicas.lost.add((1, 0))
     one.limit_s = 0.1
     assert one.commands().start()
+    assert one.done() == ["pause", "sleep"], "it would have the devices once it has started"
     one.replicas.stopped[0, 0] = 0
     one.replicas.lost.add((0, 0))
     with pytest.raises(NoReplicaLeft, match=r"no engine has started .* within 0\.1 s"):
