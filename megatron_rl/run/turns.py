@@ -29,6 +29,8 @@ from megatron_rl.recipe.job import Offload
 logger = logging.getLogger("megatron_rl")
 
 POLL_S = 0.2
+LONGEST_LOOK_S = 10 * POLL_S
+"""Seconds that one look at the engines counts for at most."""
 LOG_S = 30.0
 
 
@@ -87,9 +89,9 @@ class Engines:
 
         Returns false if a rank was asked to leave.
         """
-        began = logged = time.monotonic()
+        waited_s, logged_s, before = 0.0, 0.0, time.monotonic()
         while True:
-            own = self._notice(look, began)
+            own = self._notice(look, waited_s)
             notices = [each for each in self._ranks.gather(own if any(own) else None) if each is not None]
             if any(notice.asked for notice in notices):
                 self._safe_points.drain.asked = True
@@ -99,16 +101,18 @@ class Engines:
             self._safe_points.activity.note(own.missing)
             if not any(notice.missing for notice in notices):
                 return True
-            if own.missing and time.monotonic() - logged > LOG_S:
-                logged = time.monotonic()
-                logger.info("waiting for %s since %.0f s", own.missing, logged - began)
+            # When a suspended job goes on, minutes have passed in which the engines were stopped too.
+            waited_s, before = waited_s + min(time.monotonic() - before, LONGEST_LOOK_S), time.monotonic()
+            if own.missing and waited_s - logged_s > LOG_S:
+                logged_s = waited_s
+                logger.info("waiting for %s since %.0f s", own.missing, waited_s)
 
-    def _notice(self, look: Callable[[EngineControl, float], str], began: float) -> _Notice:
+    def _notice(self, look: Callable[[EngineControl, float], str], waited_s: float) -> _Notice:
         asked = self._safe_points.poll()
         if self._control is None:
             return _Notice(asked)
         try:
-            return _Notice(asked, look(self._control, time.monotonic() - began))
+            return _Notice(asked, look(self._control, waited_s))
         except NoReplicaLeft as error:
             return _Notice(asked, none_left=str(error))
 

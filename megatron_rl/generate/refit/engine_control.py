@@ -76,16 +76,17 @@ class EngineControl:
         return sorted(left & self._starts.given)
 
     def end(self, who: Collection[ReplicaStart], silent_s: float) -> None:
-        """Have the host side end replicas and start them again. Each start of a replica is reported once.
+        """Have the host side end replicas and start them again. Each start of a replica is reported until that has
+        succeeded once.
 
         silent_s: seconds for which their engines have been expected to leave.
         """
         for started in {*who} - self._reported:
-            self._reported.add(started)
             logger.warning("the engine of replica %d does not leave the devices of the ranks: it is ended", started[0])
             hang = Hang(0, None, "leaving the devices of the ranks", 0, round(silent_s, 1), time.time())
             try:
                 write(self._attempt.replica(started[0]).hang, hang)
+                self._reported.add(started)
             except OSError as error:
                 logger.warning("replica %d cannot be ended: %s", started[0], error)
 

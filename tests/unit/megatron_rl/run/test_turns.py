@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -275,6 +276,23 @@ def test_an_engine_that_does_not_leave_the_devices_is_ended_before_the_ranks_wei
     one.done()
     one.turns.publish(1)
     assert one.done() == ["measure", "put away", "start", "fetch", *BACK], "it starts again while their state is away"
+
+
+def test_time_in_which_the_ranks_were_stopped_too_ends_no_engine(
+    shared: Callable[..., Shared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, stopped_s = shared(), 0.0
+
+    def occupants(wait_s: float) -> list[ReplicaStart]:
+        nonlocal stopped_s
+        first, stopped_s = not stopped_s, 1000.0
+        return [(0, 0)] if first else []
+
+    one.replicas.occupants = occupants
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s, sleep=time.sleep)
+    monkeypatch.setattr(turns, "time", clock)
+    one.turns.begin_training()
+    assert not one.replicas.ended
 
 
 def test_a_replica_that_nobody_can_end_does_not_end_the_run(

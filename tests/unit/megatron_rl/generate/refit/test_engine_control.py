@@ -176,6 +176,14 @@ def test_one_that_does_not_leave_is_reported_once_to_be_ended(attempt: Attempt, 
     assert not attempt.replica(1).hang.exists()
 
 
+def test_a_report_that_could_not_be_written_is_repeated(attempt: Attempt, control: EngineControl) -> None:
+    attempt.replica(1).hang.mkdir()  # in the way of the file
+    control.end([(1, 0)], 121.3)
+    attempt.replica(1).hang.rmdir()
+    control.end([(1, 0)], 121.5)
+    assert attempt.replica(1).hang.is_file()
+
+
 def test_one_that_is_given_up_is_not_missing(attempt: Attempt, control: EngineControl) -> None:
     state(attempt, 2, REPLICA_WAITING, starts=2)
     state(attempt, 3, REPLICA_GIVEN_UP, starts=6)
