@@ -106,7 +106,7 @@ def begin_save(run: Run) -> None:
     """Start a checkpoint of the current step. Blocks until its tensors are copied to host memory."""
     run.writer.sync()
     run.record.sync()
-    needed = run.driver.begin_checkpoint(run.step, run.next_ordinal)
+    needed = run.driver.begin_checkpoint(run.step, run.next_ordinal, run.trainer.policy_version)
     run.checkpointer.save(run.step, run.models.sharded_state(), run.counters(), needed)
     run.saved = run.step
 

@@ -58,8 +58,8 @@ class ResumeConfig(Section):
     """Unfinished answers. keep: they resume from their tokens, so nothing is generated twice. regenerate: they are
     generated again from their own random numbers, bit for bit the same on the same layout."""
     newer: Literal["discard", "reuse"] = "discard"
-    """Scored groups whose weights are newer than the checkpoint. discard: generate them again. reuse: train on them as
-    they are; they are off policy, so set grpo.importance."""
+    """Scored groups whose weights are newer than the checkpoint. discard: generate them again, and do not
+    keep those that were trained on. reuse: train on them as they are; they are off policy, so set grpo.importance."""
     flush_s: PositiveFloat = 60.0
     """Seconds between writes of unfinished answers to disk."""
     bank_gib: PositiveFloat = 64.0

@@ -126,7 +126,7 @@ class RolloutDriver:
             advantages=of_positions(of_step, trained),
         )
 
-    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
+    def begin_checkpoint(self, step: int, next_ordinal: int, policy_version: int) -> Callable[[], None]:
         """Start to secure surplus groups, which must be on disk before the checkpoint of `step` is published.
 
         Returns a function for any thread that waits for that, as `Bank.begin_checkpoint` does.
@@ -135,7 +135,7 @@ class RolloutDriver:
             return lambda: None
         # If generation runs ahead of training, no record depends on these groups: they may be generated again.
         waiting = [] if self._window.ahead else self._loop.do(lambda _: in_flight.finished())
-        return self._loop.do(lambda _: in_flight.bank.begin_checkpoint(step, next_ordinal, waiting))
+        return self._loop.do(lambda _: in_flight.bank.begin_checkpoint(step, next_ordinal, policy_version, waiting))
 
     def end_checkpoint(self, step: int) -> None:
         if (in_flight := self._in_flight) is not None:

@@ -128,7 +128,7 @@ class InFlightGroups:
             del self._begun_after[ordinal]
             self._states.pop(ordinal, None)
             self._tasks.pop(ordinal).cancel()  # without effect on a finished task
-        self.bank.flush_if_due(self._recording)
+        self.bank.end_batch(self._recording, below)
         return tokens
 
     def flush(self) -> None:

@@ -88,7 +88,7 @@ class ExampleDriver:
         if re.fullmatch("10*", count := str(self._dropped[reason])):
             logger.warning("%s is dropped: %s (rows dropped for this reason so far: %s)", where, reason, count)
 
-    def begin_checkpoint(self, step: int, next_ordinal: int) -> Callable[[], None]:
+    def begin_checkpoint(self, step: int, next_ordinal: int, policy_version: int) -> Callable[[], None]:
         """Return at once: a checkpoint's cursor says which rows follow, so nothing else needs to be on disk."""
         return lambda: None
 

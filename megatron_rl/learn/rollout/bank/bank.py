@@ -4,7 +4,8 @@
     recording = bank.recording(inference)
     recording.generate(request)                           an interrupted answer resumes from its tokens
     recording.add(group)                                  records a scored group
-    bank.begin_checkpoint(step, next_ordinal, waiting)    secures the groups that the checkpoint needs
+    bank.end_batch(recording, below)                      forgets trained groups that no checkpoint could need
+    bank.begin_checkpoint(step, next_ordinal, ...)        secures the groups that the checkpoint needs
     bank.end_checkpoint(step)                             forgets the groups that the published checkpoint settles
 
 Records are written every `resume.flush_s`, after each batch that took long enough, and when the driver stops. Each
@@ -69,6 +70,8 @@ class Bank:
         self._keeps_parts = resume.partial == "keep"
         self._first = driver == 0
         self._settled_below = next_ordinal
+        self._taken_below = next_ordinal  # ordinal below which batches have taken all
+        self._saved_version = lineage.policy_version  # newest policy version of a checkpoint that has begun
         limit = int(resume.bank_gib * 2**30) // drivers
         self._file = BankFile(bank_file(folder, lineage.attempt, driver), limit, records_within)
         self._first_record = [attempt_record(lineage)]
@@ -99,16 +102,27 @@ class Bank:
             inference, lambda: self._earlier, self._lineage, self._unwritten.append, with_parts=self._keeps_parts
         )
 
-    def flush_if_due(self, recording: Recording) -> None:
-        """Write new records in the background, unless that was moments ago. Call it after each batch: the loop and
-        `flush_regularly` in it may stop while the ranks train."""
+    def end_batch(self, recording: Recording, below: int) -> None:
+        """Note that a batch takes all ordinals below, and that those before it are trained. Write new records in the
+        background, unless that was moments ago: the loop and `flush_regularly` in it may stop while the ranks train."""
+        # Example: the newest checkpoint has the weights of version 40. If the attempt is killed in step 45, the next
+        # one resumes from them and generates the groups of step 43 again, by version 40 instead of 42. A checkpoint
+        # that begins after step 43 has trained on them. So nobody could use their records.
+        if self._resume.newer == "discard":
+            self._unwritten[:] = [
+                each
+                for each in self._unwritten
+                if each.group.ordinal >= self._taken_below or each.newest <= self._saved_version
+            ]
+        self._taken_below = below
         if time.monotonic() - self._flushed_at > min(self._resume.flush_s, WORTH_WRITING_S):
             self.flush(recording)
 
     def begin_checkpoint(
-        self, step: int, next_ordinal: int, waiting: Iterable[TrajectoryGroup] = ()
+        self, step: int, next_ordinal: int, policy_version: int, waiting: Iterable[TrajectoryGroup] = ()
     ) -> Callable[[], None]:
-        """Prepare for a checkpoint of `step`, which settles all ordinals below `next_ordinal`.
+        """Prepare for a checkpoint of `step` with weights of `policy_version`, which settles all ordinals below
+        `next_ordinal`.
 
         waiting: surplus groups, which a run that resumes from the checkpoint must use: newer weights would sample other
             answers.
@@ -118,6 +132,7 @@ class Bank:
         mistake work from an abandoned line of training for its own. Raises OSError if they cannot be written.
         """
         self._checkpoints[step] = next_ordinal
+        self._saved_version = policy_version
         groups = [group for group in waiting if group.ordinal not in self._earlier.groups]
         on_disk = self._file.secure(partial(self._missing, groups))
 

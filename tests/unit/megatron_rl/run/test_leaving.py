@@ -46,13 +46,13 @@ class Leaving:
         self.run: Any = SimpleNamespace(
             step=step,
             next_ordinal=0,
-            trainer=SimpleNamespace(between_steps=True),
+            trainer=SimpleNamespace(between_steps=True, policy_version=20),
             safe_points=safe_points,
             groups=SimpleNamespace(control=Control(0, 1)),
             checkpointer=saver,
             writer=Writer(),
             record=SimpleNamespace(sync=lambda: None),
-            driver=SimpleNamespace(begin_checkpoint=lambda step, next_ordinal: lambda: None),
+            driver=SimpleNamespace(begin_checkpoint=lambda *_: lambda: None),
             models=SimpleNamespace(sharded_state=lambda: sharded_state(1.0)),
             counters=dict,
         )

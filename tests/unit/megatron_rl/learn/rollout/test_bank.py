@@ -271,12 +271,34 @@ def test_short_steps_are_written_together(run: Run, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
     run.driver.collect(0)
     assert not bank_files(tmp_path)
-    bank.begin_checkpoint(9, next_ordinal=2)
+    bank.begin_checkpoint(9, next_ordinal=2, policy_version=0)
     bank.end_checkpoint(9)
     bank.close()
     (path,) = bank_files(tmp_path)
     heads = [entry.head for entry in scan(path)[0]]
     assert [head["ordinal"] for head in heads if head["kind"] == "group"] == [2, 3]  # the others were never written
+
+
+@pytest.mark.parametrize(
+    ("newer", "saved", "kept"),
+    [("discard", 0, [1, 3]), ("discard", 1, [1, 2, 3]), ("reuse", 0, [1, 2, 3])],
+)
+def test_trained_groups_that_no_checkpoint_could_need_are_not_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: Any, saved: int, kept: list[int]
+) -> None:
+    """A killed run needs the groups that the newest checkpoint's weights sampled; one that leaves, the last ones."""
+    bank = bank_of(run, tmp_path, 1, ResumeConfig(newer=newer))
+    drive(run, bank)
+    monkeypatch.setattr(bank_module, "WORTH_WRITING_S", 1000.0)
+    for step in (1, 2, 3):
+        run.engine.policy_version = step - 1
+        run.driver.collect((step - 1) * PROMPTS)
+        if step == 1 and saved:
+            bank.begin_checkpoint(1, PROMPTS, policy_version=saved)
+    bank.close()
+    (path,) = bank_files(tmp_path)
+    groups = [entry.head["ordinal"] for entry in scan(path)[0] if entry.head["kind"] == "group"]
+    assert {1 + ordinal // PROMPTS for ordinal in groups} == {*kept}
 
 
 def test_a_long_step_is_written_at_its_end(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +336,7 @@ def test_the_first_driver_takes_over_earlier_files_and_the_others_find_the_recor
     first, second = (bank_of(run, tmp_path, 3, driver=driver, drivers=2) for driver in (0, 1))
     for bank in (second, first):
         bank.flush()
-        bank.begin_checkpoint(9, next_ordinal=2)
+        bank.begin_checkpoint(9, next_ordinal=2, policy_version=0)
         bank.end_checkpoint(9)
         assert bank._file.wait(20)
     assert sorted(tmp_path.iterdir()) == [bank_file(tmp_path, 3, driver) for driver in (0, 1)]

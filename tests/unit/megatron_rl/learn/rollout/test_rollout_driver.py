@@ -203,7 +203,7 @@ def test_surplus_groups_are_secured_by_a_checkpoint_that_begins_after_the_driver
         batch = driver.collect(0)
         assert (batch.next_ordinal, batch.drawn.below) == (7, 9)
         driver.stop()
-        driver.begin_checkpoint(1, 7)()
+        driver.begin_checkpoint(1, 7, 1)()
         heads = [entry.head for file in bank_files(tmp_path) for entry in scan(file)[0]]
         assert {7, 8} <= {head["ordinal"] for head in heads if head["kind"] == "group"}
 
@@ -226,7 +226,7 @@ def test_surplus_groups_are_carried_into_the_next_step(monkeypatch: pytest.Monke
     with driver_of(agent, config, folder=tmp_path / "bank") as driver:
         first = driver.collect(0)
         assert (ordinals([first]), first.next_ordinal, first.drawn) == ([3, 4, 5, 6], 7, Drawn(9, 3))
-        driver.begin_checkpoint(1, 7)()
+        driver.begin_checkpoint(1, 7, 1)()
         (file,) = bank_files(tmp_path / "bank")
         assert "attempt" in [entry.head["kind"] for entry in scan(file)[0]]  # identifies the line of training
         copytree(tmp_path / "bank", tmp_path / "left")
