@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from megatron_rl.agent.reward_value import LARGEST_REWARD
@@ -137,7 +136,7 @@ class Trajectory(Branch):
 
     @property
     def answer_length(self) -> int:
-        return self.sampled_length + sum(branch.sampled_length for branch in self.branches)
+        return sum(map(len, self.turns)) + sum([branch.sampled_length for branch in self.branches])
 
 
 def check_reward(reward: float) -> None:
@@ -159,9 +158,14 @@ class TrajectoryGroup:
     """One per trajectory, from an agent in another process that compares answers, in an evaluation; else empty."""
 
     @property
-    def versions(self) -> Iterator[int]:
-        sequences = chain.from_iterable(trajectory.sequences for trajectory in self.trajectories)
-        return chain.from_iterable(sequence.versions for sequence in sequences)
+    def sequences(self) -> list[Branch]:
+        """Sequences of the first trajectory, then of the next ones."""
+        return [sequence for trajectory in self.trajectories for sequence in trajectory.sequences]
+
+    @property
+    def versions(self) -> set[int]:
+        """Policy versions that sampled its tokens."""
+        return set().union(*(sequence.versions for sequence in self.sequences)) - {UNSAMPLED}
 
 
 class TrajectoryBuilder:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.rewards import has_signal, length_rewards, overlong_penalty
+from megatron_rl.model.platform.host_tensors import int64
 from megatron_rl.recipe.config import RunConfig
 
 
@@ -52,10 +54,11 @@ class ScoredAnswers:
 
 
 def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> ScoredAnswers:
-    owners = [(number, group) for number, group in enumerate(groups) for _ in group.trajectories]
-    index = torch.tensor([number for number, _ in owners], dtype=torch.long)
+    counts = [len(group.trajectories) for group in groups]
+    index = torch.repeat_interleave(int64(counts))
     answers = [trajectory for group in groups for trajectory in group.trajectories]
-    environments = [config.environment_of(group.problem.environment) for _, group in owners]
+    of_groups = [config.environment_of(group.problem.environment) for group in groups]
+    environments = [its for its, count in zip(of_groups, counts, strict=True) for _ in range(count)]
     weights = [environment.reward_weights or {} for environment in environments]
     scored = fp64([answer.reward for answer in answers])
     accuracy = fp64([accuracy_of(answer, its.accuracy) for answer, its in zip(answers, environments, strict=True)])
@@ -63,12 +66,12 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
     if any(weights):
         rewards = fp64([weighted_reward(answer, its) for answer, its in zip(answers, weights, strict=True)])
     if config.grpo.length_penalty:
-        lengths = torch.tensor([answer.answer_length for answer in answers], dtype=torch.long)
+        lengths = int64([answer.answer_length for answer in answers])
         rewards = rewards + config.grpo.length_penalty * length_rewards(lengths, accuracy >= 1, index, len(groups))
     if (overlong := config.grpo.overlong).mode == "penalty":
         last = [max(len(sequence.turns[-1]) for sequence in answer.sequences) for answer in answers]
         rewards = rewards + overlong_penalty(
-            torch.tensor(last, dtype=torch.long),
+            int64(last),
             max_new_tokens=config.sampling.max_new_tokens,
             buffer=overlong.buffer,
             penalty=overlong.penalty,
@@ -79,7 +82,7 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
         scored=scored,
         rewards=rewards,
         accuracy=accuracy,
-        tokens=torch.tensor([sum(s.loss_mask.count(True) for s in a.sequences) for a in answers], dtype=torch.long),
+        tokens=int64([sum([s.loss_mask.count(True) for s in a.sequences]) for a in answers]),
         components={
             name: fp64([answer.components.get(name, math.nan) for answer in answers])
             for name in sorted({name for answer in answers for name in answer.components})
@@ -106,7 +109,7 @@ def weighted_reward(answer: Trajectory, weights: Mapping[str, float]) -> float:
 def fp64(values: Sequence[float]) -> Tensor:
     """Return numbers of answers as a tensor. In fp32, rewards of 1e6 and 1e6 + 1 would have a mean and a deviation that
     are rounding alone."""
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 def usable(group: TrajectoryGroup, config: RunConfig) -> bool:
@@ -137,9 +140,9 @@ def accuracies(group: TrajectoryGroup, config: RunConfig) -> list[float]:
 def with_components(group: TrajectoryGroup, names: Set[str]) -> TrajectoryGroup:
     """Return the group without the answers that lack one of these components of the reward; they are counted as
     lost."""
-    lacking = [sorted(names - answer.components.keys()) for answer in group.trajectories]
-    if not any(lacking):
+    if all(names <= answer.components.keys() for answer in group.trajectories):
         return group
+    lacking = [sorted(names - answer.components.keys()) for answer in group.trajectories]
     failures = Counter(group.failures)
     for missing in filter(None, lacking):
         failures[f"the reward has no component {missing[0]} (environment.reward_weights, accuracy)"] += 1

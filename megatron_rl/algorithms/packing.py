@@ -69,11 +69,9 @@ class Packing:
             chosen: which of them go through the model.
         """
         masks = [bytes(mask) for mask in loss_masks]
-        self._trained_before = [
-            0,
-            *accumulate(mask.count(1) for mask in masks),
-        ]  # before each sequence of the batch, and in all
-        self._packed = packed = [index for index in chosen if any(masks[index])]
+        trained = [mask.count(1) for mask in masks]
+        self._trained_before = [0, *accumulate(trained)]  # before each sequence of the batch, and in all
+        self._packed = packed = [index for index in chosen if trained[index]]
         # Of each packed sequence:
         self._lists = [tokens[index] for index in packed]
         self._flags = [masks[index] for index in packed]

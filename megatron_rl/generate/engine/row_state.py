@@ -85,8 +85,8 @@ class RowState:
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy rows: (from, to) each."""
-        sources, targets = (list(rows) for rows in zip(*moves, strict=True))
-        source, target = to_device(moves, self._device).unbind(1)
+        sources, targets = np.array(moves).T
+        source, target = to_device(sources, self._device), to_device(targets, self._device)
         if (self._numbers[sources] != self._numbers[targets]).any():
             self._sampling.move(sources, targets, source, target)
             self._limit[target] = self._limit[source]
@@ -96,7 +96,7 @@ class RowState:
             self.token, self.position, self.pages, self._count, self._ended, self._uniforms, self._tokens,
             self._logprobs,
         ):  # fmt: skip
-            column[target] = column[source]
+            column.index_copy_(0, target, column.index_select(0, source))
         for counts in (self._most_positions, self._most_tokens):
             counts[targets] = counts[sources]
 
@@ -143,9 +143,10 @@ class RowState:
     def _set_sampling(self, rows: slice, prefills: Sequence[Prefill]) -> None:
         first = rows.start
         for sampling, alike in groupby(prefills, key=lambda prefill: prefill.sampling):
-            limit = sampling.max_new_tokens
-            keys, samples = zip(*((prefill.key, i) for prefill in alike for i in prefill.samples), strict=True)
-            numbers = uniforms(np.array(keys, dtype=np.uint64), samples, limit)
+            limit, its = sampling.max_new_tokens, [*alike]
+            keys = np.array([prefill.key for prefill in its], dtype=np.uint64)
+            samples = [sample for prefill in its for sample in prefill.samples]
+            numbers = uniforms(np.repeat(keys, [len(prefill.samples) for prefill in its]), samples, limit)
             same = slice(first, first + len(numbers))
             self._set_parameters(same, sampling)
             self._uniforms[same, :limit] = torch.from_numpy(numbers).to(self._device, non_blocking=True)
@@ -207,7 +208,7 @@ class RowState:
         """Return the sampled tokens of rows. known: row -> number of its first tokens to leave out."""
         if not known:
             return []
-        rows, first = [*known], [*known.values()]
+        rows, first = np.array([*known]), np.array([*known.values()])
         most = min(int((self._most_tokens[rows] - first).max()), self._length)
         index = to_device(rows, self._device)
         columns = to_device(first, self._device)[:, None] + torch.arange(most, device=self._device)
@@ -225,13 +226,13 @@ class RowState:
                 dim=1,
             )
         )
-        counts = (read[:, 0] - np.array(first)).tolist()
+        counts = (read[:, 0] - first).tolist()
         tokens = read[:, 1 : 1 + most].tolist()
         logprobs = read[:, 1 + most : 1 + 2 * most].copy().view(np.float32).tolist()
         top = self._top.parse(rows, read[:, 1 + 2 * most :], most)
         return [
             RowAnswer(row, tokens[i][:count], logprobs[i][:count], top and top[:count])
-            for i, (row, count, top) in enumerate(zip(rows, counts, top, strict=True))
+            for i, (row, count, top) in enumerate(zip(known, counts, top, strict=True))
         ]
 
 
@@ -241,8 +242,8 @@ def _read(tensor: Tensor) -> NDArray[Any]:
 
 
 def to_device(values: Sequence[object] | NDArray[Any], device: torch.device) -> Tensor:
-    """Copy values to the device, without waiting for it."""
-    return torch.as_tensor(values).to(device, non_blocking=True)
+    """Copy values to the device, without waiting for it. numpy reads a list four times as fast as torch."""
+    return torch.from_numpy(np.asarray(values)).to(device, non_blocking=True)
 
 
 def _page_table(prefills: Sequence[Prefill]) -> NDArray[np.int32]:

@@ -99,7 +99,7 @@ class SamplingRows:
         ends += ends[:1] * (columns.ends.shape[1] - len(ends))
         columns.ends[rows] = torch.tensor(ends).to(columns.ends.device, non_blocking=True)
 
-    def move(self, sources: list[int], targets: list[int], source: Tensor, target: Tensor) -> None:
+    def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64], source: Tensor, target: Tensor) -> None:
         for column in self._parameters:
             column[target] = column[source]
         for numbers in self._host:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,7 +22,7 @@ class TopLogprobsRows:
     def set(self, rows: slice, asked: int) -> None:
         self._asked[rows] = min(asked, self._most)
 
-    def move(self, sources: list[int], targets: list[int], source: Tensor, target: Tensor) -> None:
+    def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64], source: Tensor, target: Tensor) -> None:
         if self._asked[sources].any():
             self._tokens[target] = self._tokens[source]
             self._logprobs[target] = self._logprobs[source]
@@ -48,7 +46,7 @@ class TopLogprobsRows:
         self._tokens[rows].scatter_(1, slot, tokens[:, None].int())
         self._logprobs[rows].scatter_(1, slot, values[:, None])
 
-    def columns(self, rows: Sequence[int], index: Tensor, positions: Tensor) -> list[Tensor]:
+    def columns(self, rows: NDArray[np.int64], index: Tensor, positions: Tensor) -> list[Tensor]:
         """Return tokens and log-probs at these positions, each [rows, positions * likeliest] of 32 bits; an empty list
         if no row asks for any.
 
@@ -60,7 +58,7 @@ class TopLogprobsRows:
         at = index[:, None], positions % self._kept
         return [each[at][..., :most].flatten(1).view(torch.int32) for each in (self._tokens, self._logprobs)]
 
-    def parse(self, rows: Sequence[int], read: NDArray[np.int32], positions: int) -> list[list[TopLogprobs] | None]:
+    def parse(self, rows: NDArray[np.int64], read: NDArray[np.int32], positions: int) -> list[list[TopLogprobs] | None]:
         """Parse `columns` [rows, 2 * positions * likeliest] of each row; None for rows that ask for none."""
         asked = self._asked[rows].tolist()
         if not max(asked):

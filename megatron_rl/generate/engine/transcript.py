@@ -95,10 +95,9 @@ class Transcript:
 
     def completion(self, prompt: PromptScores | None = None) -> Completion:
         """Return the answer, which has ended. prompt: scores of its request's prompt, if it is scored."""
-        assert self.finish_reason is not None
-        return Completion(
-            self.tokens, self.logprobs, self.finish_reason, self.versions, self.stop, self._top(0), prompt
-        )
+        reason = self.finish_reason
+        assert reason is not None
+        return Completion(self.tokens, self.logprobs, reason, self.versions, self.stop, self._top(0), prompt)
 
     def delta(self, prompt: PromptScores | None = None) -> Delta:
         first, self.reported = self.reported, len(self.tokens)

@@ -25,7 +25,7 @@ Head = dict[str, Any]
 def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
     """Encode a group without its problem: the prompt stream knows it."""
     trajectories = group.trajectories
-    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    sequences = group.sequences
     texts = [trajectory.text.encode("utf-8", "surrogatepass") for trajectory in trajectories]
     outputs = [trajectory.output.encode("utf-8", "surrogatepass") for trajectory in trajectories]
     head: Head = {

@@ -109,7 +109,7 @@ def group_costs(
 
 def _sharing_prompts_only(group: TrajectoryGroup, config: RunConfig) -> float:
     """Operations for all answers of a group, if they share no more than the prompt."""
-    sequences = [sequence for each in group.trajectories for sequence in each.sequences]
+    sequences = group.sequences
     prompts = {tuple(each.tokens[: each.prompt_length]) for each in sequences}
     shared = len(prompts.pop()) if len(prompts) == 1 else 0
     lengths = [len(each.tokens) for each in sequences]

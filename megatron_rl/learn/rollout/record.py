@@ -9,12 +9,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.rollout_records import (
@@ -126,7 +125,7 @@ class RolloutRecord:
             answers: list[AnswerLine] = []
             sampled = position % self._stride == 0 and position // self._stride < self._config.samples
             if logprobs is not None:
-                begin, token = token, token + sum(one.loss_mask.count(True) for one in _sequences(group))
+                begin, token = token, token + sum(one.loss_mask.count(True) for one in group.sequences)
                 if sampled:
                     scores = iter(logprobs[begin:token].tolist())
                     answers = [self._answer(answer, scores) for answer in group.trajectories]
@@ -166,7 +165,7 @@ def _line(
     answers: Sequence[AnswerLine] = (),
 ) -> GroupLine:
     problem = group.problem
-    versions = set(chain.from_iterable(sequence.versions for sequence in _sequences(group))) - {-1}
+    versions = group.versions
     return GroupLine(
         step=step,
         ordinal=group.ordinal,
@@ -176,18 +175,13 @@ def _line(
         advantages=list(advantages),
         lengths=[answer.answer_length for answer in group.trajectories],
         finish_reasons=[answer.finish_reason for answer in group.trajectories],
-        lowest_version=min(versions, default=-1),
-        highest_version=max(versions, default=-1),
+        lowest_version=min(versions, default=UNSAMPLED),
+        highest_version=max(versions, default=UNSAMPLED),
         environment=problem.environment,
         failures=dict(group.failures),
         passed_over=passed_over,
         answers=list(answers),
     )
-
-
-def _sequences(group: TrajectoryGroup) -> Iterator[Branch]:
-    for answer in group.trajectories:
-        yield from answer.sequences
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

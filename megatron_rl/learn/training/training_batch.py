@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.platform.device import Kernels
+from megatron_rl.model.platform.host_tensors import int64
 from megatron_rl.model.policy import DTYPES
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.metrics.stats import BatchStats, EnvironmentStats
@@ -59,8 +61,8 @@ def training_batch(
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
-    of = torch.tensor([i for i, trajectory in enumerate(trajectories) for _ in trajectory.sequences], dtype=torch.long)
-    lengths = torch.tensor([s.loss_mask.count(True) for s in sequences], dtype=torch.long)
+    of = torch.repeat_interleave(int64([1 + len(trajectory.branches) for trajectory in trajectories]))
+    lengths = int64([s.loss_mask.count(True) for s in sequences])
     trained = list(chain.from_iterable(s.loss_mask for s in sequences))
     logprobs = list(compress(chain.from_iterable(s.logprobs for s in sequences), trained))
     versions = list(compress(chain.from_iterable(s.versions for s in sequences), trained))
@@ -71,8 +73,8 @@ def training_batch(
         trajectory=of,
         lengths=lengths,
         weights=sequence_weights(lengths, of, credit.carries_loss, config.grpo.branches),
-        sequence_of_token=torch.repeat_interleave(torch.arange(len(sequences)), lengths).to(device),
-        inference_logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
+        sequence_of_token=torch.repeat_interleave(lengths).to(device),
+        inference_logprobs=torch.from_numpy(np.array(logprobs, dtype=np.float32)).to(device),
         current=None
         if set(versions) <= {policy_version, UNSAMPLED}
         else torch.tensor([version == policy_version for version in versions], device=device),
@@ -150,7 +152,7 @@ def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, 
     masks = [sequence.loss_mask for sequence in batch.sequences]
     has_gradient = [batch.credit.has_gradient[of] for of in batch.trajectory.tolist()]
     packing = Packing(tokens, masks, (each for each in chosen if has_gradient[each]))
-    index = torch.tensor(chosen, dtype=torch.long)
+    index = int64(chosen)
     room = microbatch_room(config, kernels)
     return UpdatePart(
         packing,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_rl.model.platform.attention import PackedSequences
+from megatron_rl.model.platform.host_tensors import int64
 
 LONGEST_MASKED_TREE = 128
 """Tokens up to which a tree is one masked row instead of one causal sequence per branch. A masked row is quadratic in
@@ -158,12 +159,12 @@ def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:
             indices_read.extend(range(start + len(flat), start + len(flat) + len(indices)))
             flat.extend(indices)
             flat.extend([indices[0]] * (length - len(indices)))
-        buckets.append(Bucket(torch.tensor(flat, dtype=torch.long, device=device), length, visible))
+        buckets.append(Bucket(int64(flat).to(device), length, visible))
         all_rows.extend(flat)
         start += len(flat)
     outputs = torch.empty(len(ends), dtype=torch.long)
-    outputs[torch.tensor(read, dtype=torch.long)] = torch.tensor(indices_read, dtype=torch.long)
-    fan_out = FanOut.of(torch.tensor(all_rows), len(ends)).to(device) if shares else None
+    outputs[int64(read)] = int64(indices_read)
+    fan_out = FanOut.of(int64(all_rows), len(ends)).to(device) if shares else None
     return DenseLayout(tuple(buckets), outputs.to(device, non_blocking=True), fan_out)
 
 
@@ -183,7 +184,7 @@ def _visibility(trees: Sequence[range], ends: Sequence[int], length: int) -> Ten
     ]
     keys = torch.arange(length)
     queries = keys[:, None]
-    return ((keys <= queries) & (queries < torch.tensor(rows)[:, None, :]))[:, None]
+    return ((keys <= queries) & (queries < int64(rows)[:, None, :]))[:, None]
 
 
 def bucket_length(length: int) -> int:
