@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.agent.reward_value import LARGEST_REWARD
@@ -202,7 +202,7 @@ class TrajectoryBuilder:
     def cut_off(self) -> Completion:
         """Mark the last turn as ended by the length limit, because another turn does not fit, and return it."""
         assert self._last is not None  # another turn follows it
-        self._last = replace(self._last, finish_reason="length")
+        self._last = self._last._replace(finish_reason="length")
         return self._last
 
     def add_observation(self, tokens: list[int]) -> None:

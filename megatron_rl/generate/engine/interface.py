@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from uuid import uuid4
 
 from megatron_rl.recipe.inference import Sampling, ServedSampling
@@ -101,8 +101,7 @@ class GenerationRequest:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be between 0 and {MOST_TOP_LOGPROBS}")
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     tokens: list[int]
     """If `finish_reason` is `stop`, the last token is an end token or the one that completes the stop string."""
     logprobs: list[float]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_rl.generate.engine.interface import (
     AnswerPrefix,
@@ -17,8 +18,7 @@ from megatron_rl.generate.engine.interface import (
 from megatron_rl.model.text_stream import Decode, StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class RowAnswer:
+class RowAnswer(NamedTuple):
     row: int
     tokens: list[int]
     logprobs: list[float]
