@@ -19,14 +19,16 @@ import pickle
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.checkpoint.publish import SaveFailed, SaveOutcome, discard, publish
-from megatron_rl.checkpoint.shards import Abandoned, Snapshot, WrittenPart, write_metadata, write_part
+from megatron_rl.checkpoint.shards import METADATA, Abandoned, Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.contract.manifest import Manifest, read_saved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save_section import SaveConfig
@@ -38,6 +40,11 @@ _SHORTEST_POLL_S = 0.005
 _LONGEST_POLL_S = 0.5
 _LISTINGS = 2048
 """Most listings of a folder that all ranks together ask for in a second."""
+_THREADS = 16
+"""Threads in which rank 0 reads or deletes files of other ranks."""
+_NAMED = 8
+"""Most ranks that a message names."""
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -108,9 +115,8 @@ class CheckpointWriter:
         part = write_part(save.folder, save.snapshot, 0, lambda: save.check("rank 0 is writing"))
         parts = [part, *self._collect(save)]
         files = {name: record for part in parts for name, record in part.files.items()}
-        files[".metadata"] = write_metadata(save.folder, parts)
-        for rank in range(1, self._world_size):
-            _part_file(save.folder, rank).unlink()
+        files[METADATA] = write_metadata(save.folder, parts, lambda: save.check("rank 0 is writing the index"))
+        _at_once(Path.unlink, [save.folder / _part(rank) for rank in range(1, self._world_size)])
         total_s = time.monotonic() - save.started
         manifest = Manifest(
             save.step, save.id, self._world_size, self.parent, save.blocked_s, total_s, save.meta, files
@@ -124,19 +130,18 @@ class CheckpointWriter:
         return manifest.saved
 
     def _collect(self, save: SaveInProgress) -> list[WrittenPart]:
-        expected = {_part_file(save.folder, rank).name: rank for rank in range(1, self._world_size)}
+        expected = {_part(rank): rank for rank in range(1, self._world_size)}
+        failures = {_failure(rank): rank for rank in range(1, self._world_size)}
         for _ in self._polls():
             present = _names(save.folder)
-            for rank in range(1, self._world_size):
-                failure = _failure_file(save.folder, rank)
-                if failure.name in present:
-                    raise Abandoned(f"rank {rank}: {failure.read_text(encoding='utf-8')}")
-            missing = sorted(rank for name, rank in expected.items() if name not in present)
+            for name in sorted(failures.keys() & present):
+                raise Abandoned(f"rank {failures[name]}: {(save.folder / name).read_text(encoding='utf-8')}")
+            missing = [expected[name] for name in sorted(expected.keys() - present)]
             if not missing:
                 break
-            save.check(f"waiting for the shards of rank {', '.join(map(str, missing))}")
-        # Written by ranks of this run. Any process that can write here can also change the checkpoints themselves.
-        return [pickle.loads(_part_file(save.folder, rank).read_bytes()) for rank in range(1, self._world_size)]
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            save.check(f"waiting for the shards of rank {', '.join(map(str, missing[:_NAMED]))}{more}")
+        return _at_once(_read_part, [save.folder / name for name in expected])
 
     def _withdraw(self, save: SaveInProgress) -> None:
         if self._world_size == 1:
@@ -155,7 +160,7 @@ class CheckpointWriter:
     # with the id of this save means published, a withdrawn folder means failed.
     def _follow(self, save: SaveInProgress) -> SaveOutcome:
         part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
-        _put(_part_file(save.folder, self._rank), pickle.dumps(part))
+        _put(save.folder / _part(self._rank), pickle.dumps(part))
         for _ in self._polls():
             if save.folder.name not in _names(self._run_dir.checkpoints):
                 self._check_withdrawn(save)
@@ -178,7 +183,7 @@ class CheckpointWriter:
     def _give_up(self, save: SaveInProgress, reason: str) -> None:
         """Free the space, notify rank 0, and wait until it has withdrawn the save: otherwise the next save could find
         the disk still full. The note itself may need space that others have yet to free."""
-        note = _failure_file(save.folder, self._rank)
+        note = save.folder / _failure(self._rank)
         with suppress(OSError, Abandoned):
             _delete(save.folder.glob(f"__{self._rank}_*"))
             for _ in self._polls():
@@ -204,12 +209,26 @@ class CheckpointWriter:
             pause = min(pause * 1.5, longest)
 
 
-def _part_file(folder: Path, rank: int) -> Path:
-    return folder / f"part.{rank:05d}"
+def _part(rank: int) -> str:
+    return f"part.{rank:05d}"
 
 
-def _failure_file(folder: Path, rank: int) -> Path:
-    return folder / f"failed.{rank:05d}"
+def _failure(rank: int) -> str:
+    return f"failed.{rank:05d}"
+
+
+def _read_part(file: Path) -> WrittenPart:
+    # Written by a rank of this run. Any process that can write here can also change the checkpoints themselves.
+    part: WrittenPart = pickle.loads(file.read_bytes())
+    return part
+
+
+def _at_once(work: Callable[[Path], Value], files: Sequence[Path]) -> list[Value]:
+    """Apply a function to many files. On a network file system, it mostly waits."""
+    size = -(-len(files) // _THREADS) or 1
+    shares = [files[first : first + size] for first in range(0, len(files), size)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [*chain.from_iterable(pool.map(lambda share: [work(file) for file in share], shares))]
 
 
 def _put(path: Path, content: bytes) -> None:

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor,
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_rl.checkpoint.stored_shards import read_shards
+from megatron_rl.checkpoint.stored_shards import StoredShards
 from megatron_rl.contract.manifest import CheckpointError, Damaged
 
 
@@ -111,7 +111,7 @@ def _read_or_fail_together(folder: Path, items: Sequence[ShardedBase]) -> list[A
     failure: tuple[bool, str] | None = None
     loaded: list[Any] = []
     try:
-        loaded = read_shards(folder, items)
+        loaded = StoredShards(folder).read(items)
     except (OSError, ValueError, LookupError, RuntimeError, AssertionError, EOFError, UnpicklingError) as error:
         failure = isinstance(error, OSError), str(error) or type(error).__name__
     failures: list[tuple[bool, str] | None] = [None] * dist.get_world_size()

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,17 +27,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_rl.checkpoint.stored_index import IndexPart, Stored, index_part, joined, shape_in_whole
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.manifest import FileRecord, hash_file
 
-_DCP_METADATA = ".metadata"
+METADATA = ".metadata"
 _CHUNK_BYTES = 16 << 20  # bytes written between two checks whether the save was given up
 
 
@@ -57,8 +53,7 @@ class Snapshot:
 class WrittenPart:
     """Description of one rank's file, which rank 0 needs for the metadata and the manifest."""
 
-    plan: SavePlan
-    results: list[WriteResult]
+    index: IndexPart
     files: dict[str, FileRecord]
 
 
@@ -119,24 +114,19 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
 
     `check` runs before each tensor and within large ones; it ends the write by raising Abandoned. Raises OSError, for
     example on a full disk."""
-    planner = MCoreSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(mcore_to_pyt_state_dict(dict(snapshot.shards)), is_coordinator=rank == 0)
-    plan = planner.finish_plan(planner.create_decentralized_global_plan(planner.create_local_plan()))
     files: dict[str, FileRecord] = {}
-    results = []
-    if plan.items:
-        name = f"__{rank}_0.distcp"
+    stored = []
+    name = f"__{rank}_0.distcp"
+    if snapshot.shards:
         with RecordedFile(folder / name, check) as file:
-            for item in plan.items:
+            for item in chain.from_iterable(snapshot.shards.values()):
                 check()
                 start = file.position
-                data = planner.resolve_data(item)
-                if isinstance(data, io.BytesIO):
-                    file.write(data.getbuffer())
+                if isinstance(item, ShardedTensor):
+                    file.save(item.data.detach().view(shape_in_whole(item)))
                 else:
-                    file.save(data)
-                length = file.position - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                    file.save([item.data])  # a list, because megatron-core reads one
+                stored.append(Stored(item, start, file.position - start))
         files[name] = file.record
     if rank == 0:
         with RecordedFile(folder / COMMON_STATE_FNAME, check) as file:
@@ -144,28 +134,20 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
         files[COMMON_STATE_FNAME] = file.record
         write_atomic(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig("torch_dist"))))
         files[CONFIG_FNAME] = hash_file(folder / CONFIG_FNAME)
-    return WrittenPart(plan, results, files)
+    return WrittenPart(index_part(name, stored), files)
 
 
-def write_metadata(folder: Path, parts: Iterable[WrittenPart]) -> FileRecord:
-    """Write torch's index of all parts, in the order of their ranks.
+def write_metadata(folder: Path, parts: Sequence[WrittenPart], check: Callable[[], None]) -> FileRecord:
+    """Write and fsync torch's index of all parts, in the order of their ranks.
 
-    Raises ValueError if the shards of all ranks overlap or have a gap: the sharded state dict was wrong.
+    Raises ValueError if the shards of all ranks overlap or have a gap: the sharded state dict was wrong. Otherwise as
+    `write_part`.
     """
-    parts = list(parts)
-    items = [item for part in parts for item in part.plan.items]
-    objects = Counter(item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO)
-    for name, writers in objects.items():
-        if writers > 1:
-            raise ValueError(f"the object {name} is saved by more than one rank: it needs a different offset on each")
-    planner = MCoreSavePlanner(flatten_state_dict=False)
-    _, metadata = planner.create_global_plan([part.plan for part in parts])
-    writer = FileSystemWriter(folder, sync_files=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    writer.finish(metadata, [part.results for part in parts])
-    with (folder / _DCP_METADATA).open("rb") as file:
-        os.fsync(file.fileno())  # torch's own fsync comes before its buffer is flushed (2.13)
-    return hash_file(folder / _DCP_METADATA)
+    with RecordedFile(folder / METADATA, check) as file:
+        for piece in joined([part.index for part in parts]):
+            check()
+            file.write(piece)
+    return file.record
 
 
 class RecordedFile:

@@ -6,9 +6,11 @@ gathers the descriptions of all tensors of all ranks before it. A checkpoint's i
 
 from __future__ import annotations
 
+import gc
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +21,84 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_rl.checkpoint.stored_index import shape_in_whole
 
-def read_shards(folder: Path, items: Sequence[ShardedBase]) -> list[Any]:
-    """Fill the tensors in place. Returns the data of each item.
 
-    Raises OSError, and ValueError if the checkpoint lacks an item or has it in another shape.
-    """
-    reader = FileSystemReader(folder)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    planner = _ShardPlanner()
-    plan = [read for item in items for read in planner.reads_of(item, metadata)]
-    reader.read_data(LoadPlan(plan), planner).wait()
-    return [item.data if isinstance(item, ShardedTensor) else planner.objects[item.unique_key] for item in items]
+class StoredShards:
+    """Reader of the tensors and objects of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index. Raises OSError, and others if it is damaged."""
+        self._reader = FileSystemReader(folder)
+        with _without_collector():
+            metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=False)
+        self._described = metadata.state_dict_metadata
+
+    def tensor(self, name: str) -> TensorStorageMetadata:
+        """Raises ValueError if there is no tensor of this name."""
+        found = self._described.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            raise ValueError(f"it has no tensor {name}")
+        return found
+
+    def read(self, items: Sequence[ShardedBase]) -> list[Any]:
+        """Fill the tensors in place. Returns the data of each item.
+
+        Raises OSError, and ValueError if the checkpoint lacks an item or has it in another shape.
+        """
+        planner = _ShardPlanner()
+        plan: list[ReadItem] = []
+        for item in items:
+            if isinstance(item, ShardedTensor):
+                item.data = item.data.detach()
+                target = item.data.view(shape_in_whole(item))
+                reads = self._reads_of_tensor(item, target)
+                planner.targets |= {id(read): target for read in reads}
+                plan += reads
+            else:
+                plan.append(self._read_of_object(item))
+        self._reader.read_data(LoadPlan(plan), planner).wait()
+        return [item.data if isinstance(item, ShardedTensor) else planner.objects[item.unique_key] for item in items]
+
+    def _reads_of_tensor(self, item: ShardedTensor, target: Tensor) -> list[ReadItem]:
+        stored = self.tensor(item.key)
+        if item.allow_shape_mismatch:
+            target.zero_()
+        elif stored.size != torch.Size(item.global_shape):
+            raise ValueError(f"{item.key} has the shape {[*stored.size]} in it, and {[*item.global_shape]} here")
+        chunk = ChunkStorageMetadata(offsets=torch.Size(item.global_offset), sizes=target.shape)
+        reads = create_read_items_for_chunk_list(item.key, stored, [chunk])
+        if not item.allow_shape_mismatch and sum(math.prod(read.lengths) for read in reads) != target.numel():
+            raise ValueError(f"it lacks a part of {item.key} at {[*item.global_offset]}")
+        return reads
+
+    def _read_of_object(self, item: ShardedBase) -> ReadItem:
+        assert isinstance(item, ShardedObject)
+        name = item.unique_key
+        if not isinstance(self._described.get(name), BytesStorageMetadata):
+            raise ValueError(f"it has no object {name}")
+        index, nothing = MetadataIndex(name), torch.Size((0,))
+        return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause Python's search for garbage, which otherwise takes most of the time in which millions of objects are
+    created."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _ShardPlanner(DefaultLoadPlanner):
@@ -46,37 +106,11 @@ class _ShardPlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._targets: dict[int, Tensor] = {}  # by the identity of the read
+        self.targets: dict[int, Tensor] = {}  # by the identity of the read
         self.objects: dict[str, Any] = {}
 
-    def reads_of(self, item: ShardedBase, metadata: Metadata) -> list[ReadItem]:
-        if isinstance(item, ShardedObject):
-            return self._reads_of_object(item.unique_key, metadata)
-        assert isinstance(item, ShardedTensor)
-        stored = metadata.state_dict_metadata.get(item.key)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise ValueError(f"it has no tensor {item.key}")
-        item.data = item.data.detach()
-        if item.allow_shape_mismatch:
-            item.data.zero_()
-        elif stored.size != torch.Size(item.global_shape):
-            raise ValueError(f"{item.key} has the shape {[*stored.size]} in it, and {[*item.global_shape]} here")
-        target = item.data[(None,) * item.prepend_axis_num]
-        chunk = ChunkStorageMetadata(offsets=torch.Size(item.global_offset), sizes=target.shape)
-        reads = create_read_items_for_chunk_list(item.key, stored, [chunk])
-        if not item.allow_shape_mismatch and sum(math.prod(read.lengths) for read in reads) != target.numel():
-            raise ValueError(f"it lacks a part of {item.key} at {[*item.global_offset]}")
-        self._targets |= {id(read): target for read in reads}
-        return reads
-
-    def _reads_of_object(self, name: str, metadata: Metadata) -> list[ReadItem]:
-        if not isinstance(metadata.state_dict_metadata.get(name), BytesStorageMetadata):
-            raise ValueError(f"it has no object {name}")
-        index, nothing = MetadataIndex(name), torch.Size((0,))
-        return [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)]
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return self.transform_tensor(read_item, self._targets[id(read_item)])
+        return self.transform_tensor(read_item, self.targets[id(read_item)])
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Do nothing: the data was read in place."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,9 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_rl.checkpoint.shards import Snapshot, WrittenPart, write_metadata, write_part
+from megatron_rl.checkpoint.shards import METADATA, Snapshot, WrittenPart, write_metadata, write_part
+from megatron_rl.checkpoint.stored_shards import StoredShards
 from megatron_rl.contract.manifest import CheckpointError, FileRecord
 from megatron_rl.model.hf_mapping import Weight, pieces
 from megatron_rl.model.platform.device import Device
@@ -85,7 +82,7 @@ class TorchDistWriter:
     def finish(self) -> dict[str, FileRecord]:
         """Write the index. Returns a record of every file."""
         files = {name: record for part in self._parts for name, record in part.files.items()}
-        return files | {".metadata": write_metadata(self._folder, self._parts)}
+        return files | {METADATA: write_metadata(self._folder, self._parts, lambda: None)}
 
 
 class TorchDistReader:
@@ -93,23 +90,19 @@ class TorchDistReader:
         """only: names of the weights to read; default: all. Raises CheckpointError if the checkpoint belongs to another
         model."""
         self._folder = folder
-        self._reader = FileSystemReader(folder)
-        metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        stored = metadata.state_dict_metadata
-        self._stored = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+        self._stored = StoredShards(folder)
         items = _split(policy)[0].items()
         self._shards = {name: _shards(item) for name, item in items if only is None or name in only}
-        for name, shards in self._shards.items():
-            if shards[0].key not in self._stored:
-                raise CheckpointError(f"{folder} does not fit this model: it has no {shards[0].key} ({name})")
+        with self._fitting():
+            for name in self.names:
+                self.dtype(name)
 
     @property
     def names(self) -> list[str]:
         return list(self._shards)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._stored[self._shards[name][0].key].properties.dtype
+        return self._stored.tensor(self._shards[name][0].key).properties.dtype
 
     def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
         """Read a weight as Hugging Face's tensors, by their names.
@@ -118,29 +111,21 @@ class TorchDistReader:
         """
         rows = sum(source.shape[0] for source in weight.sources)  # without padding
         tensor = torch.empty((rows, *weight.sources[0].shape[1:]), dtype=self.dtype(name))
-        items, targets, first = [], {}, 0
-        for shard in self._shards[name]:
-            axis = len(shard.local_shape) - tensor.dim()
-            last = min(first + shard.local_shape[axis], rows)
-            target = tensor[first:last].view((1,) * axis + (last - first, *tensor.shape[1:]))
-            first = last
-            chunk = ChunkStorageMetadata(offsets=torch.Size(shard.global_offset), sizes=target.shape)
-            targets[shard.key, chunk.offsets] = target
-            items += create_read_items_for_chunk_list(shard.key, self._stored[shard.key], [chunk])
-        if sum(math.prod(item.lengths) for item in items) != tensor.numel():
-            raise CheckpointError(f"{self._folder} does not fit this model: it lacks a part of {name}")
-        self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
+        wanted, first = [], 0
+        with self._fitting():
+            for shard in self._shards[name]:
+                axis = len(shard.local_shape) - tensor.dim()
+                last = min(first + shard.local_shape[axis], rows)
+                data = tensor[first:last].view((1,) * axis + (last - first, *tensor.shape[1:]))
+                first = last
+                size = tuple(self._stored.tensor(shard.key).size)  # padded by other ranks
+                wanted.append(ShardedTensor(shard.key, data, data.dtype, data.shape, size, shard.global_offset, None))
+            self._stored.read(wanted)
         return {piece.source.name: piece.view.reshape(piece.source.shape) for piece in pieces(weight, tensor)}
 
-
-class _Into(DefaultLoadPlanner):
-    def __init__(self, targets: dict[tuple[str, torch.Size], Tensor]) -> None:
-        super().__init__()
-        self._targets = targets
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self._targets[index.fqn, index.offset]
-
-    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        """Do nothing: the data was read in place."""
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise CheckpointError(f"{self._folder} does not fit this model: {error}") from error
