@@ -106,7 +106,16 @@ class ReplicaRank:
                 self.group.close()
             self.group = TransferGroup.join(epoch, epoch.member_rank(self.number, 0, self.rank), LIMIT)
             self.receiver.connect(self.group)
+        assert self.group is not None
+        exchange, self.exchanges = self.group.exchange, 0
+
+        def counted(*messages: Any) -> None:
+            self.exchanges += 1
+            exchange(*messages)
+
+        self.group.exchange = counted  # type: ignore[method-assign]
         self.receiver.receive(version)
+        self.group.exchange = exchange  # type: ignore[method-assign]
 
     def swap(self, version: int) -> int:
         return version if self.shares else self.receiver.swap()
@@ -129,9 +138,11 @@ class ReplicaRank:
             if not torch.equal(tensor, tensors[box.key][1][box.within(tensors[box.key][0])])
         ]
 
-    def end_in_transfer(self, signum: int) -> None:
+    def end_in_transfer(self, how: tuple[float, int]) -> None:
+        """how: share of the exchanges of a version after which to end, and the signal."""
         assert self.group is not None
-        end_in_exchange(self.group, 2, signum)
+        share, signum = how
+        end_in_exchange(self.group, int(share * self.exchanges), signum)
 
 
 def end_in_exchange(group: TransferGroup, number: int, signum: int = signal.SIGKILL) -> None:
@@ -194,9 +205,9 @@ class ConnectedReplicas:
         for process in self.processes[number]:
             process.kill()
 
-    def have_end(self, number: int, signum: int = signal.SIGKILL) -> None:
-        """Make a replica end in the next transfer, by a signal."""
-        self._begin("end_in_transfer", signum, [number])
+    def have_end(self, number: int, share: float, signum: int = signal.SIGKILL) -> None:
+        """Make a replica end by a signal, after a share of the exchanges of the next transfer."""
+        self._begin("end_in_transfer", (share, signum), [number])
         self._end(number)
 
     def go_on(self, number: int) -> None:
@@ -337,6 +348,16 @@ def test_later_versions_of_adapters_are_sent_without_their_base(published: Publi
     assert adapters < whole / 3
 
 
+# Two training ranks, and five replicas in chains of two and three.
+DEATHS = {
+    "in the middle of a chain": (3, 0.5),
+    "at the end of a chain, when it has all": (4, 0.95),
+    "before a transfer": (1, None),
+    "at the head of a chain": (0, 0.2),
+}
+"""Replica that ends, and the share of the exchanges after which it does."""
+
+
 def publish_among_deaths(rank: int, replicas: ConnectedReplicas | None) -> dict[str, Any]:
     policy, refit = refit_of(Layout(pp=2), replicas)
     seen: dict[str, Any] = {}
@@ -348,34 +369,35 @@ def publish_among_deaths(rank: int, replicas: ConnectedReplicas | None) -> dict[
             seen[what] = [*replicas.of_epoch], replicas.ask("wrong", version)
 
     publish(1, "all")
-    if replicas is not None:
-        replicas.kill(0)
-    publish(2, "killed before")
-    if replicas is not None:
-        replicas.have_end(1)
-    publish(3, "killed in a transfer")
+    for version, (when, (number, share)) in enumerate(DEATHS.items(), 2):
+        if replicas is not None:
+            replicas.kill(number) if share is None else replicas.have_end(number, share)
+        publish(version, when)
     if rank == 1:
         assert refit._group is not None
         end_in_exchange(refit._group, 2)
     try:
-        publish(4, "never")
+        publish(6, "never")
     except RuntimeError as error:
         seen["of a trainer"] = str(error)
     refit.close()
     if replicas is not None:
         seen["of the replica"] = replicas.end()
-        seen["its weights"] = replicas.ask("wrong", 3)
+        seen["its weights"] = replicas.ask("wrong", 5)
     return seen
 
 
 def test_death_ends_a_transfer_for_all_and_the_next_epoch_excludes_the_dead(tmp_path: Path) -> None:
-    training, *replicas = worlds(tmp_path, 2, [1, 1, 1], publish_among_deaths)
+    training, *replicas = worlds(tmp_path, 2, [1] * 5, publish_among_deaths)
     assert training.join(OF_TEST_S) == [0, -signal.SIGKILL]
-    assert [each.join(OF_TEST_S) for each in replicas] == [[-signal.SIGKILL], [-signal.SIGKILL], [0]]
+    ends = [each.join(OF_TEST_S) for each in replicas]
+    assert ends == [[0] if number == 2 else [-signal.SIGKILL] for number in range(5)]
     seen = pickle.loads((training.folder / "result.0").read_bytes())
-    assert seen["all"] == ([0, 1, 2], [{"[]"}] * 3)
-    assert seen["killed before"] == ([1, 2], [{"[]"}] * 2)
-    assert seen["killed in a transfer"] == ([2], [{"[]"}])
+    left = [*range(5)]
+    assert seen["all"] == (left, [{"[]"}] * 5)
+    for when, (number, _) in DEATHS.items():
+        left.remove(number)
+        assert seen[when] == (left, [{"[]"}] * len(left))
     assert "never" not in seen
     (failed,) = seen["of the replica"]
     assert "is over" in failed.pop()
@@ -389,7 +411,7 @@ def publish_to_one_that_stops(_rank: int, replicas: ConnectedReplicas | None) ->
     seen = []
     for version in (1, 2, 3):
         if version == 2:
-            replicas.have_end(0, signal.SIGSTOP)
+            replicas.have_end(0, 0.5, signal.SIGSTOP)
         fill(policy, version)
         refit.publish(version)
         if version == 2:

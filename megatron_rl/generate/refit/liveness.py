@@ -36,6 +36,8 @@ the epoch."""
 BEAT_S = 1.0
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which a member counts as gone."""
+NOTICE_S = 5.0
+"""Seconds within which the first member notices the end of a process whose peers have an error."""
 JOIN_S = 10.0
 _KEEP_ALIVE = {
     "TCP_KEEPIDLE": 4,  # seconds without traffic before the first probe
@@ -144,6 +146,12 @@ class Liveness:
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._watcher = threading.Thread(target=self._watch, args=(on_loss,), name="liveness", daemon=True)
         self._watcher.start()
+
+    def await_loss(self) -> None:
+        """Wait until the loss of a member is known here, for at most NOTICE_S. A member with an error calls this before
+        `close`, so that the one that has ended is taken for lost, and not those that had an error from that."""
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(NOTICE_S)
 
     def close(self) -> None:
         """Close the connections, which ends the epoch for all members. `on_loss` is not called afterwards."""

@@ -4,6 +4,13 @@
     replica's rank     Receiver(needed, memory)   connect(group)   receive(version)   swap()
     another program    Receiver(share, memory)    connect(group)   receive(version)   staged()
 
+A rank passes each round on to the next replica, if there is one, while it receives the round after it (shared_plan.py).
+Checksums are those of the training ranks all along, and an acknowledgement comes back once the last replica has
+compared them:
+
+    weights, checksums   training rank -> replica 0 -> replica 1 -> replica 2
+    acknowledgement      training rank <- replica 0 <- replica 1 <- replica 2
+
 A replica generates while it receives: a version is staged in host memory, and copied over the weights only when it is
 complete and its checksums agree. The base of adapters is sent with the first version of an epoch only, and stays staged
 for receivers that merge. A receiver that loads the weights in its own way, such as a worker of vLLM, has no boxes and
@@ -13,7 +20,7 @@ asks for a share of the whole model instead.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 
 import torch
@@ -23,6 +30,7 @@ from megatron_rl.generate.refit.epoch import TransferFailed
 from megatron_rl.generate.refit.packages import ROUND_BYTES, Package, aligned, packages
 from megatron_rl.generate.refit.plan import Box, ModelShare
 from megatron_rl.generate.refit.transfer_group import TransferGroup, agree
+from megatron_rl.model.platform.transport import Message
 
 COLUMNS = 8 * 37
 """Columns of 8 bytes that a checksum weighs differently. Not a power of two, so that data misplaced by a power of two
@@ -39,6 +47,7 @@ class Sender:
         self.moved_bytes = 0
         """Bytes of a version that all ranks together send to the replicas, without those that are sent once."""
         self.sent_bytes = 0
+        """Bytes of the last version that this rank has sent, once for each rank that these bytes were passed on to."""
 
     def connect(self, group: TransferGroup) -> None:
         """Agree with all members on the moves. Collective. Raises TransferFailed."""
@@ -48,11 +57,12 @@ class Sender:
             [packages(moves, group.rank, self._held, sends=True) for moves in rounds]
             for rounds in (agreed.once, agreed.always)
         )
-        self.moved_bytes = agreed.moved_bytes
+        self.moved_bytes, self._copies = agreed.moved_bytes, agreed.copies
 
     @torch.no_grad()
     def publish(self, version: int) -> None:
-        """Send the current weights. Collective with `Receiver.receive`. Raises TransferFailed."""
+        """Send the current weights, and wait until all replicas have them. Collective with `Receiver.receive`. Raises
+        TransferFailed."""
         sums = Checksums(version, self._group.device)
         self.sent_bytes = 0
         for own in (*self._once, *self._rounds):
@@ -60,9 +70,15 @@ class Sender:
             self._group.exchange(messages, [])
             for peer, content in messages:
                 sums.add(peer, content)
-                self.sent_bytes += content.nbytes
+                self.sent_bytes += content.nbytes * self._copies[peer]
         self._group.exchange([*sums.of_peers.items()], [])
+        self._group.exchange([], [(peer, _acknowledgement(self._group)) for peer in sums.of_peers])
         self._once = []
+
+
+def _acknowledgement(group: TransferGroup) -> Tensor:
+    """Message of a rank once it and those after it have a version."""
+    return torch.zeros(1, dtype=torch.uint8, device=group.device)
 
 
 class Receiver:
@@ -94,6 +110,8 @@ class Receiver:
         self._has_once = self._uses_once = False
         self._group = group
         agreed = agree(group, [], self._share or self._needed, self._round_bytes)
+        assert agreed.position is not None, "a training rank receives nothing"
+        _, self._before, self._after = agreed.position
         if self._share is not None:
             shares = self._memory([aligned(box.bytes) for box in agreed.needed])
             self._needed = {box: _tensor_of(box, next(shares)) for box in agreed.needed}
@@ -115,39 +133,66 @@ class Receiver:
 
     @torch.no_grad()
     def receive(self, version: int) -> None:
-        """Stage all weights of a version. Collective with `Sender.publish`.
+        """Stage all weights of a version, and pass them on. Collective with `Sender.publish`.
 
-        Raises TransferFailed, also if checksums differ; then only this member fails.
+        Raises TransferFailed, also if checksums differ. Then the epoch is over for all members, because others wait for
+        what this one would pass on.
         """
         self._received = None
-        sums = Checksums(version, self._group.device)
-        for own in (*(() if self._has_once else self._once), *self._rounds):
-            self._take(own, sums)
-        sent = {peer: torch.empty_like(received) for peer, received in sums.of_peers.items()}
-        self._group.exchange([], [*sent.items()])
-        for peer, received in sums.of_peers.items():
-            if sent[peer].tolist() != received.tolist():
-                of = f"version {sent[peer].tolist()[0]} of {self._group.epoch.name_of(peer)}"
-                raise TransferFailed(f"{of} was damaged on the way, or is not version {version}")
+        try:
+            sums = Checksums(version, self._group.device)
+            arrived: list[Tensor] = []
+            for own in (*(() if self._has_once else self._once), *self._rounds):
+                arrived = self._take(own, sums, arrived)
+            self._group.exchange(self._passing(arrived), [])
+            self._compare(version, sums)
+        except BaseException:
+            self._group.close()
+            raise
         self._received, self._has_once = version, True
 
-    def _take(self, own: Sequence[tuple[Package, Tensor | None]], sums: Checksums) -> None:
+    def _take(
+        self, own: Sequence[tuple[Package, Tensor | None]], sums: Checksums, passed: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Receive a round, while the packages of the one before it are passed on. Returns its packages."""
         device = self._group.device
-        contents = [
+        arrived = [
             place
             if place is not None and place.device == device
             else torch.empty(package.bytes, dtype=torch.uint8, device=device)
             for package, place in own
         ]
-        messages = [(package.peer, came) for (package, _), came in zip(own, contents, strict=True)]
-        self._group.exchange([], messages)
-        for peer, came in messages:
-            sums.add(peer, came)
-        for (package, place), came in zip(own, contents, strict=True):
+        came_from = [self._source(package.peer) for package, _ in own]
+        self._group.exchange(self._passing(passed), [*zip(came_from, arrived, strict=True)])
+        for (package, place), came in zip(own, arrived, strict=True):
+            sums.add(package.peer, came)
             if place is None:
                 package.scatter(came)
             elif came is not place:
                 place.copy_(came, non_blocking=True)
+        return arrived
+
+    def _compare(self, version: int, sums: Checksums) -> None:
+        """Compare checksums with those of the training ranks, pass these on, and wait until the ranks after this one
+        have compared theirs. A damaged version thus ends at the first rank that has it."""
+        sent = {peer: torch.empty_like(received) for peer, received in sums.of_peers.items()}
+        self._group.exchange([], [(self._source(peer), each) for peer, each in sent.items()])
+        for peer, received in sums.of_peers.items():
+            if sent[peer].tolist() != received.tolist():
+                of = f"version {sent[peer].tolist()[0]} of {self._group.epoch.name_of(peer)}"
+                raise TransferFailed(f"{of} was damaged on the way, or is not version {version}")
+        acknowledgement = _acknowledgement(self._group)
+        if self._after is not None:
+            self._group.exchange(self._passing(sent.values()), [])
+            self._group.exchange([], [(self._after, acknowledgement)])
+        self._group.exchange([(peer, acknowledgement) for peer in dict.fromkeys(map(self._source, sent))], [])
+
+    def _source(self, training_rank: int) -> int:
+        """Rank that weights of a training rank come from."""
+        return training_rank if self._before is None else self._before
+
+    def _passing(self, contents: Iterable[Tensor]) -> list[Message]:
+        return [] if self._after is None else [(self._after, content) for content in contents]
 
     @torch.no_grad()
     def swap(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, lru_cache
@@ -25,7 +25,15 @@ from megatron_rl.generate.refit.plan import (
     rounds_of,
     shares_of,
 )
-from megatron_rl.generate.refit.shared_plan import bytes_moved, place_of, receives_of, sends_of, turns_of
+from megatron_rl.generate.refit.shared_plan import (
+    Position,
+    bytes_moved,
+    chains_of,
+    heads_of,
+    position_of,
+    receives_of,
+    sends_of,
+)
 from megatron_rl.model.platform.transport import TRANSPORTS, Message, Transport
 from megatron_rl.rank.addresses import address_towards, pin_gloo_interface
 from megatron_rl.rank.rendezvous import open_store
@@ -33,7 +41,7 @@ from megatron_rl.rank.rendezvous import open_store
 
 class TransferGroup:
     """One member's end. Once a member is lost, running and later calls raise TransferFailed. `close` also closes the
-    store, which does not authenticate its clients."""
+    store, which does not authenticate its clients. To the first member, one that closes its end is lost."""
 
     def __init__(self, epoch: Epoch, rank: int, liveness: Liveness, transport: Transport) -> None:
         self.epoch = epoch
@@ -131,6 +139,7 @@ class TransferGroup:
             yield
         except RuntimeError as error:
             self._broken = self._broken or str(error).partition(". This is typically")[0]  # gloo's guesses
+            self._liveness.await_loss()
             self.close()
             raise TransferFailed(f"epoch {self.epoch.number} is over: {self._broken}") from error
 
@@ -146,11 +155,15 @@ class Agreement(NamedTuple):
     """Own moves by rounds, in every version."""
     moved_bytes: int
     """Bytes of every version that all ranks send together."""
+    copies: Mapping[int, int]
+    """Rank of a replica that gets weights from training ranks -> number of ranks that get what it is sent."""
+    position: Position | None
+    """None: this is a training rank."""
 
 
 class Planned(NamedTuple):
     needed: list[Sequence[Box]]
-    """One of each rank, in their order."""
+    """Boxes of each planned rank, in their order."""
     once: list[list[Move]]
     always: list[list[Move]]
 
@@ -169,30 +182,52 @@ def agree(group: TransferGroup, held: Iterable[Box], needed: Iterable[Box] | Mod
     needs = needed.to_json() if isinstance(needed, ModelShare) else [box.to_json() for box in needed]
     # JSON, because unpickling would run another process's code.
     texts = group.gather(zlib.compress(json.dumps([[box.to_json() for box in held], needs]).encode()))
-    training, replicas = group.epoch.training_ranks, group.epoch.ranks_of_replicas
-    turns = turns_of(((tuple(texts[rank] for rank in ranks), ranks) for ranks in replicas), training)
-    planned_ranks = {*range(training), *turns[0]}
-    planned = plan_of(
-        tuple(texts[rank] if rank in planned_ranks else _NOTHING for rank in range(max(planned_ranks) + 1)), round_bytes
+    training, rank = group.epoch.training_ranks, group.rank
+    of_training = (*texts[:training],)
+    kinds = ((tuple(texts[each] for each in ranks), ranks) for ranks in group.epoch.ranks_of_replicas)
+    chains = chains_of(kinds, lambda of_replica: _heads(of_training, of_replica), training)
+    planned = plan_of((*of_training, *(texts[chain[0]] for chain in chains.values())), round_bytes)
+    position = None if rank < training else position_of(chains, rank)
+    once, always = (
+        sends_of(rounds, chains, rank) if position is None else receives_of(rounds, position.planned, rank)
+        for rounds in (planned.once, planned.always)
     )
-    moved_bytes = bytes_moved(planned.always, turns)
-    own = sends_of if group.rank < training else receives_of
-    once, always = (own(rounds, turns, group.rank) for rounds in (planned.once, planned.always))
-    place = group.rank if group.rank < training else place_of(turns, group.rank)
-    return Agreement(planned.needed[place], once, always, moved_bytes)
-
-
-_NOTHING = zlib.compress(b"[[], []]")
+    return Agreement(
+        planned.needed[rank if position is None else position.planned],
+        once,
+        always,
+        bytes_moved(planned.always, chains),
+        {chain[0]: len(chain) for chain in chains.values()},
+        position,
+    )
 
 
 @lru_cache(maxsize=2)
 def plan_of(texts: Sequence[bytes], round_bytes: int) -> Planned:
     """Plan of an epoch, kept for the next one: when a replica is lost or returns, the same replicas are often planned.
 
-    texts: of each rank the compressed JSON of [boxes that it holds, what it needs]. Raises ValueError.
+    texts: of each planned rank, see boxes_of. Raises ValueError.
+    """
+    held, needed = boxes_of(texts)
+    once, always = lasting(plan_moves(held, needed))
+    return Planned(needed, rounds_of(once, round_bytes), rounds_of(always, round_bytes))
+
+
+@lru_cache(maxsize=8)
+def _heads(of_training: tuple[bytes, ...], of_replica: tuple[bytes, ...]) -> int:
+    held, needed = boxes_of((*of_training, *of_replica))
+    return heads_of(held[: len(of_training)], needed[len(of_training) :])
+
+
+def boxes_of(texts: Sequence[bytes]) -> tuple[list[Sequence[Box]], list[Sequence[Box]]]:
+    """Boxes that each rank holds, and those that it needs.
+
+    texts: of each rank, among them all training ranks, the compressed JSON of [boxes that it holds, what it needs].
     """
     of_text = {text: json.loads(zlib.decompress(text)) for text in dict.fromkeys(texts)}
-    held_of = {text: [Box.from_json(box) for box in boxes] for text, (boxes, _) in of_text.items()}
+    held_of: dict[bytes, Sequence[Box]] = {
+        text: [Box.from_json(box) for box in boxes] for text, (boxes, _) in of_text.items()
+    }
     shares = cache(lambda count, stage, own_experts: shares_of(held_of.values(), count, stage, own_experts))
 
     def needed_by(needs: Any) -> Sequence[Box]:
@@ -203,6 +238,4 @@ def plan_of(texts: Sequence[bytes], round_bytes: int) -> Planned:
         return found
 
     needed_of = {text: needed_by(needs) for text, (_, needs) in of_text.items()}
-    needed = [needed_of[text] for text in texts]
-    once, always = lasting(plan_moves([held_of[text] for text in texts], needed))
-    return Planned(needed, rounds_of(once, round_bytes), rounds_of(always, round_bytes))
+    return [held_of[text] for text in texts], [needed_of[text] for text in texts]

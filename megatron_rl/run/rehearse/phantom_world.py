@@ -101,7 +101,8 @@ class PhantomBucket:
 def _send_everything(group: LoneSender, held: Iterable[Box], needed: Any, round_bytes: int) -> Agreement:
     moves = [Move(group.rank, group.rank + 1, box, box, box) for box in held]
     once, always = (rounds_of(each, round_bytes) for each in lasting(moves))
-    return Agreement([], once, always, sum(move.box.bytes for moves in always for move in moves))
+    moved_bytes = sum(move.box.bytes for moves in always for move in moves)
+    return Agreement([], once, always, moved_bytes, {group.rank + 1: 1}, None)
 
 
 def _gather_equal_objects(gathered: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:

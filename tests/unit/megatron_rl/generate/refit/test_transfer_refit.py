@@ -165,14 +165,15 @@ def test_a_failure_between_two_publications_is_noticed(refit: Any, replicas: Thr
     assert have(replicas, trained, 2) == [0]
 
 
-@pytest.mark.parametrize("fails_at", ["wrong", "swap"])
+@pytest.mark.parametrize(("fails_at", "number"), [("wrong", 0), ("wrong", 1), ("swap", 1)])
 def test_a_replica_that_received_another_version_or_does_not_swap_does_not_delay_the_others(
-    fails_at: str, refit: Any, replicas: ThreadedReplicas, trained: Policy
+    fails_at: str, number: int, refit: Any, replicas: ThreadedReplicas, trained: Policy
 ) -> None:
+    """Replica 0 passes the weights on to replica 1."""
     publish = refit()
-    replicas.replicas[1, 0].fails_at = fails_at
+    replicas.replicas[number, 0].fails_at = fails_at
     publish.publish(1)
-    assert have(replicas, trained, 1) == [0]
+    assert have(replicas, trained, 1) == [1 - number]
     publish.publish(2)
     assert have(replicas, trained, 2) == [0, 1]
 
