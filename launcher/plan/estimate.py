@@ -4,6 +4,7 @@ of it that runs usually reach. No estimate has been checked on a GPU; a run's ow
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from launcher.plan.bandwidths import HOST_BYTES_PER_S, MEMORY_SHARE, NETWORK_BYTES_PER_S, NETWORK_SHARE
@@ -11,7 +12,7 @@ from launcher.plan.costs import Costs, DecodeSpeed, Work
 from launcher.plan.engine_precision import ROUNDING_KERNELS, EngineWeights, faster_products, weights_of_engine
 from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
 from launcher.plan.lengths import Lognormal
-from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES, cached_bytes
+from launcher.plan.memory_terms import FP32_BYTES, ROUND_BYTES, WEIGHT_BYTES, cached_bytes
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
 from launcher.plan.turn_times import turn_seconds
@@ -184,12 +185,17 @@ def _update_s(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -> flo
 
 
 def _refit_s(config: RunConfig, sizes: Sizes, vocab: int, card: Card) -> float:
-    """Seconds to send the weights from one data-parallel replica to all inference replicas; 0 if these share them. On
-    shared devices, of all acts between generating and training."""
+    """Seconds to give new weights to all inference replicas; 0 if these share them. On shared devices, of all acts
+    between generating and training. Replicas elsewhere get them in chains, as in generate/refit/shared_plan.py."""
     if sizes.shares_devices:
         return sum(turn_seconds(config, sizes, vocab, card).values())
     if not sizes.partitioned and sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1:
         return 0.0
-    senders = min(sizes.tp * sizes.pp, sizes.replica_gpus)
     whole = WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab).all
-    return whole / senders / (NETWORK_BYTES_PER_S * NETWORK_SHARE)
+    busiest = whole / min(sizes.tp * sizes.pp, sizes.replica_gpus)
+    if sizes.partitioned:
+        chains = min(sizes.replicas, max(1, sizes.training_world // sizes.replica_gpus))
+        received, sent = whole / sizes.replica_gpus, whole * chains / sizes.training_world
+        later = math.ceil(sizes.replicas / chains) - 1  # replicas that get each round after the first of their chain
+        busiest = max(received, sent) + later * min(ROUND_BYTES, received)
+    return busiest / (NETWORK_BYTES_PER_S * NETWORK_SHARE)

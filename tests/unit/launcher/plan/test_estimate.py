@@ -30,6 +30,21 @@ def test_weights_are_sent_if_the_generating_ranks_do_not_have_all_of_them(
     assert (costs.refit_s > 0) == travels
 
 
+def test_more_replicas_take_hardly_longer_to_get_the_weights() -> None:
+    """The training ranks send to enough of them to be busy, and these pass the weights on."""
+
+    def refit_s(inference_nodes: int) -> float:
+        nodes = 8 + inference_nodes
+        words = ["placement.mode=partitioned", "placement.training.tp=4", f"job.nodes={nodes}"]
+        words += [f"placement.inference.nodes={inference_nodes}", "placement.inference.tp=4"]
+        config = load_recipe("qwen2.5-32b-dapo", words).config
+        sizes = place(config.job, config.placement, nodes, config.model).sizes
+        return estimate_costs(config, sizes, 152064, CARDS[0], estimate_work(config, usual_lengths(config))).refit_s
+
+    assert refit_s(1) == pytest.approx(refit_s(8))
+    assert refit_s(8) < refit_s(800) < 1.2 * refit_s(8)
+
+
 def test_each_part_of_a_replica_decodes_as_many_answers_as_a_replica_of_one() -> None:
     def costs(dp: int) -> Costs:
         words = ["placement.mode=partitioned", "placement.inference.nodes=2", "placement.inference.tp=4"]
