@@ -1,4 +1,4 @@
-"""Costs of agreeing on the transfer of weights, by ranks of replicas."""
+"""Costs of agreeing on the transfer of weights, and what the busiest training rank sends, by ranks of replicas."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def agreement(plan_again: bool) -> Callable[[int], Cost]:
         def agree() -> None:
             if plan_again:
                 transfer_group.plan_of.cache_clear()
+                transfer_group._heads.cache_clear()
             transfer_group.agree(group, group.held[0], [], ROUND_BYTES)  # type: ignore[arg-type]
 
         return Cost(cpu_seconds(agree), peak_bytes(agree))
@@ -88,11 +89,26 @@ def agreement(plan_again: bool) -> Callable[[int], Cost]:
     return measure
 
 
+def busiest(ranks: int) -> Cost:
+    """Bytes of a version that the busiest training rank sends, of those of one copy, which hold all that others do."""
+    group, sent = Gathered(ranks), []
+    for stage in range(STAGES):
+        for part in range(TENSOR):
+            group.rank = stage * COPIES * TENSOR + part
+            agreed = transfer_group.agree(group, group.held[group.rank], [], ROUND_BYTES)  # type: ignore[arg-type]
+            sent.append(sum(move.box.bytes for moves in agreed.always for move in moves))
+    return Cost(0.0, max(sent))
+
+
+SIZES = (32, 128, 512, 2000)
+OF_A_REPLICA = sum(box.bytes for box in boxes(range(LAYERS), 0, first=True, last=True))
+"""Bytes that a rank of a replica needs."""
+
 ROWS = [
     Row(
         f"weights: {name}",
         "ranks of replicas",
-        (32, 128, 512, 2000),
+        SIZES,
         2000,
         agreement(plan_again=first),
         limit_s=1.0,
@@ -100,3 +116,13 @@ ROWS = [
     )
     for first, name in ((True, "the first epoch's plan of one of 256 training ranks"), (False, "a later epoch's plan"))
 ]
+ROWS.append(
+    Row(
+        "weights: sent by the busiest of 256 training ranks",
+        "ranks of replicas",
+        SIZES,
+        2000,
+        busiest,
+        limit_bytes=int(1.1 * OF_A_REPLICA),
+    )
+)

@@ -348,7 +348,7 @@ def test_later_versions_of_adapters_are_sent_without_their_base(published: Publi
     assert adapters < whole / 3
 
 
-# Two training ranks, and five replicas in chains of two and three.
+# Five replicas pass the weights of two training ranks on.
 DEATHS = {
     "in the middle of a chain": (3, 0.5),
     "at the end of a chain, when it has all": (4, 0.95),
