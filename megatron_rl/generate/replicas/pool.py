@@ -108,6 +108,7 @@ class ReplicaPool:
     def close(self, *, end: bool = False) -> None:
         """End the thread. end: notify all replicas that the run no longer needs them."""
         if not self._thread.is_alive():
+            self._loop.close()
             return
         with suppress(TimeoutError):
             self._in_thread(self._dispatch.close(end=end)).result(STOP_S)

@@ -104,6 +104,13 @@ def test_conversation_stays_where_its_prefix_is(attempt: Attempt, two) -> None:
     assert sorted(map(sorted, of_seven)) == [[7], [8]]
 
 
+def test_pool_of_a_rank_that_follows_leaves_no_file_open(attempt: Attempt) -> None:
+    before = [*Path("/proc/self/fd").iterdir()]
+    pool = ReplicaPool(Dispatch(attempt, DIGEST, TOKEN, ALL, resumes=True, limit_s=60.0))
+    pool.close()
+    assert len([*Path("/proc/self/fd").iterdir()]) == len(before)
+
+
 @pytest.mark.parametrize("resumes", [True, False])
 def test_requests_of_a_dead_replica_get_the_same_answers_from_another(attempt: Attempt, two, resumes: bool) -> None:
     one, other = two
