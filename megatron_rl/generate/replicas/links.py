@@ -134,7 +134,7 @@ class ReplicaLinks:
 
 class Found(NamedTuple):
     addresses: list[ReplicaAddress]
-    """Addresses of replicas that do not respond yet, lowest number first."""
+    """Addresses of replicas that do not respond yet, in the order in which this driver prefers them."""
     wanted: Collection[int] | None
     """Replicas that this driver needs, of which some may not be there yet; None: unknown."""
     given_up: str | None
@@ -172,7 +172,6 @@ class Roster:
             elif (address := self._address(number)) is not None:
                 addresses.append(address)
                 needed -= (number, address.start) not in lost
-        addresses.sort(key=lambda address: address.replica)
         return Found(addresses, wanted, None if responding.intersection(numbers) else self._all_given_up(numbers))
 
     def _address(self, number: int) -> ReplicaAddress | None:

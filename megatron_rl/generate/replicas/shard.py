@@ -20,7 +20,8 @@ class Shard:
         """Return the replicas in the order in which this driver prefers them, and how many it needs. The further ones
         take over from those that are lost.
 
-        Of driver 0 these are all replicas, since it commands them.
+        Of driver 0 these are all replicas, since it commands them. Each driver prefers others, so that those who ask
+        for few answers do not all ask the same replicas.
         """
         # Shards begin at equal distances and overlap, so that each replica belongs to equally many of them. Say five
         # drivers, ten replicas, and six are enough:
@@ -28,9 +29,9 @@ class Shard:
         #     driver 1   2 3 4 5 6 7, then 8 9 0 1
         #     driver 4   8 9 0 1 2 3, then 4 5 6 7
         count = len(replicas)
-        if not self.driver or count <= ENOUGH:
-            return [*replicas], count
-        overlapping = min(self.drivers, -(-ENOUGH * self.drivers // count))
         begin = count * self.driver // self.drivers
-        end = count * (self.driver + overlapping) // self.drivers
-        return [*replicas[begin:], *replicas[:begin]], end - begin
+        order = [*replicas[begin:], *replicas[:begin]]
+        if not self.driver or count <= ENOUGH:
+            return order, count
+        overlapping = min(self.drivers, -(-ENOUGH * self.drivers // count))
+        return order, count * (self.driver + overlapping) // self.drivers - begin

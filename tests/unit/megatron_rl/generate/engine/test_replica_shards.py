@@ -30,8 +30,10 @@ def test_shards_are_bounded_and_each_replica_belongs_to_equally_many(replicas: i
     assert shards[0] == ([*range(replicas)], replicas), "driver 0 commands all"
     for order, _ in shards:
         assert sorted(order) == [*range(replicas)], "all others may take over"
+    firsts = Counter(order[0] for order, _ in shards)
+    assert max(firsts.values()) <= ceil(drivers / replicas), "drivers with one request each ask as many replicas"
     if replicas <= ENOUGH:
-        assert all(each == shards[0] for each in shards)
+        assert all(needed == replicas for _, needed in shards)
         return
     assert all(ENOUGH - 1 <= needed <= ENOUGH + ceil(replicas / drivers) for _, needed in shards[1:])
     # Without the shard that driver 0 would have had, which lies at the beginning:
@@ -61,6 +63,11 @@ def attempt(tmp_path: Path) -> Attempt:
         attempt.replica(number).folder.mkdir(parents=True)
         write(attempt.replica(number).listener, ReplicaAddress(number, 0, "127.0.0.1", 9, 1, "", PROTOCOL, 0.0))
     return attempt
+
+
+def test_replicas_are_found_in_the_order_of_the_shard(attempt: Attempt) -> None:
+    found = Roster(attempt, shard=Shard(4, 5)).read()
+    assert [address.replica for address in found.addresses] == [8, 9, *range(8)]
 
 
 def test_others_take_over_from_lost_replicas_until_they_are_back(
