@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import time
 
-import torch.distributed as dist
-
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.attempt_records import Outcome, UsedKernels
@@ -68,30 +66,39 @@ def run_attempt(
             raise
         leave_early(attempt, world.rank, drain)
         return DRAINED
+    outcome = carry_out(run)
+    disconnect(platform)
+    return outcome
+
+
+def carry_out(run: Run) -> str:
+    """Train, save and end generation: all that an attempt does once it is set up. Collective. Returns FINISHED or
+    DRAINED, on every rank after rank 0 has written the outcome."""
+    here = run.here
+    attempt, safe_points, control = here.attempt, here.safe_points, here.groups.control
     write_timeline(run, resumed=run.step)
 
-    timeline.switch("train")
+    safe_points.timeline.switch("train")
     outcome = train(run)
     run.driver.stop()
     if run.generation is not None:
         run.generation.end()
-    activity.enter("saving", run.step)
+    safe_points.activity.enter("saving", run.step)
     if outcome == FINISHED:
         with safe_points.phase("save"):
             finish_save(safe_points, run.checkpointer)
     else:
         with safe_points.phase("drain"):
-            leave(run, run_dir)
+            leave(run, here.run_dir)
     save_metrics(run)
     run.driver.close()
     run.record.flush()
     write_timeline(run)
-    if world.rank == 0:
+    if control.rank == 0:
         step = run.step if outcome == FINISHED else run.checkpointer.published
         once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, Outcome(outcome, step)))
     run.writer.close()
-    groups.control.barrier()  # no rank leaves before the outcome is on disk
-    disconnect(platform)
+    control.barrier()  # no rank leaves before the outcome is on disk
     return outcome
 
 
@@ -151,19 +158,20 @@ def leave(run: Run, run_dir: RunDir) -> None:
     A save that passes the deadline is abandoned; the checkpoint before it and the bank remain. A failed save is tried
     once more: the disk may have room by now.
     """
-    finish_write(run.safe_points, run.checkpointer)
+    finish_write(run)
     control, due = run.groups.control, False
     # Rank 0 decides: the other ranks may not know yet whether a save failed.
     if control.rank == 0 and run.step > run.checkpointer.newest and run.trainer.between_steps:
         due = time_to_save(run_dir, run.checkpointer, run.safe_points.drain)
     if control.share(due):
         begin_save(run)
-        finish_write(run.safe_points, run.checkpointer)
+        finish_write(run)
 
 
-def finish_write(safe_points: SafePoints, checkpointer: Checkpointer) -> None:
+def finish_write(run: Run) -> None:
     """Wait until the save in progress is written; abandon it at the deadline."""
-    first = dist.get_rank() == 0
+    safe_points, checkpointer = run.safe_points, run.checkpointer
+    first = run.groups.control.rank == 0
     while checkpointer.saving is not None:
         deadline = safe_points.drain.deadline() if first else None  # None while the host does not know it
         if deadline is not None and time.time() > deadline - MARGIN_S:
