@@ -180,12 +180,15 @@ class Receiver:
         for peer, received in sums.of_peers.items():
             if sent[peer].tolist() != received.tolist():
                 of = f"version {sent[peer].tolist()[0]} of {self._group.epoch.name_of(peer)}"
-                raise TransferFailed(f"{of} was damaged on the way, or is not version {version}")
+                by_way = "" if self._before is None else f" by {self._group.epoch.name_of(self._before)}"
+                raise TransferFailed(f"{of} was damaged on the way{by_way}, or is not version {version}")
         acknowledgement = _acknowledgement(self._group)
         if self._after is not None:
             self._group.exchange(self._passing(sent.values()), [])
             self._group.exchange([], [(self._after, acknowledgement)])
-        self._group.exchange([(peer, acknowledgement) for peer in dict.fromkeys(map(self._source, sent))], [])
+        # The rank before this one waits for it, also if none of the weights of this version belong to these ranks.
+        peers = sent if self._before is None else [self._before]
+        self._group.exchange([(peer, acknowledgement) for peer in peers], [])
 
     def _source(self, training_rank: int) -> int:
         """Rank that weights of a training rank come from."""

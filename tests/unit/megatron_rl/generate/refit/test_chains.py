@@ -20,6 +20,7 @@ from transfer_helpers import host_memory
 from megatron_rl.generate.refit.epoch import Epoch, Member, TransferFailed
 from megatron_rl.generate.refit.plan import Box, ModelShare
 from megatron_rl.generate.refit.transfer import Receiver, Sender
+from megatron_rl.model.lora_mapping import LORA_A
 from megatron_rl.model.platform.transport import Message
 
 LIMIT_S = 20.0
@@ -133,11 +134,14 @@ class World:
         return found
 
     def _all(self, do: Callable[[Any, Any], Any]) -> list[BaseException | None]:
-        with ThreadPoolExecutor(self.epoch.size) as threads:
-            doing = [
-                threads.submit(do, *each) for each in zip((*self.senders, *self.receivers), self.groups, strict=True)
-            ]
-            return [each.exception() for each in doing]
+        return on_all((*self.senders, *self.receivers), self.groups, do)
+
+
+def on_all(ends: Sequence[Any], groups: Sequence[Any], do: Callable[[Any, Any], Any]) -> list[BaseException | None]:
+    """Returns the failure of each rank."""
+    with ThreadPoolExecutor(len(ends)) as threads:
+        doing = [threads.submit(do, *each) for each in zip(ends, groups, strict=True)]
+        return [each.exception() for each in doing]
 
 
 @examples(10)
@@ -161,6 +165,27 @@ def test_all_replicas_have_a_version_whatever_their_number_and_layouts(
         if not isinstance(needed, ModelShare):
             parts = 16 * world.groups[rank].exchanges * len(world.senders)  # packages are padded
             assert world.wire.sent[rank] <= sum(each.nbytes for each in needed.values()) + parts
+
+
+def test_shares_without_adapters_agree_to_versions_that_bring_them_nothing() -> None:
+    """The base is sent once, and one of the two workers of each replica has nothing but the base."""
+    member = Member(0, 0, SHARES)
+    epoch = Epoch(1, "", 0, "", 1, (member, member._replace(replica=1), member._replace(replica=2)))
+    base = Box("embedding.word_embeddings.weight", torch.float32, (0, 0), (500, 16))
+    adapter = Box(f"decoder.layers.mlp.linear_fc1.{LORA_A}", torch.float32, (0, 0, 0), (1, 2, 16))
+    wire, held = Wire(epoch.size), {box: torch.zeros(box.shape) for box in (base, adapter)}
+    receivers = [Receiver(ModelShare(index, SHARES), host_memory, 4000) for _ in range(3) for index in range(SHARES)]
+    ends: list[Any] = [Sender(held, 4000), *receivers]
+    groups: list[Any] = [End(wire, epoch, rank) for rank in range(epoch.size)]
+    on_all(ends, groups, lambda end, group: end.connect(group))
+    for version in (1, 2, 3):
+        held[adapter].fill_(version)
+        failures = on_all(ends, groups, lambda end, _: (end.publish if end is ends[0] else end.receive)(version))  # noqa: B023
+        assert failures == [None] * epoch.size
+    assert sum(len(receiver.staged()) for receiver in receivers) == 6
+    adapters = [each for receiver in receivers for box, each in receiver.staged().items() if box == adapter]
+    assert len(adapters) == 3
+    assert all((each == 3).all() for each in adapters)
 
 
 @pytest.mark.parametrize("damaged", [1, 2, 3], ids=["first", "middle", "last"])
