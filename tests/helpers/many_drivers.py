@@ -145,6 +145,9 @@ class InstantCheckpointer:
         self._file, self.control = run_dir.root / COUNTERS, control
         self._unread: list[CheckpointSaved] = []
 
+    def load_ahead(self) -> None:
+        """Nothing is slow to import."""
+
     def save(self, step: int, _weights: object, meta: dict[str, Any], needed: Callable[[], None]) -> None:
         needed()
         self.control.barrier()
