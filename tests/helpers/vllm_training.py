@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,7 @@ def record_answers(file: Path, _rank: int) -> None:
         with file.open("a") as lines:
             for answer in answers:
                 asked = {"prompt_tokens": request.prompt_tokens, "temperature": request.sampling.temperature}
-                lines.write(json.dumps(asked | asdict(answer)) + "\n")
+                lines.write(json.dumps(asked | answer._asdict()) + "\n")
         return answers
 
     ReplicaPool.generate = recorded  # type: ignore[method-assign]
