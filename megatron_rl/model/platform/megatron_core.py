@@ -2,9 +2,10 @@
 
 megatron-core decorates some seventy functions with torch.compile, which loads torch's compilers, and looks for wandb,
 which mrl runs in a separate process (metrics/wandb/). Together that takes half of a rank's start. It also looks for
-TensorBoard, to which only rank 0 writes, for Triton, which has no kernels for CPUs, and for what its FSDP needs, which
-mrl does not use: torch's distributed tensors, FSDP and checkpoints, and with them a library for symbolic mathematics.
-torch's optimizers load its compilers too, only to be left out of what they compile.
+TensorBoard, to which only rank 0 writes, for Triton, which has no kernels for CPUs, and in release 0.16 for what its
+FSDP alone needs, which mrl does not use: torch's distributed tensors, FSDP and checkpoints, and with them a library for
+symbolic mathematics. In 0.19 its own checkpoints need them at once. torch's optimizers load its compilers too, only to
+be left out of what they compile.
 
 It also must not find Apex and Transformer Engine, which NVIDIA's images contain, unless implementation.py imported the
 latter before because its linears are used. If it can import them, it uses their norm for the last layer and their Adam,
@@ -24,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -83,12 +85,14 @@ def _replaced(modules: Mapping[str, Any]) -> Iterator[None]:
 
 _compile = torch.compile
 _NOT_FOUND = ["wandb", "transformer_engine", "apex", "amp_C", "nvidia_resiliency_ext", "torch.utils.tensorboard"]
-_NOT_FOUND += ["torch.distributed._tensor", "torch.distributed.tensor", "torch.distributed.fsdp"]
+_UNUSED: dict[str, Any] = {}
+"""Modules that megatron-core imports for its FSDP without looking whether they are there."""
+if version("megatron-core").startswith("0.16."):
+    _NOT_FOUND += ["torch.distributed._tensor", "torch.distributed.tensor", "torch.distributed.fsdp"]
+    _UNUSED["torch.distributed.checkpoint"] = mock.MagicMock(__spec__=None)
 if torch.version.cuda is None and torch.version.hip is None:
     _NOT_FOUND.append("triton")
 _NEVER_FOUND = "transformer_engine.pytorch.optimizers"
-_UNUSED = {"torch.distributed.checkpoint": mock.MagicMock(__spec__=None)}
-"""Modules that megatron-core (0.16.1 and 0.19.2) imports for its FSDP without looking whether they are there."""
 
 _leave_optimizers_to_run()
 if not sys.warnoptions:
