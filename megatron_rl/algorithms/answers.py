@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.rewards import has_signal, length_rewards, overlong_penalty
-from megatron_rl.model.platform.host_tensors import int64
+from megatron_rl.model.platform.host_tensors import floats, int64
 from megatron_rl.recipe.config import RunConfig
 
 
@@ -109,7 +109,7 @@ def weighted_reward(answer: Trajectory, weights: Mapping[str, float]) -> float:
 def fp64(values: Sequence[float]) -> Tensor:
     """Return numbers of answers as a tensor. In fp32, rewards of 1e6 and 1e6 + 1 would have a mean and a deviation that
     are rounding alone."""
-    return torch.from_numpy(np.array(values, dtype=np.float64))
+    return floats(values, np.float64)
 
 
 def usable(group: TrajectoryGroup, config: RunConfig) -> bool:

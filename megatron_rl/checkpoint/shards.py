@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch import Tensor
 
-from megatron_rl.checkpoint.stored_index import IndexPart, Stored, index_part, joined, shape_in_whole
+from megatron_rl.checkpoint.stored_index import IndexPart, StoredItem, index_part, joined, shape_in_whole
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.manifest import FileRecord, hash_file
 
@@ -126,7 +126,7 @@ def write_part(folder: Path, snapshot: Snapshot, rank: int, check: Callable[[], 
                     file.save(item.data.detach().view(shape_in_whole(item)))
                 else:
                     file.save([item.data])  # a list, because megatron-core reads one
-                stored.append(Stored(item, start, file.position - start))
+                stored.append(StoredItem(item, start, file.position - start))
         files[name] = file.record
     if rank == 0:
         with RecordedFile(folder / COMMON_STATE_FNAME, check) as file:

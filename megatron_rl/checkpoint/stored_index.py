@@ -49,7 +49,7 @@ _PRIME = 2**61 - 1
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredItem:
     """A tensor or an object in the file of a rank."""
 
     item: ShardedBase
@@ -80,7 +80,7 @@ def shape_in_whole(tensor: ShardedTensor) -> torch.Size:
     return torch.Size((1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
 
 
-def index_part(file: str, stored: Sequence[Stored]) -> IndexPart:
+def index_part(file: str, stored: Sequence[StoredItem]) -> IndexPart:
     """Describe what a rank wrote into its file."""
     names: dict[str, str] = {}  # each once: pickle knows objects by their identity
     shards: dict[str, list[tuple[ShardedTensor, ChunkStorageMetadata]]] = defaultdict(list)

@@ -15,7 +15,7 @@ from scale_rows import Cost, Row, cpu_seconds
 
 from megatron_rl.checkpoint.checkpoint_writer import CheckpointWriter, SaveInProgress
 from megatron_rl.checkpoint.shards import METADATA, Snapshot, WrittenPart, write_metadata
-from megatron_rl.checkpoint.stored_index import IndexPart, Stored, index_part
+from megatron_rl.checkpoint.stored_index import IndexPart, StoredItem, index_part
 from megatron_rl.checkpoint.stored_shards import StoredShards
 from megatron_rl.contract.manifest import CheckpointSaved, FileRecord, Manifest, find_defect, write_manifest
 from megatron_rl.contract.paths import RunDir
@@ -28,14 +28,14 @@ BOX = (1, 640, 5120)
 BYTES = 131_072  # of a piece in the file
 
 
-def stored(pieces: int, rank: int, ranks: int) -> list[Stored]:
+def stored(pieces: int, rank: int, ranks: int) -> list[StoredItem]:
     """Tensors of one rank: its rows of each layer, in tensors that stack the layers."""
     data, size = torch.empty(1).expand(BOX), (-(-pieces // NAMES), ranks * BOX[1], BOX[2])
     found = []
     for piece in range(pieces):
         name = f"optimizer.state.exp_avg_sq.decoder.layers.self_attention.linear_{piece % NAMES}.weight"
         offset = (piece // NAMES, rank * BOX[1], 0)
-        found.append(Stored(ShardedTensor(name, data, data.dtype, BOX, size, offset, None), piece * BYTES, BYTES))
+        found.append(StoredItem(ShardedTensor(name, data, data.dtype, BOX, size, offset, None), piece * BYTES, BYTES))
     return found
 
 
@@ -59,7 +59,7 @@ def whole_tensors(ranks: int) -> IndexPart:
         assert isinstance(item, ShardedTensor)
         size = (PIECES // NAMES, *item.global_shape[1:])
         data = torch.empty(1).expand(size)
-        tensors.append(Stored(ShardedTensor(item.key, data, data.dtype, size, size, (0, 0, 0), None), 0, BYTES))
+        tensors.append(StoredItem(ShardedTensor(item.key, data, data.dtype, size, size, (0, 0, 0), None), 0, BYTES))
     return index_part("", tensors)
 
 

@@ -32,7 +32,7 @@ class EngineControl:
 
     def __init__(self, pool: ReplicaPool, attempt: Attempt) -> None:
         self._pool, self._attempt = pool, attempt
-        self._starts, self._sleeps = _Command(pool, "start"), _Command(pool, "sleep", LEAVE_S)
+        self._starts, self._sleeps = _GivenOnce(pool, "start"), _GivenOnce(pool, "sleep", LEAVE_S)
         self._reported: set[ReplicaStart] = set()  # to the host side, to be ended
         self._records: dict[int, tuple[float, ReplicaState | None]] = {}  # of the host side, and when they were read
 
@@ -58,7 +58,7 @@ class EngineControl:
 
     def begin_sleep(self) -> None:
         """Tell all engines to leave the devices. Returns at once."""
-        self._sleeps = _Command(self._pool, "sleep", LEAVE_S)
+        self._sleeps = _GivenOnce(self._pool, "sleep", LEAVE_S)
         self._sleeps.give(self._starts.given & self._pool.states().keys())
 
     def occupants(self, wait_s: float) -> list[ReplicaStart]:
@@ -111,7 +111,7 @@ class EngineControl:
         return found[1]
 
 
-class _Command:
+class _GivenOnce:
     """A command without content that each replica gets once, and again if it has failed."""
 
     def __init__(self, pool: ReplicaPool, path: str, timeout_s: float = 0.0) -> None:

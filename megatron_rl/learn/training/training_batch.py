@@ -21,7 +21,7 @@ from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.platform.device import Kernels
-from megatron_rl.model.platform.host_tensors import int64
+from megatron_rl.model.platform.host_tensors import floats, int64
 from megatron_rl.model.policy import DTYPES
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.metrics.stats import BatchStats, EnvironmentStats
@@ -74,7 +74,7 @@ def training_batch(
         lengths=lengths,
         weights=sequence_weights(lengths, of, credit.carries_loss, config.grpo.branches),
         sequence_of_token=torch.repeat_interleave(lengths).to(device),
-        inference_logprobs=torch.from_numpy(np.array(logprobs, dtype=np.float32)).to(device),
+        inference_logprobs=floats(logprobs, np.float32).to(device),
         current=None
         if set(versions) <= {policy_version, UNSAMPLED}
         else torch.tensor([version == policy_version for version in versions], device=device),

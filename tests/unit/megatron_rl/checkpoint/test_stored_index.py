@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_rl.checkpoint.stored_index import Stored, index_part, joined
+from megatron_rl.checkpoint.stored_index import StoredItem, index_part, joined
 
 
 def shard(
@@ -37,7 +37,7 @@ def index_of(ranks: Sequence[Sequence[ShardedBase]]) -> Metadata:
     """Index of a checkpoint in which each item has ten bytes."""
     parts = []
     for rank, items in enumerate(ranks):
-        parts.append(index_part(f"file {rank}", [Stored(item, 10 * at, 10) for at, item in enumerate(items)]))
+        parts.append(index_part(f"file {rank}", [StoredItem(item, 10 * at, 10) for at, item in enumerate(items)]))
     found: Metadata = pickle.loads(b"".join(joined(parts)))
     return found
 
