@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_rl.learn.training import overlap
 from megatron_rl.learn.training.adam_state import adam_tensors, begin, get_step, set_step, sharded_adam_state
 from megatron_rl.learn.training.offload import HostState, Unused
+from megatron_rl.model.platform.megatron_patches import skip_copies
 from megatron_rl.model.policy import DTYPES, Policy
 from megatron_rl.recipe.job import Offload
 from megatron_rl.recipe.model import ModelConfig
@@ -89,6 +90,7 @@ class PolicyOptimizer:
                 for group in part.optimizer.param_groups:
                     group["fused"] = True
             begin(part.optimizer)
+        skip_copies(self.ddp, self._parts(), dtype)
         gradients = [buffer.grad_data for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)]
         self._gradients = Unused(gradients) if offload != "none" else None
         self._host: HostState | None = None

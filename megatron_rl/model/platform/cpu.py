@@ -22,6 +22,7 @@ from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.dense_attention import dense_layout
 from megatron_rl.model.platform.device import AnyModule, Device, Kernels, Linears, UnsupportedPlatform
 from megatron_rl.model.platform.layer_kernels import LayerKernels
+from megatron_rl.model.platform.megatron_patches import scale_in_place
 from megatron_rl.model.platform.paged_attention import PagedAttention, PagedRows
 from megatron_rl.model.platform.part_attention import part_layout
 from megatron_rl.model.platform.sparse_attention import sparse_attention
@@ -109,6 +110,7 @@ def install_patches() -> None:
     _replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _on_host)
     _patch_tensor_type()
     _patch_tensor_cuda()
+    scale_in_place()
 
 
 @contextmanager
