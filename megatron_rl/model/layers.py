@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
@@ -27,34 +28,57 @@ from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.platform.device import Kernels, Linears
 from megatron_rl.model.platform.megatron_patches import patch_router
-from megatron_rl.recipe.model import Recompute
+from megatron_rl.recipe.model import ModelConfig, Recompute
+from megatron_rl.recipe.model_parts import LayerType
 
 
 def packed_block_spec(
-    config: TransformerConfig, recompute: Recompute, kernels: Kernels, stage: int, adapters: Adapters | None
+    config: TransformerConfig,
+    model: ModelConfig,
+    recompute: Recompute,
+    kernels: Kernels,
+    stage: int,
+    adapters: Adapters | None,
 ) -> Any:
-    if config.num_moe_experts is not None:
+    """Specification of the layers of a pipeline stage, each by its type of attention and its feed-forward network."""
+    if model.num_experts is not None:
         patch_router()
+    first = get_transformer_layer_offset(config, pp_rank=stage)
+    numbers = range(first, first + get_num_layers_to_build(config, pp_rank=stage))
+
+    @cache
+    def spec(attention: LayerType, has_experts: bool) -> Any:
+        made = layer_spec(config, attention, has_experts, kernels, adapters)
+        made.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
+        return made
+
+    specs = [spec(model.layer_type(number), model.has_experts(number)) for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def layer_spec(
+    config: TransformerConfig, attention: LayerType, has_experts: bool, kernels: Kernels, adapters: Adapters | None
+) -> Any:
     spec: Any = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts if has_experts else None,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
     )
-    spec.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
-    attention = spec.submodules.self_attention
-    attention.module = PackedAttention
-    attention.submodules.core_attention = NoCoreAttention
+    self_attention = spec.submodules.self_attention
+    self_attention.module = PackedAttention
+    self_attention.submodules.core_attention = NoCoreAttention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+        self_attention.submodules.q_layernorm = self_attention.submodules.k_layernorm = Norm
     linears = kernels.linears(config)
     if linears and linears.norm:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = linears.norm
     _set_linears(spec, linears, adapters)
-    if config.num_moe_experts is not None:
+    if has_experts:
         ffn = (config.moe_ffn_hidden_size or 0) // config.expert_tensor_parallel_size
         if experts_one_by_one(kernels, config.params_dtype, config.hidden_size, ffn) is None:
             group_experts(_submodules(spec.submodules.mlp))
-    layers = get_num_layers_to_build(config, pp_rank=stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
+    return spec
 
 
 def plain_block_spec(config: TransformerConfig, adapters: Adapters | None) -> Any:
@@ -141,7 +165,7 @@ class PackedLayer(TransformerLayer):
         return hidden_states + self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward), None
 
     def feed_forward(self, normed: Tensor) -> Tensor:
-        if self.config.num_moe_experts is not None:
+        if isinstance(self.mlp, MoELayer):
             return self._experts(normed)
         gate_and_value, _bias = self.mlp.linear_fc1(normed)
         return self.through(swiglu, gate_and_value, lambda activated: self.mlp.linear_fc2(activated)[0])

@@ -25,7 +25,8 @@ from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.device import Device, Kernels
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.model import ModelConfig, Recompute, RopeScaling
+from megatron_rl.recipe.model import ModelConfig, Recompute
+from megatron_rl.recipe.model_parts import RopeScaling
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -256,7 +257,9 @@ def transformer_config(
 def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Scale rotary frequencies to more positions than in pretraining, except the fast ones (Llama 3.1, arXiv
     2407.21783). [head size / 2] -> the same."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)  # over the original positions
+    turns = (
+        (scaling.original_max_position_embeddings or 8192) * frequencies / (2 * torch.pi)
+    )  # over the original positions
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
@@ -299,7 +302,9 @@ def build_policy(
     make = partial(
         Policy,
         config=config,
-        transformer_layer_spec=packed_block_spec(config, recompute, platform.kernels, groups.pp.rank(), adapters),
+        transformer_layer_spec=packed_block_spec(
+            config, model, recompute, platform.kernels, groups.pp.rank(), adapters
+        ),
         vocab_size=model.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=groups.pp.rank() == 0,

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.model import ModelConfig, RopeScaling
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.model_parts import RopeScaling
 from megatron_rl.recipe.section import PositiveFloat, PositiveInt
 
 CONFIG_FILE = "config.json"

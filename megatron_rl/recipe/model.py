@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_rl.recipe.model_parts import DeltaNet, LatentAttention, LayerType, RopeScaling, RouterConfig
 from megatron_rl.recipe.section import Day, FilePath, HubPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 Recompute = Literal["none", "selective", "full"]
@@ -105,36 +106,17 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
 
 
-class RopeScaling(Section):
-    """Scaling of slow rotary frequencies in Llama 3.1 and later: `rope_type: llama3` of config.json."""
-
-    factor: Annotated[float, Field(ge=1)]
-    """Factor that stretches wavelengths above original_max_position_embeddings / low_freq_factor."""
-    low_freq_factor: PositiveFloat = 1.0
-    """Bound of the wavelengths that are stretched by the full factor."""
-    high_freq_factor: PositiveFloat = 4.0
-    """Bound of the wavelengths that stay: those below original_max_position_embeddings / high_freq_factor. In between,
-    the factor is interpolated."""
-    original_max_position_embeddings: PositiveInt = 8192
-    """Positions that the model knew before scaling, in tokens."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RopeScaling:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor {self.high_freq_factor} must exceed low_freq_factor {self.low_freq_factor}"
-            )
-        return self
-
-
 class ModelConfig(Section):
-    """GPT of the Qwen2.5, Qwen3, Llama 3 and Mistral families: RMSNorm, SwiGLU, rotary positions, grouped-query
-    attention.
+    """Decoder with RMSNorm, gated feed-forward networks or experts, and rotary positions; docs/weights.md lists the
+    published families.
 
-    With `huggingface`, a recipe may leave out the shape: all keys down to `expert_ffn_hidden_size` except
+    With `huggingface`, a recipe may leave out the shape: all keys down to `prediction_layers` except
     `vocab_multiple`. The shape is then read from the config.json of the weights; values that the recipe gives must
     agree with it.
     """
+
+    architecture: str | None = None
+    """Architecture in transformers, by its model_type such as qwen3_moe; default: the one with the model's features."""
 
     num_layers: PositiveInt
     """Transformer layers."""
@@ -159,12 +141,44 @@ class ModelConfig(Section):
     """Base of the rotary frequencies (theta)."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies; default: none."""
+    sliding_rope_base: PositiveFloat | None = None
+    """Base of the rotary frequencies of layers of type sliding_attention, which are not scaled (Gemma 3); default:
+    those of all layers."""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of each head that is rotated: its first dimensions."""
+    layer_types: list[LayerType] | None = None
+    """Attention of each layer: full_attention, sliding_attention or linear_attention; default: full_attention."""
+    sliding_window: PositiveInt | None = None
+    """Tokens that a token of a sliding_attention layer sees, itself included (with such layers)."""
+    attention_sinks: bool = False
+    """A learned logit of each head beside its scores in the softmax of attention (gpt-oss)."""
+    attention_gate: bool = False
+    """Multiply each head's result by the sigmoid of a product of the layer's input (Qwen3-Next)."""
+    attention_scale: PositiveFloat | None = None
+    """Factor of the scores; default: 1 / sqrt(head size)."""
+    latent_attention: LatentAttention | None = None
+    """Keys and values of one short vector per token; default: none."""
+    delta_net: DeltaNet | None = None
+    """Sizes of layers of type linear_attention; default: none."""
     layernorm_epsilon: PositiveFloat = 1e-5
     """Epsilon of RMSNorm."""
     qkv_bias: bool = True
     """Biases on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm on each query and key head before rotation (Qwen3)."""
+    output_bias: bool = False
+    """Bias on the output projection of attention (gpt-oss)."""
+    zero_centered_norms: bool = False
+    """Norms whose weights are stored minus 1 (Gemma, Qwen3-Next), except the norm inside a delta net."""
+    norms_around: bool = False
+    """Norms before and behind attention and feed-forward network (Gemma 3); default: before them."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Activation of the gate of feed-forward networks and experts."""
+    swiglu_limit: PositiveFloat | None = None
+    """Bound of gate and up projection, in the form of gpt-oss: (up + 1) gate sigmoid(1.702 gate); default: up
+    silu(gate)."""
+    scaled_embedding: bool = False
+    """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
     tied_embeddings: bool = False
     """Share the input embedding with the output layer."""
     num_experts: PositiveInt | None = None
@@ -173,6 +187,24 @@ class ModelConfig(Section):
     """Experts that process a token (with `num_experts`)."""
     expert_ffn_hidden_size: PositiveInt | None = None
     """Width of one expert (with `num_experts`)."""
+    expert_bias: bool = False
+    """Biases on the linears of experts (gpt-oss)."""
+    dense_layers: NonNegativeInt = 0
+    """First layers that have a feed-forward network of `ffn_hidden_size` instead of experts."""
+    shared_expert_ffn_hidden_size: PositiveInt | None = None
+    """Width of an expert that processes every token, beside those chosen, or of all such experts together; default:
+    none."""
+    shared_expert_gate: bool = False
+    """Multiply the shared expert's result by the sigmoid of a product of its input (Qwen3-Next)."""
+    router: RouterConfig = RouterConfig()
+    """Choice of each token's experts (with `num_experts`)."""
+    router_replay: Literal["off", "old", "rollout"] = "off"
+    """Choices of experts in training. off: the router's own. old: those of the pass that computed old log-probs, in all
+    passes of the update. rollout: those of the engine that sampled each token (R3, arXiv 2510.11370), without which
+    rounding makes rollouts and training choose different experts."""
+    prediction_layers: NonNegativeInt = 0
+    """Layers of multi-token prediction of the published weights (num_nextn_predict_layers), which exports contain
+    unchanged."""
     fp32_output: bool = False
     """Multiply by the output layer in fp32 where dtype is bf16 (MiniMax-M1, arXiv 2506.13585, section 3.2), in
     training, scoring and mrl's own engine; vLLM and megatron-core's engine keep bf16. Off by default, as in TRL
@@ -209,6 +241,7 @@ class ModelConfig(Section):
             origin = "head_dim" if self.head_dim else "hidden_size / num_attention_heads"
             raise ValueError(f"head size {self.head_size} ({origin}) must be even: rotary positions turn pairs")
         self._experts_fit()
+        self._layers_fit()
         if self.init == "checkpoint" and self.checkpoint is None:
             raise ValueError("init: checkpoint needs model.checkpoint, the checkpoint directory to start from")
         if self.init == "huggingface" and self.huggingface is None:
@@ -222,10 +255,50 @@ class ModelConfig(Section):
                 raise ValueError(f"num_experts and {name} belong together: give both or neither")
         if self.experts_per_token and self.num_experts and self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}")
+        if self.num_experts is None:
+            parts = ("dense_layers", "shared_expert_ffn_hidden_size", "shared_expert_gate", "expert_bias")
+            if given := next((name for name in parts if getattr(self, name)), None):
+                raise ValueError(f"{given} needs num_experts: a model with experts")
+            if self.router_replay != "off":
+                raise ValueError("router_replay needs num_experts: a model with experts")
+        elif self.num_experts % self.router.groups:
+            raise ValueError(f"num_experts {self.num_experts} is not divisible by router.groups {self.router.groups}")
+        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
+            raise ValueError("shared_expert_gate needs shared_expert_ffn_hidden_size")
+
+    def _layers_fit(self) -> None:
+        kinds = set(self.layer_types or ())
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries, but num_layers is {self.num_layers}")
+        for kind, name in (("sliding_attention", "sliding_window"), ("linear_attention", "delta_net")):
+            if (kind in kinds) != (getattr(self, name) is not None):
+                raise ValueError(f"{name} belongs to layers of type {kind}: give both or neither")
+        if self.latent_attention and kinds - {"full_attention"}:
+            raise ValueError("latent_attention needs layers of type full_attention")
+        if self.dense_layers and self.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"dense_layers {self.dense_layers} leave no layer with experts: num_layers is {self.num_layers}"
+            )
 
     @property
     def head_size(self) -> int:
+        """Size of a head of queries and keys."""
+        if self.latent_attention:
+            return self.latent_attention.qk_nope_head_dim + self.latent_attention.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def layer_type(self, number: int) -> LayerType:
+        """Attention of a layer, counted from 0."""
+        return self.layer_types[number] if self.layer_types else "full_attention"
+
+    def has_experts(self, number: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return self.num_experts is not None and number >= self.dense_layers
+
+    @property
+    def equal_layers(self) -> bool:
+        """Whether all layers have weights of the same names and shapes."""
+        return not self.dense_layers and "linear_attention" not in (self.layer_types or ())
 
     def undivided(self, tp: int, pp: int = 1, ep: int = 1, training_tp: int | None = None) -> Iterator[str]:
         """Yield a sentence for each size that the given number of ranks does not divide.

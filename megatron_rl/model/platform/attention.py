@@ -38,12 +38,24 @@ def whole_sequences(lengths: Iterable[int]) -> PackedSequences:
     return PackedSequences(edges, edges[1:].repeat_interleave(edges.diff()))
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """What distinguishes the attention of a layer from causal attention with scores divided by sqrt(head_size)."""
+
+    window: int | None = None  # tokens of its sequence that a token sees, itself included; None: all up to itself
+    scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_size)
+    sinks: Tensor | None = None  # [heads] logits beside the scores of each head, whose share of the softmax is lost
+
+
+PLAIN = AttentionForm()
+
+
 class Layout(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         """Attention of one layer (counted from 1).
 
-        query [tokens, heads, head_size], key and value [tokens, kv_heads, head_size]
-        -> [tokens, heads * head_size]
+        query [tokens, heads, head_size], key [tokens, kv_heads, head_size], value [tokens, kv_heads, value_size]
+        -> [tokens, heads * value_size]
 
         For a layout of a part of the packed tokens, query and result are [part, ...].
         """
