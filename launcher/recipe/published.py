@@ -15,12 +15,12 @@ from launcher.recipe.located_yaml import read
 from launcher.recipe.problems import Locate, where_named
 from megatron_rl.recipe.hf_config import (
     CONFIG_FILE,
-    KEYS,
-    HuggingFaceConfig,
+    SHAPE_KEYS,
+    PublishedConfig,
     UnusableWeights,
     contradictions,
+    published_config,
     read_hf_config,
-    shape,
 )
 from megatron_rl.recipe.model import ModelConfig, exported_folder, is_hub_name, is_prefetched, package_of
 
@@ -38,7 +38,7 @@ class ShapeUnknown(BadInput):
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    config: HuggingFaceConfig
+    config: PublishedConfig
     path: Path | None
     """Their config.json; None: they are not on this machine, and the configuration is that of models.yaml."""
 
@@ -48,7 +48,7 @@ class PublishedModel:
 
     def missing(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of the shape that the model section of a recipe leaves out, with their values."""
-        return {key: value for key, value in shape(self.config).items() if model.get(key) is None}
+        return {key: value for key, value in self.config.shape.items() if model.get(key) is None}
 
     def check(self, model: ModelConfig, locate: Locate) -> None:
         """Check that a recipe that starts from the weights agrees with their config.json. Raises BadInput with the
@@ -76,7 +76,7 @@ def find_published(values: Mapping[str, Any], caches: Sequence[Path], locate: Lo
     asked = model.get("huggingface") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(asked, str):
         return None  # the validation complains if need be
-    required = [key for key in KEYS if ModelConfig.model_fields[key].is_required() and model.get(key) is None]
+    required = [key for key in SHAPE_KEYS if ModelConfig.model_fields[key].is_required() and model.get(key) is None]
     if model.get("init") != "huggingface" and not required:
         return None  # only the shape would be taken from it
     where, _ = locate(("model", "huggingface"))
@@ -87,7 +87,7 @@ def find_published(values: Mapping[str, Any], caches: Sequence[Path], locate: Lo
         except UnusableWeights as error:
             raise BadInput(f"{where}: model.huggingface: {error}") from error
     if known := _models().get(asked):
-        return PublishedModel(HuggingFaceConfig.model_validate(known), None)
+        return PublishedModel(published_config(known), None)
     if not required:
         return None
     if not is_prefetched(asked):

@@ -22,7 +22,7 @@ from launcher.recipe.located_yaml import Located, read_mapping, read_text
 from launcher.recipe.problems import KeyPath
 from launcher.recipe.shipped import BASES, SHIPPED, shipped_bases, shipped_recipes
 from megatron_rl.recipe.engines import ENGINES, capabilities_of
-from megatron_rl.recipe.hf_config import KEYS
+from megatron_rl.recipe.hf_config import SHAPE_KEYS
 
 SECTIONS = "sections such as model: and grpo:, see the recipe demo"
 EXTENDS = "extends"
@@ -191,7 +191,9 @@ def _merge(
         and isinstance(above.get("huggingface"), str)
         and above["huggingface"] != below.get("huggingface")
     ):
-        replaced += [(*path, key) for key in KEYS if merged.pop(key, None) is not None]  # the shape of another model
+        replaced += [
+            (*path, key) for key in SHAPE_KEYS if merged.pop(key, None) is not None
+        ]  # the shape of another model
     for name, value in above.items():
         here, before = (*path, name), merged.get(name)
         if isinstance(before, Mapping) and isinstance(value, Mapping) and not _is_another(here, before, value):

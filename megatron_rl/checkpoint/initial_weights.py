@@ -113,7 +113,8 @@ def fill(tensor: Tensor, weight: Weight, pieces: Iterable[TensorPiece], files: W
         tensor.zero_()
     for piece in pieces:
         if piece.view.numel():  # a rank may hold only padding
-            piece.view.copy_(files.read(piece.source.name, piece.index).reshape(piece.view.shape))
+            found = piece.of.taken(files.read(piece.source.name, piece.index))
+            piece.view.copy_(found.reshape(piece.view.shape))
 
 
 _BITS = {2: torch.int16, 4: torch.int32}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -17,7 +17,7 @@ from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer, load_pretrained_tokenizer
 from megatron_rl.recipe.config import RunConfig, read_config
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE, UnusableWeights, read_hf_config, shape
+from megatron_rl.recipe.hf_config import CONFIG_FILE, UnusableWeights, read_hf_config
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
 
@@ -101,11 +101,8 @@ def _published(path: str, dtype: Precision | None, today: str | None) -> PolicyS
     with _usable():
         folder = local_folder(path, "PATH", CONFIG_FILE)
     config = read_hf_config(folder)
-    check_tokenizer(folder, config.vocab_size)
-    of_config: dict[str, Any] = shape(config)
-    model = ModelConfig(
-        **of_config, init="huggingface", huggingface=str(folder.absolute()), dtype=dtype or config.precision
-    )
+    check_tokenizer(folder, config.shape["vocab_size"])
+    model = config.model(init="huggingface", huggingface=str(folder.absolute()), dtype=dtype or config.precision)
     name = path if not Path(path).is_dir() else folder.absolute().name
     tokenizer = _tokenizer(TokenizerConfig(path=str(folder.absolute())), today)
     return PolicySource(name, "huggingface", folder, None, None, model, tokenizer)

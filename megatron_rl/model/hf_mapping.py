@@ -5,17 +5,22 @@
     word_embeddings, output_layer [padded, hidden]  the vocabulary, then rows without a token
     all others                                      unchanged
 
-The supported architectures (recipe/hf_config.py) all use the same names.
+The names that differ between architectures are in recipe/architectures/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
+from megatron_rl.recipe.architectures.row import HfNames
+from megatron_rl.recipe.hf_config import names_of
 from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.model_parts import LatentAttention
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -30,22 +35,91 @@ class HfTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A matrix or vector that is one of Hugging Face's tensors, or rows of it.
+
+    Examples: expert 3 of a tensor [experts, inputs, outputs] is `number` 3, `transposed`. Gate projections, which
+    alternate with up projections, are one row of each of `blocks`.
+    """
+
+    tensor: HfTensor
+    number: int | None = None  # place along the tensor's first axis; None: the tensor is one matrix or vector
+    transposed: bool = False
+    blocks: int = 1  # equal blocks that the rows of the matrix consist of
+    rows: range | None = None  # rows of each block that belong to it; None: all
+
+    @property
+    def _matrix(self) -> tuple[int, ...]:
+        """Shape of the matrix that contains it."""
+        shape = self.tensor.shape if self.number is None else self.tensor.shape[1:]
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, *columns = self._matrix
+        return (rows if self.rows is None else self.blocks * len(self.rows), *columns)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole tensor, as it is."""
+        return self.number is None and not self.transposed and self.rows is None
+
+    def box(self, axis: int, part: range) -> tuple[slice, ...]:
+        """Index of the smallest box of the tensor that contains `part` of the rows (axis 0) or columns (axis 1). Rows
+        are those of whole blocks, if there are several."""
+        if axis == 0 and self.rows is not None:
+            size, taken = self._matrix[0] // self.blocks, len(self.rows)
+            first, last = part.start // taken, -(-part.stop // taken)
+            if self.blocks == 1:
+                part = range(self.rows.start + part.start, self.rows.start + part.stop)
+            else:
+                part = range(first * size, last * size)
+        index = [slice(None)] * axis + [slice(part.start, part.stop)]
+        if self.transposed:
+            index = [*([] if axis else [slice(None)]), slice(part.start, part.stop)]
+        return (*([] if self.number is None else [slice(self.number, self.number + 1)]), *index)
+
+    def taken(self, box: Tensor) -> Tensor:
+        """View of the source's elements in a box of its tensor."""
+        if self.number is not None:
+            box = box[0]
+        if self.transposed:
+            box = box.transpose(0, 1)
+        if self.rows is None or self.blocks == 1:
+            return box
+        return box.unflatten(0, (-1, self._matrix[0] // self.blocks))[:, self.rows.start : self.rows.stop]
+
+
+@dataclass(frozen=True, slots=True)
 class Weight:
-    sources: tuple[HfTensor, ...]  # tensors, one after another along the first axis
+    sources: tuple[Source, ...]  # one after another along the first axis
     split: int | None = None  # axis of each source that tensor-parallel ranks split; None if each has all
     blocks: int | None = None
     """Number of blocks, each with equal parts of all sources, that replace the simple order. Ranks split the rows of
     all blocks."""
     padded: bool = False  # whether rows of zeros may follow
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight, without padding."""
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
     """The part of one source within one tensor of megatron-core."""
 
-    source: HfTensor
-    index: tuple[slice, ...]
-    view: Tensor  # view of the same part in the tensor: [blocks, rows, ...].
+    of: Source
+    index: tuple[slice, ...]  # box of Hugging Face's tensor that contains the piece
+    view: Tensor  # view of the piece in megatron-core's tensor: [blocks, rows, ...].
+
+    @property
+    def source(self) -> HfTensor:
+        return self.of.tensor
+
+    def within(self, whole: Tensor) -> Tensor:
+        """View of the piece in the whole of Hugging Face's tensor, with the elements in the order of `view`."""
+        return self.of.taken(whole[self.index])
 
 
 def weights(model: ModelConfig) -> dict[str, Weight]:
@@ -55,57 +129,145 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
     table = (model.vocab_size, hidden)
     tied = model.tied_embeddings
     found = {
-        EMBEDDING: Weight((HfTensor(HF_EMBEDDING, table),), split=0, padded=True),
-        "decoder.final_layernorm.weight": Weight((HfTensor("model.norm.weight", (hidden,)),)),
+        EMBEDDING: Weight((_whole(HF_EMBEDDING, *table),), split=0, padded=True),
+        "decoder.final_layernorm.weight": Weight((_whole("model.norm.weight", hidden),)),
         # If it is tied, only the last of several pipeline stages of megatron-core has it.
-        OUTPUT: Weight((HfTensor(HF_EMBEDDING if tied else HF_OUTPUT, table),), split=0, padded=True),
+        OUTPUT: Weight((_whole(HF_EMBEDDING if tied else HF_OUTPUT, *table),), split=0, padded=True),
     }
+    names = names_of(model)
     for number in range(model.num_layers):
-        found |= layer_weights(model, number)
+        found |= layer_weights(model, number, names)
     return found
 
 
-def layer_weights(model: ModelConfig, number: int) -> dict[str, Weight]:
+def layer_weights(model: ModelConfig, number: int, names: HfNames) -> dict[str, Weight]:
     """Return the weights of a layer by megatron-core's names, with experts numbered over the whole model."""
+    ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
+    found = {
+        f"{ours}.{norm}.weight": Weight((_whole(f"{theirs}.{their_norm}.weight", model.hidden_size),))
+        for norm, their_norm in names.norms
+    }
+    if model.latent_attention:
+        found |= _latent_attention(model, model.latent_attention, f"{ours}.self_attention", f"{theirs}.self_attn")
+    else:
+        found |= _attention(model, f"{ours}.self_attention", f"{theirs}.self_attn")
+    if model.has_experts(number):
+        return found | _experts(model, names, f"{ours}.mlp", f"{theirs}.mlp")
+    return found | _feed_forward(f"{ours}.mlp", f"{theirs}.mlp", model.hidden_size, model.ffn_hidden_size)
+
+
+def _whole(name: str, *shape: int) -> Source:
+    return Source(HfTensor(name, shape))
+
+
+def _attention(model: ModelConfig, ours: str, theirs: str) -> dict[str, Weight]:
     hidden, heads, groups, head = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size
     found: dict[str, Weight] = {}
-    ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
-    attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
     sizes = {"q": heads * head, "k": groups * head, "v": groups * head}
     for kind, width in [("weight", (hidden,)), *([("bias", ())] if model.qkv_bias else [])]:
-        qkv = tuple(HfTensor(f"{their_attention}.{x}_proj.{kind}", (rows, *width)) for x, rows in sizes.items())
-        found[f"{attention}.linear_qkv.{kind}"] = Weight(qkv, split=0, blocks=groups)
+        qkv = tuple(_whole(f"{theirs}.{x}_proj.{kind}", rows, *width) for x, rows in sizes.items())
+        found[f"{ours}.linear_qkv.{kind}"] = Weight(qkv, split=0, blocks=groups)
     for x in ("q", "k") if model.qk_norm else ():
-        norm = HfTensor(f"{their_attention}.{x}_norm.weight", (head,))
-        found[f"{attention}.{x}_layernorm.weight"] = Weight((norm,))
-    out = HfTensor(f"{their_attention}.o_proj.weight", (hidden, heads * head))
-    found[f"{attention}.linear_proj.weight"] = Weight((out,), split=1)
-    for norm_name, their_norm in _NORMS.items():
-        found[f"{ours}.{norm_name}.weight"] = Weight((HfTensor(f"{theirs}.{their_norm}.weight", (hidden,)),))
-    if model.num_experts is None:
-        return found | _feed_forward(f"{ours}.mlp", f"{theirs}.mlp", hidden, model.ffn_hidden_size)
-    router = HfTensor(f"{theirs}.mlp.gate.weight", (model.num_experts, hidden))
-    found[f"{ours}.mlp.router.weight"] = Weight((router,))
-    assert model.expert_ffn_hidden_size is not None  # ModelConfig._experts_fit
-    for expert in range(model.num_experts):
-        our_expert, their_expert = f"{ours}.mlp.experts.local_experts.{expert}", f"{theirs}.mlp.experts.{expert}"
-        found |= _feed_forward(our_expert, their_expert, hidden, model.expert_ffn_hidden_size)
+        found[f"{ours}.{x}_layernorm.weight"] = Weight((_whole(f"{theirs}.{x}_norm.weight", head),))
+    found[f"{ours}.linear_proj.weight"] = Weight((_whole(f"{theirs}.o_proj.weight", hidden, heads * head),), split=1)
+    if model.output_bias:
+        found[f"{ours}.linear_proj.bias"] = Weight((_whole(f"{theirs}.o_proj.bias", hidden),))
+    if model.attention_sinks:
+        found[f"{ours}.sinks"] = Weight((_whole(f"{theirs}.sinks", heads),), split=0)
     return found
 
 
-_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+def _latent_attention(model: ModelConfig, latent: LatentAttention, ours: str, theirs: str) -> dict[str, Weight]:
+    hidden, heads, queries = model.hidden_size, model.num_attention_heads, model.num_attention_heads * model.head_size
+    rank, values = latent.kv_lora_rank, latent.v_head_dim
+    found = {
+        "linear_kv_down_proj": Weight(
+            (_whole(f"{theirs}.kv_a_proj_with_mqa.weight", rank + latent.qk_rope_head_dim, hidden),)
+        ),
+        "kv_layernorm": Weight((_whole(f"{theirs}.kv_a_layernorm.weight", rank),)),
+        "linear_kv_up_proj": Weight(
+            (_whole(f"{theirs}.kv_b_proj.weight", heads * (latent.qk_nope_head_dim + values), rank),), split=0
+        ),
+        "linear_proj": Weight((_whole(f"{theirs}.o_proj.weight", hidden, heads * values),), split=1),
+    }
+    if latent.q_lora_rank is None:
+        found["linear_q_proj"] = Weight((_whole(f"{theirs}.q_proj.weight", queries, hidden),), split=0)
+    else:
+        found["linear_q_down_proj"] = Weight((_whole(f"{theirs}.q_a_proj.weight", latent.q_lora_rank, hidden),))
+        found["q_layernorm"] = Weight((_whole(f"{theirs}.q_a_layernorm.weight", latent.q_lora_rank),))
+        found["linear_q_up_proj"] = Weight((_whole(f"{theirs}.q_b_proj.weight", queries, latent.q_lora_rank),), split=0)
+    return {f"{ours}.{name}.weight": weight for name, weight in found.items()}
+
+
+def _experts(model: ModelConfig, names: HfNames, ours: str, theirs: str) -> dict[str, Weight]:
+    hidden, count, ffn = model.hidden_size, model.num_experts, model.expert_ffn_hidden_size
+    assert count is not None and ffn is not None  # ModelConfig._experts_fit
+    router = f"{theirs}.{names.router}"
+    found = {f"{ours}.router.weight": Weight((_whole(f"{router}.weight", count, hidden),))}
+    if model.router.linear_bias:
+        found[f"{ours}.router.bias"] = Weight((_whole(f"{router}.bias", count),))
+    if model.router.correction_bias:
+        found[f"{ours}.router.expert_bias"] = Weight((_whole(f"{router}.e_score_correction_bias", count),))
+    if width := model.shared_expert_ffn_hidden_size:
+        found |= _feed_forward(f"{ours}.shared_experts", f"{theirs}.{names.shared_expert}", hidden, width)
+    if model.shared_expert_gate:
+        gate = _whole(f"{theirs}.{names.shared_expert}_gate.weight", 1, hidden)
+        found[f"{ours}.shared_experts.gate_weight"] = Weight((gate,))
+    for expert in range(count):
+        our_expert = f"{ours}.experts.local_experts.{expert}"
+        if names.stacked_experts:
+            found |= _stacked_expert(model, expert, our_expert, f"{theirs}.experts")
+        else:
+            found |= _feed_forward(our_expert, f"{theirs}.experts.{expert}", hidden, ffn)
+    return found
 
 
 def _feed_forward(ours: str, theirs: str, hidden: int, ffn: int) -> dict[str, Weight]:
-    gate_and_up = tuple(HfTensor(f"{theirs}.{name}_proj.weight", (ffn, hidden)) for name in ("gate", "up"))
+    gate_and_up = tuple(_whole(f"{theirs}.{name}_proj.weight", ffn, hidden) for name in ("gate", "up"))
     return {
         f"{ours}.linear_fc1.weight": Weight(gate_and_up, split=0),
-        f"{ours}.linear_fc2.weight": Weight((HfTensor(f"{theirs}.down_proj.weight", (hidden, ffn)),), split=1),
+        f"{ours}.linear_fc2.weight": Weight((_whole(f"{theirs}.down_proj.weight", hidden, ffn),), split=1),
     }
 
 
-def sources(found: dict[str, Weight]) -> dict[str, HfTensor]:
-    return {source.name: source for weight in found.values() for source in weight.sources}
+def _stacked_expert(model: ModelConfig, expert: int, ours: str, theirs: str) -> dict[str, Weight]:
+    """Weights of an expert of gpt-oss, whose matrices are [inputs, outputs], with alternating gate and up projections,
+    in one tensor for all experts of the layer."""
+    hidden, count, ffn = model.hidden_size, model.num_experts or 0, model.expert_ffn_hidden_size or 0
+    inner = HfTensor(f"{theirs}.gate_up_proj", (count, hidden, 2 * ffn))
+    outer = HfTensor(f"{theirs}.down_proj", (count, ffn, hidden))
+    first, second = (range(1), range(1, 2))
+    found = {
+        "linear_fc1.weight": Weight(tuple(Source(inner, expert, True, ffn, rows) for rows in (first, second)), split=0),
+        "linear_fc2.weight": Weight((Source(outer, expert, True),), split=1),
+    }
+    if model.expert_bias:
+        biases = HfTensor(f"{theirs}.gate_up_proj_bias", (count, 2 * ffn))
+        both = tuple(Source(biases, expert, False, ffn, rows) for rows in (first, second))
+        found["linear_fc1.bias"] = Weight(both, split=0)
+        found["linear_fc2.bias"] = Weight((Source(HfTensor(f"{theirs}.down_proj_bias", (count, hidden)), expert),))
+    return {f"{ours}.{name}": weight for name, weight in found.items()}
+
+
+def sources(found: Mapping[str, Weight]) -> dict[str, HfTensor]:
+    return {source.tensor.name: source.tensor for weight in found.values() for source in weight.sources}
+
+
+def bundles(found: Mapping[str, Weight]) -> list[list[str]]:
+    """Group the names of weights so that each of Hugging Face's tensors comes from one group: alone, or all that have
+    parts of the same tensor, such as the experts of a layer that are stacked. The order is that of their first ones."""
+    group_of: dict[str, list[str]] = {}  # by tensor
+    for name, weight in found.items():
+        tensors = {source.tensor.name for source in weight.sources}
+        met = {id(group): group for tensor in tensors if (group := group_of.get(tensor)) is not None}
+        if len(met) == 1:
+            (group,) = met.values()
+            group.append(name)
+        else:
+            group = [*chain.from_iterable(met.values()), name]
+            tensors |= {tensor for tensor, other in group_of.items() if id(other) in met}
+        group_of |= dict.fromkeys(tensors, group)
+    return list({id(group): group for group in group_of.values()}.values())
 
 
 def pieces(weight: Weight, tensor: Tensor, rank: int = 0, size: int = 1) -> Iterator[TensorPiece]:
@@ -116,7 +278,7 @@ def pieces(weight: Weight, tensor: Tensor, rank: int = 0, size: int = 1) -> Iter
         (source,) = weight.sources
         first = min(rank * len(tensor), source.shape[0])
         last = min(first + len(tensor), source.shape[0])
-        yield TensorPiece(source, (slice(first, last),), tensor[None, : last - first])
+        yield TensorPiece(source, source.box(0, range(first, last)), tensor[None, : last - first])
         return
     if weight.blocks is not None and weight.blocks % size:
         yield from _part_of_a_block(weight, weight.blocks, tensor, rank)
@@ -125,11 +287,12 @@ def pieces(weight: Weight, tensor: Tensor, rank: int = 0, size: int = 1) -> Iter
     # blocks (groups 2 and 3), each with 4 rows of q, 2 of k and 2 of v. The rank's share of q_proj is rows 8..15, which
     # are consecutive there but not here, so the view is [2 blocks, 4 rows, hidden] and copies in the order of blocks.
     blocks = 1 if weight.blocks is None else weight.blocks // size
-    shares = [source.shape[weight.split or 0] // size for source in weight.sources]
-    index = [(slice(None),) * (weight.split or 0) + (slice(rank * share, (rank + 1) * share),) for share in shares]
+    axis = weight.split or 0
+    shares = [source.shape[axis] // size for source in weight.sources]
     rows = [source.shape[0] // (size if weight.split == 0 else 1) // blocks for source in weight.sources]
     views = tensor.view(blocks, sum(rows), *tensor.shape[1:]).split(rows, dim=1)
-    yield from map(TensorPiece, weight.sources, index, views)
+    for source, share, view in zip(weight.sources, shares, views, strict=True):
+        yield TensorPiece(source, source.box(axis, range(rank * share, (rank + 1) * share)), view)
 
 
 def _part_of_a_block(weight: Weight, blocks: int, tensor: Tensor, rank: int) -> Iterator[TensorPiece]:
@@ -141,5 +304,35 @@ def _part_of_a_block(weight: Weight, blocks: int, tensor: Tensor, rank: int) -> 
         low, high = max(first, begin), min(first + len(tensor), begin + length)
         if low < high:
             start = block * length + low - begin
-            yield TensorPiece(source, (slice(start, start + high - low),), tensor[None, low - first : high - first])
+            yield TensorPiece(
+                source, source.box(0, range(start, start + high - low)), tensor[None, low - first : high - first]
+            )
         begin += length
+
+
+def matrices_of(weight: Weight, tensor: Tensor) -> list[Tensor]:
+    """Split a whole weight, without padding, into its sources."""
+    return [piece.view.reshape(piece.of.shape) for piece in pieces(weight, tensor)]
+
+
+class Assembly:
+    """Hugging Face's tensors, put together from the sources of weights in any order."""
+
+    def __init__(self, found: Mapping[str, Weight]) -> None:
+        """found: weights that the tensors consist of, by any names."""
+        self._missing = Counter(source.tensor.name for weight in found.values() for source in weight.sources)
+        self._begun: dict[str, Tensor] = {}
+
+    def add(self, source: Source, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensor with its name once its last source is here. matrix: [source.shape]."""
+        name = source.tensor.name
+        if source.is_whole:
+            yield name, matrix
+            return
+        if name not in self._begun:
+            self._begun[name] = matrix.new_empty(source.tensor.shape)
+        place = source.taken(self._begun[name][source.box(0, range(source.shape[0]))])
+        place.copy_(matrix.reshape(place.shape))
+        self._missing[name] -= 1
+        if not self._missing[name]:
+            yield name, self._begun.pop(name)

@@ -105,7 +105,7 @@ class Matrices:
         """First column, in the product A x, of each module in B; None for a module without an adapter."""
         numbers = iter(range(len(self.a.sources)))
         return [
-            next(numbers) * self.lora.rank if is_target(module_of(source.name), self.lora) else None
+            next(numbers) * self.lora.rank if is_target(module_of(source.tensor.name), self.lora) else None
             for source in self.b.sources
         ]
 
@@ -150,7 +150,7 @@ class Adapter:
         self._rows = [rows for _, rows in found]
         present = {each.source.name for each in pieces(self.matrices.b, shape, self.tp_group.rank(), self._ranks)}
         sources = zip(self.matrices.b.sources, self.matrices.columns, strict=True)
-        self._columns = [column for source, column in sources if source.name in present]
+        self._columns = [column for source, column in sources if source.tensor.name in present]
 
     @property
     def _ranks(self) -> int:

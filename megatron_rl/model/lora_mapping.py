@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from megatron_rl.model.hf_mapping import HfTensor, Weight, layer_weights, pieces
+from megatron_rl.model.hf_mapping import HfTensor, Source, Weight, layer_weights, pieces
+from megatron_rl.recipe.hf_config import names_of
 from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 LORA_A, LORA_B = "lora_A", "lora_B"
@@ -45,7 +46,7 @@ def adapters(model: ModelConfig) -> dict[str, Weight]:
 
 def layer_adapters(model: ModelConfig, number: int) -> dict[str, Weight]:
     found: dict[str, Weight] = {}
-    for name, weight in layer_weights(model, number).items() if model.lora else ():
+    for name, weight in layer_weights(model, number, names_of(model)).items() if model.lora else ():
         linear, _, kind = name.rpartition(".")
         if model.lora and kind == "weight" and (pair := _pair(weight, model.lora)):
             found[f"{linear}.{LORA_A}"], found[f"{linear}.{LORA_B}"] = pair
@@ -53,14 +54,16 @@ def layer_adapters(model: ModelConfig, number: int) -> dict[str, Weight]:
 
 
 def _pair(weight: Weight, lora: LoraConfig) -> tuple[Weight, Weight] | None:
-    modules = [source.name.removesuffix(".weight") for source in weight.sources]
+    if not all(source.is_whole for source in weight.sources):
+        return None
+    modules = [source.tensor.name.removesuffix(".weight") for source in weight.sources]
     targeted = [module for module in modules if is_target(module, lora)]
     if not targeted:
         return None
     inputs = weight.sources[0].shape[-1]
-    a = tuple(HfTensor(f"{module}.{LORA_A}.weight", (lora.rank, inputs)) for module in targeted)
+    a = tuple(Source(HfTensor(f"{module}.{LORA_A}.weight", (lora.rank, inputs))) for module in targeted)
     b = tuple(
-        HfTensor(f"{module}.{LORA_B}.weight", (source.shape[0], lora.rank))
+        Source(HfTensor(f"{module}.{LORA_B}.weight", (source.shape[0], lora.rank)))
         for module, source in zip(modules, weight.sources, strict=True)
     )
     by_inputs = weight.split == 1

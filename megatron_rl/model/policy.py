@@ -258,7 +258,7 @@ def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Scale rotary frequencies to more positions than in pretraining, except the fast ones (Llama 3.1, arXiv
     2407.21783). [head size / 2] -> the same."""
     turns = (
-        (scaling.original_max_position_embeddings or 8192) * frequencies / (2 * torch.pi)
+        (scaling.original_max_position_embeddings or 0) * frequencies / (2 * torch.pi)
     )  # over the original positions
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)

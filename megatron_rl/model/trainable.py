@@ -80,7 +80,7 @@ def fill_adapters(policy: Policy, model: ModelConfig, seed: int) -> None:
     for held in held_adapters(policy, model) if model.lora else ():
         for piece in held.pieces():
             if held.name.endswith(LORA_A):
-                start = initial_matrix(piece.source, seed)[piece.index]
+                start = piece.within(initial_matrix(piece.source, seed))
                 piece.view.copy_(start.reshape(piece.view.shape))
             else:
                 piece.view.zero_()

@@ -10,7 +10,16 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.recipe.model_parts import DeltaNet, LatentAttention, LayerType, RopeScaling, RouterConfig
-from megatron_rl.recipe.section import Day, FilePath, HubPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import (
+    Day,
+    FilePath,
+    HubPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -198,13 +207,17 @@ class ModelConfig(Section):
     """Multiply the shared expert's result by the sigmoid of a product of its input (Qwen3-Next)."""
     router: RouterConfig = RouterConfig()
     """Choice of each token's experts (with `num_experts`)."""
+    prediction_layers: NonNegativeInt = 0
+    """Layers of multi-token prediction of the published weights (num_nextn_predict_layers), which exports contain
+    unchanged."""
     router_replay: Literal["off", "old", "rollout"] = "off"
     """Choices of experts in training. off: the router's own. old: those of the pass that computed old log-probs, in all
     passes of the update. rollout: those of the engine that sampled each token (R3, arXiv 2510.11370), without which
     rounding makes rollouts and training choose different experts."""
-    prediction_layers: NonNegativeInt = 0
-    """Layers of multi-token prediction of the published weights (num_nextn_predict_layers), which exports contain
-    unchanged."""
+    router_bias_update_rate: NonNegativeFloat = 0.0
+    """After each update, raise the router's correction bias of experts with fewer tokens than the mean by this number,
+    and lower that of the others (auxiliary-loss-free balancing, arXiv 2408.15664). DeepSeek-V3 pretrained with 0.001.
+    Default: it stays as published, because choices that shift between updates make rollouts stale."""
     fp32_output: bool = False
     """Multiply by the output layer in fp32 where dtype is bf16 (MiniMax-M1, arXiv 2506.13585, section 3.2), in
     training, scoring and mrl's own engine; vLLM and megatron-core's engine keep bf16. Off by default, as in TRL
@@ -263,6 +276,8 @@ class ModelConfig(Section):
                 raise ValueError("router_replay needs num_experts: a model with experts")
         elif self.num_experts % self.router.groups:
             raise ValueError(f"num_experts {self.num_experts} is not divisible by router.groups {self.router.groups}")
+        if self.router_bias_update_rate and not self.router.correction_bias:
+            raise ValueError("router_bias_update_rate needs router.correction_bias: true, the bias that it updates")
         if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
             raise ValueError("shared_expert_gate needs shared_expert_ffn_hidden_size")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -42,6 +42,13 @@ class RopeScaling(Section):
     """Coefficient of ln(factor) in the numerator of attention_factor (yarn)."""
     mscale_all_dim: NonNegativeFloat | None = None
     """The same in its denominator; latent attention also multiplies its scores by its square (yarn)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _positions_of_llama(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("type", "llama3") == "llama3":
+            return {"original_max_position_embeddings": 8192} | values
+        return values
 
     @model_validator(mode="after")
     def _ordered(self) -> RopeScaling:
@@ -84,10 +91,6 @@ class RouterConfig(Section):
     """Groups that a token may choose experts of: those whose two best experts have the largest sum (topk_group)."""
     correction_bias: bool = False
     """Add a bias to the scores by which experts are chosen, not to their weights (e_score_correction_bias)."""
-    bias_update_rate: NonNegativeFloat = 0.0
-    """After each update, raise the bias of experts with fewer tokens than the mean by this number and lower that of the
-    others (auxiliary-loss-free balancing, arXiv 2408.15664). DeepSeek-V3 pretrained with 0.001. Default: it stays as
-    published, because choices that shift between updates make rollouts stale."""
     linear_bias: bool = False
     """Bias of the router's linear layer (gpt-oss)."""
 
@@ -95,8 +98,6 @@ class RouterConfig(Section):
     def _groups_fit(self) -> RouterConfig:
         if self.groups_per_token > self.groups:
             raise ValueError(f"groups_per_token {self.groups_per_token} exceeds groups {self.groups}")
-        if self.bias_update_rate and not self.correction_bias:
-            raise ValueError("bias_update_rate needs correction_bias: true, the bias that it updates")
         return self
 
 

@@ -15,7 +15,7 @@ from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.flops import training_flops
-from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
 from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES
@@ -69,14 +69,14 @@ def teacher_files(folder: Path) -> TeacherFiles:
             raise ConfigurationError(f"distill.teacher: {run.resolved} cannot be read: {error}") from error
         return TeacherFiles(folder, model, True, tokenizer)
     if (folder / CARRIED).is_dir():
-        model = ModelConfig(**shape(read_hf_config(folder / CARRIED)), init="from-scratch")
+        model = read_hf_config(folder / CARRIED).model()
         return TeacherFiles(folder, model, True, None)
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigurationError(
             f"distill.teacher: {folder} holds neither Hugging Face weights ({CONFIG_FILE}) nor a checkpoint of a run "
             "(.../checkpoints/step-000040)"
         )
-    return TeacherFiles(folder, ModelConfig(**shape(read_hf_config(folder)), init="from-scratch"), False, None)
+    return TeacherFiles(folder, read_hf_config(folder).model(), False, None)
 
 
 def against_teacher(config: RunConfig, teacher: TeacherFiles | None, tokenizer: Path | None) -> Iterator[str]:

@@ -49,7 +49,7 @@ from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.rank.standalone_world import StandaloneWorld, connected
-from megatron_rl.recipe.hf_config import read_hf_config, shape
+from megatron_rl.recipe.hf_config import read_hf_config
 from megatron_rl.recipe.model import ModelConfig
 
 ROWS = 64
@@ -258,7 +258,7 @@ def weights(size: str, scratch: Path) -> Path:
 
 
 def load_ours(folder: Path, dtype: str, platform: Device) -> tuple[Policy, ModelConfig]:
-    read = shape(read_hf_config(folder))
+    read = read_hf_config(folder).shape
     model = ModelConfig(**read, init="huggingface", huggingface=str(folder), dtype=dtype)
     policy = build_policy(model, model.vocab_size or 0, platform)
     load_pretrained(policy, model, folder)

@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Split
 from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.model.policy import build_policy
-from megatron_rl.recipe.hf_config import read_hf_config, shape
+from megatron_rl.recipe.hf_config import read_hf_config
 from megatron_rl.recipe.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:
 def model_of(folder: Path, **fields: Any) -> ModelConfig:
     """Model section of a recipe that only names the folder."""
     return ModelConfig(
-        **shape(read_hf_config(folder))
+        **read_hf_config(folder).shape
         | {"init": "huggingface", "huggingface": str(folder), "dtype": "fp32", "vocab_multiple": 16}
         | fields
     )

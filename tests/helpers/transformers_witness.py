@@ -11,6 +11,7 @@ from core_helpers import PADDED_VOCAB
 from torch import Tensor
 
 from megatron_rl.model.policy import Policy
+from megatron_rl.recipe.architectures.parts import written_scaling
 from megatron_rl.recipe.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **model.rope_scaling.model_dump()}
+        rope |= written_scaling(model.rope_scaling)
     if model.num_experts is not None:
         extra = {
             "model_type": "qwen3_moe",

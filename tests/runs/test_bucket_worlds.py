@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from bucket_helpers import HALF, device_epoch, load, worker
 from checkpoint_helpers import Ranks
+from composed_weights import composed_tensors
 from core_helpers import VOCAB, tiny_model, tiny_run
 from layout_helpers import Layout, fill, of_whole_tensor, shards_of, version_of
 from torch import Tensor
@@ -153,7 +154,7 @@ def expected(whole_shapes: dict[str, tuple[int, ...]], fields: dict[str, Any], v
             box = Box(key, torch.float32, (*index, *[0] * (len(shape) - axes)), (*[1] * axes, *shape[axes:]))
             boxes[box] = tensor[index].reshape(box.shape)
     whole, parts = WholeWeights(model(fields), VOCAB), by_name(boxes)
-    return {name: tensor for each in whole.expected for name, tensor in whole.compose(each, parts).items()}
+    return composed_tensors(whole, parts)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.contract.files import check_regular, names_in, read_bytes
 from megatron_rl.model.hf_mapping import HF_OUTPUT, HfTensor
-from megatron_rl.recipe.hf_config import CONFIG_FILE, HuggingFaceConfig, UnusableWeights, read_hf_config
+from megatron_rl.recipe.hf_config import CONFIG_FILE, PublishedConfig, UnusableWeights, read_hf_config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,7 +41,7 @@ class WeightsFolder:
         Raises UnusableWeights if a file is missing or damaged, or if two contradict each other.
         """
         self.folder = folder
-        self.config: HuggingFaceConfig = read_hf_config(folder)
+        self.config: PublishedConfig = read_hf_config(folder)
         self.tensors: dict[str, Stored] = {}
         self._open: tuple[str, Any] | None = None
         self._mapped = 0  # bytes read of the open file

@@ -11,7 +11,7 @@ from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe import hf_config
 from megatron_rl.recipe.config import read_config
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE, KEYS, read_hf_config, shape
+from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig
 
@@ -33,7 +33,7 @@ def origin_of(checkpoint: Path) -> CheckpointOrigin:
     """
     carried = checkpoint / CARRIED
     if carried.is_dir():
-        model = ModelConfig(**shape(read_hf_config(carried)), init="from-scratch")
+        model = read_hf_config(carried).model()
         return CheckpointOrigin(model, carried, carried)
     run = _run_of(checkpoint)
     if run is None:
@@ -59,7 +59,7 @@ def contradictions(model: ModelConfig, checkpoint: Path) -> list[str]:
     run = _run_of(checkpoint)
     if run is None:
         return []
-    return hf_config.differences(model, read_config(run).model, run.resolved, {key: f"model.{key}" for key in KEYS})
+    return hf_config.differences(model, read_config(run).model, run.resolved, "model.{}".format)
 
 
 def _run_of(checkpoint: Path) -> RunDir | None:

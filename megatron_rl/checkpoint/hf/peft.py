@@ -39,8 +39,8 @@ class CheckpointReader(Protocol):
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a weight as stored."""
 
-    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        """Read a weight as Hugging Face's tensors."""
+    def read(self, name: str, weight: Weight) -> list[Tensor]:
+        """Read the sources of a weight."""
 
 
 class PublishedReader:
@@ -51,8 +51,9 @@ class PublishedReader:
     def dtype(self, name: str) -> torch.dtype:
         raise NotImplementedError("the model's own dtype counts")
 
-    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        return {source.name: self._files.read(source.name) for source in weight.sources}
+    def read(self, name: str, weight: Weight) -> list[Tensor]:
+        boxes = [(source, source.box(0, range(source.shape[0]))) for source in weight.sources]
+        return [source.taken(self._files.read(source.tensor.name, box)) for source, box in boxes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class AdapterReader:
         return str(self.manifest.meta[KEY]["base"])
 
     def matrix(self, name: str) -> dict[str, Tensor]:
-        return self.stored.read(name, adapters(self.model)[name])
+        weight = adapters(self.model)[name]
+        names = (source.tensor.name for source in weight.sources)
+        return dict(zip(names, self.stored.read(name, weight), strict=True))
 
     def write(self, folder: Path) -> int:
         """Write PEFT's files into a folder. Returns the bytes of the matrices. Raises OSError."""
@@ -123,15 +126,17 @@ class MergedReader:
     def dtype(self, name: str) -> torch.dtype:
         return self._dtype
 
-    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        tensors = {source: tensor.to(self._dtype) for source, tensor in self._base.read(name, weight).items()}
-        self._sum += sum(checksum(source, tensor) for source, tensor in tensors.items())
+    def read(self, name: str, weight: Weight) -> list[Tensor]:
+        found = [matrix.to(self._dtype) for matrix in self._base.read(name, weight)]
+        names = [source.tensor.name for source in weight.sources]
+        self._sum += sum(map(checksum, names, found))
         linear, known = name.removesuffix(".weight"), adapters(self._found.model)
         if f"{linear}.{LORA_A}" in known and name.endswith(".weight"):
             a, b = (self._found.matrix(f"{linear}.{matrix}") for matrix in (LORA_A, LORA_B))
             for changed, delta in deltas(a, b, self._found.lora):
-                tensors[changed] = add(tensors[changed], delta)
-        return tensors
+                number = names.index(changed)
+                found[number] = add(found[number], delta)
+        return found
 
     def check_base(self) -> None:
         """Raise ConfigurationError if the weights that were read, each once, are not the adapters' base."""

@@ -19,7 +19,7 @@ from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, CheckpointRea
 from megatron_rl.checkpoint.hf.staging import carry, staged
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.contract.manifest import find_corruption, read_manifest
-from megatron_rl.model.hf_mapping import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, weights
+from megatron_rl.model.hf_mapping import EMBEDDING, HF_OUTPUT, Assembly, Weight, bundles, weights
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY
 from megatron_rl.recipe.errors import ConfigurationError
@@ -66,9 +66,10 @@ def to_hugging_face(
         with staged(target, adapters.manifest.bytes, replace=replace) as folder:
             written = adapters.write(folder)
         return Converted(written, time.monotonic() - started)
+    together = {names[0]: names for names in bundles({name: wanted[name] for name in reader.names})}
     sizes = {
-        name: sum(math.prod(source.shape) for source in wanted[name].sources) * reader.dtype(name).itemsize
-        for name in reader.names
+        first: sum(math.prod(wanted[name].shape) * reader.dtype(name).itemsize for name in names)
+        for first, names in together.items()
     }
     if read_manifest(checkpoint).meta.get(OUTPUT_STORED):
         sizes[HF_OUTPUT] = sizes[EMBEDDING]
@@ -78,11 +79,11 @@ def to_hugging_face(
         for number, names in enumerate(files, 1):
             file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors: dict[str, Tensor] = {}
-            for name in names:
-                if name == HF_OUTPUT:
-                    tensors[name] = reader.read(EMBEDDING, wanted[EMBEDDING])[HF_EMBEDDING]
+            for first in names:
+                if first == HF_OUTPUT:
+                    (tensors[HF_OUTPUT],) = reader.read(EMBEDDING, wanted[EMBEDDING])
                     continue
-                tensors |= {theirs: each.contiguous() for theirs, each in reader.read(name, wanted[name]).items()}
+                tensors |= _assembled(reader, {name: wanted[name] for name in together[first]})
             save(folder / file, tensors)
             file_of |= dict.fromkeys(tensors, file)
         if len(files) > 1:
@@ -94,6 +95,16 @@ def to_hugging_face(
             (folder / ADAPTER).mkdir()
             adapters.write(folder / ADAPTER)
     return Converted(sum(sizes.values()), time.monotonic() - started)
+
+
+def _assembled(reader: CheckpointReader, found: dict[str, Weight]) -> dict[str, Tensor]:
+    """Hugging Face's tensors that consist of these weights."""
+    assembly = Assembly(found)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in found.items():
+        for source, matrix in zip(weight.sources, reader.read(name, weight), strict=True):
+            tensors |= {theirs: each.contiguous() for theirs, each in assembly.add(source, matrix)}
+    return tensors
 
 
 def _reader(

@@ -21,8 +21,7 @@ from megatron_rl.contract.manifest import Manifest, hash_file, write_manifest
 from megatron_rl.contract.paths import CARRIED
 from megatron_rl.model.hf_mapping import Weight, pieces, sources, weights
 from megatron_rl.model.platform.device import Device
-from megatron_rl.recipe.hf_config import UnusableWeights, shape
-from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.hf_config import UnusableWeights
 
 
 def to_megatron(
@@ -38,10 +37,10 @@ def to_megatron(
     """
     started = time.monotonic()
     files = WeightsFolder(source)
-    model = ModelConfig(**shape(files.config), init="from-scratch")
+    model = files.config.model()
     wanted = weights(model)
     files.check(sources(wanted).values(), tied=model.tied_embeddings)
-    check_tokenizer(source, files.config.vocab_size)
+    check_tokenizer(source, files.config.shape["vocab_size"])
     meta = {OUTPUT_STORED: model.tied_embeddings and has_equal_output(files)}
     size = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in files.tensors.values())
     with staged(target, size, replace=replace) as folder:
@@ -68,8 +67,8 @@ def to_megatron(
 
 def _dtype(name: str, weight: Weight, files: WeightsFolder) -> torch.dtype:
     """Dtype of a weight's parts. Raises UnusableWeights if they differ."""
-    types = {files.tensors[source.name].dtype for source in weight.sources}
+    types = {files.tensors[source.tensor.name].dtype for source in weight.sources}
     if len(types) > 1:
-        parts = ", ".join(source.name for source in weight.sources)
+        parts = ", ".join(sources({name: weight}))
         raise UnusableWeights(f"{files.folder}: {parts} have different types, but {name} combines them in one tensor")
     return types.pop()

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.checkpoint.shards import METADATA, Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.checkpoint.stored_shards import StoredShards
 from megatron_rl.contract.manifest import CheckpointError, FileRecord
-from megatron_rl.model.hf_mapping import Weight, pieces
+from megatron_rl.model.hf_mapping import Weight, matrices_of
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.recipe.model import ModelConfig
@@ -104,24 +104,23 @@ class TorchDistReader:
     def dtype(self, name: str) -> torch.dtype:
         return self._stored.tensor(self._shards[name][0].key).properties.dtype
 
-    def read(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        """Read a weight as Hugging Face's tensors, by their names.
+    def read(self, name: str, weight: Weight) -> list[Tensor]:
+        """Read the sources of a weight.
 
         Raises CheckpointError if the checkpoint lacks a part of it.
         """
-        rows = sum(source.shape[0] for source in weight.sources)  # without padding
-        tensor = torch.empty((rows, *weight.sources[0].shape[1:]), dtype=self.dtype(name))
+        tensor = torch.empty(weight.shape, dtype=self.dtype(name))
         wanted, first = [], 0
         with self._fitting():
             for shard in self._shards[name]:
                 axis = len(shard.local_shape) - tensor.dim()
-                last = min(first + shard.local_shape[axis], rows)
+                last = min(first + shard.local_shape[axis], len(tensor))
                 data = tensor[first:last].view((1,) * axis + (last - first, *tensor.shape[1:]))
                 first = last
                 size = tuple(self._stored.tensor(shard.key).size)  # padded by other ranks
                 wanted.append(ShardedTensor(shard.key, data, data.dtype, data.shape, size, shard.global_offset, None))
             self._stored.read(wanted)
-        return {piece.source.name: piece.view.reshape(piece.source.shape) for piece in pieces(weight, tensor)}
+        return matrices_of(weight, tensor)
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ workers' devices it comes in buckets while the model loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from megatron_rl.generate.refit.plan import ModelShare, ModelStage
 from megatron_rl.generate.refit.receiving import Receiving
 from megatron_rl.generate.refit.transfer import Receiver
 from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
+from megatron_rl.model.hf_mapping import Assembly
 from megatron_rl.model.sharded_names import expert_of
 from megatron_rl.recipe.model import ModelConfig
 
@@ -72,8 +73,8 @@ class Load(NamedTuple):
     owner: int
     """Worker that has it."""
     dtype: torch.dtype
-    own: Mapping[str, Tensor] | None
-    """Hugging Face's tensors of it, if this worker is the owner."""
+    own: list[Tensor] | None
+    """Its sources, if this worker is the owner."""
 
 
 class WeightShare(Receiving):
@@ -122,16 +123,18 @@ class WeightShare(Receiving):
                 then useless.
         """
         whole = WholeWeights(self._setting.model, self._setting.vocabulary, self._device, self._workers.stage)
+        assembly = Assembly(whole.expected)
         loads = self._staged(whole) if self._buckets is None else self._pulled(self._buckets, whole)
         for name, owner, dtype, own in loads:
-            shared = not self._workers.own_experts or expert_of(name) is None
+            stacked = not whole.expected[name].sources[0].is_whole  # vLLM takes the experts of a layer at once
+            shared = not self._workers.own_experts or expert_of(name) is None or stacked
             if own is None and not shared:
                 continue
-            for source in whole.expected[name].sources:
-                tensor = self._empty(source.shape, dtype) if own is None else own[source.name]
+            for number, source in enumerate(whole.expected[name].sources):
+                matrix = self._empty(source.shape, dtype) if own is None else own[number]
                 if shared and self._workers.size > 1:
-                    self._workers.broadcast(tensor, owner)
-                yield source.name, tensor
+                    self._workers.broadcast(matrix, owner)
+                yield from assembly.add(source, matrix)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -169,7 +172,7 @@ class WeightShare(Receiving):
             failure = error
         self._agree(version, failure)
 
-    def _own(self, buckets: BucketReceiver, whole: WholeWeights, each: Announced) -> dict[str, Tensor] | None:
+    def _own(self, buckets: BucketReceiver, whole: WholeWeights, each: Announced) -> list[Tensor] | None:
         if each.worker != self._workers.rank:
             return None
         parts = {name: buckets.parts_of(name) for name in (each.name, *whole.adapter_of(each.name))}

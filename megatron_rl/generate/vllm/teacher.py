@@ -20,9 +20,8 @@ from megatron_rl.generate.vllm.start import version_here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.distill import ROWS
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, shape
+from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config
 from megatron_rl.recipe.hub import local_folder
-from megatron_rl.recipe.model import ModelConfig
 
 PREFILL_TOKENS = 2048
 """Tokens computed at once. vLLM computes the logits of all of them together, 4 bytes per entry of the vocabulary."""
@@ -59,7 +58,7 @@ def _weights(config: RunConfig) -> tuple[Path, ServeSizes]:
         folder = local_folder(config.distill.teacher, "distill.teacher", CONFIG_FILE)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    model = ModelConfig(**shape(read_hf_config(folder)), init="from-scratch", dtype=config.model.dtype)
+    model = read_hf_config(folder).model(dtype=config.model.dtype)
     sizes = ServeSizes(
         model=model,
         cpu=config.job.device == "cpu",

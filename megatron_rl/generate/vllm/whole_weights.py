@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.generate.refit.plan import Box, ModelStage
-from megatron_rl.model.hf_mapping import OUTPUT, pieces, weights
+from megatron_rl.model.hf_mapping import OUTPUT, matrices_of, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, matrices
 from megatron_rl.model.sharded_names import leading_axes, weight_name
 from megatron_rl.recipe.model import ModelConfig
@@ -50,23 +50,21 @@ class WholeWeights:
         pair = tuple(f"{linear}.{matrix}" for matrix in (LORA_A, LORA_B))
         return pair if self._model.lora and pair[0] in self._of_adapters else ()
 
-    def compose(self, name: str, parts: Mapping[str, Parts]) -> dict[str, Tensor]:
-        """Hugging Face's tensors of a weight, merged with its adapter. They share no memory with the parts.
+    def compose(self, name: str, parts: Mapping[str, Parts]) -> list[Tensor]:
+        """The sources of a weight, merged with its adapter. They share no memory with the parts.
 
         parts: of the weight, and of each matrix of its adapter. Raises ValueError if some are missing.
         """
         weight = self.expected[name]
         whole = self._joined(name, parts)
-        tensors = {source.name: whole.new_empty(source.shape) for source in weight.sources}
-        for piece in pieces(weight, whole):
-            place = tensors[piece.source.name][piece.index]
-            place.copy_(piece.view.reshape(place.shape))
+        found = [matrix.clone() for matrix in matrices_of(weight, whole[: weight.shape[0]])]
         if pair := self.adapter_of(name):
             a, b = (matrices(self._of_adapters[each], self._joined(each, parts)) for each in pair)
             assert self._model.lora is not None
             for changed, delta in deltas(a, b, self._model.lora):
-                tensors[changed] = add(tensors[changed], delta)
-        return tensors
+                number = [source.tensor.name for source in weight.sources].index(changed)
+                found[number] = add(found[number], delta)
+        return found
 
     def _joined(self, name: str, parts: Mapping[str, Parts]) -> Tensor:
         """Join the parts of one weight, without the axes that count layers and experts."""

@@ -12,6 +12,7 @@ import yaml
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from launcher.recipe.published import ShapeUnknown
+from megatron_rl.recipe.architectures.parts import written_scaling
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,7 +57,7 @@ def test_the_shape_is_that_of_config_json(tmp_path: Path) -> None:
     assert (model.max_position_embeddings, model.vocab_size, model.tied_embeddings) == (8192, 49152, True)
     assert (model.rope_base, model.layernorm_epsilon, model.qkv_bias, model.qk_norm) == (1e5, 1e-5, False, False)
     assert model.rope_scaling is not None
-    assert {"rope_type": "llama3", **model.rope_scaling.model_dump()} == LLAMA["rope_scaling"]
+    assert written_scaling(model.rope_scaling) == LLAMA["rope_scaling"]
 
 
 def test_a_repeated_shape_must_agree_with_the_weights(tmp_path: Path) -> None:
@@ -105,14 +106,15 @@ def test_unsupported_weights_are_refused(tmp_path: Path) -> None:
         ({"num_attention_heads": 7}, "hidden_size 576 is not divisible by num_attention_heads 7"),
         ({"hidden_size": "wide"}, "hidden_size: "),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary positions of type linear are not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rotary positions of type longrope are not supported"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has factor and no rope_type"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}},
             "rope_parameters has factor, low_freq_factor and no rope_type",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling has no low_freq_factor, high_freq"),
-        ({"attention_bias": True}, "biases"),
+        ({"mlp_bias": True}, "mlp_bias true is not supported"),
+        ({"logit_scale": 0.5}, "logit_scale 0.5 is not known for LlamaForCausalLM, and may change the model"),
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
     ],
 )

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint.hf.folder import INDEX, WeightsFolder
 from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import read_hf_config, shape
+from megatron_rl.recipe.hf_config import read_hf_config
 
 
 def loaded(folder: Path, platform: Any, **fields: Any) -> Policy:
@@ -102,11 +102,11 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a config without a key": (
         lambda folder: changed(folder / "config.json", lambda document: document.pop("hidden_size")),
-        "config.json: hidden_size: Field required",
+        "config.json: hidden_size: missing",
     ),
     "another kind of rotation": (
-        in_config(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        "rotary positions of type yarn are not supported",
+        in_config(rope_parameters={"rope_type": "longrope", "factor": 4.0}),
+        "rotary positions of type longrope are not supported",
     ),
     "a rotation without a base": (
         in_config(rope_parameters={"rope_type": "default", "rope_theta": None}),
@@ -174,13 +174,12 @@ def test_a_recipe_of_another_model_is_refused(whole: Path, platform: Any, groups
         load_pretrained(build_policy(model, VOCAB, platform), model, whole)
 
 
-@pytest.mark.parametrize(("experts", "normed"), [(2, False), (1, True)])
-def test_experts_without_normalised_weights_are_refused(tmp_path: Path, experts: int, normed: bool) -> None:
+def test_a_single_expert_with_a_normalised_weight_is_refused(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    fields = {"num_experts_per_tok": experts, "norm_topk_prob": normed, "architectures": ["Qwen3MoeForCausalLM"]}
+    fields = {"num_experts_per_tok": 1, "norm_topk_prob": True, "architectures": ["Qwen3MoeForCausalLM"]}
     AutoConfig.for_model(**EXPERTS, **fields).save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match=f"norm_topk_prob {str(normed).lower()} is not supported"):
+    with pytest.raises(ConfigurationError, match="norm_topk_prob true is not supported"):
         read_hf_config(tmp_path)
 
 
@@ -189,4 +188,4 @@ def test_a_window_limits_the_positions(tmp_path: Path) -> None:
 
     config = AutoConfig.for_model("mistral", **SIZES, sliding_window=16, architectures=["MistralForCausalLM"])
     config.save_pretrained(tmp_path)
-    assert shape(read_hf_config(tmp_path))["max_position_embeddings"] == 16
+    assert read_hf_config(tmp_path).shape["max_position_embeddings"] == 16

@@ -10,20 +10,18 @@ from hf_helpers import PUBLISHED, TOKENS
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.generate.vllm.replica import write_served_model
-from megatron_rl.recipe.hf_config import KEYS, HuggingFaceConfig, differences, read_hf_config, shape
-from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.hf_config import differences, published_config, read_hf_config
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_folder_describes_the_model_that_is_trained_with_the_vocabulary_of_its_tokenizer(
     name: str, tmp_path: Path
 ) -> None:
-    published = HuggingFaceConfig(**PUBLISHED[name])
-    model = ModelConfig(**shape(published), init="from-scratch")
+    model = published_config(PUBLISHED[name]).model()
     folder = write_served_model(model, TOKENS, tmp_path / "new" / "model")
     found = read_hf_config(folder)
     trained = model.model_copy(update={"vocab_size": TOKENS})
-    assert differences(trained, ModelConfig(**shape(found), init="from-scratch"), folder, KEYS) == []
+    assert differences(trained, found.model(), folder, str) == []
     assert [file.name for file in folder.iterdir()] == ["config.json"]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from composed_weights import composed_tensors
 from core_helpers import VOCAB, tiny_model, tiny_policy
 from torch import Tensor
 
@@ -88,8 +89,7 @@ def weights_of(platform: Any, **fields: Any) -> tuple[ModelConfig, dict[Box, Ten
     model = tiny_model(vocab_size=VOCAB, num_layers=4, **fields)
     held = parts_by_box(model_tensors(tiny_policy(platform, model)).values())
     composed, parts = WholeWeights(model, VOCAB), by_name(held)
-    whole = {name: one for weight in composed.expected for name, one in composed.compose(weight, parts).items()}
-    return model, held, whole
+    return model, held, composed_tensors(composed, parts)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

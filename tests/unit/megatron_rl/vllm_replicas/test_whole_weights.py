@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from composed_weights import composed_tensors
 from core_helpers import VOCAB, tiny_model, tiny_policy
 from torch import Tensor
 
 from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
 from megatron_rl.generate.refit.plan import Box
 from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
-from megatron_rl.model.hf_mapping import OUTPUT, pieces
+from megatron_rl.model.hf_mapping import OUTPUT, pieces, sources
 from megatron_rl.model.hf_parts import global_names, held_weights
 from megatron_rl.model.lora import Adapter
 from megatron_rl.model.policy import Policy
@@ -59,11 +60,11 @@ def exported(policy: Policy, model: ModelConfig) -> dict[str, Tensor]:
     for held in held_weights(policy, model):
         if held.name == OUTPUT and model.tied_embeddings:
             continue
-        found |= {source.name: held.tensor.new_empty(source.shape) for source in held.weight.sources}
+        found |= {name: held.tensor.new_empty(source.shape) for name, source in sources({"": held.weight}).items()}
         linear = policy.get_submodule(weights[held.name].rpartition(".")[0])
         merged = linear.merged().detach() if isinstance(linear, Adapter) else held.tensor
         for piece in pieces(held.weight, merged if held.name.endswith(".weight") else held.tensor):
-            place = found[piece.source.name][piece.index]
+            place = piece.within(found[piece.source.name])
             place.copy_(piece.view.reshape(place.shape))
     return found
 
@@ -72,7 +73,7 @@ def composed(boxes: Mapping[Box, Tensor], model: ModelConfig) -> dict[str, Tenso
     """Hugging Face's tensors from boxes."""
     whole, parts = WholeWeights(model, VOCAB), by_name(boxes)
     whole.check(parts.keys())
-    return {name: tensor for weight in whole.expected for name, tensor in whole.compose(weight, parts).items()}
+    return composed_tensors(whole, parts)
 
 
 @pytest.mark.parametrize("axis", [None, -1, -2], ids=["whole", "columns cut", "rows cut"])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bucket_helpers import HALF, device_epoch, load, worker
+from composed_weights import composed_tensors
 from core_helpers import VOCAB, stir, tiny_model, tiny_policy
 from torch import Tensor
 from waiting import until
@@ -43,7 +44,7 @@ def trained(platform: Any, groups: Any) -> Policy:
 
 def tensors_of(policy: Policy, model: ModelConfig = MODEL) -> dict[str, Tensor]:
     whole, parts = WholeWeights(model, VOCAB), by_name(weights_by_box(policy))
-    return {name: tensor.clone() for each in whole.expected for name, tensor in whole.compose(each, parts).items()}
+    return {name: tensor.clone() for name, tensor in composed_tensors(whole, parts).items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

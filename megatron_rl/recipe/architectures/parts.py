@@ -1,0 +1,148 @@
+"""Parts of config.json that several architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.recipe.architectures.row import REQUIRED, Part, Unsupported, only, same, shown
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.model_parts import RopeScaling
+
+_TYPED = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+}
+"""Kind of scaled rotary positions -> its keys."""
+_NEEDED = {"llama3": _TYPED["llama3"], "yarn": ("factor",), "linear": ("factor",), "dynamic": ("factor",)}
+
+
+def decoder(head_dim: int | None = None) -> tuple[Part, ...]:
+    """Keys that all architectures have.
+
+    head_dim: what transformers takes where it is missing; None: hidden_size / num_attention_heads.
+    """
+    return (
+        same("num_layers", "num_hidden_layers"),
+        same("hidden_size", "hidden_size"),
+        same("ffn_hidden_size", "intermediate_size"),
+        _heads(head_dim),
+        same("max_position_embeddings", "max_position_embeddings"),
+        same("vocab_size", "vocab_size"),
+        same("layernorm_epsilon", "rms_norm_eps", 1e-6),
+        same("tied_embeddings", "tie_word_embeddings", False),
+        only("hidden_act", "silu", written=True),
+        _not_quantised(),
+    )
+
+
+def _not_quantised() -> Part:
+    def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+        if raw["quantization_config"]:
+            raise Unsupported("the weights are quantised (quantization_config): use those that are not")
+        return {}
+
+    return Part({"quantization_config": None}, read, lambda _: {})
+
+
+def _heads(head_dim: int | None) -> Part:
+    def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+        heads = raw["num_attention_heads"]
+        groups = heads if raw["num_key_value_heads"] is None else raw["num_key_value_heads"]
+        return {"num_attention_heads": heads, "num_query_groups": groups, "head_dim": raw["head_dim"]}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.num_query_groups,
+            "head_dim": model.head_size,
+        }
+
+    keys = {"num_attention_heads": REQUIRED, "num_key_value_heads": None, "head_dim": head_dim}
+    names = {
+        "num_attention_heads": "num_attention_heads",
+        "num_query_groups": "num_key_value_heads",
+        "head_dim": "head_dim",
+    }
+    return Part(keys, read, write, names)
+
+
+def rotation(*, partial: float = 1.0, ignored: tuple[str, ...] = ()) -> Part:
+    """Rotary positions, in `rope_parameters` since transformers 5 and in several keys before.
+
+    partial: partial_rotary_factor where it is missing.
+    ignored: keys of rope_parameters that do not change the forward pass.
+    """
+
+    def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+        given = raw["rope_parameters"] or raw["rope_scaling"] or {}
+        where = "rope_parameters" if raw["rope_parameters"] else "rope_scaling"
+        if not isinstance(given, dict):
+            raise Unsupported(f"{where} {shown(given)} is not an object")
+        base, factor = given.get("rope_theta", raw["rope_theta"]), given.get("partial_rotary_factor")
+        if isinstance(base, bool) or not isinstance(base, int | float):
+            raise Unsupported(f"rope_theta {shown(base)} is not a number")
+        factor = raw["partial_rotary_factor"] if factor is None else factor
+        return {
+            "rope_base": float(base),
+            "rope_scaling": scaling(given, where, ignored),
+            "partial_rotary_factor": partial if factor is None else factor,
+        }
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        factor = None if model.partial_rotary_factor == partial else model.partial_rotary_factor
+        return {
+            "rope_theta": model.rope_base,
+            "rope_scaling": None if model.rope_scaling is None else written_scaling(model.rope_scaling),
+            "partial_rotary_factor": factor,
+        }
+
+    keys = {"rope_theta": 1e4, "rope_scaling": None, "rope_parameters": None, "partial_rotary_factor": None}
+    names = {
+        "rope_base": "rope_theta",
+        "rope_scaling": "rope_scaling",
+        "partial_rotary_factor": "partial_rotary_factor",
+    }
+    return Part(keys, read, write, names)
+
+
+def scaling(given: Mapping[str, Any], where: str, ignored: tuple[str, ...] = ()) -> dict[str, Any] | None:
+    """Keys of RopeScaling that follow from rope_parameters or rope_scaling; None for plain positions.
+
+    where: name of the object, for messages. Raises Unsupported.
+    """
+    usual = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ignored}
+    further = {key: value for key, value in given.items() if key not in usual and value is not None}
+    if not {"rope_type", "type"} & given.keys():
+        if further:
+            raise Unsupported(
+                f"{where} has {', '.join(sorted(further))} and no rope_type: add the type that the model was "
+                "trained with"
+            )
+        return None
+    kind = given.get("rope_type", given.get("type"))
+    if kind == "default":
+        return None
+    if kind not in _TYPED:
+        raise Unsupported(f"rotary positions of type {shown(kind)} are not supported: default, {', '.join(_TYPED)} are")
+    if missing := [key for key in _NEEDED[kind] if further.get(key) is None]:
+        raise Unsupported(f"{where} has no {', '.join(missing)}")
+    if unknown := sorted(further.keys() - {*_TYPED[kind]}):
+        raise Unsupported(f"{where} has {unknown[0]}, which is not known for positions of type {kind}")
+    return {"type": kind, **{key: further[key] for key in _TYPED[kind] if key in further}}
+
+
+def written_scaling(scaled: RopeScaling) -> dict[str, Any]:
+    values = {key: getattr(scaled, key) for key in _TYPED[scaled.type]}
+    return {"rope_type": scaled.type, **{key: value for key, value in values.items() if value is not None}}

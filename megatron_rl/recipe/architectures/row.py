@@ -1,0 +1,171 @@
+"""Architecture of published models as a row: what its config.json says, and how its tensors are called. No torch.
+
+config.json is read strictly: a key is part of the row, or known to leave the forward pass as it is, or it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.recipe.model import ModelConfig
+
+REQUIRED: Any = object()
+"""Default of a key that config.json must have."""
+
+
+class Unsupported(ValueError):
+    """A config.json describes a model that cannot be built here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Keys of config.json that are read and written together."""
+
+    keys: Mapping[str, Any]  # key -> what transformers takes for a missing one
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Values of all keys -> keys of ModelConfig. Raises Unsupported."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """Model -> keys of config.json. A key that is None is left out. If the part cannot express the model, `read` gives
+    another one."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Key of ModelConfig -> key with the same meaning, for messages."""
+
+
+def same(ours: str, theirs: str, default: Any = REQUIRED) -> Part:
+    """A key of config.json that means what a key of ModelConfig means."""
+    return Part(
+        {theirs: default}, lambda raw: {ours: raw[theirs]}, lambda model: {theirs: getattr(model, ours)}, {ours: theirs}
+    )
+
+
+def only(theirs: str, *supported: Any, written: bool = False, why: str = "") -> Part:
+    """A key of config.json of which some values are supported; the first is the default.
+
+    written: whether an exported config.json has the key.
+    """
+
+    def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+        if raw[theirs] not in supported:
+            known = " and ".join(map(shown, supported)) + (" are" if len(supported) > 1 else " is")
+            raise Unsupported(f"{theirs} {shown(raw[theirs])} is not supported: {known}{why}")
+        return {}
+
+    return Part({theirs: supported[0]}, read, lambda _: {theirs: supported[0]} if written else {})
+
+
+def always(**fixed: Any) -> Part:
+    """Keys of ModelConfig that the architecture alone determines."""
+    return Part({}, lambda _: fixed, lambda _: {}, dict.fromkeys(fixed, "architectures"))
+
+
+def shown(value: Any) -> str:
+    """Return a value of config.json as a message shows it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass(frozen=True, slots=True)
+class HfNames:
+    """Names of tensors that differ between architectures, below `model.layers.N.` or `mlp.`"""
+
+    norms: tuple[tuple[str, str], ...] = (
+        ("input_layernorm", "input_layernorm"),
+        ("pre_mlp_layernorm", "post_attention_layernorm"),
+    )
+    """Norms of a layer, each by megatron-core's name and by transformers'."""
+    router: str = "gate"
+    shared_expert: str = "shared_experts"
+    stacked_experts: bool = False
+    """Whether the experts of a layer share their tensors, in the form of gpt-oss; otherwise each has its own."""
+
+
+_INERT = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "auto_map",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "_name_or_path",
+        "_attn_implementation",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "is_encoder_decoder",
+        "is_decoder",
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "pretraining_tp",
+        "tokenizer_class",
+        "cross_attention_hidden_size",
+        "add_cross_attention",
+        "chunk_size_feed_forward",
+        "finetuning_task",
+        "unsloth_version",
+        "unsloth_fixed",
+        "task_specific_params",
+        "torchscript",
+        "use_bfloat16",
+    ]
+)
+"""Keys of config.json that do not change the forward pass of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    name: str
+    """Class in transformers, as in `architectures` of config.json."""
+    model_type: str
+    parts: tuple[Part, ...]
+    inert: frozenset[str] = frozenset()
+    """Keys of config.json, beside those of all architectures, that do not change the forward pass."""
+    names: HfNames = HfNames()
+    also: tuple[str, ...] = ()
+    """Other values of model_type with the same class."""
+
+    def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of ModelConfig that follow from a config.json.
+
+        Raises Unsupported if a key is missing, unknown, or has a value without a counterpart here.
+        """
+        known = {key for part in self.parts for key in part.keys} | self.inert | _INERT
+        if unknown := sorted(key for key, value in raw.items() if key not in known and value is not None):
+            raise Unsupported(
+                f"{unknown[0]} {shown(raw[unknown[0]])} is not known for {self.name}, and may change the model: remove "
+                "the key if it does not"
+            )
+        found: dict[str, Any] = {}
+        for part in self.parts:
+            values = {key: raw.get(key, default) for key, default in part.keys.items()}
+            if missing := [key for key, value in values.items() if value is REQUIRED]:
+                raise Unsupported(f"{missing[0]}: missing")
+            found |= part.read(values)
+        return found
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return a config.json that `read` turns into the shape of the model if the architecture can express it."""
+        written = {"architectures": [self.name], "model_type": self.model_type}
+        for part in self.parts:
+            written |= {key: value for key, value in part.write(model).items() if value is not None}
+        return written
+
+    def their_key(self, ours: str) -> str:
+        """Key of config.json that a key of ModelConfig follows from."""
+        return next((part.names[ours] for part in self.parts if ours in part.names), "architectures")
