@@ -39,6 +39,8 @@ class PublishedConfig:
     """Keys of ModelConfig that follow from it."""
     precision: Literal["fp32", "bf16"]
     """`ModelConfig.dtype` of the published weights: any 16-bit dtype counts as bf16, and so does a missing one."""
+    quantization: Mapping[str, Any] | None
+    """quantization_config of weights that are stored quantised; None for all others."""
 
     def model(self, **fields: Any) -> ModelConfig:
         """Return the model, with other fields than those of its shape."""
@@ -80,7 +82,7 @@ def published_config(raw: Mapping[str, Any]) -> PublishedConfig:
     if names_of(model) != row.names:
         shape["architecture"] = row.model_type
     fp32 = (raw.get("dtype") or raw.get("torch_dtype")) == "float32"
-    return PublishedConfig(row, shape, "fp32" if fp32 else "bf16")
+    return PublishedConfig(row, shape, "fp32" if fp32 else "bf16", raw.get("quantization_config") or None)
 
 
 def _row(raw: Mapping[str, Any]) -> Architecture:

@@ -241,7 +241,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelConfig:
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+        if not (self.head_dim or self.latent_attention) and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
             )

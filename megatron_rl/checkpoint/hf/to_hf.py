@@ -146,7 +146,8 @@ def _describe(folder: Path, origin: CheckpointOrigin, dtype: torch.dtype) -> Non
         shutil.copyfile(origin.published / CONFIG_FILE, folder / CONFIG_FILE)
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         key = "dtype" if "dtype" in config else "torch_dtype"
-        if config.get(key, name) == name:
+        quantised = config.pop("quantization_config", None)  # an export is not
+        if config.get(key, name) == name and not quantised:
             return  # identical to the published file
         config[key] = name
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

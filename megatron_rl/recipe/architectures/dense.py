@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.recipe.architectures.parts import decoder, rotation
+from megatron_rl.recipe.architectures.parts import attention_bias, decoder, rotation
 from megatron_rl.recipe.architectures.row import Architecture, Part, Unsupported, always, only
 from megatron_rl.recipe.model import ModelConfig
 
@@ -27,18 +27,6 @@ def _positions(window: int | None, *, switch: bool) -> Part:
         return {"max_position_embeddings": min(most, width)}
 
     return Part(keys | ({"use_sliding_window": False} if switch else {}), read, lambda _: {"use_sliding_window": False})
-
-
-def _attention_bias(**fields: bool) -> Part:
-    """attention_bias of config.json. fields: keys of ModelConfig that it sets."""
-
-    def write(model: ModelConfig) -> dict[str, Any]:
-        return {"attention_bias": True if all(getattr(model, key) for key in fields) else None}
-
-    keys = dict.fromkeys(fields, "attention_bias")
-    return Part(
-        {"attention_bias": False}, lambda raw: dict.fromkeys(fields, raw["attention_bias"] is True), write, keys
-    )
 
 
 def _all_experts() -> tuple[Part, ...]:
@@ -100,7 +88,7 @@ QWEN3 = Architecture(
         *decoder(head_dim=128),
         rotation(),
         _positions(4096, switch=True),
-        _attention_bias(qkv_bias=True, output_bias=True),
+        attention_bias(qkv_bias=True, output_bias=True),
         always(qk_norm=True),
     ),
 )
@@ -110,7 +98,7 @@ LLAMA = Architecture(
     (
         *decoder(),
         rotation(),
-        _attention_bias(qkv_bias=True, output_bias=True),
+        attention_bias(qkv_bias=True, output_bias=True),
         only("mlp_bias", False),
         only("use_sliding_window", False, written=True),
     ),
@@ -127,7 +115,7 @@ QWEN3_MOE = Architecture(
         *decoder(),
         rotation(),
         _positions(4096, switch=True),
-        _attention_bias(qkv_bias=True, output_bias=True),
+        attention_bias(qkv_bias=True, output_bias=True),
         always(qk_norm=True),
         *_all_experts(),
     ),

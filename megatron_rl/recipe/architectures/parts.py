@@ -29,34 +29,42 @@ _NEEDED = {"llama3": _TYPED["llama3"], "yarn": ("factor",), "linear": ("factor",
 
 
 def decoder(head_dim: int | None = None) -> tuple[Part, ...]:
-    """Keys that all architectures have.
+    """Keys of a decoder with grouped-query attention.
 
     head_dim: what transformers takes where it is missing; None: hidden_size / num_attention_heads.
+    """
+    return (*undivided(), heads(head_dim))
+
+
+def undivided(quantised: tuple[str, ...] = ()) -> tuple[Part, ...]:
+    """Keys of a decoder, except those of its heads.
+
+    quantised: methods (quant_method) of quantised weights that can be read.
     """
     return (
         same("num_layers", "num_hidden_layers"),
         same("hidden_size", "hidden_size"),
         same("ffn_hidden_size", "intermediate_size"),
-        _heads(head_dim),
         same("max_position_embeddings", "max_position_embeddings"),
         same("vocab_size", "vocab_size"),
         same("layernorm_epsilon", "rms_norm_eps", 1e-6),
         same("tied_embeddings", "tie_word_embeddings", False),
         only("hidden_act", "silu", written=True),
-        _not_quantised(),
+        _quantised(quantised),
     )
 
 
-def _not_quantised() -> Part:
+def _quantised(methods: tuple[str, ...]) -> Part:
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
-        if raw["quantization_config"]:
+        given = raw["quantization_config"]
+        if given and (not isinstance(given, dict) or given.get("quant_method") not in methods):
             raise Unsupported("the weights are quantised (quantization_config): use those that are not")
         return {}
 
     return Part({"quantization_config": None}, read, lambda _: {})
 
 
-def _heads(head_dim: int | None) -> Part:
+def heads(head_dim: int | None) -> Part:
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         heads = raw["num_attention_heads"]
         groups = heads if raw["num_key_value_heads"] is None else raw["num_key_value_heads"]
@@ -78,15 +86,16 @@ def _heads(head_dim: int | None) -> Part:
     return Part(keys, read, write, names)
 
 
-def rotation(*, partial: float = 1.0, ignored: tuple[str, ...] = ()) -> Part:
+def rotation(*, partial: float = 1.0, scaled: Mapping[str, Any] | None = None, ignored: tuple[str, ...] = ()) -> Part:
     """Rotary positions, in `rope_parameters` since transformers 5 and in several keys before.
 
     partial: partial_rotary_factor where it is missing.
+    scaled: rope_parameters where they are missing; None: positions are not scaled.
     ignored: keys of rope_parameters that do not change the forward pass.
     """
 
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
-        given = raw["rope_parameters"] or raw["rope_scaling"] or {}
+        given = raw["rope_parameters"] or raw["rope_scaling"] or scaled or {}
         where = "rope_parameters" if raw["rope_parameters"] else "rope_scaling"
         if not isinstance(given, dict):
             raise Unsupported(f"{where} {shown(given)} is not an object")
@@ -146,3 +155,42 @@ def scaling(given: Mapping[str, Any], where: str, ignored: tuple[str, ...] = ())
 def written_scaling(scaled: RopeScaling) -> dict[str, Any]:
     values = {key: getattr(scaled, key) for key in _TYPED[scaled.type]}
     return {"rope_type": scaled.type, **{key: value for key, value in values.items() if value is not None}}
+
+
+def layer_types(*, every: int, window: int | None) -> Part:
+    """Full attention in every `every`-th layer and a sliding window in the others, unless layer_types says otherwise.
+
+    window: what transformers takes for a missing sliding_window.
+    """
+    usual = {"full_attention", "sliding_attention"}
+
+    def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+        count, given = raw["num_hidden_layers"], raw["layer_types"]
+        if given is None:
+            given = ["sliding_attention" if number % every else "full_attention" for number in range(1, count + 1)]
+        if not isinstance(given, list) or (unknown := [each for each in given if each not in usual]):
+            raise Unsupported(f"layer_types has {shown(unknown[0] if isinstance(given, list) else given)}")
+        windowed = "sliding_attention" in given
+        return {
+            "layer_types": given if windowed else None,
+            "sliding_window": raw["sliding_window"] if windowed else None,
+        }
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        full = ["full_attention"] * model.num_layers
+        return {"layer_types": model.layer_types or full, "sliding_window": model.sliding_window}
+
+    names = {"layer_types": "layer_types", "sliding_window": "sliding_window"}
+    return Part({"num_hidden_layers": REQUIRED, "layer_types": None, "sliding_window": window}, read, write, names)
+
+
+def attention_bias(**fields: bool) -> Part:
+    """attention_bias of config.json. fields: keys of ModelConfig that it sets."""
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {"attention_bias": True if all(getattr(model, key) for key in fields) else None}
+
+    keys = dict.fromkeys(fields, "attention_bias")
+    return Part(
+        {"attention_bias": False}, lambda raw: dict.fromkeys(fields, raw["attention_bias"] is True), write, keys
+    )

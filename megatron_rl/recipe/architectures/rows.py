@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from megatron_rl.recipe.architectures.dense import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+from megatron_rl.recipe.architectures.mixtures import DEEPSEEK_V3, GLM4_MOE, GPT_OSS
 
-ARCHITECTURES = (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE)
+ARCHITECTURES = (QWEN2, QWEN3, LLAMA, MISTRAL, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE, GPT_OSS)
