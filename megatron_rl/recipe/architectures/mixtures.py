@@ -10,42 +10,44 @@ from megatron_rl.recipe.architectures.row import REQUIRED, Architecture, HfNames
 from megatron_rl.recipe.model import ModelConfig
 
 
+def _read_routed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if raw["num_experts_per_tok"] == 1 and raw["norm_topk_prob"]:
+        raise Unsupported("norm_topk_prob true is not supported with one expert per token")
+    shared, width = raw["n_shared_experts"], raw["moe_intermediate_size"]
+    router = {
+        "score": "sigmoid",
+        "normalised": raw["norm_topk_prob"],
+        "scale": raw["routed_scaling_factor"],
+        "groups": raw["n_group"] or 1,
+        "groups_per_token": raw["topk_group"] or 1,
+        "correction_bias": True,
+    }
+    return {
+        "num_experts": raw["n_routed_experts"],
+        "experts_per_token": raw["num_experts_per_tok"],
+        "expert_ffn_hidden_size": width,
+        "shared_expert_ffn_hidden_size": shared * width if isinstance(shared, int) and shared else None,
+        "router": router,
+    }
+
+
+def _write_routed(model: ModelConfig) -> dict[str, Any]:
+    width = model.expert_ffn_hidden_size or 1
+    return {
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.expert_ffn_hidden_size,
+        "n_shared_experts": (model.shared_expert_ffn_hidden_size or 0) // width,
+        "norm_topk_prob": model.router.normalised,
+        "routed_scaling_factor": model.router.scale,
+        "n_group": model.router.groups,
+        "topk_group": model.router.groups_per_token,
+    }
+
+
 def _routed_by_bias(scale: float, groups: int, groups_per_token: int, dense_layers: int) -> tuple[Part, ...]:
     """Experts that are chosen by sigmoid scores with a correction bias, shared ones, and first layers without experts.
     The arguments are transformers' for missing keys."""
-
-    def read(raw: Mapping[str, Any]) -> dict[str, Any]:
-        if raw["num_experts_per_tok"] == 1 and raw["norm_topk_prob"]:
-            raise Unsupported("norm_topk_prob true is not supported with one expert per token")
-        shared, width = raw["n_shared_experts"], raw["moe_intermediate_size"]
-        router = {
-            "score": "sigmoid",
-            "normalised": raw["norm_topk_prob"],
-            "scale": raw["routed_scaling_factor"],
-            "groups": raw["n_group"] or 1,
-            "groups_per_token": raw["topk_group"] or 1,
-            "correction_bias": True,
-        }
-        return {
-            "num_experts": raw["n_routed_experts"],
-            "experts_per_token": raw["num_experts_per_tok"],
-            "expert_ffn_hidden_size": width,
-            "shared_expert_ffn_hidden_size": shared * width if isinstance(shared, int) and shared else None,
-            "router": router,
-        }
-
-    def write(model: ModelConfig) -> dict[str, Any]:
-        width = model.expert_ffn_hidden_size or 1
-        return {
-            "n_routed_experts": model.num_experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "moe_intermediate_size": model.expert_ffn_hidden_size,
-            "n_shared_experts": (model.shared_expert_ffn_hidden_size or 0) // width,
-            "norm_topk_prob": model.router.normalised,
-            "routed_scaling_factor": model.router.scale,
-            "n_group": model.router.groups,
-            "topk_group": model.router.groups_per_token,
-        }
 
     keys = {
         "n_routed_experts": REQUIRED,
@@ -65,7 +67,7 @@ def _routed_by_bias(scale: float, groups: int, groups_per_token: int, dense_laye
         "router": "n_group, topk_group, routed_scaling_factor, norm_topk_prob",
     }
     return (
-        Part(keys, read, write, names),
+        Part(keys, _read_routed, _write_routed, names),
         same("dense_layers", "first_k_dense_replace", dense_layers),
         same("prediction_layers", "num_nextn_predict_layers", 0),
         only("scoring_func", "sigmoid"),
