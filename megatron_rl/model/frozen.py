@@ -21,13 +21,16 @@ from megatron_rl.model.platform import frozen_linear
 from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.platform.device import Kernels
 from megatron_rl.model.platform.frozen_linear import FrozenLinear, freeze
+from megatron_rl.recipe.model import ModelConfig
 
 
-def freezes(policy: GPTModel, kernels: Kernels) -> bool:
-    """Whether a policy supports `FrozenPolicy`: this rank has all of it, and each row is computed by itself."""
+def freezes(policy: GPTModel, model: ModelConfig, kernels: Kernels) -> bool:
+    """Whether a policy supports `FrozenPolicy`: this rank has all of it, it has plain layers, and each row is computed
+    by itself."""
     return (
         kernels.computes_on_host
-        and policy.config.num_moe_experts is None
+        and model.special is None
+        and model.num_experts is None
         and policy.pg_collection.tp.size() == policy.pg_collection.pp.size() == 1
         and frozen_linear.freezes(policy.config.params_dtype)
     )

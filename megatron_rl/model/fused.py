@@ -24,12 +24,15 @@ from megatron_rl.model.layers import Norm
 from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.platform.layer_kernels import LayerKernels, Norms
 from megatron_rl.model.platform.paged_attention import InPlaceLayout
+from megatron_rl.recipe.model import ModelConfig
 
 
-def why_not_fused(policy: GPTModel) -> str | None:
+def why_not_fused(policy: GPTModel, model: ModelConfig) -> str | None:
     """Return why `FusedPolicy` does not support a policy on its GPU; None if it does."""
-    if policy.config.num_moe_experts is not None:
+    if model.num_experts is not None:
         return "the model has experts"
+    if (special := model.special) is not None:
+        return f"the model has {special}"
     if policy.adapters is not None:
         return "the model has adapters"
     tensor_parallel = policy.pg_collection.tp.size()

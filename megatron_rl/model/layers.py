@@ -7,25 +7,28 @@ cross-attention, offloading and communication that are unused here and took a si
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.experts import GroupedExperts, experts_one_by_one, group_experts, sort_on_device
 from megatron_rl.model.lora import Adapters
-from megatron_rl.model.platform.attention import Layout
+from megatron_rl.model.platform.attention import AttentionForm, Layout
 from megatron_rl.model.platform.device import Kernels, Linears
 from megatron_rl.model.platform.megatron_patches import patch_router
 from megatron_rl.recipe.model import ModelConfig, Recompute
@@ -48,7 +51,7 @@ def packed_block_spec(
 
     @cache
     def spec(attention: LayerType, has_experts: bool) -> Any:
-        made = layer_spec(config, attention, has_experts, kernels, adapters)
+        made = layer_spec(config, model, attention, has_experts, kernels, adapters)
         made.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
         return made
 
@@ -57,7 +60,12 @@ def packed_block_spec(
 
 
 def layer_spec(
-    config: TransformerConfig, attention: LayerType, has_experts: bool, kernels: Kernels, adapters: Adapters | None
+    config: TransformerConfig,
+    model: ModelConfig,
+    attention: LayerType,
+    has_experts: bool,
+    kernels: Kernels,
+    adapters: Adapters | None,
 ) -> Any:
     spec: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
@@ -66,6 +74,10 @@ def layer_spec(
     )
     self_attention = spec.submodules.self_attention
     self_attention.module = PackedAttention
+    self_attention.params["sinks"] = model.attention_sinks
+    self_attention.params["form"] = AttentionForm(
+        model.sliding_window if attention == "sliding_attention" else None, model.attention_scale
+    )
     self_attention.submodules.core_attention = NoCoreAttention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
@@ -74,6 +86,8 @@ def layer_spec(
     if linears and linears.norm:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = linears.norm
     _set_linears(spec, linears, adapters)
+    if model.output_bias:
+        self_attention.submodules.linear_proj = with_bias(self_attention.submodules.linear_proj)
     if has_experts:
         ffn = (config.moe_ffn_hidden_size or 0) // config.expert_tensor_parallel_size
         if experts_one_by_one(kernels, config.params_dtype, config.hidden_size, ffn) is None:
@@ -107,6 +121,15 @@ def _set_linears(spec: Any, linears: Linears | None, adapters: Adapters | None) 
         (mlp, feed_forward, "linear_fc2", linears.row),
     ):
         setattr(part, linear, adapters.adapted(f"{name}.{linear}", kind) if adapters else kind)
+
+
+def with_bias(linear: type) -> type:
+    """Return the class of a linear that has a bias even where the configuration gives linears none."""
+
+    def build(self: Any, *args: Any, **given: Any) -> None:
+        linear.__init__(self, *args, **given | {"bias": True})  # type: ignore[misc]
+
+    return type(f"Biased{linear.__name__}", (linear,), {"__init__": build})
 
 
 def _submodules(part: Any) -> Any:
@@ -197,6 +220,34 @@ def swiglu(gate_and_value: Tensor) -> Tensor:
 
 
 class PackedAttention(SelfAttention):
+    def __init__(self, *args: Any, form: AttentionForm, sinks: bool, **kwargs: Any) -> None:
+        """
+        form: of the layer, without sinks.
+        sinks: whether the layer has them, as a weight.
+        """
+        super().__init__(*args, **kwargs)
+        self.form = form
+        self.sinks: Parameter | None = None
+        if sinks:
+            heads = self.config.num_attention_heads // self.pg_collection.tp.size()
+            self.sinks = Parameter(self.linear_proj.weight.new_zeros(heads))
+            set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.sinks is not None:  # megatron-core takes it for a weight that each tensor-parallel rank has whole
+            key = f"{prefix}sinks"
+            found[key] = make_tp_sharded_tensor_for_checkpoint(
+                self.sinks,
+                key,
+                prepend_offsets=sharded_offsets,
+                tp_group=self.tp_group,
+                dp_cp_group=(metadata or {})["dp_cp_group"],
+            )
+        return found
+
     def forward(self, hidden: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         """Attend, [tokens, 1, hidden] -> the same. Under sequence parallelism these are a part of the tokens: the
         linears gather and scatter them, including the padding that makes the parts equal. The padding follows the
@@ -206,11 +257,12 @@ class PackedAttention(SelfAttention):
         if padding:
             query, key, value = (x[:-padding] for x in (query, key, value))
         query, key = rotation.turn(query, key)
-        attended = layout.attend(self.layer_number, query, key, value)
+        form = self.form if self.sinks is None else replace(self.form, sinks=self.sinks)
+        attended = layout.attend(self.layer_number, query, key, value, form)
         if padding:
             attended = pad(attended, (0, 0, 0, padding))
-        out, _bias = self.linear_proj(attended[:, None])
-        return out
+        out, bias = self.linear_proj(attended[:, None])
+        return out if bias is None else out + bias
 
 
 class SelectiveLayer(PackedLayer):

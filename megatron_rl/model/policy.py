@@ -61,6 +61,7 @@ class Policy(GPTModel):
 
     adapters: Adapters | None
     fp32_output: bool
+    model_config: ModelConfig
     platform: Device
     vocabulary: int
 
@@ -79,11 +80,11 @@ class Policy(GPTModel):
     def frozen(self) -> FrozenPolicy | FusedPolicy | None:
         """Prepare the current weights for a faster `forward` in generation; None without a faster way."""
         rotations = self._cosines, self._sines
-        if freezes(self, self.kernels):
+        if freezes(self, self.model_config, self.kernels):
             output = self.output().weight[: self.vocabulary]
             return FrozenPolicy(self, output.float() if self.fp32_output else output, rotations)
         kernels = self.kernels.layer_kernels
-        if kernels is None or why_not_fused(self) is not None:
+        if kernels is None or why_not_fused(self, self.model_config) is not None:
             return None
         return FusedPolicy(self, kernels, rotations)
 
@@ -194,7 +195,8 @@ class Policy(GPTModel):
         return self.platform.kernels
 
     def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
-        return self.kernels.attention_layout(packed, self.config.params_dtype, part)
+        sinks = self.model_config.attention_sinks
+        return self.kernels.attention_layout(packed, self.config.params_dtype, part, sinks=sinks)
 
     def prepare(self, tokens: int, platform: Device) -> None:
         """Set the platform and the vocabulary size without padding, and tabulate the rotations, [max positions, 1, head
@@ -322,6 +324,6 @@ def build_policy(
         if isinstance(module, GroupedExperts):
             module.put_weights_together()
     policy.adapters = adapters
-    policy.fp32_output = model.fp32_output
+    policy.fp32_output, policy.model_config = model.fp32_output, model
     policy.prepare(vocab_size, platform)
     return policy

@@ -48,6 +48,8 @@ def _megatron(asked: Sections) -> Iterator[str]:
         yield "model.dtype is fp32, and flash-attn needs bf16"
     if asked.model.num_experts is not None:
         yield "model.num_experts is set, and that engine was not tested with experts"
+    if asked.model.special is not None:
+        yield f"model.{asked.model.special} is given, and that engine computes layers without it"
     if (beyond := beyond_megatron(asked.sampling)) is not None:
         yield f"that engine does not support {beyond}"
     if asked.page_tokens % 256 > 0:

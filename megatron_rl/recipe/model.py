@@ -115,6 +115,25 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
 
 
+SPECIAL = (
+    "sliding_window",
+    "attention_sinks",
+    "attention_gate",
+    "attention_scale",
+    "latent_attention",
+    "delta_net",
+    "partial_rotary_factor",
+    "sliding_rope_base",
+    "output_bias",
+    "zero_centered_norms",
+    "norms_around",
+    "activation",
+    "swiglu_limit",
+    "scaled_embedding",
+)
+"""Keys of features that only layers for training compute."""
+
+
 class ModelConfig(Section):
     """Decoder with RMSNorm, gated feed-forward networks or experts, and rotary positions; docs/weights.md lists the
     published families.
@@ -314,6 +333,13 @@ class ModelConfig(Section):
     def equal_layers(self) -> bool:
         """Whether all layers have weights of the same names and shapes."""
         return not self.dense_layers and "linear_attention" not in (self.layer_types or ())
+
+    @property
+    def special(self) -> str | None:
+        """Key of the first feature, beside experts, that layers written for generation alone do not compute; None
+        without any."""
+        fields = type(self).model_fields
+        return next((name for name in SPECIAL if getattr(self, name) != fields[name].default), None)
 
     def undivided(self, tp: int, pp: int = 1, ep: int = 1, training_tp: int | None = None) -> Iterator[str]:
         """Yield a sentence for each size that the given number of ranks does not divide.

@@ -12,6 +12,7 @@ import torch
 from gpu_helpers import DEVICE, NEEDS_GPU, replayed
 from torch import Tensor
 
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm
 from megatron_rl.model.platform.flash_kernels import PagedKernel, find_paged_kernels
 from megatron_rl.recipe.kernel_speed import key_splits
 
@@ -43,6 +44,12 @@ def kernel(request: pytest.FixtureRequest) -> PagedKernel:
     return found
 
 
+@pytest.fixture(params=["plain", "window and sinks"])
+def form(request: pytest.FixtureRequest) -> AttentionForm:
+    plain = request.param == "plain"
+    return PLAIN if plain else AttentionForm(128, None, torch.linspace(-2, 4, HEADS, device=DEVICE))
+
+
 def random(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator(DEVICE).manual_seed(len(sizes)), device=DEVICE).to(DTYPE)
 
@@ -56,12 +63,16 @@ def cached() -> Cached:
     return Cached(random(ROWS, HEADS, HEAD_SIZE), keys, values, table.int().view(ROWS, PAGES), lengths)
 
 
-def by_definition(cached: Cached, query: Tensor, row: int, length: int) -> Tensor:
+def by_definition(cached: Cached, query: Tensor, row: int, length: int, form: AttentionForm) -> Tensor:
     """Attention of one token, [heads, head_size], in float64."""
+    first = max(0, length - form.window) if form.window else 0
     key, value = (
-        pages[cached.table[row].long()].flatten(0, 2)[:length].double() for pages in (cached.keys, cached.values)
+        pages[cached.table[row].long()].flatten(0, 2)[first:length].double() for pages in (cached.keys, cached.values)
     )
-    return (query.double() @ key.T / HEAD_SIZE**0.5).softmax(-1) @ value
+    scores = query.double() @ key.T / HEAD_SIZE**0.5
+    if form.sinks is not None:
+        scores = torch.cat((scores, form.sinks[:, None]), dim=-1)
+    return scores.softmax(-1)[:, : len(key)] @ value
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -70,16 +81,16 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("splits", [1, 8, 16, key_splits(TOKENS)])
 def test_split_keys_attend_as_the_formula_says_whatever_the_other_rows(
-    kernel: PagedKernel, cached: Cached, splits: int, record_property: pytest.RecordProperty
+    kernel: PagedKernel, cached: Cached, splits: int, form: AttentionForm, record_property: pytest.RecordProperty
 ) -> None:
     query, keys, values, table, lengths = cached
 
     def attend(rows: slice) -> Tensor:
-        return kernel.attend(query[rows], keys, values, table[rows], lengths[rows], PAGES * PAGE, splits)
+        return kernel.attend(query[rows], keys, values, table[rows], lengths[rows], PAGES * PAGE, splits, form)
 
     attended = attend(slice(None))
     assert close(
-        attended, torch.stack([by_definition(cached, query[row], row, int(lengths[row])) for row in range(ROWS)])
+        attended, torch.stack([by_definition(cached, query[row], row, int(lengths[row]), form) for row in range(ROWS)])
     )
     for row in range(ROWS):
         assert torch.equal(attend(slice(row, row + 1))[0], attended[row])
@@ -90,7 +101,7 @@ def test_split_keys_attend_as_the_formula_says_whatever_the_other_rows(
 
 
 def test_new_tokens_attend_to_what_is_before_them(
-    kernel: PagedKernel, cached: Cached, record_property: pytest.RecordProperty
+    kernel: PagedKernel, cached: Cached, form: AttentionForm, record_property: pytest.RecordProperty
 ) -> None:
     _, keys, values, table, lengths = cached
     query = random(sum(NEW), HEADS, HEAD_SIZE)
@@ -98,12 +109,12 @@ def test_new_tokens_attend_to_what_is_before_them(
         torch.nn.functional.pad(each.cumsum(0), (1, 0)).int()
         for each in (torch.tensor(NEW, device=DEVICE), lengths.long())
     )
-    given = (query, keys, values, table, of_queries, of_keys, max(NEW), TOKENS)
+    given = (query, keys, values, table, of_queries, of_keys, max(NEW), TOKENS, form)
     attended, first = kernel.attend_chunks(*given), 0
     for row, new in enumerate(NEW):
         for token in {0, new // 2, new - 1}:
             length = int(lengths[row]) - new + 1 + token
-            expected = by_definition(cached, query[first + token], row, length)
+            expected = by_definition(cached, query[first + token], row, length, form)
             assert close(attended[first + token], expected), (row, token)
         first += new
     if DEVICE == "cuda":

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from attention_formula import by_definition, seen_in_trees
 from gpu_helpers import NEEDS_CUDA, with_helpers
-from torch import Tensor
 
 from megatron_rl.model.platform import flash_kernels
-from megatron_rl.model.platform.attention import Layout, PackedSequences, whole_sequences
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, PackedSequences, whole_sequences
 from megatron_rl.model.platform.cuda_attention import varlen_layout
 from megatron_rl.model.platform.gpu_calls import TRANSFORMER_ENGINE, check_package
 from megatron_rl.model.platform.tree_attention import tree_layout
@@ -38,15 +38,9 @@ PACKED = {
 }
 
 
-def by_definition(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
-    q, k, v = query.double(), *(each.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value))
-    places = torch.arange(len(ends), device=GPU)
-    visible = (places <= places[:, None]) & (places[:, None] < ends.to(GPU))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD_SIZE**0.5
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v).flatten(1)
-
-
-def compare(layout: Layout, packed: PackedSequences, dtype: torch.dtype, tolerance: float) -> None:
+def compare(
+    layout: Layout, packed: PackedSequences, dtype: torch.dtype, tolerance: float, form: AttentionForm = PLAIN
+) -> None:
     """Errors of results and gradients, relative to the largest value."""
     generator = torch.Generator(GPU).manual_seed(0)
     qkv = [
@@ -55,7 +49,9 @@ def compare(layout: Layout, packed: PackedSequences, dtype: torch.dtype, toleran
     ]
     for each in qkv:
         each.requires_grad_()
-    attended, expected = layout.attend(1, *qkv), by_definition(*qkv, packed.subtree_ends)
+    attended = layout.attend(1, *qkv, form)
+    expected = by_definition(*qkv, seen_in_trees(packed).to(GPU), form)
+    qkv += [] if form.sinks is None else [form.sinks]
     of_result = torch.randn(expected.shape, generator=generator, device=GPU, dtype=dtype)
     found = [attended, *torch.autograd.grad(attended, qkv, of_result)]
     exact = [expected, *torch.autograd.grad(expected, qkv, of_result.double())]
@@ -72,14 +68,17 @@ def test_a_flash_kernel_agrees_with_the_formula(find: str, packed: PackedSequenc
         pytest.skip(f"{error}: flash-attn 2.7.4, Transformer Engine 2.4 or torch 2.12 has such a kernel")
     if kernel is None:
         pytest.skip(f"torch {torch.__version__} has no grouped queries here: 2.12 has")
-    compare(varlen_layout(packed, GPU, kernel.attend), packed, torch.bfloat16, 2e-2)
+    for form in (PLAIN, AttentionForm(64, 0.1)):
+        compare(varlen_layout(packed, GPU, kernel.attend), packed, torch.bfloat16, 2e-2, form)
 
 
 @pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
 def test_flex_attention_agrees_with_the_formula(dtype: torch.dtype, tolerance: float, packed: PackedSequences) -> None:
     torch.set_float32_matmul_precision("highest")  # as the platform does
-    compare(tree_layout(packed, GPU), packed, dtype, tolerance)
+    sinks = torch.linspace(-2, 4, HEADS, device=GPU, dtype=dtype, requires_grad=True)
+    for form in (PLAIN, AttentionForm(64, 0.1), AttentionForm(None, None, sinks), AttentionForm(200, None, sinks)):
+        compare(tree_layout(packed, GPU), packed, dtype, tolerance, form)
 
 
 def test_flex_attention_stores_no_scores() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 
 def flash_attn_varlen_func(
@@ -27,19 +26,21 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Tensor:
-    assert causal and window_size == (-1, -1)
+) -> Any:
+    assert causal
     queries, keys = _lengths(cu_seqlens_q), _lengths(cu_seqlens_k)
     assert max(queries) <= max_seqlen_q and max(keys) <= max_seqlen_k
     out, first, first_key = torch.zeros_like(q), 0, 0
+    log_sums = q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
     for row, (count, length) in enumerate(zip(queries, keys, strict=True)):
         if block_table is None:
             seen, held = (each[first_key : first_key + length] for each in (k, v))
         else:
             seen, held = (gathered(each, block_table[row], length) for each in (k, v))
-        out[first : first + count] = attend(q[first : first + count], seen, held, softmax_scale)
+        new = slice(first, first + count)
+        out[new], log_sums[:, new] = attend(q[new], seen, held, softmax_scale, window_size)
         first, first_key = first + count, first_key + length
-    return out
+    return (out, log_sums, None) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(
@@ -62,17 +63,18 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Tensor:
+) -> Any:
     """Counts calls by their number of splits in `splits`: 0 would let the kernel choose by the rows of the batch."""
     assert causal and cache_seqlens is not None and block_table is not None
     assert cache_seqlens.dtype is block_table.dtype is torch.int32
     splits.append(num_splits)
     out = torch.zeros_like(q)
+    log_sums = q.new_zeros(len(q), q.shape[2], q.shape[1], dtype=torch.float32)
     for row, length in enumerate(cache_seqlens.tolist()):
         if length:
             seen, held = (gathered(each, block_table[row], length) for each in (k_cache, v_cache))
-            out[row] = attend(q[row], seen, held, softmax_scale)
-    return out
+            out[row], log_sums[row] = attend(q[row], seen, held, softmax_scale, window_size)
+    return (out, log_sums) if return_softmax_lse else out
 
 
 splits: list[int] = []
@@ -84,12 +86,19 @@ def gathered(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     return cache[pages[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of the last queries of a sequence, [queries, heads, size], to all of it, [length, groups, size]."""
-    mask = torch.ones(len(query), len(keys), dtype=torch.bool).tril(len(keys) - len(query))
-    query, keys, values = (each.transpose(0, 1)[None] for each in (query, keys, values))
-    attended = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
-    return attended[0].transpose(0, 1)
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last queries of a sequence, [queries, heads, size], to all of it, [length, groups, size], and
+    the logarithms of sums, [heads, queries]."""
+    assert window[1] in (0, -1)
+    last = torch.arange(len(keys) - len(query), len(keys))[:, None]
+    places = torch.arange(len(keys))
+    seen = (places <= last) & ((window[0] < 0) | (places >= last - window[0]))
+    keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
 def _lengths(edges: Tensor) -> list[int]:

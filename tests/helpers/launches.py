@@ -175,7 +175,7 @@ def _counted(launches: Launches, tokens: int, splits: int | None) -> PagedKernel
     written and read in fp32."""
 
     def attend(query: Tensor, keys: Tensor, _values: Tensor, *given: Any) -> Tensor:
-        count = splits or given[-1]
+        count = splits or given[-2]
         size = 2 * tokens * keys[0, 0].nbytes + 2 * query.nbytes + 4 * query.nbytes * count * (count > 1)
         with launches.kernel("attention", size, 1 + (count > 1)):
             return torch.empty_like(query)

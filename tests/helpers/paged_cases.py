@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm
 from megatron_rl.model.platform.paged_attention import PagedRows
 
 
@@ -22,16 +23,19 @@ class Heads(NamedTuple):
 SMALL = Heads(4, 2, 8)
 
 
-def by_formula(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> Tensor:
+def by_formula(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, form: AttentionForm = PLAIN) -> Tensor:
     """[rows, heads * head_size] in fp64, row by row and head by head."""
     out = torch.empty(*query.shape, dtype=torch.float64)
     for row, length in enumerate(rows.lengths.tolist()):
-        places = [(int(rows.table[row, i // rows.page_tokens]), i % rows.page_tokens) for i in range(length)]
+        first = 0 if form.window is None else max(0, length - form.window)
+        places = [(int(rows.table[row, i // rows.page_tokens]), i % rows.page_tokens) for i in range(first, length)]
         key, value = (torch.stack([each[page, :, place] for page, place in places]).double() for each in (keys, values))
         for head in range(rows.heads):
             of_head = head // (rows.heads // rows.kv_heads)
-            scores = key[:, of_head] @ query[row, head].double() / query.shape[-1] ** 0.5
-            out[row, head] = scores.softmax(0) @ value[:, of_head]
+            scores = key[:, of_head] @ query[row, head].double() * form.factor(query.shape[-1])
+            if form.sinks is not None:
+                scores = torch.cat((scores, form.sinks[head, None].double()))
+            out[row, head] = scores.softmax(0)[: len(value)] @ value[:, of_head]
     return out.flatten(1)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.model.platform.attention import Layout
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, widened
 from megatron_rl.model.platform.layer_kernels import Slots
 from megatron_rl.model.platform.paged_attention import PagedAttention
 
@@ -18,7 +18,7 @@ class CacheShape:
     pages: int
     page_tokens: int
     kv_heads: int
-    head_size: int
+    head_size: int  # of queries and keys; smaller heads of values take the same room
     gathered: bool
 
 
@@ -57,12 +57,14 @@ class KeyValueCache:
         return Slots(keys.flatten(0, 1), values.flatten(0, 1), index[: len(index) // 2])
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write keys and values, [tokens, kv_heads, head_size], of one layer (from 1) to the chunks `index`."""
-        both = torch.cat((key, value)).to(self._copied.dtype)
+        """Write keys, [tokens, kv_heads, head_size], and values, [tokens, kv_heads, value_size], of one layer (from 1)
+        to the chunks `index`."""
+        both = torch.cat((key, widened(value, key.shape[-1]))).to(self._copied.dtype)
         self._copied[layer - 1].index_copy_(0, index, both.flatten(0, 1) if self._gathered else both)
 
     def read(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the chunks `index`, each [tokens, kv_heads, head_size]."""
+        """Return the keys and values of the chunks `index`, each [tokens, kv_heads, head_size]: values may end with
+        zeros."""
         both = self._copied[layer - 1].index_select(0, index).view(-1, len(self._heads), self.keys.shape[-1])
         key, value = both.chunk(2)
         return key, value
@@ -80,11 +82,12 @@ class PrefillLayout:
     """Chunks that the packed tokens attend to, sequence by sequence, including their own. None: the tokens attend
     only to one another."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         self.cache.write(layer, self.target, key.index_select(0, self.source), value.index_select(0, self.source))
+        size = value.shape[-1]
         if self.seen is not None:
             key, value = (each.to(query.dtype) for each in self.cache.read(layer, self.seen))
-        return self.packed.attend(layer, query, key, value)
+        return self.packed.attend(layer, query, key, value[..., :size], form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +99,10 @@ class ContinuedLayout:
     target: Tensor
     pages: PagedAttention
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         self.cache.write(layer, self.target, key.index_select(0, self.source), value.index_select(0, self.source))
-        return self.pages.attend(query, self.cache.keys[layer - 1], self.cache.values[layer - 1])
+        attended = self.pages.attend(query, self.cache.keys[layer - 1], self.cache.values[layer - 1], form)
+        return narrowed(attended, query, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +111,19 @@ class DecodeLayout:
     target: Tensor
     pages: PagedAttention
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         self.cache.write(layer, self.target, key, value)
-        return self.attend_written(layer, query)
+        return narrowed(self.attend_written(layer, query, form), query, value)
 
     def slots(self, layer: int) -> Slots | None:
         return self.cache.slots(layer, self.target)
 
-    def attend_written(self, layer: int, query: Tensor) -> Tensor:
-        return self.pages.attend(query, self.cache.keys[layer - 1], self.cache.values[layer - 1])
+    def attend_written(self, layer: int, query: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        return self.pages.attend(query, self.cache.keys[layer - 1], self.cache.values[layer - 1], form)
+
+
+def narrowed(attended: Tensor, query: Tensor, value: Tensor) -> Tensor:
+    """Cut the result of heads that were widened to the size of the keys, [tokens, heads * head_size] -> [tokens, heads
+    * value_size]."""
+    size = value.shape[-1]
+    return attended if size == query.shape[-1] else attended.view(query.shape)[..., :size].flatten(1)

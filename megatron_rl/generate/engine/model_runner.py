@@ -54,21 +54,20 @@ class ModelRunner:
         """
         self.policy, self._dtype = policy, policy.config.params_dtype
         self._page_tokens = pages[1]
-        if policy.kernels.layer_kernels and (against := why_not_fused(policy)):
+        if policy.kernels.layer_kernels and (against := why_not_fused(policy, model)):
             logger.info("generation uses the training layers, which take more kernels: %s", against)
         self._graphs = decode_graphs(policy, model, config, self._page_tokens)
         spare_page = pages[0] if self._graphs else None
         self._rows = RowState(policy, config.max_batch, max_length, self._page_tokens, end_ids, spare_page)
-        attention = policy.decoder.layers[0].self_attention
-        # If ranks share a key/value head, the attention layer's own count includes the heads of other ranks.
-        self._heads = model.num_attention_heads // policy.pg_collection.tp.size()
-        self._kv_heads = attention.num_query_groups_per_partition
+        ranks = policy.pg_collection.tp.size()
+        self._heads = model.num_attention_heads // ranks
+        self._kv_heads = max(1, model.num_query_groups // ranks)  # more ranks than heads share them
         shape = CacheShape(
             layers=model.num_layers,
             pages=pages[0] + (spare_page is not None),
             page_tokens=self._page_tokens,
             kv_heads=self._kv_heads,
-            head_size=attention.hidden_size_per_attention_head,
+            head_size=model.head_size,
             gathered=policy.kernels.gathers_pages(self._dtype, self._page_tokens),
         )
         self._make_cache = partial(KeyValueCache, shape, policy.kernels.cache_dtype(self._dtype), policy.device)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.context import ContextPart, context_part
 from megatron_rl.algorithms.packing import MicroBatch
-from megatron_rl.model.platform.attention import Layout
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, widened
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.groups import Groups
 
@@ -216,11 +216,13 @@ class ContextLayout:
     indices_of_ranks: Tensor
     group: dist.ProcessGroup
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         """Attend as in `Layout.attend`, all tensors [part, ...]. Collective over the group, also in the backward
         pass."""
-        key, value = _GatherContext.apply(key, value, self.indices_of_ranks.flatten(), self.group)
-        return self.part.attend(layer, query, key, value)
+        size = value.shape[-1]
+        both = key, widened(value, key.shape[-1])  # gathered as one tensor
+        key, value = _GatherContext.apply(*both, self.indices_of_ranks.flatten(), self.group)
+        return self.part.attend(layer, query, key, value[..., :size], form)
 
 
 class _GatherContext(torch.autograd.Function):

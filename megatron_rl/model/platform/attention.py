@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,19 @@ def whole_sequences(lengths: Iterable[int]) -> PackedSequences:
     return PackedSequences(edges, edges[1:].repeat_interleave(edges.diff()))
 
 
+def depths(subtree_ends: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Number of tokens before each packed one in its sequence, [packed], from `PackedSequences.subtree_ends`."""
+    positions = np.arange(len(subtree_ends))
+    ended = np.bincount(subtree_ends, minlength=len(subtree_ends) + 1).cumsum()[:-1]  # at or before each position
+    return positions - ended
+
+
+def widened(value: Tensor, size: int) -> Tensor:
+    """Append zeros to heads, [..., value_size] -> [..., size], for kernels and memory with one size for all."""
+    missing = size - value.shape[-1]
+    return pad(value, (0, missing)) if missing else value
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
     """What distinguishes the attention of a layer from causal attention with scores divided by sqrt(head_size)."""
@@ -45,6 +61,21 @@ class AttentionForm:
     window: int | None = None  # tokens of its sequence that a token sees, itself included; None: all up to itself
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_size)
     sinks: Tensor | None = None  # [heads] logits beside the scores of each head, whose share of the softmax is lost
+
+    def factor(self, head_size: int) -> float:
+        """Factor of the scores for queries and keys of this size."""
+        return head_size**-0.5 if self.scale is None else self.scale
+
+    def left(self, attended: Tensor, log_sums: Tensor) -> Tensor:
+        """Take the share of the sinks from the result of attention without them.
+
+        attended [..., heads, tokens, value_size], log_sums [..., heads, tokens]: logarithms of the sums over the
+        exponentials of each token's scores -> as attended
+        """
+        if self.sinks is None:
+            return attended
+        share = (log_sums.float() - self.sinks.float()[:, None]).sigmoid()
+        return attended * share[..., None].to(attended.dtype)
 
 
 PLAIN = AttentionForm()

@@ -63,7 +63,9 @@ class CpuKernels(Kernels):
         "apply_rope_fusion": False,
     }
 
-    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
+    def attention_layout(
+        self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None, *, sinks: bool = False
+    ) -> Layout:
         return dense_layout(packed, CPU) if part is None else part_layout(packed, part, CPU)
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:

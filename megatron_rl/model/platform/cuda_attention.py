@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_rl.model.platform.attention import Layout, PackedSequences
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, PackedSequences, depths, widened
 from megatron_rl.model.platform.dense_attention import FanOut, branches
 from megatron_rl.model.platform.device import UnsupportedPlatform
 from megatron_rl.model.platform.flash_kernels import PagedKernel, VarlenAttend, VarlenKernel
@@ -40,13 +40,20 @@ class CudaAttention:
     pages: Sequence[PagedKernel] = ()
 
     def layout(
-        self, packed: PackedSequences, device: torch.device, dtype: torch.dtype, part: Tensor | None = None
+        self,
+        packed: PackedSequences,
+        device: torch.device,
+        dtype: torch.dtype,
+        part: Tensor | None = None,
+        *,
+        sinks: bool = False,
     ) -> Layout:
         """Return the faster layout in half precision. In fp32 it is always FlexAttention: flash kernels do not support
         fp32, and torch's own attention with grouped key/value heads falls back to a kernel that stores all scores. The
         same holds for a part of the tokens (see `Kernels.attention_layout`): a flash kernel would need the chunks of
-        each tree separately, and the keys before them again for each."""
-        if self.varlen is None or not self.gathers_branches(dtype, in_parts=part is not None):
+        each tree separately, and the keys before them again for each. It also holds for attention with sinks, which
+        needs the gradient of the logarithms of sums: flash-attn and torch compute none."""
+        if self.varlen is None or not self.gathers_branches(dtype, in_parts=part is not None, sinks=sinks):
             return tree_layout(packed, device, self.tree, part)
         if tree_is_faster(packed.subtree_ends.numpy()):
             return tree_layout(packed, device, self.tree)
@@ -70,10 +77,10 @@ class CudaAttention:
                 return kernel
         raise UnsupportedPlatform(WITHOUT_TRITON)
 
-    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
+    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool, sinks: bool) -> bool:
         """Whether a micro-batch may use a flash kernel, which needs the branches of trees gathered. The choice is made
         after packing; until then every micro-batch counts as if it did."""
-        return self.varlen is not None and dtype is not torch.float32 and not in_parts
+        return self.varlen is not None and dtype is not torch.float32 and not in_parts and not sinks
 
     @property
     def description(self) -> str:
@@ -83,7 +90,7 @@ class CudaAttention:
             return (
                 f"FlexAttention, since flash-attn 2.7.4, Transformer Engine 2.4 and torch 2.12 are all missing; {pages}"
             )
-        return f"{self.varlen.name}; {pages}; FlexAttention if much is shared, in fp32, and under cp"
+        return f"{self.varlen.name}; {pages}; FlexAttention if much is shared, in fp32, with sinks, and under cp"
 
 
 def tree_is_faster(subtree_ends: NDArray[np.int32]) -> bool:
@@ -110,10 +117,8 @@ def tree_is_faster(subtree_ends: NDArray[np.int32]) -> bool:
 
     subtree_ends: see `PackedSequences`.
     """
-    positions = np.arange(len(subtree_ends))
-    leaves = subtree_ends == positions + 1
-    ended = np.bincount(subtree_ends, minlength=len(subtree_ends) + 1).cumsum()[:-1]  # at or before each position
-    seen = (positions + 1 - ended)[leaves]  # length of each branch: tokens that its last token sees
+    leaves = subtree_ends == np.arange(1, len(subtree_ends) + 1)
+    seen = depths(subtree_ends)[leaves] + 1  # length of each branch: tokens that its last token sees
     if seen.sum() == len(subtree_ends):
         return False
     lengths = -(-seen // BLOCK)
@@ -142,13 +147,16 @@ class VarlenLayout:
     longest: int
     branches: TreeBranches | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        size = value.shape[-1]
+        value = widened(value, key.shape[-1])
         if self.branches is None:
             # A view would keep the projection's whole output for the backward pass.
-            return self.kernel(query, key, value.contiguous(), self.cu_seqlens, self.longest).flatten(1)
+            attended = self.kernel(query, key, value.contiguous(), self.cu_seqlens, self.longest, form)
+            return attended[..., :size].flatten(1)
         query, key, value = (self.branches.fan_out.gather(each) for each in (query, key, value))
-        attended = self.kernel(query, key, value, self.cu_seqlens, self.longest)
-        return attended.flatten(1).index_select(0, self.branches.outputs)
+        attended = self.kernel(query, key, value, self.cu_seqlens, self.longest, form)
+        return attended[..., :size].flatten(1).index_select(0, self.branches.outputs)
 
 
 def varlen_layout(packed: PackedSequences, device: torch.device, kernel: VarlenAttend) -> VarlenLayout:

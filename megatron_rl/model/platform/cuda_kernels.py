@@ -99,8 +99,10 @@ class CudaKernels(Kernels):
         """Stream on which all graphs are recorded: cuBLAS keeps a workspace for every stream it has seen."""
         return torch.cuda.Stream(self.device)
 
-    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
-        return self.attention.layout(packed, self.device, dtype, part)
+    def attention_layout(
+        self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None, *, sinks: bool = False
+    ) -> Layout:
+        return self.attention.layout(packed, self.device, dtype, part, sinks=sinks)
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
         return self.attention.paged(rows, dtype)
@@ -126,8 +128,8 @@ class CudaKernels(Kernels):
         for recorder in [*self._recorders]:
             recorder.release()
 
-    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
-        return self.attention.gathers_branches(dtype, in_parts=in_parts)
+    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool, sinks: bool) -> bool:
+        return self.attention.gathers_branches(dtype, in_parts=in_parts, sinks=sinks)
 
     def gather(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return FanOut.of(rows, len(tokens)).gather(tokens)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from megatron_rl.model.platform.attention import PackedSequences
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, PackedSequences, widened
 from megatron_rl.model.platform.host_tensors import int64
 
 LONGEST_MASKED_TREE = 128
@@ -83,12 +83,12 @@ class DenseLayout:
     outputs: Tensor  # [tokens] index of each packed token's result in the concatenated bucket outputs
     fan_out: FanOut | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         gathered = zip(*(self._gathered(x) for x in (query, key, value)), strict=True)
         parts = []
         for bucket, qkv in zip(self.buckets, gathered, strict=True):
             q, k, v = (x.view(-1, bucket.length, x.shape[1], x.shape[2]) for x in qkv)
-            parts.append(_attend(q, k, v, bucket.visible).reshape(bucket.rows.shape[0], -1))
+            parts.append(_attend(q, k, v, bucket.visible, form).reshape(bucket.rows.shape[0], -1))
         return torch.cat(parts).index_select(0, self.outputs)
 
     def _gathered(self, tokens: Tensor) -> Sequence[Tensor]:
@@ -98,22 +98,49 @@ class DenseLayout:
         return self.fan_out.gather(tokens).split([len(bucket.rows) for bucket in self.buckets])
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
-    """[batch, seq, heads, head_size] -> the same; query i sees keys 0..i, or those in `visible`."""
-    dtype = query.dtype
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, form: AttentionForm) -> Tensor:
+    """[batch, seq, heads, head_size] -> [batch, seq, heads, value_size]; query i sees keys 0..i, or those in `visible`,
+    as far as the window of the form reaches."""
+    dtype, length = query.dtype, query.shape[1]
     if query.is_cpu:
         # torch's bf16 backward takes twice as long on a CPU. Passes without a backward convert too, so that two passes
         # at the same weights agree and their ratio is 1.
         query, key, value = query.float(), key.float(), value.float()
+    if form.window is not None and form.window < length:
+        if visible is None:
+            visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril()
+        depth = visible.sum(-1)
+        visible = visible & (depth[..., :, None] - depth[..., None, :] < form.window)
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    return attention(query, key, value, visible, form).to(dtype).transpose(1, 2)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, form: AttentionForm) -> Tensor:
+    """Attend by torch's dense kernel, with the scale and the sinks of the form, but not its window.
+
+    query [batch, heads, queries, head_size], key [batch, kv_heads, keys, head_size], value [batch, kv_heads, keys,
+    value_size], visible [batch or 1, 1, queries, keys]; None: query i sees keys 0..i -> [batch, heads, queries,
+    value_size]
+    """
+    size, scale = value.shape[-1], form.scale
+    causal = visible is None
+    if form.sinks is not None:
+        # A sink is a first key with the value 0. It lies on an axis of its own, on which other keys are 0 and the
+        # queries of a head have its logit, so that its score is that logit. A first query that sees it alone keeps the
+        # keys of a causal query those up to itself.
+        scale = form.factor(query.shape[-1])
+        logits = (form.sinks.to(query.dtype) / scale)[:, None, None].expand(*query.shape[:3], 1)
+        query = torch.cat((query, logits), dim=-1)
+        query = pad(query, (0, 0, 1, 0)) if causal else query
+        axis = torch.ones(*key.shape[:2], 1, 1, dtype=key.dtype, device=key.device)
+        key = torch.cat((pad(axis, (key.shape[-1], 0)), pad(key, (0, 1))), dim=-2)
+        value = pad(value, (0, 0, 1, 0))
+        visible = None if visible is None else pad(visible, (1, 0), value=True)
+    value = widened(value, query.shape[-1])  # two sizes would take a kernel that stores all scores
     out = scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=visible,
-        is_causal=visible is None,
-        enable_gqa=True,
+        query, key, value, attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=True
     )
-    return out.to(dtype).transpose(1, 2)
+    return out[..., int(causal and form.sinks is not None) :, :size]
 
 
 def dense_layout(packed: PackedSequences, device: torch.device) -> DenseLayout:

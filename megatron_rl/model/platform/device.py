@@ -74,11 +74,14 @@ class Kernels(Protocol):
     """Whether operators run on the host's own cores: few long ones are then better than many short ones."""
     page_tokens: int  # default tokens per page of the key/value cache
 
-    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
+    def attention_layout(
+        self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None, *, sinks: bool = False
+    ) -> Layout:
         """Return the attention layout of packed sequences for queries of this dtype.
 
         part: [part] indices of the packed tokens whose attention, to all that they see, is computed; ascending, on the
             CPU. All tokens if None.
+        sinks: whether any layer has sinks, see `AttentionForm`.
         """
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
@@ -115,10 +118,10 @@ class Kernels(Protocol):
         communicators whose collectives they contain."""
         return
 
-    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool) -> bool:
+    def gathers_branches(self, dtype: torch.dtype, *, in_parts: bool, sinks: bool) -> bool:
         """Whether layouts may copy shared tokens for each branch of a tree, so that packing must count that memory.
 
-        in_parts: whether the layouts are for parts of the packed tokens.
+        in_parts: whether the layouts are for parts of the packed tokens. sinks: whether any layer has sinks.
         """
         return True
 

@@ -13,21 +13,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_rl.model.platform.attention import AttentionForm
 from megatron_rl.model.platform.gpu_calls import FLASH_ATTN, TRANSFORMER_ENGINE, check_package
 
 logger = logging.getLogger(__name__)
 
-VarlenAttend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+VarlenAttend = Callable[[Tensor, Tensor, Tensor, Tensor, int, AttentionForm], Tensor]
 """query [tokens, heads, head_size], key and value [tokens, kv_heads, head_size], cu_seqlens [sequences + 1] int32 on
-the same device, tokens of the longest sequence -> [tokens, heads, head_size]: causal attention within each sequence."""
-PagedAttend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+the same device, tokens of the longest sequence, form without sinks -> [tokens, heads, head_size]: causal attention
+within each sequence."""
+PagedAttend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, AttentionForm], Tensor]
 """query [rows, heads, head_size], keys and values [pages, page_tokens, kv_heads, head_size], table [rows, pages] int32,
-lengths [rows] int32, upper bound of the lengths, number of splits -> [rows, heads, head_size]: attention of the last
-token of each row. The keys up to the upper bound are divided into that many equal splits, each for a block of the GPU.
-The borders do not depend on the rows, so neither does the order of a row's sum."""
-ChunkAttend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+lengths [rows] int32, upper bound of the lengths, number of splits, form -> [rows, heads, head_size]: attention of the
+last token of each row. The keys up to the upper bound are divided into that many equal splits, each for a block of the
+GPU. The borders do not depend on the rows, so neither does the order of a row's sum."""
+ChunkAttend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, AttentionForm], Tensor]
 """query [tokens, heads, head_size], keys and values [pages, page_tokens, kv_heads, head_size], table [sequences, pages]
-int32, edges of the queries and of the keys, each [sequences + 1] int32, most queries and most keys of a sequence
+int32, edges of the queries and of the keys, each [sequences + 1] int32, most queries and most keys of a sequence, form
 -> [tokens, heads, head_size]: causal attention of the last tokens of each sequence to all of its tokens."""
 
 
@@ -93,7 +95,7 @@ def _transformer_engine() -> VarlenKernel:
     from transformer_engine.pytorch import DotProductAttention
 
     @cache
-    def module(heads: int, kv_heads: int, head_size: int) -> Any:
+    def module(heads: int, kv_heads: int, head_size: int, window: int | None, scale: float | None) -> Any:
         return DotProductAttention(
             num_attention_heads=heads,
             kv_channels=head_size,
@@ -101,10 +103,14 @@ def _transformer_engine() -> VarlenKernel:
             attention_dropout=0.0,
             qkv_format="thd",
             attn_mask_type="padding_causal",
+            window_size=_before(window),
+            softmax_scale=scale,
         )
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        attended: Tensor = module(query.shape[1], key.shape[1], query.shape[2])(
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, form: AttentionForm
+    ) -> Tensor:
+        attended: Tensor = module(query.shape[1], key.shape[1], query.shape[2], form.window, form.scale)(
             query,
             key,
             value,
@@ -123,9 +129,12 @@ def _flash_attn() -> VarlenKernel:
     _require(FLASH_ATTN)
     import flash_attn
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, form: AttentionForm
+    ) -> Tensor:
+        edges = cu_seqlens, cu_seqlens, longest, longest
         attended: Tensor = flash_attn.flash_attn_varlen_func(
-            query, key, value, cu_seqlens, cu_seqlens, longest, longest, causal=True
+            query, key, value, *edges, causal=True, softmax_scale=form.scale, window_size=_before(form.window)
         )
         return attended
 
@@ -138,9 +147,12 @@ def _torch() -> VarlenKernel | None:
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return None
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, form: AttentionForm
+    ) -> Tensor:
+        edges = cu_seqlens, cu_seqlens, longest, longest
         attended = varlen_attn(
-            query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), enable_gqa=True
+            query, key, value, *edges, scale=form.scale, window_size=_before(form.window), enable_gqa=True
         )
         assert isinstance(attended, Tensor)  # no extra results were requested
         return attended
@@ -153,22 +165,62 @@ def _paged_flash_attn() -> PagedKernel:
     import flash_attn
 
     def attend(
-        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _longest: int, splits: int
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        _longest: int,
+        splits: int,
+        form: AttentionForm,
     ) -> Tensor:
-        attended: Tensor = flash_attn.flash_attn_with_kvcache(
-            query[:, None], keys, values, cache_seqlens=lengths, block_table=table, causal=True, num_splits=splits
+        attended, log_sums = flash_attn.flash_attn_with_kvcache(
+            query[:, None],
+            keys,
+            values,
+            cache_seqlens=lengths,
+            block_table=table,
+            causal=True,
+            softmax_scale=form.scale,
+            window_size=_before(form.window),
+            num_splits=splits,
+            return_softmax_lse=True,  # [rows, heads, 1]
         )
-        return attended[:, 0]
+        return form.left(attended[:, 0, :, None], log_sums)[:, :, 0]
 
     def attend_chunks(
-        query: Tensor, keys: Tensor, values: Tensor, table: Tensor, of_queries: Tensor, of_keys: Tensor, *most: int
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor,
+        of_queries: Tensor,
+        of_keys: Tensor,
+        most_queries: int,
+        most_keys: int,
+        form: AttentionForm,
     ) -> Tensor:
-        attended: Tensor = flash_attn.flash_attn_varlen_func(
-            query, keys, values, of_queries, of_keys, *most, causal=True, block_table=table
+        attended, log_sums, _probabilities = flash_attn.flash_attn_varlen_func(
+            query,
+            keys,
+            values,
+            of_queries,
+            of_keys,
+            most_queries,
+            most_keys,
+            causal=True,
+            softmax_scale=form.scale,
+            window_size=_before(form.window),
+            block_table=table,
+            return_attn_probs=True,  # log_sums [heads, tokens]
         )
-        return attended
+        return form.left(attended.transpose(0, 1), log_sums).transpose(0, 1)
 
     return PagedKernel(f"flash-attn {flash_attn.__version__}", attend, attend_chunks, fp32=False, page_multiple=256)
+
+
+def _before(window: int | None) -> tuple[int, int]:
+    """Tokens before and behind a token that it sees, -1 for all of them, as the packages take a window."""
+    return (-1 if window is None else window - 1), 0
 
 
 def _paged_triton() -> PagedKernel:

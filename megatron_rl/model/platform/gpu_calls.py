@@ -46,14 +46,28 @@ NCCL = "ProcessGroupNCCL"
 FLASH_ATTN, TRANSFORMER_ENGINE = "flash-attn", "transformer-engine"
 
 GPU_CALLS = (
-    GpuCall(FLASH_ATTN, "flash_attn", "flash_attn_varlen_func", 7, ("causal",)),
-    GpuCall(FLASH_ATTN, "flash_attn", "flash_attn_varlen_func", 7, ("block_table", "causal")),
+    GpuCall(FLASH_ATTN, "flash_attn", "flash_attn_varlen_func", 7, ("causal", "softmax_scale", "window_size")),
+    GpuCall(
+        FLASH_ATTN,
+        "flash_attn",
+        "flash_attn_varlen_func",
+        7,
+        ("block_table", "causal", "return_attn_probs", "softmax_scale", "window_size"),
+    ),
     GpuCall(
         FLASH_ATTN,
         "flash_attn",
         "flash_attn_with_kvcache",
         3,
-        ("block_table", "cache_seqlens", "causal", "num_splits"),
+        (
+            "block_table",
+            "cache_seqlens",
+            "causal",
+            "num_splits",
+            "return_softmax_lse",
+            "softmax_scale",
+            "window_size",
+        ),
     ),
     GpuCall(
         TRANSFORMER_ENGINE,
@@ -67,6 +81,8 @@ GPU_CALLS = (
             "num_attention_heads",
             "num_gqa_groups",
             "qkv_format",
+            "softmax_scale",
+            "window_size",
         ),
     ),
     GpuCall(
@@ -94,9 +110,13 @@ GPU_CALLS = (
         "torch.nn.attention.flex_attention",
         "flex_attention",
         3,
-        ("block_mask", "enable_gqa", "kernel_options"),
+        ("block_mask", "enable_gqa", "kernel_options", "scale"),
     ),
-    GpuCall("torch", "torch.nn.attention.varlen", "varlen_attn", 7, ("enable_gqa", "window_size"), since="2.12"),
+    GpuCall("torch", "torch.nn.attention.flex_attention", "flex_attention", 3, ("return_aux",), since="2.9"),
+    GpuCall("torch", "torch.nn.attention.flex_attention", "AuxRequest", 0, ("lse",), since="2.9"),
+    GpuCall(
+        "torch", "torch.nn.attention.varlen", "varlen_attn", 7, ("enable_gqa", "scale", "window_size"), since="2.12"
+    ),
     GpuCall("torch", "torch.nn.functional", "grouped_mm", 2, ("offs",), since="2.10"),
     GpuCall("torch", "torch.distributed", NCCL, 4, since="2.11"),
     GpuCall("torch", "torch.distributed", f"{NCCL}.Options", since="2.11"),

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm
 from megatron_rl.model.platform.flash_kernels import ChunkAttend, PagedAttend
 from megatron_rl.model.platform.layer_kernels import Slots
 
@@ -41,7 +42,7 @@ class PagedChunks:
 
 
 class PagedAttention(Protocol):
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         """Attend in one layer.
 
         query [rows, heads, head_size], a row for each new token; keys and values of all pages, including the new
@@ -57,7 +58,7 @@ class InPlaceLayout(Protocol):
     def slots(self, layer: int) -> Slots | None:
         """Places of the new tokens in the cache of one layer (from 1); None if `attend` must write them."""
 
-    def attend_written(self, layer: int, query: Tensor) -> Tensor:
+    def attend_written(self, layer: int, query: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         """Attend in one layer after the keys and values were written: as `Layout.attend`."""
 
 
@@ -69,8 +70,8 @@ class KernelAttention:
     longest: int
     splits: int  # parts of the keys that the kernel attends to at the same time
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return self.kernel(query, keys, values, self.table, self.lengths, self.longest, self.splits).flatten(1)
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        return self.kernel(query, keys, values, self.table, self.lengths, self.longest, self.splits, form).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,6 @@ class ChunkAttention:
         most = max(2, int(chunks.new.max())), int(chunks.lengths.max())
         return cls(kernel, on_device(chunks.table), edges(chunks.new), edges(chunks.lengths), most)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         edges = self.query_edges, self.key_edges
-        return self.kernel(query, keys, values, self.table, *edges, *self.most).flatten(1)
+        return self.kernel(query, keys, values, self.table, *edges, *self.most, form).flatten(1)

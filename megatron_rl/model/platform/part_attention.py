@@ -9,10 +9,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_rl.model.platform.attention import PackedSequences
-from megatron_rl.model.platform.dense_attention import LONGEST_MASKED_TREE, FanOut, branches, bucket_length
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, PackedSequences, depths
+from megatron_rl.model.platform.dense_attention import LONGEST_MASKED_TREE, FanOut, attention, branches, bucket_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,15 @@ class QueryBuckets:
     queries: Tensor  # [rows, queries] indices into the part
     keys: Tensor  # [rows, keys] packed tokens
     visible: Tensor  # [rows, 1, queries, keys] keys that each query sees
+    query_depths: Tensor  # [rows, queries] tokens before each in its sequence
+    key_depths: Tensor  # [rows, keys]
+
+    def within(self, window: int | None) -> Tensor:
+        """Restrict `visible` to a window."""
+        if window is None:
+            return self.visible
+        distance = self.query_depths[:, :, None] - self.key_depths[:, None]
+        return self.visible & (distance < window)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +44,17 @@ class PartLayout:
     outputs: Tensor  # [part] index of each token's result in the concatenated bucket outputs
     keys: FanOut  # keys of all buckets: late queries also attend to the keys of early ones
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         sizes = [bucket.keys.numel() for bucket in self.buckets]
         gathered = zip(*(self.keys.gather(x).split(sizes) for x in (key, value)), strict=True)
         parts = []
         for bucket, (k, v) in zip(self.buckets, gathered, strict=True):
-            attended = scaled_dot_product_attention(
+            attended = attention(
                 query.index_select(0, bucket.queries.flatten()).unflatten(0, bucket.queries.shape).transpose(1, 2),
                 k.unflatten(0, bucket.keys.shape).transpose(1, 2),
                 v.unflatten(0, bucket.keys.shape).transpose(1, 2),
-                attn_mask=bucket.visible,
-                enable_gqa=True,
+                bucket.within(form.window),
+                form,
             )
             parts.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
         return torch.cat(parts).index_select(0, self.outputs)
@@ -72,11 +80,12 @@ def part_layout(packed: PackedSequences, part: Tensor, device: torch.device) -> 
     if short:
         sized.append(((max(len(row.queries) for row in short), max(len(row.keys) for row in short)), short))
     buckets, outputs, start = [], torch.empty(len(part), dtype=torch.long), 0
+    depth = torch.from_numpy(depths(packed.subtree_ends.numpy()))
     for (queries, keys), members in sized:
         for number, row in enumerate(members):
             outputs[row.queries] = torch.arange(len(row.queries)) + start + number * queries
         start += queries * len(members)
-        buckets.append(_bucket(members, queries, keys, packed.subtree_ends, part, device))
+        buckets.append(_bucket(members, (queries, keys), (packed.subtree_ends, depth), part, device))
     fan_out = FanOut.of(torch.cat([bucket.keys.flatten() for bucket in buckets]), len(packed.subtree_ends))
     return PartLayout(tuple(buckets), outputs.to(device, non_blocking=True), fan_out)
 
@@ -102,17 +111,29 @@ def query_blocks(subtree_ends: Tensor, first: int, stop: int, part: Tensor) -> I
 
 
 def _bucket(
-    members: list[QueryBlock], queries: int, keys: int, subtree_ends: Tensor, part: Tensor, device: torch.device
+    members: list[QueryBlock],
+    lengths: tuple[int, int],
+    of_tokens: tuple[Tensor, Tensor],
+    part: Tensor,
+    device: torch.device,
 ) -> QueryBuckets:
-    """Pad blocks with their first query, whose results are not read, and with keys that no query sees."""
-    of_rows = torch.stack([_filled(row.queries, queries, int(row.queries[0])) for row in members])
-    nowhere = len(subtree_ends)
-    of_keys = torch.stack([_filled(row.keys, keys, nowhere) for row in members]).to(device, non_blocking=True)
-    ends = torch.cat((subtree_ends, subtree_ends.new_zeros(1))).to(device, non_blocking=True)
-    at = part[of_rows].to(device, non_blocking=True)[:, :, None]
+    """Pad blocks with their first query, whose results are not read, and with keys that no query sees.
+
+    lengths: queries and keys of a row. of_tokens: end of the subtree and depth of each packed token.
+    """
+    nowhere = len(of_tokens[0])
+    of_rows = torch.stack([_filled(row.queries, lengths[0], int(row.queries[0])) for row in members])
+    of_keys = torch.stack([_filled(row.keys, lengths[1], nowhere) for row in members]).to(device, non_blocking=True)
+    ends, depth = (torch.cat((each, each.new_zeros(1))).to(device, non_blocking=True) for each in of_tokens)
+    places = part[of_rows].to(device, non_blocking=True)
+    at = places[:, :, None]
     visible = (of_keys[:, None] <= at) & (at < ends[of_keys][:, None])
     return QueryBuckets(
-        of_rows.to(device, non_blocking=True), torch.where(of_keys == nowhere, 0, of_keys), visible[:, None]
+        of_rows.to(device, non_blocking=True),
+        torch.where(of_keys == nowhere, 0, of_keys),
+        visible[:, None],
+        depth[places],
+        depth[of_keys],
     )
 
 

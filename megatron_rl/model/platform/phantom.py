@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
@@ -27,10 +27,10 @@ from torch import Tensor, UntypedStorage
 from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module, Parameter
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron_rl.model.platform.attention import widened
 from megatron_rl.model.platform.cpu import CpuDevice, CpuKernels, patched_for
 from megatron_rl.model.platform.cuda import CudaDevice
 from megatron_rl.model.platform.cuda_attention import CudaAttention
@@ -166,22 +166,22 @@ def _non_blocking(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return asked
 
 
-def _attend_in_trees(query: Tensor, key: Tensor, value: Tensor, _mask: BlockMask) -> Tensor:
+def _attend_in_trees(query: Tensor, key: Tensor, value: Tensor, *, return_aux: Any = None, **_: Any) -> Any:
     """FlexAttention with the shapes and the memory of a flash kernel."""
-    attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-    return attended
+    wide = widened(value, key.shape[-1])
+    attended, log_sums, *_rest = torch.ops.aten._scaled_dot_product_flash_attention(query, key, wide)
+    attended = attended[..., : value.shape[-1]]
+    return attended if return_aux is None else (attended, SimpleNamespace(lse=log_sums))
 
 
-def _attend_in_sequences(query: Tensor, key: Tensor, value: Tensor, _cu_seqlens: Tensor, _longest: int) -> Tensor:
+def _attend_in_sequences(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     """A kernel for variable lengths. All such kernels need the same memory."""
     query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
     attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return attended[0].transpose(0, 1)
 
 
-def _attend_in_pages(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _longest: int, _splits: int
-) -> Tensor:
+def _attend_in_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, *_: Any) -> Tensor:
     """A kernel that reads pages: checks dtypes and allocates only its result."""
     assert table.dtype is lengths.dtype is torch.int32
     assert keys.shape == values.shape
@@ -190,7 +190,7 @@ def _attend_in_pages(
 
 
 def _attend_in_chunks(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, of_queries: Tensor, of_keys: Tensor, *_most: int
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, of_queries: Tensor, of_keys: Tensor, *_: Any
 ) -> Tensor:
     assert table.dtype is of_queries.dtype is of_keys.dtype is torch.int32
     assert len(of_queries) == len(of_keys) == len(table) + 1

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm
 from megatron_rl.model.platform.paged_attention import PagedRows
 
 LANES = 16
@@ -44,32 +46,53 @@ class SparseAttention:
     beyond: Tensor  # [seen * page_tokens] minus infinity behind the last token of a sequence, else 0
     products: Tensor  # sparse [queries, tokens of the cache up to the last one seen]; reused by every layer
     gaps: Gaps | None
+    left: Tensor  # [seen, 1] tokens of the sequence from the first one of a page on
+    within: dict[int, Tensor] = field(default_factory=dict)  # `beyond` of layers with this window
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        rows, _, head_size = query.shape
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm = PLAIN) -> Tensor:
+        rows, heads, head_size = query.shape
         dtype = query.dtype
         query, keys, values = (each.reshape(-1, head_size) for each in (query.to(keys.dtype), keys, values))
         keys = keys[: self.products.shape[1]]
-        products = self.products.values().copy_(self.beyond)  # sampled_addmm adds to it
-        torch.sparse.sampled_addmm(self.products, query, keys.t(), alpha=head_size**-0.5, out=self.products)
+        beyond = self.beyond if form.window is None else self._within(form.window)
+        products = self.products.values().copy_(beyond)  # sampled_addmm adds to it
+        torch.sparse.sampled_addmm(self.products, query, keys.t(), alpha=form.factor(head_size), out=self.products)
+        sinks = None if form.sinks is None else form.sinks.float().expand(rows, heads).reshape(-1, 1)
         attended: Tensor = torch.embedding_bag(
             values,
             self.entries,
             self.offsets,
             mode=0,
-            per_sample_weights=self._softmax(products, query.shape[0]),
+            per_sample_weights=self._softmax(products, query.shape[0], sinks),
             include_last_offset=True,
         )[0]
         return attended.view(rows, -1).to(dtype)
 
-    def _softmax(self, products: Tensor, queries: int) -> Tensor:
-        """Softmax within each query, [seen * page_tokens] -> the same."""
+    def _within(self, window: int) -> Tensor:
+        """`beyond`, and minus infinity before the last `window` tokens of a sequence too."""
+        if window not in self.within:
+            within = torch.arange(len(self.beyond) // len(self.left), dtype=self.left.dtype)
+            before = (self.left - within > window).flatten()
+            self.within[window] = self.beyond.masked_fill(before, -torch.inf)
+        return self.within[window]
+
+    def _softmax(self, products: Tensor, queries: int, sinks: Tensor | None) -> Tensor:
+        """Softmax within each query and beside its sink, [seen * page_tokens] -> the same. sinks: [queries, 1]."""
         if self.gaps is None:
-            return products.view(queries, -1).softmax(-1).view(-1)
+            return _beside(products.view(queries, -1), sinks).reshape(-1)
         scores = self.gaps.scores
         scores.index_copy_(0, self.gaps.targets, products.view(-1, scores.shape[1]))
-        weights = scores.view(queries, -1).softmax(-1).view_as(scores)
+        weights = _beside(scores.view(queries, -1), sinks).reshape(scores.shape)
         return weights.index_select(0, self.gaps.targets).view(-1)
+
+
+def _beside(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of each row beside its sink, [rows, columns], [rows, 1] -> [rows, columns]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    # A full vector before the scores keeps the order of their sum.
+    first = pad(sinks, (0, LANES - 1), value=-torch.inf)
+    return torch.cat((first, scores), dim=-1).softmax(-1)[:, LANES:]
 
 
 def sparse_attention(rows: PagedRows) -> SparseAttention:
@@ -102,7 +125,7 @@ def sparse_attention(rows: PagedRows) -> SparseAttention:
     if pages.min() < room:
         scores = torch.full((len(of_query) * room, tokens), -torch.inf)
         gaps = Gaps(torch.from_numpy(query.astype(np.int64) * room + number), scores)
-    return SparseAttention(of, at, beyond, products, gaps)
+    return SparseAttention(of, at, beyond, products, gaps, torch.from_numpy(left[:, None]))
 
 
 @cache

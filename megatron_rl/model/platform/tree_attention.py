@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_rl.model.platform.attention import PackedSequences
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, PackedSequences, depths
 
 BLOCK = 128
 FEWEST_TOKENS = BLOCK + 1
@@ -31,9 +32,10 @@ FP32_BLOCKS = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 16, "fwd_num_stages": 1}
 """Options of the forward kernel in fp32. With torch's own, from heads of 64 on, ptxas gives a thread of an H100 only 32
 registers, and keeps the rest, up to 11 KB, in memory."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
-"""query [1, heads, queries, head_size], key and value [1, kv_heads, tokens, head_size], mask of blocks
--> [1, heads, queries, head_size]."""
+Attend = Callable[..., Any]
+"""`flex_attention` by its own parameters: query [1, heads, queries, head_size], key [1, kv_heads, tokens, head_size],
+value [1, kv_heads, tokens, value_size], block_mask, scale, enable_gqa -> [1, heads, queries, value_size]; with
+return_aux also the logarithms of the sums of the softmax, [1, heads, queries], which have gradients too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,14 @@ class Blocks:
     wholly: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, subtree_ends: NDArray[np.int32], queries: NDArray[np.int64] | None = None) -> Blocks:
+    def of(
+        cls, subtree_ends: NDArray[np.int32], queries: NDArray[np.int64] | None = None, window: int | None = None
+    ) -> Blocks:
         """
         Args:
             subtree_ends: see `PackedSequences`.
             queries: tokens that attend, ascending; all if None. Pairs in the gaps of a block count as partly seen.
+            window: see `AttentionForm`.
         """
         tokens = len(subtree_ends)
         if queries is None:
@@ -66,6 +71,14 @@ class Blocks:
         seen = (keys <= last_query) & (last_ends > first_query)
         full = (rows + BLOCK <= len(queries))[:, None] & (keys + BLOCK <= tokens)
         wholly = full & (keys + BLOCK - 1 <= first_query) & (first_ends > last_query)
+        if window is not None:
+            # The distance of a query and a key that it sees is the difference of their depths. So a block is seen only
+            # if its shallowest query and its deepest key are close enough, and wholly if even its deepest query and its
+            # shallowest key are.
+            depth = depths(subtree_ends)
+            shallowest, deepest = (of.reduceat(depth[queries], rows)[:, None] for of in (np.minimum, np.maximum))
+            seen &= shallowest - np.maximum.reduceat(depth, keys) < window
+            wholly &= deepest - np.minimum.reduceat(depth, keys) < window
         return cls(seen & ~wholly, wholly)
 
     @property
@@ -77,30 +90,38 @@ class Blocks:
 class TreeLayout:
     kernel: Attend
     mask: BlockMask
+    mask_within: Callable[[int], BlockMask]  # mask of layers with this window
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         queries = len(query)
         value = value.contiguous()  # as in `VarlenLayout.attend`
         query, key, value = (_padded(each).transpose(0, 1)[None] for each in (query, key, value))
-        attended = self.kernel(query, key, value, self.mask)
+        mask = self.mask if form.window is None else self.mask_within(form.window)
+        attend = partial(self.kernel, query, key, value, block_mask=mask, scale=form.scale, enable_gqa=True)
+        if form.sinks is None:
+            attended = attend()
+        else:
+            from torch.nn.attention.flex_attention import AuxRequest  # since torch 2.9
+
+            without, aux = attend(return_aux=AuxRequest(lse=True))
+            attended = form.left(without, aux.lse)
         return attended[0].transpose(0, 1)[:queries].flatten(1)
 
 
-def compiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+def compiled_attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
     """Attend by FlexAttention's compiled kernel; uncompiled it would store all scores. Its precision in fp32 is that of
     `torch.set_float32_matmul_precision`."""
     config = torch._dynamo.config
     if config.recompile_limit < MOST_KERNELS:  # at each call, because newer releases keep it separately for each thread
         config.recompile_limit = MOST_KERNELS
     options = FP32_BLOCKS if query.dtype is torch.float32 else None
-    attended: Tensor = _compiled()(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=options)
-    return attended
+    return _compiled()(query, key, value, kernel_options=options, **given)
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
+def _compiled() -> Callable[..., Any]:
     # dynamic: for any number of tokens. fullgraph: raise instead of attending uncompiled.
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     return compiled
 
 
@@ -111,21 +132,34 @@ def tree_layout(
     queries = torch.arange(len(packed.subtree_ends)) if part is None else part
     # Padding: queries see what the last one sees, and nothing sees keys with end 0.
     queries = torch.cat((queries, queries[-1:].expand(max(0, FEWEST_TOKENS - len(queries)))))
-    subtree_ends = _padded(packed.subtree_ends)
-    blocks = Blocks.of(subtree_ends.numpy(), queries.numpy())
+    mask = partial(_mask, _padded(packed.subtree_ends), queries, device)
+    return TreeLayout(kernel, mask(), cache(mask))
+
+
+def _mask(subtree_ends: Tensor, queries: Tensor, device: torch.device, window: int | None = None) -> BlockMask:
+    blocks = Blocks.of(subtree_ends.numpy(), queries.numpy(), window)
     ends, at = (each.to(device, non_blocking=True) for each in (subtree_ends, queries))
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= at[query]) & (at[query] < ends[key])
 
+    seen = sees
+    if window is not None:
+        of_tokens = torch.from_numpy(depths(subtree_ends.numpy()))
+        depth, beyond = (each.to(device, non_blocking=True) for each in (of_tokens, of_tokens[queries] - window))
+
+        # By tensors alone: torch would compile another kernel for each number.
+        def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= at[query]) & (at[query] < ends[key]) & (beyond[query] < depth[key])
+
     mask = BlockMask.from_kv_blocks(
         *_in_order(blocks.partly),
         *_in_order(blocks.wholly),
         BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
+        mask_mod=seen,
         seq_lengths=(len(queries), len(ends)),
     )
-    return TreeLayout(kernel, mask.to(device))
+    return mask.to(device)
 
 
 def _padded(tokens: Tensor) -> Tensor:

@@ -7,10 +7,14 @@ keys, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding), and a seco
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_rl.model.platform.attention import AttentionForm
 
 SMALLEST_SIDE = 16
 """Least rows and columns of a product on tensor cores."""
@@ -23,18 +27,19 @@ MOST_KEYS = 128
 SINGLE_STAGES = 5
 """Stages of the loop over the keys in decoding: two blocks are on their way while a third is attended to. With Triton's
 default of three it is one."""
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["table_width"])  # it differs between prefills, which then share one kernel
 def _attend(
-    query, keys, values, table, lengths, query_edges, key_edges, out, parts, weights,
+    query, keys, values, table, lengths, query_edges, key_edges, sinks, out, parts, weights,
     scale, table_width, kv_heads, split_tokens,
-    SINGLE: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    SINGLE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows of the products are pairs of a new token and a query head of the group: all heads of a token, then the next
-    token. SINGLE: each sequence has one new token, and programs divide its keys instead of its new tokens."""
+    token. SINGLE: each sequence has one new token, and programs divide its keys instead of its new tokens. WINDOW:
+    tokens that a token sees, itself included; 0 for all."""
     part, group, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if SINGLE:
         first, new, begin = sequence, 1, 0
@@ -50,6 +55,9 @@ def _attend(
         length = tl.load(key_edges + sequence + 1) - tl.load(key_edges + sequence)
         start = 0
         stop = length - new + tl.minimum(begin + ROWS // GROUP, new)
+    if WINDOW:  # skip blocks of keys that even the first of the new tokens does not see
+        oldest = tl.maximum(length - new + begin + 1 - WINDOW, 0)
+        start = tl.maximum(start, oldest // KEYS * KEYS)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token = begin + row // GROUP
     inside = (token < new) & (row < ROWS // GROUP * GROUP)
@@ -60,6 +68,11 @@ def _attend(
 
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # in the first split alone
+        first_split = (row >= 0) & ((part == 0) | (SPLITS == 1))
+        sink = tl.load(sinks + group * GROUP + row % GROUP, mask=first_split, other=float("-inf"))
+        most = sink.to(tl.float32) * LOG2_E
+        total = tl.where(first_split, 1.0, 0.0)
     attended = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(start, stop, KEYS):
         at = block + tl.arange(0, KEYS)
@@ -70,10 +83,14 @@ def _attend(
         k = tl.load(keys + place[:, None] + column[None, :], mask=of_key, other=0.0)
         v = tl.load(values + place[:, None] + column[None, :], mask=of_key, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        # Each row of a token sees the first key of its first block, so that `most` is a number from then on.
-        scores = tl.where(there[None, :] & (at[None, :] <= last[:, None]), scores, float("-inf"))
+        seen = there[None, :] & (at[None, :] <= last[:, None])
+        if WINDOW:
+            seen = seen & (at[None, :] > last[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
-        shrink, weight = tl.exp2(most - higher), tl.exp2(scores - higher[:, None])
+        # Each row of a token sees the first key of its first block, so that `higher` is a number, except in a window.
+        shift = tl.where(higher == float("-inf"), 0.0, higher) if WINDOW else higher
+        shrink, weight = tl.exp2(most - shift), tl.exp2(scores - shift[:, None])
         total = total * shrink + tl.sum(weight, 1)
         attended = tl.dot(weight.to(v.dtype), v, attended * shrink[:, None], input_precision="ieee")
         most = higher
@@ -103,7 +120,14 @@ def _join(parts, weights, out, SPLITS: tl.constexpr, SIZE: tl.constexpr, PARTS: 
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, longest: int, splits: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    longest: int,
+    splits: int,
+    form: AttentionForm,
 ) -> Tensor:
     """`PagedAttend` of flash_kernels.py."""
     query = query.contiguous()  # queries of layers that also train are slices of a larger tensor
@@ -117,9 +141,9 @@ def attend(
     of_tile = _tile(keys, heads // kv_heads, SMALLEST_SIDE)
     split_tokens = triton.cdiv(triton.cdiv(longest, splits), of_tile["KEYS"]) * of_tile["KEYS"]
     _attend[(splits, kv_heads, rows)](
-        *_checked(query, keys, values, table), lengths, lengths, lengths, out, parts, weights,
-        LOG2_E * size**-0.5, table.shape[1], kv_heads, split_tokens,
-        SINGLE=True, SPLITS=splits, num_stages=SINGLE_STAGES, **of_tile,
+        *_checked(query, keys, values, table), lengths, lengths, lengths, _sinks(form, query), out, parts, weights,
+        LOG2_E.value * form.factor(size), table.shape[1], kv_heads, split_tokens,
+        SINGLE=True, SPLITS=splits, num_stages=SINGLE_STAGES, **_constants(form), **of_tile,
     )  # fmt: skip
     if splits > 1:
         size_of = {"SIZE": size, "COLUMNS": of_tile["COLUMNS"]}
@@ -136,6 +160,7 @@ def attend_chunks(
     key_edges: Tensor,
     most_queries: int,
     _most_keys: int,
+    form: AttentionForm,
 ) -> Tensor:
     """`ChunkAttend` of flash_kernels.py."""
     query = query.contiguous()  # as in `attend`
@@ -145,11 +170,19 @@ def attend_chunks(
     of_tile = _tile(keys, heads // kv_heads, SMALLEST_SIDE if query.dtype is torch.float32 else CHUNK_ROWS)
     blocks = triton.cdiv(most_queries, of_tile["ROWS"] // of_tile["GROUP"])
     _attend[(blocks, kv_heads, len(table))](
-        *_checked(query, keys, values, table), key_edges, query_edges, key_edges, out, out, key_edges,
-        LOG2_E * query.shape[2] ** -0.5, table.shape[1], kv_heads, 0,
-        SINGLE=False, SPLITS=1, **of_tile,
+        *_checked(query, keys, values, table), key_edges, query_edges, key_edges, _sinks(form, query), out, out,
+        key_edges, LOG2_E.value * form.factor(query.shape[2]), table.shape[1], kv_heads, 0,
+        SINGLE=False, SPLITS=1, **_constants(form), **of_tile,
     )  # fmt: skip
     return out
+
+
+def _sinks(form: AttentionForm, unused: Tensor) -> Tensor:
+    return unused if form.sinks is None else form.sinks
+
+
+def _constants(form: AttentionForm) -> dict[str, Any]:
+    return {"WINDOW": form.window or 0, "SINKS": form.sinks is not None}
 
 
 def _checked(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

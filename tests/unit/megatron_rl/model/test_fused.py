@@ -94,6 +94,7 @@ def test_new_weights_are_used(platform: Any, groups: Any) -> None:
     [
         ({}, None),
         ({"lora": LoraConfig(rank=2)}, "the model has adapters"),
+        ({"attention_sinks": True}, "the model has attention_sinks"),
         ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}, "the model has experts"),
     ],
 )
@@ -101,7 +102,7 @@ def test_other_layers_generate_as_they_train(
     platform: Any, groups: Any, changes: dict[str, Any], why: str | None
 ) -> None:
     policy = tiny_policy(fusing(TorchKernels("a test")), tiny_model(**changes))
-    assert why_not_fused(policy) == why
+    assert why_not_fused(policy, policy.model_config) == why
     assert (policy.frozen() is None) == (why is not None)
 
 

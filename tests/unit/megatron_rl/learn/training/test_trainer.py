@@ -572,7 +572,7 @@ def test_micro_batches_are_larger_if_attention_gathers_nothing(platform: Any) ->
     batch = training_batch_of([TrajectoryGroup(0, Problem("", {}), trajectories, {})], config)
 
     def microbatches(*, gathers: bool) -> int:
-        kernels: Any = SimpleNamespace(gathers_branches=lambda dtype, in_parts: gathers)
+        kernels: Any = SimpleNamespace(gathers_branches=lambda dtype, in_parts, sinks: gathers)
         return len(update_part(batch, range(64), config, kernels).bins)
 
     assert microbatches(gathers=False) == 1 < microbatches(gathers=True)

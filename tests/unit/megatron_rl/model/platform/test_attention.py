@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
+from attention_formula import by_definition, forms, seen_in_trees
 from core_helpers import CPU, tiny_policy
 from examples import examples
 from hypothesis import given
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.model.platform import dense_attention
-from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, PackedSequences, depths, whole_sequences
 from megatron_rl.model.platform.dense_attention import LONGEST_MASKED_TREE, branches, bucket_length, dense_layout
 from megatron_rl.model.platform.phantom import ACCELERATOR, PhantomKernels
 
@@ -23,38 +23,32 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
 
 
-def side_by_side(lengths: list[int]) -> list[range]:
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+def random_qkv(tokens: int, value_size: int = HEAD_SIZE) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (HEADS, HEAD_SIZE), (KV_HEADS, HEAD_SIZE), (KV_HEADS, value_size)
+    return [torch.randn(tokens, *shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
-def random_qkv(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(  # type: ignore[return-value]
-        torch.randn(tokens, heads, HEAD_SIZE, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-
-
-def by_definition(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal softmax attention of one sequence, query head by query head."""
-    out = []
-    for head in range(HEADS):
-        kv = head // (HEADS // KV_HEADS)
-        scores = query[:, head] @ key[:, kv].T / math.sqrt(HEAD_SIZE)
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
-        out.append(scores.softmax(-1) @ value[:, kv])
-    return torch.cat(out, dim=1)
+def compare(layout: Layout, packed: PackedSequences, form: AttentionForm = PLAIN, value_size: int = HEAD_SIZE) -> None:
+    """Compare results and gradients, those of the sinks included, with the formula."""
+    inputs = random_qkv(len(packed.subtree_ends), value_size)
+    if form.sinks is not None:
+        form.sinks.requires_grad_()
+    expected = by_definition(*inputs, seen_in_trees(packed), form)
+    found = layout.attend(1, *inputs, form)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    inputs += [] if form.sinks is None else [form.sinks]
+    of_result = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (torch.autograd.grad(each, inputs, of_result.to(each.dtype)) for each in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @examples(30)
-@given(LENGTHS)
-def test_every_sequence_attends_as_if_alone(lengths: list[int]) -> None:
-    sequences = side_by_side(lengths)
-    query, key, value = random_qkv(sum(lengths))
-    out = dense_layout(whole_sequences(lengths), CPU).attend(1, query, key, value)
-    for sequence in sequences:
-        part = slice(sequence.start, sequence.stop)
-        torch.testing.assert_close(out[part], by_definition(query[part], key[part], value[part]), rtol=1e-5, atol=1e-5)
+@given(LENGTHS, forms(HEADS))
+def test_every_sequence_attends_as_if_alone(lengths: list[int], form: AttentionForm) -> None:
+    packed = whole_sequences(lengths)
+    compare(dense_layout(packed, CPU), packed, form)
 
 
 FEW_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
@@ -66,21 +60,21 @@ FEW_TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
     prompt=st.lists(st.integers(3, 9), min_size=1, max_size=20),
     answers=st.lists(FEW_TOKENS, min_size=1, max_size=6),
     longest_masked_tree=st.sampled_from([0, LONGEST_MASKED_TREE]),
+    form=forms(HEADS),
+    value_size=st.sampled_from([HEAD_SIZE, 3]),
 )
 def test_shared_tokens_serve_every_branch(
-    prompt: list[int], answers: list[list[int]], longest_masked_tree: int
+    prompt: list[int], answers: list[list[int]], longest_masked_tree: int, form: AttentionForm, value_size: int
 ) -> None:
     """Each token sees the tokens it continues as if its sequence stood alone, under a mask or branch by branch."""
     rows = [prompt + answer for answer in answers]
     (micro,) = pack(rows, [[False] * len(prompt) + [True] * len(answer) for answer in answers], range(len(rows)), 10**6)
-    query, key, value = random_qkv(len(micro.tokens))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense_attention, "LONGEST_MASKED_TREE", longest_masked_tree)
-        out = dense_layout(micro, CPU).attend(1, query, key, value)
+        compare(dense_layout(micro, CPU), micro, form, value_size)
+    assert depths(micro.subtree_ends.numpy()).tolist() == micro.positions.tolist()
     found = branches(micro.subtree_ends, 0, len(micro.tokens))
     for places in found:
-        expected = by_definition(query[places], key[places], value[places])
-        torch.testing.assert_close(out[places], expected, rtol=1e-5, atol=1e-5)
         assert micro.positions[places].tolist() == list(range(len(places)))
     prefixes = {tuple(micro.tokens[places].tolist()) for places in found}
     assert all(any(prefix[: len(row) - 1] == tuple(row[:-1]) for prefix in prefixes) for row in rows)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_formula import by_definition, forms, seen_in_trees
 from examples import examples
 from flash_attn_stand_in import FLASH_ATTN, package
 from hypothesis import given
@@ -21,7 +22,7 @@ from torch.nn.attention import flex_attention as flex
 
 from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.model.platform import tree_attention
-from megatron_rl.model.platform.attention import PackedSequences, whole_sequences
+from megatron_rl.model.platform.attention import AttentionForm, PackedSequences, whole_sequences
 from megatron_rl.model.platform.cuda_attention import CudaAttention, VarlenLayout, tree_is_faster, varlen_layout
 from megatron_rl.model.platform.flash_kernels import VarlenKernel, find_varlen_kernel
 from megatron_rl.model.platform.phantom import PhantomDevice
@@ -38,32 +39,23 @@ def random_qkv(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     ]
 
 
-def by_definition(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Softmax attention in float64, of query i to the keys that row i of `visible` names. [tokens, heads * size]"""
-    q, k, v = query.double(), *(each.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD_SIZE**0.5
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+@pytest.fixture
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch's uncompiled FlexAttention compute gradients on a CPU, where its own check refuses them."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
-def seen_in_trees(packed: PackedSequences) -> Tensor:
-    places = torch.arange(len(packed.subtree_ends))
-    return (places <= places[:, None]) & (places[:, None] < packed.subtree_ends)
-
-
-def not_compiled(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask) -> Tensor:
-    attended: Tensor = flex.flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
-    return attended
-
-
-def causal_in_sequences(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+def causal_in_sequences(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, form: AttentionForm
+) -> Tensor:
     """Reference result of every kernel for variable lengths."""
     assert cu_seqlens.dtype is torch.int32
     edges = cu_seqlens.tolist()
     assert (edges[-1], longest) == (len(query), max(stop - first for first, stop in pairwise(edges)))
     sequence = torch.arange(len(edges) - 1).repeat_interleave(cu_seqlens.diff())
     visible = (sequence == sequence[:, None]) & torch.ones(len(query), len(query)).tril().bool()
-    return by_definition(query, key, value, visible).view(query.shape).to(query.dtype)
+    return by_definition(query, key, value, visible, form).view(query.shape).to(query.dtype)
 
 
 def answers_to(prompt: list[int], answers: list[list[int]]) -> MicroBatch:
@@ -81,11 +73,12 @@ TREES = st.builds(
 
 
 @examples(20)
-@given(TREES)
-def test_each_branch_is_a_sequence_of_the_flash_kernel(micro: MicroBatch) -> None:
+@given(TREES, forms(HEADS, sinks=False), st.sampled_from([HEAD_SIZE, 10]))
+def test_each_branch_is_a_sequence_of_the_flash_kernel(micro: MicroBatch, form: AttentionForm, value_size: int) -> None:
     query, key, value = random_qkv(len(micro.tokens))
-    attended = varlen_layout(micro, CPU, causal_in_sequences).attend(1, query, key, value)
-    torch.testing.assert_close(attended.double(), by_definition(query, key, value, seen_in_trees(micro)))
+    value = value[..., :value_size]
+    attended = varlen_layout(micro, CPU, causal_in_sequences).attend(1, query, key, value, form)
+    torch.testing.assert_close(attended.double(), by_definition(query, key, value, seen_in_trees(micro), form))
 
 
 def test_sequences_without_sharing_are_not_gathered() -> None:
@@ -196,13 +189,10 @@ def test_trees_attend_in_place_with_a_kernel_that_is_not_compiled_for_each() -> 
     counter = CompileCounter()
     compiled = torch.compile(flex.flex_attention, dynamic=True, backend=counter)
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask) -> Tensor:
-        return compiled(query, key, value, block_mask=mask, enable_gqa=True)
-
     trees = [answers_to([7] * 100, [[number] * 30 for number in range(answers)]) for answers in (3, 1, 6, 9, 4)]
     for packed in (whole_sequences([1]), *trees, whole_sequences([3, 4])):
         query, key, value = random_qkv(len(packed.subtree_ends))
-        attended = tree_layout(packed, CPU, kernel).attend(1, query, key, value)
+        attended = tree_layout(packed, CPU, compiled).attend(1, query, key, value)
         expected = by_definition(query, key, value, seen_in_trees(packed)).float()
         torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
     assert counter.frame_count == 2
@@ -227,7 +217,7 @@ def test_a_part_of_the_tokens_attends_to_all_that_it_sees_of_trees_cut_anywhere(
     tokens = len(micro.tokens)
     part = torch.cat([torch.arange(first, min(first + 97, tokens)) for first in range(20, tokens, 230)])
     query, key, value = random_qkv(tokens)
-    layout = CudaAttention(None, not_compiled).layout(micro, CPU, torch.bfloat16, part)
+    layout = CudaAttention(None, flex.flex_attention).layout(micro, CPU, torch.bfloat16, part)
     attended = layout.attend(1, query[part], key, value)
     expected = by_definition(query[part], key, value, seen_in_trees(micro)[part])
     torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
@@ -236,21 +226,52 @@ def test_a_part_of_the_tokens_attends_to_all_that_it_sees_of_trees_cut_anywhere(
     assert computed < layout.mask.kv_num_blocks.numel() * -(-tokens // 128)  # blocks that nothing sees are skipped
 
 
-def test_flex_gradients_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses torch's uncompiled FlexAttention, which works on a CPU only if its check is skipped."""
-    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-    def kernel(query: Tensor, key: Tensor, value: Tensor, mask: flex.BlockMask) -> Tensor:
-        return flex.flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
-
+@pytest.mark.usefixtures("not_compiled")
+@pytest.mark.parametrize(("window", "scale", "value_size"), [(None, None, HEAD_SIZE), (40, 0.3, 10)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_flex_gradients_are_those_of_the_formula(
+    window: int | None, scale: float | None, value_size: int, sinks: bool
+) -> None:
+    """Gradients of sinks are exact, which takes those of the kernel's logarithms of sums."""
     micro = answers_to([7] * 60, [[number] * 30 for number in range(4)])
-    qkv = [each.requires_grad_() for each in random_qkv(len(micro.tokens))]
-    expected = by_definition(*qkv, seen_in_trees(micro))
+    inputs = [each.requires_grad_() for each in random_qkv(len(micro.tokens))]
+    query, key, value = inputs
+    form = AttentionForm(window, scale, torch.linspace(-1, 2, HEADS, requires_grad=True) if sinks else None)
+    inputs += [] if form.sinks is None else [form.sinks]
+    expected = by_definition(query, key, value[..., :value_size], seen_in_trees(micro), form)
     of_result = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    theirs = torch.autograd.grad(expected, qkv, of_result.double())
-    attended = tree_layout(micro, CPU, kernel).attend(1, *qkv)
-    torch.testing.assert_close(torch.autograd.grad(attended, qkv, of_result), theirs)
+    theirs = torch.autograd.grad(expected, inputs, of_result.double())
+    attended = tree_layout(micro, CPU, flex.flex_attention).attend(1, query, key, value[..., :value_size], form)
+    torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(attended, inputs, of_result), theirs)
+
+
+@pytest.mark.parametrize("part", [None, torch.arange(150, 500)])
+@pytest.mark.parametrize("window", [1, 128, 200, 10**6])
+def test_a_window_skips_blocks_that_nothing_in_it_sees(window: int, part: Tensor | None) -> None:
+    """No block that torch finds token by token is missing. In a sequence there are no others; in a tree a block counts
+    whose shallow queries and deep keys are of different branches."""
+    for packed, exact in (
+        (whole_sequences([700]), True),
+        (answers_to([7] * 250, [[number] * 200 for number in range(3)]), False),
+    ):
+        mask = tree_layout(packed, CPU, part=part).mask_within(window)
+        expected = flex.create_block_mask(mask.mask_mod, None, None, *mask.seq_lengths, device="cpu")
+        found, needed = (each.to_dense() for each in (mask, expected))
+        assert (found >= needed).all()
+        assert not exact or torch.equal(found, needed)
+        wholly, may_be = (whole_blocks(each) for each in (mask, expected))
+        assert (wholly <= may_be).all()
+        assert not exact or torch.equal(wholly, may_be)
+
+
+def whole_blocks(mask: flex.BlockMask) -> Tensor:
+    counts, places = mask.full_kv_num_blocks, mask.full_kv_indices
+    assert counts is not None and places is not None
+    found = torch.zeros(mask.to_dense().shape, dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        found[0, 0, row, places[0, 0, row, :count].long()] = True
+    return found
 
 
 # Which kernel is chosen
@@ -302,6 +323,7 @@ def test_the_kernel_follows_from_type_and_sharing() -> None:
         (False, torch.float32): TreeLayout,
     }
     assert attention.description.startswith("one; pages by ")
+    assert type(attention.layout(alone, CPU, torch.bfloat16, sinks=True)) is TreeLayout
     part = torch.arange(2624)
     assert type(attention.layout(alone, CPU, torch.bfloat16, torch.arange(20))) is TreeLayout
     assert type(attention.layout(shared, CPU, torch.bfloat16, part)) is TreeLayout

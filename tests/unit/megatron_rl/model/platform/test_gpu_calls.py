@@ -18,6 +18,7 @@ from gpu_signatures import SOURCES, calls_of, full_name, recorded, stand_in
 
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before megatron-core itself, as in a rank
 from megatron_rl.model.platform import flash_kernels, gpu_calls, transport
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm
 from megatron_rl.model.platform.gpu_calls import (
     FLASH_ATTN,
     GPU_CALLS,
@@ -135,9 +136,11 @@ def test_the_flash_kernels_call_flash_attn_as_its_release_is_called(installed: A
     signatures = recorded()[FLASH_ATTN, version]
     given: list[dict[str, Any]] = []
 
-    def attend(query: torch.Tensor, *_: Any, **keywords: Any) -> torch.Tensor:
+    def attend(query: torch.Tensor, *_: Any, **keywords: Any) -> Any:
         given.append(keywords)
-        return query
+        if keywords.get("return_softmax_lse"):
+            return query, query[..., 0]
+        return (query, query[..., 0], None) if keywords.get("return_attn_probs") else query
 
     functions = {
         name: stand_in(signatures[f"flash_attn.{name}"], attend)
@@ -146,13 +149,15 @@ def test_the_flash_kernels_call_flash_attn_as_its_release_is_called(installed: A
     installed(FLASH_ATTN, "flash_attn", **functions)
     query, key, value = qkv(3)
     lengths = torch.tensor([3], dtype=torch.int32)
-    assert flash_kernels._flash_attn().attend(query, key, value, lengths, 3) is query
+    form = AttentionForm(window=128, scale=0.1)
+    assert flash_kernels._flash_attn().attend(query, key, value, lengths, 3, form) is query
     paged, pages, table = flash_kernels._paged_flash_attn(), (key[:, None], value[:, None]), lengths[:, None]
-    paged.attend(query, *pages, table, lengths, 3, 16)
-    paged.attend_chunks(query, *pages, table, lengths, lengths, 3, 3)
-    assert given[0] == {"causal": True}
+    paged.attend(query, *pages, table, lengths, 3, 16, PLAIN)
+    paged.attend_chunks(query, *pages, table, lengths, lengths, 3, 3, PLAIN)
+    assert given[0] == {"causal": True, "window_size": (127, 0), "softmax_scale": 0.1}
     assert (given[1]["block_table"] is table, given[1]["num_splits"]) == (True, 16)
-    assert given[2] == {"causal": True, "block_table": table}
+    plain = {"causal": True, "window_size": (-1, 0), "softmax_scale": None}
+    assert given[2] == plain | {"block_table": table, "return_attn_probs": True}
 
 
 @pytest.mark.parametrize("version", [version for name, version in SOURCES if name == TRANSFORMER_ENGINE])
@@ -175,11 +180,12 @@ def test_the_flash_kernels_call_transformer_engine_as_its_release_is_called(inst
     installed(TRANSFORMER_ENGINE, "transformer_engine.pytorch", DotProductAttention=attention)
     query, key, value = qkv(3)
     edges = torch.tensor([0, 3])
-    attended = flash_kernels._transformer_engine().attend(query, key, value, edges, 3)
+    attended = flash_kernels._transformer_engine().attend(query, key, value, edges, 3, AttentionForm(128, 0.1))
     assert attended.shape == query.shape
     # Packed sequences (thd) support only this mask and the one without causality.
     assert (given[0]["qkv_format"], given[0]["attn_mask_type"]) == ("thd", "padding_causal")
     assert (given[0]["num_attention_heads"], given[0]["num_gqa_groups"], given[0]["kv_channels"]) == (4, 2, 16)
+    assert (given[0]["window_size"], given[0]["softmax_scale"]) == ((127, 0), 0.1)
     assert given[1]["cu_seqlens_q"] is given[1]["cu_seqlens_kv"] is edges
     assert (given[1]["max_seqlen_q"], given[1]["max_seqlen_kv"], given[1]["pad_between_seqs"]) == (3, 3, False)
 

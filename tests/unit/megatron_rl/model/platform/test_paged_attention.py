@@ -10,12 +10,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from attention_formula import forms
 from examples import examples
 from flash_attn_stand_in import FLASH_ATTN, splits
 from hypothesis import given
 from hypothesis import strategies as st
 from paged_cases import by_formula, pages_of
 
+from megatron_rl.model.platform.attention import AttentionForm
 from megatron_rl.model.platform.cuda_attention import CudaAttention
 from megatron_rl.model.platform.device import UnsupportedPlatform
 from megatron_rl.model.platform.flash_kernels import PagedKernel, find_paged_kernels
@@ -36,13 +38,16 @@ HEADS, KV_HEADS, HEAD = 4, 2, 8
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
     page_tokens=st.integers(1, 20),
     seed=st.integers(0, 99),
+    form=forms(HEADS),
 )
-def test_each_row_attends_to_its_own_tokens(lengths: list[int], page_tokens: int, seed: int) -> None:
+def test_each_row_attends_to_its_own_tokens(
+    lengths: list[int], page_tokens: int, seed: int, form: AttentionForm
+) -> None:
     query, keys, values, rows = pages_of(lengths, page_tokens, seed)
     attention = sparse_attention(rows)
     attention.attend(*pages_of(lengths, page_tokens, seed + 1)[:3])  # another layer
-    out = attention.attend(query, keys, values)
-    torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows), rtol=1e-5, atol=1e-5)
+    out = attention.attend(query, keys, values, form)
+    torch.testing.assert_close(out.double(), by_formula(query, keys, values, rows, form), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.bits
@@ -51,16 +56,17 @@ def test_each_row_attends_to_its_own_tokens(lengths: list[int], page_tokens: int
     lengths=st.lists(st.integers(1, 300), min_size=2, max_size=12),
     page_tokens=st.sampled_from([7, 16]),
     seed=st.integers(0, 99),
+    form=forms(HEADS),
 )
 def test_on_a_cpu_a_row_is_the_same_bit_for_bit_beside_any_others(
-    lengths: list[int], page_tokens: int, seed: int
+    lengths: list[int], page_tokens: int, seed: int, form: AttentionForm
 ) -> None:
     query, keys, values, rows = pages_of(lengths, page_tokens, seed)
-    together = sparse_attention(rows).attend(query, keys, values)
+    together = sparse_attention(rows).attend(query, keys, values, form)
     for row in range(len(lengths)):
         one = slice(row, row + 1)
         alone = PagedRows(rows.table[one], rows.lengths[one], rows.bounds[one], page_tokens, HEADS, KV_HEADS)
-        assert torch.equal(sparse_attention(alone).attend(query[one], keys, values), together[one])
+        assert torch.equal(sparse_attention(alone).attend(query[one], keys, values, form), together[one])
 
 
 def test_a_gpu_reads_pages_by_a_kernel_that_supports_them() -> None:
@@ -110,11 +116,12 @@ def test_the_number_of_splits_follows_from_the_longest_sequence_of_the_engine(mo
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=6),
     page_tokens=st.integers(1, 20),
     seed=st.integers(0, 99),
+    form=forms(HEADS),
 )
-def test_chunks_attend_to_what_is_before_them_in_pages(
-    lengths: list[tuple[int, int]], page_tokens: int, seed: int
+def test_flash_attns_arguments_say_what_rows_and_chunks_see(
+    lengths: list[tuple[int, int]], page_tokens: int, seed: int, form: AttentionForm
 ) -> None:
-    """Through flash-attn's arguments. Each chunk equals single rows that are one token longer each."""
+    """Each chunk equals single rows that are one token longer each."""
     with mock.patch.dict(sys.modules, FLASH_ATTN):
         kernel = find_paged_kernels()[0]
     new, before = (np.array(each) for each in zip(*lengths, strict=True))
@@ -125,5 +132,8 @@ def test_chunks_attend_to_what_is_before_them_in_pages(
     every = replace(of_sequences, table=table.repeat_interleave(torch.from_numpy(new), 0), lengths=torch.tensor(single))
     chunks = PagedChunks(table.numpy(), new, new + before, page_tokens)
     attention = ChunkAttention.of(chunks, kernel.attend_chunks, torch.device("cpu"))
-    out = attention.attend(query, keys.transpose(1, 2), values.transpose(1, 2))
-    torch.testing.assert_close(out.double(), by_formula(query, keys, values, every), rtol=1e-5, atol=1e-5)
+    expected = by_formula(query, keys, values, every, form)
+    rows = KernelAttention(kernel.attend, every.table, every.lengths.int(), max(single), 1)
+    for paged in (attention, rows):
+        out = paged.attend(query, keys.transpose(1, 2), values.transpose(1, 2), form)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_formula import by_definition, forms, seen_in_trees
 from core_helpers import CPU
 from examples import examples
 from hypothesis import given
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.packing import pack
 from megatron_rl.model.platform import part_attention
-from megatron_rl.model.platform.attention import PackedSequences
+from megatron_rl.model.platform.attention import AttentionForm, PackedSequences
 from megatron_rl.model.platform.dense_attention import LONGEST_MASKED_TREE
 from megatron_rl.model.platform.part_attention import part_layout, query_blocks
 
@@ -27,23 +28,12 @@ TREES = st.lists(
     min_size=1,
     max_size=3,
 )
-PER_HEAD = HEADS // KV_HEADS
 
 
 def qkv(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(tokens, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-
-
-def by_definition(packed: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of all tokens: softmax over the keys k with k <= q < subtree_ends[k]."""
-    places = torch.arange(len(query))
-    sees = (places <= places[:, None]) & (places[:, None] < packed.subtree_ends)
-    key, value = (each.repeat_interleave(PER_HEAD, dim=1) for each in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_SIZE**0.5
-    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
 def trees(drawn: Any) -> PackedSequences:
@@ -54,8 +44,10 @@ def trees(drawn: Any) -> PackedSequences:
 
 
 @examples(30)
-@given(drawn=TREES, longest_masked_tree=st.sampled_from([0, LONGEST_MASKED_TREE]), data=st.data())
-def test_any_part_attends_to_all_that_it_sees(drawn: Any, longest_masked_tree: int, data: Any) -> None:
+@given(drawn=TREES, longest_masked_tree=st.sampled_from([0, LONGEST_MASKED_TREE]), form=forms(HEADS), data=st.data())
+def test_any_part_attends_to_all_that_it_sees(
+    drawn: Any, longest_masked_tree: int, form: AttentionForm, data: Any
+) -> None:
     """Values and gradients agree wherever trees are cut, under a mask or branch by branch."""
     packed = trees(drawn)
     tokens = len(packed.subtree_ends)
@@ -65,8 +57,8 @@ def test_any_part_attends_to_all_that_it_sees(drawn: Any, longest_masked_tree: i
         patch.setattr(part_attention, "LONGEST_MASKED_TREE", longest_masked_tree)
         layout = part_layout(packed, part, CPU)
     query, key, value = inputs
-    found = layout.attend(1, query[part], key, value)
-    expected = by_definition(packed, *inputs)[part]
+    found = layout.attend(1, query[part], key, value, form)
+    expected = by_definition(*inputs, seen_in_trees(packed), form)[part]
     torch.testing.assert_close(found, expected)
     of_result = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ours, theirs = (torch.autograd.grad(each, inputs, of_result) for each in (found, expected))

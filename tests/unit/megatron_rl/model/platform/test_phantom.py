@@ -9,7 +9,7 @@ import torch
 from torch.nn import Linear, Parameter
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.model.platform.attention import whole_sequences
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm, whole_sequences
 from megatron_rl.model.platform.phantom import ACCELERATOR, PhantomCuda, PhantomDevice, PhantomKernels
 
 KIB = 1024
@@ -79,13 +79,15 @@ def test_gradients_and_their_memory_are_those_of_the_cpu(device: PhantomDevice) 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "computed again in the backward pass"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_attention_holds_no_scores(device: PhantomDevice, dtype: torch.dtype, *, again: bool) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_holds_no_scores(device: PhantomDevice, dtype: torch.dtype, *, again: bool, sinks: bool) -> None:
     """A [length, length] matrix would be 8 MiB for each of them."""
 
-    layout = PhantomKernels(device.device).attention_layout(whole_sequences([2048]), dtype)
+    layout = PhantomKernels(device.device).attention_layout(whole_sequences([2048]), dtype, sinks=sinks)
+    form = AttentionForm(window=128, sinks=torch.zeros(2, device=ACCELERATOR)) if sinks else PLAIN
 
     def attend(query: torch.Tensor) -> torch.Tensor:
-        return layout.attend(1, query, query, query)
+        return layout.attend(1, query, query, query, form)
 
     query = Parameter(torch.empty(2048, 2, 16, dtype=dtype, device=ACCELERATOR))
     with device.memory.watched() as peak:

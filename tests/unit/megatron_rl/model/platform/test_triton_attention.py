@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_formula import forms
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from paged_cases import Heads, by_formula, pages_of
 from torch import Tensor
 
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm
 from megatron_rl.model.platform.flash_kernels import PagedKernel, find_paged_kernels
 from megatron_rl.model.platform.paged_attention import ChunkAttention, KernelAttention, PagedChunks, PagedRows
 
@@ -35,10 +37,18 @@ def written(*pages: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.transpose(1, 2).contiguous() for each in pages)
 
 
-def decoded(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, splits: int, longest: int = 0) -> Tensor:
+def decoded(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: PagedRows,
+    splits: int,
+    longest: int = 0,
+    form: AttentionForm = PLAIN,
+) -> Tensor:
     longest = longest or rows.table.shape[1] * rows.page_tokens
     attention = KernelAttention(kernels().attend, rows.table, rows.lengths.int(), longest, splits)
-    return attention.attend(query, *written(keys, values))
+    return attention.attend(query, *written(keys, values), form)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -49,15 +59,17 @@ def decoded(query: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, splits
     splits=st.integers(1, 6),
     heads=HEADS,
     seed=st.integers(0, 99),
+    data=st.data(),
 )
 def test_each_row_attends_to_its_own_tokens(
-    dtype: torch.dtype, lengths: list[int], page_tokens: int, splits: int, heads: Heads, seed: int
+    dtype: torch.dtype, lengths: list[int], page_tokens: int, splits: int, heads: Heads, seed: int, data: Any
 ) -> None:
     *tensors, rows = pages_of(lengths, page_tokens, seed, heads)
     query, keys, values = (each.to(dtype) for each in tensors)
-    attended = decoded(query, keys, values, rows, splits)
+    form = data.draw(forms(heads.queries))
+    attended = decoded(query, keys, values, rows, splits, form=form)
     assert attended.dtype is dtype
-    expected = by_formula(query, keys, values, rows)
+    expected = by_formula(query, keys, values, rows, form)
     torch.testing.assert_close(attended.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
@@ -78,9 +90,10 @@ def test_a_row_is_the_same_bit_for_bit_beside_any_others() -> None:
     page_tokens=st.integers(1, 70),
     heads=HEADS,
     seed=st.integers(0, 99),
+    data=st.data(),
 )
 def test_chunks_attend_to_what_is_before_them(
-    dtype: torch.dtype, sequences: list[tuple[int, int]], page_tokens: int, heads: Heads, seed: int
+    dtype: torch.dtype, sequences: list[tuple[int, int]], page_tokens: int, heads: Heads, seed: int, data: Any
 ) -> None:
     """Each chunk equals single rows that are one token longer each."""
     new, before = (np.array(each) for each in zip(*sequences, strict=True))
@@ -91,8 +104,9 @@ def test_chunks_attend_to_what_is_before_them(
     query, keys, values = (each.to(dtype) for each in (query, keys, values))
     chunks = PagedChunks(rows.table.numpy(), new, new + before, page_tokens)
     attention = ChunkAttention.of(chunks, kernels().attend_chunks, torch.device("cpu"))
-    attended = attention.attend(query, *written(keys, values)).double()
-    expected = by_formula(query, keys, values, of_tokens)
+    form = data.draw(forms(heads.queries))
+    attended = attention.attend(query, *written(keys, values), form).double()
+    expected = by_formula(query, keys, values, of_tokens, form)
     torch.testing.assert_close(attended, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 

@@ -20,9 +20,11 @@ B, F, I = "*bf16", "*fp32", "*i32"
 NORM = {"hidden": B, "other": B, "weight": B, "total": B, "normed": B, "size": "i32", "eps": "fp32"}
 ROTATION = {name: B for name in ("heads", "cosines", "sines", "query_weight", "key_weight", "query", "keys", "values")}
 ROTATION |= {"slots": "*i64", "queries": "i32", "kv_heads": "i32", "size": "i32", "eps": "fp32"}
-ATTENTION = {name: B for name in ("query", "keys", "values", "out")} | {"parts": F, "weights": F, "scale": "fp32"}
+ATTENTION = {name: B for name in ("query", "keys", "values", "sinks", "out")}
+ATTENTION |= {"parts": F, "weights": F, "scale": "fp32"}
 ATTENTION |= {name: I for name in ("table", "lengths", "query_edges", "key_edges")}
 ATTENTION |= {name: "i32" for name in ("table_width", "kv_heads", "split_tokens")}
+PLAIN, GPT_OSS = {"WINDOW": 0, "SINKS": False}, {"WINDOW": 128, "SINKS": True}
 
 def tile(heads, size, rows):
     return attention._tile(torch.empty(1, 256, 1, size, dtype=torch.bfloat16), heads, rows)
@@ -31,9 +33,12 @@ for kernel, parameters, constants, options in (
     (kernels._add_and_norm, NORM, {"ADDS": True, "BLOCK": 8192}, {}),
     (kernels._swiglu, {"gate_and_value": B, "out": B, "size": "i32"}, {"BLOCK": kernels.ACTIVATED}, {}),
     (kernels._rotate, ROTATION, {"NORMS": True, "SLOTS": True, "BLOCK": 128}, {}),
-    (attention._attend, ATTENTION, {"SINGLE": True, "SPLITS": 16} | tile(5, 128, attention.SMALLEST_SIDE),
+    (attention._attend, ATTENTION, {"SINGLE": True, "SPLITS": 16} | PLAIN | tile(5, 128, attention.SMALLEST_SIDE),
      {"num_stages": attention.SINGLE_STAGES}),
-    (attention._attend, ATTENTION, {"SINGLE": False, "SPLITS": 1} | tile(5, 128, attention.CHUNK_ROWS), {}),
+    (attention._attend, ATTENTION, {"SINGLE": False, "SPLITS": 1} | PLAIN | tile(5, 128, attention.CHUNK_ROWS), {}),
+    (attention._attend, ATTENTION, {"SINGLE": True, "SPLITS": 16} | GPT_OSS | tile(8, 64, attention.SMALLEST_SIDE),
+     {"num_stages": attention.SINGLE_STAGES}),
+    (attention._attend, ATTENTION, {"SINGLE": False, "SPLITS": 1} | GPT_OSS | tile(8, 64, attention.CHUNK_ROWS), {}),
     (attention._join, {"parts": F, "weights": F, "out": B},
      {"SPLITS": 13, "SIZE": 128, "PARTS": 16, "COLUMNS": 128}, {}),
 ):
@@ -55,5 +60,5 @@ def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
-    names = ["_add_and_norm", "_swiglu", "_rotate", "_attend", "_attend", "_join"]
+    names = ["_add_and_norm", "_swiglu", "_rotate", *["_attend"] * 4, "_join"]
     assert done.stdout.splitlines() == [f"{name} True True rn" for name in names], done.stderr
