@@ -3,6 +3,7 @@ library takes seconds to import, so only `publish` and `tokenizer` import it."""
 
 from __future__ import annotations
 
+import json
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import yaml
 from checkpoint_helpers import checkpointer, outcome
 from core_helpers import tiny_run
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -48,6 +50,23 @@ STRETCHED = {
     "original_max_position_embeddings": 16,
 }
 EXPERTS = SIZES | {"model_type": "qwen3_moe", "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 16}
+GPT_OSS: dict[str, Any] = SIZES | {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": False, "rms_norm_eps": 1e-5},
     "Qwen2, tied": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -75,6 +94,22 @@ def publish(
     model.save_pretrained(folder, max_shard_size=shard)
     tokenizer().save_pretrained(folder)
     return model
+
+
+def pack_experts(folder: Path) -> None:
+    """Replace the experts of a published gpt-oss of one file by random blocks and scales in MXFP4."""
+    path, draws = folder / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        size = experts, outputs, inputs // 32
+        tensors[f"{name}_blocks"] = torch.randint(256, (*size, 16), generator=draws, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 126, size, generator=draws, dtype=torch.uint8)
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def tokenizer(tokens: int = TOKENS) -> PreTrainedTokenizerFast:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.checkpoint.hf import mxfp4
 from megatron_rl.contract.files import check_regular, names_in, read_bytes
 from megatron_rl.model.hf_mapping import HF_OUTPUT, HfTensor
 from megatron_rl.recipe.hf_config import CONFIG_FILE, PublishedConfig, UnusableWeights, read_hf_config
@@ -20,6 +21,7 @@ from megatron_rl.recipe.hf_config import CONFIG_FILE, PublishedConfig, UnusableW
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the names in safetensors
+PACKED = "U8"  # dtype of quantised weights
 WHOLE_OR_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 """Names of weight files for transformers, which ignores others such as Mistral's consolidated.safetensors."""
 MOST_MAPPED = 2**28  # bytes read before a mapped file is reopened: until then they stay in memory
@@ -43,6 +45,7 @@ class WeightsFolder:
         self.folder = folder
         self.config: PublishedConfig = read_hf_config(folder)
         self.tensors: dict[str, Stored] = {}
+        self._packed: dict[str, Stored] = {}  # blocks and scales of quantised weights
         self._open: tuple[str, Any] | None = None
         self._mapped = 0  # bytes read of the open file
         listed = _listed(folder)
@@ -53,6 +56,31 @@ class WeightsFolder:
         for name, file in listed.items():
             if name not in self.tensors:
                 raise UnusableWeights(f"{folder / INDEX} says that {file} holds {name}, which it does not")
+        self._pair()
+
+    def _pair(self) -> None:
+        """Replace the blocks and scales of quantised weights by what they stand for."""
+        kinds = {name: stored for name, stored in self.tensors.items() if stored.dtype is torch.uint8}
+        quantised = (
+            self.config.quantization is not None and self.config.quantization.get("quant_method") == mxfp4.METHOD
+        )
+        for name in mxfp4.packed_names(kinds) if quantised else ():
+            blocks, scales = (name + part for part in (mxfp4.BLOCKS, mxfp4.SCALES))
+            shape = kinds[blocks].shape
+            if len(shape) != 4 or shape != (*kinds[scales].shape, mxfp4.NUMBERS // 2):
+                raise UnusableWeights(
+                    f"{self.folder}: {blocks} is {list(shape)} and {scales} is {list(kinds[scales].shape)}, "
+                    f"which are not blocks of {mxfp4.NUMBERS} numbers and their scales"
+                )
+            for part in (blocks, scales):
+                self._packed[part] = kinds.pop(part)
+                del self.tensors[part]
+            file = self._packed[blocks].file
+            self.tensors[name] = Stored(file, mxfp4.unpacked_shape(shape), torch.bfloat16)
+        for name, stored in kinds.items():
+            raise UnusableWeights(
+                f"{self.folder / stored.file}: {name} is of type {PACKED}: weights of {', '.join(DTYPES)} can be used"
+            )
 
     def _read_head(self, file: str, listed: Mapping[str, str]) -> None:
         opened = self._file(file)
@@ -61,12 +89,13 @@ class WeightsFolder:
                 where = f"puts it into {listed[name]}" if name in listed else "does not know it"
                 raise UnusableWeights(f"{self.folder / file} holds {name}, but {INDEX} {where}")
             found = opened.get_slice(name)
-            if found.get_dtype() not in DTYPES:
+            if found.get_dtype() not in (*DTYPES, PACKED):
                 raise UnusableWeights(
                     f"{self.folder / file}: {name} is of type {found.get_dtype()}: "
                     f"weights of {', '.join(DTYPES)} can be used"
                 )
-            self.tensors[name] = Stored(file, tuple(found.get_shape()), DTYPES[found.get_dtype()])
+            dtype = DTYPES.get(found.get_dtype(), torch.uint8)
+            self.tensors[name] = Stored(file, tuple(found.get_shape()), dtype)
 
     def check(self, wanted: Iterable[HfTensor], *, tied: bool) -> None:
         """Check that the files hold exactly these tensors, in the shapes that config.json implies.
@@ -95,13 +124,25 @@ class WeightsFolder:
             )
 
     def read(self, name: str, index: tuple[slice, ...] = (slice(None),)) -> Tensor:
-        """Read a piece of a tensor to the CPU, in its stored dtype. It may share the memory of the mapped file.
+        """Read a piece of a tensor to the CPU, in its stored dtype, or in bf16 if it is quantised. It may share the
+        memory of the mapped file.
 
         Raises UnusableWeights if the file can no longer be read.
         """
+        if name + mxfp4.BLOCKS not in self._packed:
+            return self._read(self.tensors[name].file, name, index)
+        shape = self.tensors[name].shape
+        try:
+            return mxfp4.read_unpacked(
+                shape, index, lambda part, box: self._read(self._packed[name + part].file, name + part, box)
+            )
+        except ValueError as error:
+            raise UnusableWeights(f"{self.folder}: {name}{mxfp4.SCALES}: {error}") from error
+
+    def _read(self, file: str, name: str, index: tuple[slice, ...]) -> Tensor:
         if self._mapped > MOST_MAPPED:
             self._open = None
-        piece: Tensor = self._file(self.tensors[name].file).get_slice(name)[index]
+        piece: Tensor = self._file(file).get_slice(name)[index]
         self._mapped += piece.nbytes
         return piece
 
@@ -110,7 +151,7 @@ class WeightsFolder:
         """Hash of config.json and the names, sizes and headers of all files, but not of the weights, which take minutes
         to read. A file in the hub's cache is a link to a file named by its content, and that name counts."""
         content = hashlib.sha256(read_bytes(self.folder / CONFIG_FILE))
-        for file in sorted({stored.file for stored in self.tensors.values()}):
+        for file in sorted({stored.file for stored in (*self.tensors.values(), *self._packed.values())}):
             path = (self.folder / file).resolve()
             content.update(f"{file} {path.name} {path.stat().st_size}\n".encode())
         heads = {name: [list(stored.shape), str(stored.dtype)] for name, stored in self.tensors.items()}
