@@ -15,12 +15,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
-from megatron_rl.model.layers import Norm, Rotation
+from megatron_rl.model.layers import Norm
 from megatron_rl.model.lora import effective_weight
 from megatron_rl.model.platform import frozen_linear
 from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.platform.device import Kernels
 from megatron_rl.model.platform.frozen_linear import FrozenLinear, freeze
+from megatron_rl.model.rotation import Rotation
 from megatron_rl.recipe.model import ModelConfig
 
 
@@ -55,17 +56,14 @@ class FrozenPolicy:
     """A copy of the weights. Its results differ from the training forward by rounding."""
 
     @torch.inference_mode()
-    def __init__(self, policy: GPTModel, output: Tensor, rotations: tuple[Tensor, Tensor]) -> None:
-        """
-        output: weight of the output layer, [tokens, hidden]; its dtype is that of the logits.
-        rotations: cosines and sines of all positions, see `Rotation`.
-        """
+    def __init__(self, policy: GPTModel, output: Tensor) -> None:
+        """output: weight of the output layer, [tokens, hidden]; its dtype is that of the logits."""
         attention = policy.decoder.layers[0].self_attention
         self._heads: int = attention.num_attention_heads_per_partition
         self._kv_heads: int = attention.num_query_groups_per_partition
         self._head_size: int = attention.hidden_size_per_attention_head
         self._least: float = policy.config.hidden_size * policy.config.layernorm_epsilon
-        self._rotations = rotations
+        self._rotations = policy.rotations
         self._embedding: Tensor = policy.embedding.word_embeddings.weight.detach()
         self._layers = [self._layer(layer) for layer in policy.decoder.layers]
         self._output_dtype = output.dtype
@@ -98,11 +96,11 @@ class FrozenPolicy:
     def logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
         count = tokens.shape[0]
         filling = -count % self._multiple
-        rotation = Rotation(*(each.index_select(0, positions) for each in self._rotations))
+        rotations = self._rotations.at(positions)
         hidden = self._embedding.index_select(0, pad(tokens, (0, filling)) if filling else tokens)
         for layer in self._layers:
             heads = layer.heads(self._normed(hidden))
-            attended = self._attended(layer, heads[:count] if filling else heads, rotation, layout)
+            attended = self._attended(layer, heads[:count] if filling else heads, rotations.of(layer.number), layout)
             hidden = layer.proj.added(pad(attended, (0, 0, 0, filling)) if filling else attended, hidden)
             normed = self._normed(hidden)
             hidden = layer.out.added(layer.value.multiplied(normed, layer.gate.silu(normed)), hidden)

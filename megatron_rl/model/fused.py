@@ -24,6 +24,7 @@ from megatron_rl.model.layers import Norm
 from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.platform.layer_kernels import LayerKernels, Norms
 from megatron_rl.model.platform.paged_attention import InPlaceLayout
+from megatron_rl.model.rotation import Rotation
 from megatron_rl.recipe.model import ModelConfig
 
 
@@ -35,6 +36,10 @@ def why_not_fused(policy: GPTModel, model: ModelConfig) -> str | None:
         return f"the model has {special}"
     if policy.adapters is not None:
         return "the model has adapters"
+    if policy.rotations.of_sliding is not None:
+        return "layers rotate by different frequencies"
+    if policy.rotations.of_all.cosines.shape[-1] < policy.config.kv_channels:
+        return "the model rotates a part of each head"
     tensor_parallel = policy.pg_collection.tp.size()
     if policy.pg_collection.pp.size() > 1 or policy.config.sequence_parallel:
         return "the engine has the layout of the training"
@@ -59,11 +64,10 @@ class FusedLayer:
 class FusedPolicy:
     """The weights of a policy that `why_not_fused` accepts. They may change in place, and move."""
 
-    def __init__(self, policy: GPTModel, kernels: LayerKernels, rotations: tuple[Tensor, Tensor]) -> None:
-        """rotations: cosines and sines of all positions, see `Rotation`."""
+    def __init__(self, policy: GPTModel, kernels: LayerKernels) -> None:
         self._policy = policy
         self._kernels = kernels
-        self._rotations = rotations
+        self._rotation = policy.rotations.of_all
         self._eps: float = policy.config.layernorm_epsilon
         self._kv_heads: int = policy.decoder.layers[0].self_attention.num_query_groups_per_partition
         self._layers = [_layer(layer, self._eps) for layer in policy.decoder.layers]
@@ -73,10 +77,10 @@ class FusedPolicy:
     def logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
         kernels, eps = self._kernels, self._eps
         hidden = self._policy.embedding(tokens[None], positions[None])[:, 0].contiguous()
-        cosines, sines = (each.index_select(0, positions) for each in self._rotations)
+        rotation = self._rotation.at(positions)
         normed = kernels.norm(hidden, self._layers[0].norm, eps)
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
-            attended = self._attention(layer, normed, cosines, sines, layout)
+            attended = self._attention(layer, normed, rotation, layout)
             hidden, normed = kernels.add_and_norm(hidden, attended, layer.mlp_norm, eps)
             del attended  # else it would stay until the next layer's
             hidden, normed = kernels.add_and_norm(hidden, self._feed_forward(layer, normed), next_norm, eps)
@@ -90,13 +94,13 @@ class FusedPolicy:
             dist.all_reduce(out, group=ranks)
         return out
 
-    def _attention(self, layer: FusedLayer, normed: Tensor, cosines: Tensor, sines: Tensor, layout: Layout) -> Tensor:
-        rotation = cosines, sines, self._kv_heads, layer.head_norms
+    def _attention(self, layer: FusedLayer, normed: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+        turns = rotation.cosines, rotation.sines, self._kv_heads, layer.head_norms
         heads = linear(normed, layer.qkv, layer.qkv_bias)
         if isinstance(layout, InPlaceLayout) and (slots := layout.slots(layer.number)):
-            query, _, _ = self._kernels.rotate(heads, *rotation, slots)
+            query, _, _ = self._kernels.rotate(heads, *turns, slots)
             return self._summed(layout.attend_written(layer.number, query), layer.proj)
-        attended = layout.attend(layer.number, *self._kernels.rotate(heads, *rotation, None))
+        attended = layout.attend(layer.number, *self._kernels.rotate(heads, *turns, None))
         return self._summed(attended, layer.proj)
 
     def _feed_forward(self, layer: FusedLayer, normed: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ cross-attention, offloading and communication that are unused here and took a si
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import AttentionForm, Layout
 from megatron_rl.model.platform.device import Kernels, Linears
 from megatron_rl.model.platform.megatron_patches import patch_router
+from megatron_rl.model.rotation import Rotation, Rotations
 from megatron_rl.recipe.model import ModelConfig, Recompute
 from megatron_rl.recipe.model_parts import LayerType
 
@@ -145,25 +146,6 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # finalize_model_grads
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rotates queries and keys by their positions (RoPE, arXiv 2104.09864), both at once and with the same sines in
-    every layer. megatron-core rotates them one by one and computes the sines each time."""
-
-    cosines: Tensor  # [tokens, 1, head_size]
-    sines: Tensor  # [tokens, 1, head_size], negated in the first half
-
-    def turn(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate both; each [tokens, heads, head_size]."""
-        both = self.turned(torch.cat((query, key), dim=1))
-        query, key = both.split((query.shape[1], key.shape[1]), dim=1)
-        return query, key
-
-    def turned(self, heads: Tensor) -> Tensor:
-        """Rotate [tokens, heads, head_size] -> the same."""
-        return torch.addcmul(heads * self.cosines, heads.roll(heads.shape[-1] // 2, dims=-1), self.sines)
-
-
 class PackedLayer(TransformerLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,13 +159,14 @@ class PackedLayer(TransformerLayer):
             sort_on_device(self.mlp)
 
     def forward(
-        self, hidden_states: Tensor, *, rotary_pos_emb: Rotation, packed_seq_params: Layout, **_: Any
+        self, hidden_states: Tensor, *, rotary_pos_emb: Rotations, packed_seq_params: Layout, **_: Any
     ) -> tuple[Tensor, None]:
         """[tokens, 1, hidden] -> the same, and no context for cross-attention.
 
         megatron-core's TransformerBlock calls its layers with these parameter names.
         """
-        attention = partial(self.self_attention, rotation=rotary_pos_emb, layout=packed_seq_params)
+        rotation = rotary_pos_emb.of(self.layer_number)
+        attention = partial(self.self_attention, rotation=rotation, layout=packed_seq_params)
         hidden_states = hidden_states + self.through(self.input_layernorm, hidden_states, attention)
         return hidden_states + self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward), None
 

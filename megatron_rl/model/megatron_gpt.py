@@ -7,6 +7,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.model.layers import plain_block_spec
 from megatron_rl.model.policy import Policy, transformer_config
+from megatron_rl.model.rotation import frequencies
 from megatron_rl.recipe.model import ModelConfig
 
 
@@ -36,5 +37,5 @@ def megatron_gpt(policy: Policy, model: ModelConfig) -> GPTModel:
         for weight, mine in module._parameters.items():
             if mine is not None:
                 module._parameters[weight] = policy.get_parameter(f"{name}.{weight}")
-    gpt.rotary_pos_emb.inv_freq = policy.rotary_pos_emb.inv_freq  # scaled, if the model's are
+    gpt.rotary_pos_emb.inv_freq = frequencies(model, policy.device)  # scaled, if the model's are
     return gpt.eval()

@@ -20,13 +20,13 @@ from torch.nn.functional import linear, pad
 from megatron_rl.model.experts import GroupedExperts
 from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
-from megatron_rl.model.layers import Rotation, packed_block_spec
+from megatron_rl.model.layers import packed_block_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.device import Device, Kernels
+from megatron_rl.model.rotation import Rotations, rotation_tables
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import ModelConfig, Recompute
-from megatron_rl.recipe.model_parts import RopeScaling
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -63,6 +63,8 @@ class Policy(GPTModel):
     fp32_output: bool
     model_config: ModelConfig
     platform: Device
+    rotations: Rotations
+    """Tables of all positions."""
     vocabulary: int
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
@@ -79,14 +81,13 @@ class Policy(GPTModel):
 
     def frozen(self) -> FrozenPolicy | FusedPolicy | None:
         """Prepare the current weights for a faster `forward` in generation; None without a faster way."""
-        rotations = self._cosines, self._sines
         if freezes(self, self.model_config, self.kernels):
             output = self.output().weight[: self.vocabulary]
-            return FrozenPolicy(self, output.float() if self.fp32_output else output, rotations)
+            return FrozenPolicy(self, output.float() if self.fp32_output else output)
         kernels = self.kernels.layer_kernels
         if kernels is None or why_not_fused(self, self.model_config) is not None:
             return None
-        return FusedPolicy(self, kernels, rotations)
+        return FusedPolicy(self, kernels)
 
     @contextmanager
     def without_fp8(self) -> Iterator[None]:
@@ -132,8 +133,8 @@ class Policy(GPTModel):
             # Make the strides those of a new tensor. megatron-core's embedding is transposed, and torch multiplies such
             # a tensor by a copy of the weight per token if the weight needs no gradient.
             embedded = self.embedding(tokens[None], positions[None])[:, 0].unsqueeze(1)
-        rotation = Rotation(self._cosines[positions], self._sines[positions])
-        output: Tensor = self.decoder(embedded, attention_mask=None, rotary_pos_emb=rotation, packed_seq_params=layout)
+        rotations = self.rotations.at(positions)
+        output: Tensor = self.decoder(embedded, attention_mask=None, rotary_pos_emb=rotations, packed_seq_params=layout)
         self.decoder.set_input_tensor(None)
         return output
 
@@ -198,16 +199,11 @@ class Policy(GPTModel):
         sinks = self.model_config.attention_sinks
         return self.kernels.attention_layout(packed, self.config.params_dtype, part, sinks=sinks)
 
-    def prepare(self, tokens: int, platform: Device) -> None:
-        """Set the platform and the vocabulary size without padding, and tabulate the rotations, [max positions, 1, head
-        size], computed in fp32 and stored in the model's dtype."""
-        self.vocabulary, self.platform, device = tokens, platform, platform.device
+    def prepare(self, model: ModelConfig, tokens: int, platform: Device) -> None:
+        """Set the platform and the vocabulary size without padding, and tabulate the rotations."""
+        self.vocabulary, self.platform = tokens, platform
         self._tensor = self.pg_collection.tp
-        frequencies = self.rotary_pos_emb.inv_freq.float().to(device)
-        angles = torch.outer(torch.arange(self.max_sequence_length, device=device).float(), frequencies)
-        cosines, sines = angles.cos(), angles.sin()
-        self._cosines = torch.cat((cosines, cosines), dim=-1)[:, None].to(self.config.params_dtype)
-        self._sines = torch.cat((-sines, sines), dim=-1)[:, None].to(self.config.params_dtype)
+        self.rotations = rotation_tables(model, self.config.params_dtype, platform.device)
 
 
 def transformer_config(
@@ -256,17 +252,6 @@ def transformer_config(
     )
 
 
-def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale rotary frequencies to more positions than in pretraining, except the fast ones (Llama 3.1, arXiv
-    2407.21783). [head size / 2] -> the same."""
-    turns = (
-        (scaling.original_max_position_embeddings or 0) * frequencies / (2 * torch.pi)
-    )  # over the original positions
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
-
-
 def build_policy(
     model: ModelConfig,
     vocab_size: int,
@@ -313,17 +298,14 @@ def build_policy(
         post_process=groups.pp.rank() == pp - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=model.rope_base,
+        position_embedding_type="none",  # layers rotate by Policy.rotations
         pg_collection=groups,
     )
     policy = platform.build(make, DTYPES[model.dtype])
-    if model.rope_scaling is not None:  # megatron-core supports only a factor
-        policy.rotary_pos_emb.inv_freq = stretched(policy.rotary_pos_emb.inv_freq, model.rope_scaling)
     for module in policy.modules():
         if isinstance(module, GroupedExperts):
             module.put_weights_together()
     policy.adapters = adapters
     policy.fp32_output, policy.model_config = model.fp32_output, model
-    policy.prepare(vocab_size, platform)
+    policy.prepare(model, vocab_size, platform)
     return policy

@@ -269,9 +269,13 @@ class ModelConfig(Section):
                 f"num_attention_heads {self.num_attention_heads} is not divisible by "
                 f"num_query_groups {self.num_query_groups}"
             )
-        if self.head_size % 2:
+        if self.rotated_size % 2:
             origin = "head_dim" if self.head_dim else "hidden_size / num_attention_heads"
-            raise ValueError(f"head size {self.head_size} ({origin}) must be even: rotary positions turn pairs")
+            if self.latent_attention:
+                origin = "qk_rope_head_dim"
+            elif self.partial_rotary_factor != 1:
+                origin = f"{origin} times partial_rotary_factor"
+            raise ValueError(f"head size {self.rotated_size} ({origin}) must be even: rotary positions turn pairs")
         self._experts_fit()
         self._layers_fit()
         if self.init == "checkpoint" and self.checkpoint is None:
@@ -320,6 +324,14 @@ class ModelConfig(Section):
         if self.latent_attention:
             return self.latent_attention.qk_nope_head_dim + self.latent_attention.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotated_size(self) -> int:
+        """Dimensions of a head of queries and keys that are rotated: of latent attention the last ones, otherwise the
+        first."""
+        if self.latent_attention:
+            return self.latent_attention.qk_rope_head_dim
+        return int(self.head_size * self.partial_rotary_factor)
 
     def layer_type(self, number: int) -> LayerType:
         """Attention of a layer, counted from 0."""

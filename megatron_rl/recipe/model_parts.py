@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -46,8 +47,9 @@ class RopeScaling(Section):
     @model_validator(mode="before")
     @classmethod
     def _positions_of_llama(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("type", "llama3") == "llama3":
-            return {"original_max_position_embeddings": 8192} | values
+        key = "original_max_position_embeddings"
+        if isinstance(values, dict) and values.get("type", "llama3") == "llama3" and values.get(key) is None:
+            return values | {key: 8192}
         return values
 
     @model_validator(mode="after")
@@ -57,6 +59,25 @@ class RopeScaling(Section):
                 f"high_freq_factor {self.high_freq_factor} must exceed low_freq_factor {self.low_freq_factor}"
             )
         return self
+
+    @property
+    def cosine_factor(self) -> float:
+        """Factor of cosines and sines, and so, squared, of the scores of rotated dimensions (YaRN, section 3.4)."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of all scores of latent attention, of which `cosine_factor` is only a part (DeepSeek-V3)."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _magnitude(self, coefficient: float) -> float:
+        return 0.1 * coefficient * math.log(self.factor) + 1.0
 
 
 class LatentAttention(Section):

@@ -23,9 +23,7 @@ def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
     queries and keys are normed; Llama without biases; otherwise Qwen2."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
-    if model.rope_scaling is not None:
-        rope |= written_scaling(model.rope_scaling)
+    rope = rope_parameters(model)
     if model.num_experts is not None:
         extra = {
             "model_type": "qwen3_moe",
@@ -63,6 +61,16 @@ def witness(policy: Policy, model: ModelConfig) -> PreTrainedModel:
         for name, weight in theirs.items():
             weight.copy_(ours[name])
     return twin
+
+
+def rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    """Rotary positions of a model in config.json of transformers 5."""
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    if model.partial_rotary_factor != 1:
+        found["partial_rotary_factor"] = model.partial_rotary_factor
+    if model.rope_scaling is not None:
+        found |= written_scaling(model.rope_scaling)
+    return found
 
 
 def in_their_names(policy: Policy, model: ModelConfig, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

