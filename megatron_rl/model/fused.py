@@ -36,10 +36,6 @@ def why_not_fused(policy: GPTModel, model: ModelConfig) -> str | None:
         return f"the model has {special}"
     if policy.adapters is not None:
         return "the model has adapters"
-    if policy.rotations.of_sliding is not None:
-        return "layers rotate by different frequencies"
-    if policy.rotations.of_all.cosines.shape[-1] < policy.config.kv_channels:
-        return "the model rotates a part of each head"
     tensor_parallel = policy.pg_collection.tp.size()
     if policy.pg_collection.pp.size() > 1 or policy.config.sequence_parallel:
         return "the engine has the layout of the training"

@@ -27,6 +27,7 @@ from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.experts import GroupedExperts, experts_one_by_one, group_experts, sort_on_device
+from megatron_rl.model.latent_attention import latent_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import AttentionForm, Layout
 from megatron_rl.model.platform.device import Kernels, Linears
@@ -53,6 +54,9 @@ def packed_block_spec(
     @cache
     def spec(attention: LayerType, has_experts: bool) -> Any:
         made = layer_spec(config, model, attention, has_experts, kernels, adapters)
+        if model.latent_attention:
+            linears = kernels.linears(config) or Linears(ColumnParallelLinear, RowParallelLinear)
+            made.submodules.self_attention = latent_spec(model, linears, adapters, Norm)
         made.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
         return made
 
@@ -150,7 +154,7 @@ class PackedLayer(TransformerLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for norm, linear in (
-            (self.input_layernorm, self.self_attention.linear_qkv),
+            (self.input_layernorm, getattr(self.self_attention, "linear_qkv", None)),
             (self.pre_mlp_layernorm, getattr(self.mlp, "linear_fc1", None)),
         ):
             if not isinstance(norm, Norm):  # a placeholder: the linear computes the norm

@@ -7,6 +7,7 @@ Tensor parallelism sends only the [tokens, modules * rank] product A x between r
 
     column-parallel     A whole on each rank, B by its rows     A x gathered under sequence parallelism
     row-parallel        A by its inputs, B whole on each rank   A x summed over the ranks before B
+    whole               both whole on each rank                 nothing
 
 An expert's dispatcher gathers its inputs and sums its outputs over the ranks itself, so its adapter sends nothing. The
 gradient of a matrix that each rank has whole is a sum over the ranks' tokens or outputs where megatron-core's attribute
@@ -84,8 +85,9 @@ class Adapters:
         prefix = f"decoder.layers.0.{name}"
         if (a := self._of_layer.get(f"{prefix}.{LORA_A}")) is None:
             return base
-        kind = RowAdapter if a.split == 1 else ColumnAdapter
-        parts = Matrices(a, self._of_layer[f"{prefix}.{LORA_B}"], self.lora)
+        b = self._of_layer[f"{prefix}.{LORA_B}"]
+        kind = RowAdapter if a.split == 1 else WholeAdapter if b.split is None else ColumnAdapter
+        parts = Matrices(a, b, self.lora)
         return type(f"Adapted{base.__name__}", (kind, base), {"matrices": parts, "adapters": self})
 
 
@@ -115,8 +117,8 @@ class Adapter:
 
     matrices: ClassVar[Matrices]
     adapters: ClassVar[Adapters]
-    split: ClassVar[str]
-    """Matrix that tensor-parallel ranks split along `axis`; each rank has all of the other one."""
+    split: ClassVar[str | None]
+    """Matrix that tensor-parallel ranks split along `axis`; each rank has all of the other one. None: of both."""
     axis: ClassVar[int]
     exchange: ClassVar[Callable[..., Tensor]]
     """Product A x of this rank's inputs -> of those that B is multiplied with."""
@@ -177,7 +179,7 @@ class Adapter:
         # hash 0..7 and drop the same places. No generator needs to be saved, split or restored. The pass is added to
         # the row and xored into the column, so that two passes do not drop the same pattern, shifted.
         rows, columns = len(inputs), inputs.shape[-1]
-        in_parts = self.sequence_parallel and self.split == LORA_B and not self.explicit_expert_comm
+        in_parts = self.sequence_parallel and self.split != LORA_A and not self.explicit_expert_comm
         first_row = self.tp_group.rank() * rows if in_parts else 0
         first_column, of_pass = self.first_column(inputs), self.of_pass(seed)
         of_rows = mixed(torch.arange(first_row, first_row + rows, device=inputs.device) + of_pass)
@@ -222,6 +224,8 @@ class Adapter:
         """megatron-core's sharded state of the linear, which takes every weight that it does not know for one that each
         tensor-parallel rank has whole."""
         found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        if self.split is None:
+            return found
         key = f"{prefix}{self.split}"
         found[key] = make_tp_sharded_tensor_for_checkpoint(
             getattr(self, self.split),
@@ -246,6 +250,11 @@ class RowAdapter(Adapter):
     split, axis = LORA_A, 1
     exchange = staticmethod(reduce_from_tensor_model_parallel_region)
     exchange_in_parts = staticmethod(reduce_scatter_to_sequence_parallel_region)
+
+
+class WholeAdapter(Adapter):
+    split, axis = None, 0
+    exchange = exchange_in_parts = staticmethod(lambda low, group: low)
 
 
 def mixed(numbers: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def _megatron(asked: Sections) -> Iterator[str]:
         yield "model.num_experts is set, and that engine was not tested with experts"
     if asked.model.special is not None:
         yield f"model.{asked.model.special} is given, and that engine computes layers without it"
-    yield from _beyond_its_rotation(asked.model)
+    if (scaling := asked.model.rope_scaling) is not None and (factor := scaling.cosine_factor) != 1:
+        yield f"model.rope_scaling multiplies cosines and sines by {factor:.4g}, and that engine does not"
     if (beyond := beyond_megatron(asked.sampling)) is not None:
         yield f"that engine does not support {beyond}"
     if asked.page_tokens % 256 > 0:
@@ -59,17 +60,6 @@ def _megatron(asked: Sections) -> Iterator[str]:
         yield f"inference.cache_tokens {inference.cache_tokens} is less than one page of {asked.page_tokens} tokens"
     if inference.max_batch % (tp := _tp(asked)) > 0:
         yield f"inference.max_batch {inference.max_batch} is not a multiple of placement.inference.tp {tp}"
-
-
-def _beyond_its_rotation(model: ModelConfig) -> Iterator[str]:
-    if model.rope_scaling is not None and (factor := model.rope_scaling.cosine_factor) != 1:
-        yield f"model.rope_scaling multiplies cosines and sines by {factor:.4g}, and that engine does not"
-    if model.partial_rotary_factor != 1:
-        yield f"model.partial_rotary_factor is {model.partial_rotary_factor:g}, and that engine rotates whole heads"
-    if model.sliding_rope_base is not None:
-        yield "model.sliding_rope_base is given, and that engine rotates all layers alike"
-    if model.latent_attention is not None:
-        yield "model.latent_attention is given, and that engine has no cache for it"
 
 
 def _vllm(asked: Sections) -> Iterator[str]:

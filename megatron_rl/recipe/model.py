@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -80,7 +80,13 @@ def too_small_head(size: int) -> str | None:
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 """Linears of a feed-forward network, or of each expert, by their names in transformers."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_LINEARS)
-"""Linears of a layer that can have an adapter, by their names in transformers and PEFT."""
+"""Linears of a layer that have an adapter by default, by their names in transformers and PEFT."""
+
+
+def latent_linears(two_of_queries: bool) -> tuple[str, ...]:
+    """Linears of latent attention. two_of_queries: whether queries are computed from a short vector."""
+    queries = ("q_a_proj", "q_b_proj") if two_of_queries else ("q_proj",)
+    return (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
 class LoraConfig(Section):
@@ -93,7 +99,8 @@ class LoraConfig(Section):
     """Numerator of the scale, alpha / rank."""
     targets: list[str] = list(LORA_TARGETS)
     """Linears with an adapter, by their names in transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj. With experts, the last three are those of every expert."""
+    down_proj. With experts, the last three are those of every expert. Latent attention has q_a_proj, q_b_proj (or
+    q_proj alone), kv_a_proj_with_mqa, kv_b_proj and o_proj; default: all of the model."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is set to 0 in the passes of an update. Generation, scoring and the KL penalty
     drop nothing. GRPO then scores each batch before its updates, which costs a forward pass where a step has a single
@@ -102,11 +109,9 @@ class LoraConfig(Section):
     """Rank-stabilised scale (arXiv 2312.03732): alpha / sqrt(rank)."""
 
     @model_validator(mode="after")
-    def _targets_exist(self) -> LoraConfig:
-        if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
-            raise ValueError(f"targets: no linear is called {unknown[0]!r}; there are {', '.join(LORA_TARGETS)}")
+    def _targets_differ(self) -> LoraConfig:
         if len({*self.targets}) < len(self.targets) or not self.targets:
-            raise ValueError(f"targets: name each linear once, and at least one of {', '.join(LORA_TARGETS)}")
+            raise ValueError("targets: name each linear once, and at least one")
         return self
 
     @property
@@ -258,6 +263,16 @@ class ModelConfig(Section):
     supervised: SupervisedConfig = SupervisedConfig()
     """Supervised training before RL (`init: supervised`)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _all_linears(cls, values: Any) -> Any:
+        """Complete `lora.targets` where a model's linears are not those that most models have."""
+        latent, lora = (values.get(key) if isinstance(values, dict) else None for key in ("latent_attention", "lora"))
+        if isinstance(latent, dict) and isinstance(lora, dict) and "targets" not in lora:
+            targets = [*latent_linears(latent.get("q_lora_rank") is not None), *EXPERT_LINEARS]
+            return values | {"lora": lora | {"targets": targets}}
+        return values
+
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelConfig:
         if not (self.head_dim or self.latent_attention) and self.hidden_size % self.num_attention_heads:
@@ -278,6 +293,9 @@ class ModelConfig(Section):
             raise ValueError(f"head size {self.rotated_size} ({origin}) must be even: rotary positions turn pairs")
         self._experts_fit()
         self._layers_fit()
+        linears = self.linear_sizes()
+        if self.lora and (unknown := [name for name in self.lora.targets if name not in linears]):
+            raise ValueError(f"lora.targets: no linear is called {unknown[0]!r}; there are {', '.join(linears)}")
         if self.init == "checkpoint" and self.checkpoint is None:
             raise ValueError("init: checkpoint needs model.checkpoint, the checkpoint directory to start from")
         if self.init == "huggingface" and self.huggingface is None:
@@ -313,6 +331,11 @@ class ModelConfig(Section):
                 raise ValueError(f"{name} belongs to layers of type {kind}: give both or neither")
         if self.latent_attention and kinds - {"full_attention"}:
             raise ValueError("latent_attention needs layers of type full_attention")
+        if self.latent_attention and self.num_query_groups != self.num_attention_heads:
+            raise ValueError(
+                f"num_query_groups {self.num_query_groups} must equal num_attention_heads {self.num_attention_heads}: "
+                "in latent attention, each query head has a key of its own"
+            )
         if self.dense_layers and self.dense_layers >= self.num_layers:
             raise ValueError(
                 f"dense_layers {self.dense_layers} leave no layer with experts: num_layers is {self.num_layers}"
@@ -377,11 +400,19 @@ class ModelConfig(Section):
 
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of each linear of a layer, by its name in transformers; with experts, of one of them."""
-        hidden, query = self.hidden_size, self.num_attention_heads * self.head_size
-        key, ffn = self.num_query_groups * self.head_size, self.expert_ffn_hidden_size or self.ffn_hidden_size
-        sizes = {"q_proj": query, "k_proj": key, "v_proj": key, "gate_proj": ffn, "up_proj": ffn}
-        found = {name: (hidden, outputs) for name, outputs in sizes.items()}
-        return found | {"o_proj": (query, hidden), "down_proj": (ffn, hidden)}
+        hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size or self.ffn_hidden_size
+        feed_forward = {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden)}
+        query, key = self.num_attention_heads * self.head_size, self.num_query_groups * self.head_size
+        if (latent := self.latent_attention) is None:
+            sizes = {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
+            return {**sizes, "o_proj": (query, hidden), **feed_forward}
+        down, values = latent.kv_lora_rank, self.num_attention_heads * latent.v_head_dim
+        sizes = {"q_proj": (hidden, query)}
+        if latent.q_lora_rank is not None:
+            sizes = {"q_a_proj": (hidden, latent.q_lora_rank), "q_b_proj": (latent.q_lora_rank, query)}
+        sizes["kv_a_proj_with_mqa"] = (hidden, down + latent.qk_rope_head_dim)
+        sizes["kv_b_proj"] = (down, self.num_attention_heads * latent.qk_nope_head_dim + values)
+        return {**sizes, "o_proj": (values, hidden), **feed_forward}
 
     def padded_vocab_size(self, tokens: int) -> int:
         """Rows of the padded embedding for a tokenizer with this number of tokens."""

@@ -99,7 +99,6 @@ def test_new_weights_are_used(platform: Any, groups: Any) -> None:
         ({"lora": LoraConfig(rank=2)}, "the model has adapters"),
         ({"attention_sinks": True}, "the model has attention_sinks"),
         ({"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24}, "the model has experts"),
-        ({"partial_rotary_factor": 0.5}, "the model rotates a part of each head"),
     ],
 )
 def test_other_layers_generate_as_they_train(

@@ -19,7 +19,6 @@ from megatron_rl.contract.paths import RunDir
         (["model.dtype=fp32"], "model.dtype is fp32"),
         (["model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_hidden_size=64"], "model.num_experts"),
         (["model.rope_scaling={type: yarn, factor: 4}"], "model.rope_scaling multiplies cosines and sines by 1.139"),
-        (["model.partial_rotary_factor=0.5"], "model.partial_rotary_factor is 0.5"),
         (["sampling.min_p=0.1"], "sampling.min_p"),
         (["sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
         (["sampling.top_k=50", "sampling.top_p=0.9"], "sampling.top_k together with top_p"),
