@@ -14,6 +14,7 @@ reads them in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -26,12 +27,16 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
 
+from megatron_rl.model.activation import gated_activation
 from megatron_rl.model.lora import Adapter, mixed
 from megatron_rl.model.platform.device import Kernels
-from megatron_rl.model.platform.grouped_product import MULTIPLE, grouped_linear, put_in_one_storage
+from megatron_rl.model.platform.grouped_product import MULTIPLE, grouped_linear, put_in_one_storage, rows_of_groups
+from megatron_rl.model.router import ExpertRouter
+from megatron_rl.recipe.model import ModelConfig
 
 
 class Order:
@@ -170,24 +175,65 @@ class GroupedDispatcher(MoEAlltoAllTokenDispatcher):
         return bool(self.ep_size > 1 or self.tp_size > 1)
 
 
-class GroupedExperts(SequentialMLP):
+class Experts(SequentialMLP):
+    """megatron-core's experts, one after the other, with biases that a split of the experts does not multiply."""
+
+    def __init__(
+        self, count: int, config: Any, submodules: Any, pg_collection: Any, *, bias: bool, **others: Any
+    ) -> None:
+        """bias: whether the linears have biases. others: further arguments of megatron-core 0.19."""
+        config = copy(config)
+        config.add_bias_linear = bias
+        super().__init__(count, config, submodules, pg_collection=pg_collection, **others)
+        self.activated = gated_activation(config)
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[rows, hidden], numbers of each expert's rows, [rows] -> [rows, hidden]."""
+        sizes = [len(permuted_probs)] if self.num_local_experts == 1 else tokens_per_expert.tolist()
+        rows, probs = (each.split(sizes) for each in (permuted_local_hidden_states, permuted_probs))
+        return torch.cat([*map(self._expert, self.local_experts, rows, probs)]), None
+
+    def _expert(self, expert: Any, rows: Tensor, probs: Tensor) -> Tensor:
+        gate_and_value, bias = expert.linear_fc1(rows)
+        out, out_bias = expert.linear_fc2(self._weighed(_plus(gate_and_value, bias), probs))
+        return _plus(out, None if out_bias is None else self._share(out_bias, probs))
+
+    def _weighed(self, gate_and_value: Tensor, probs: Tensor) -> Tensor:
+        activated = self.activated(gate_and_value)
+        return (activated * probs[:, None]).to(activated.dtype)
+
+    def _share(self, bias: Tensor, probs: Tensor) -> Tensor:
+        """[hidden] or [rows, hidden] bias of the output, times the weights of the rows: [rows, hidden]. Ranks that
+        split an expert add up their outputs, so each adds its part of the bias, and gets that part of its gradient:
+        `finalize_model_grads` adds them up."""
+        return (bias / self.tp_group.size() * probs[:, None]).to(bias.dtype)
+
+
+def _plus(rows: Tensor, bias: Tensor | None) -> Tensor:
+    return rows if bias is None else rows + bias
+
+
+class GroupedExperts(Experts):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
         """[rows, hidden], `GroupedDispatcher.ends`, [rows] -> [rows, hidden]."""
         ends = tokens_per_expert
-        gate, value = self._product("linear_fc1", permuted_local_hidden_states, ends).chunk(2, dim=-1)
-        activated = silu(gate) * value
-        weighed = (activated * permuted_probs[:, None]).to(activated.dtype)
-        return self._product("linear_fc2", weighed, ends), None
+        gate_and_value, bias = self._product("linear_fc1", permuted_local_hidden_states, ends)
+        out, out_bias = self._product("linear_fc2", self._weighed(_plus(gate_and_value, bias), permuted_probs), ends)
+        return _plus(out, None if out_bias is None else self._share(out_bias, permuted_probs)), None
 
-    def _product(self, linear: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """[rows, inputs] -> [rows, outputs], with the adapters if the linears have some."""
+    def _product(self, linear: str, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[rows, inputs] -> [rows, outputs], with the adapters if the linears have some; and the bias of each row."""
         linears = self._linears(linear)
         product = grouped_linear(rows, ends, [each.weight for each in linears])
         if isinstance(linears[0], Adapter) and linears[0].adapters.on:
-            return product + adapters_product(linears, rows, ends)
-        return product
+            product = product + adapters_product(linears, rows, ends)
+        if linears[0].bias is None:
+            return product, None
+        return product, rows_of_groups(len(rows), ends, [each.bias for each in linears])
 
     def _linears(self, name: str) -> list[Any]:
         return [getattr(expert, name) for expert in reversed(self.local_experts)]
@@ -238,13 +284,22 @@ def experts_one_by_one(kernels: Kernels, dtype: torch.dtype, hidden: int, ffn: i
     return None
 
 
-def group_experts(submodules: MoESubmodules) -> None:
-    """Make the specification of a layer build grouped experts in place of sequential ones."""
-    experts: Any = submodules.experts  # a ModuleSpec in 0.16.1, a partial builder in 0.19
+def build_experts(submodules: MoESubmodules, config: TransformerConfig, model: ModelConfig, kernels: Kernels) -> None:
+    """Make the specification of a layer build the model's router and experts in place of megatron-core's."""
+    submodules.router = partial(ExpertRouter, rule=model.router, rate=model.router_bias_update_rate)
+    ffn = (config.moe_ffn_hidden_size or 0) // config.expert_tensor_parallel_size
+    why_not = experts_one_by_one(kernels, config.params_dtype, config.hidden_size, ffn)
+    kind = GroupedExperts if why_not is None else Experts
+    experts: Any = submodules.experts
     if isinstance(experts, partial):
-        submodules.experts = partial(GroupedExperts, *experts.args, **experts.keywords)
+        submodules.experts = partial(kind, *experts.args, **experts.keywords, bias=model.expert_bias)
     else:
-        experts.module = GroupedExperts
+        experts.module, experts.params = kind, {"bias": model.expert_bias}
+
+
+def submodules_of(part: Any) -> Any:
+    """Submodules of a part of a layer, which is a ModuleSpec in 0.16.1 and a partial builder in 0.19.2."""
+    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 def sort_on_device(mlp: MoELayer) -> None:

@@ -23,10 +23,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.model.experts import GroupedExperts, experts_one_by_one, group_experts, sort_on_device
+from megatron_rl.model.activation import gated_activation
+from megatron_rl.model.experts import GroupedExperts, build_experts, sort_on_device, submodules_of
 from megatron_rl.model.latent_attention import latent_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import AttentionForm, Layout
@@ -57,6 +58,8 @@ def packed_block_spec(
         if model.latent_attention:
             linears = kernels.linears(config) or Linears(ColumnParallelLinear, RowParallelLinear)
             made.submodules.self_attention = latent_spec(model, linears, adapters, Norm)
+        if has_experts:
+            build_experts(submodules_of(made.submodules.mlp), config, model, kernels)
         made.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
         return made
 
@@ -93,10 +96,6 @@ def layer_spec(
     _set_linears(spec, linears, adapters)
     if model.output_bias:
         self_attention.submodules.linear_proj = with_bias(self_attention.submodules.linear_proj)
-    if has_experts:
-        ffn = (config.moe_ffn_hidden_size or 0) // config.expert_tensor_parallel_size
-        if experts_one_by_one(kernels, config.params_dtype, config.hidden_size, ffn) is None:
-            group_experts(_submodules(spec.submodules.mlp))
     return spec
 
 
@@ -116,14 +115,15 @@ def _set_linears(spec: Any, linears: Linears | None, adapters: Adapters | None) 
     if linears is None and adapters is None:
         return
     linears = linears or Linears(ColumnParallelLinear, RowParallelLinear)
-    attention, mlp, feed_forward = spec.submodules.self_attention.submodules, _submodules(spec.submodules.mlp), "mlp"
+    attention, mlp = spec.submodules.self_attention.submodules, submodules_of(spec.submodules.mlp)
+    networks = {"mlp": mlp}
     if getattr(mlp, "experts", None) is not None:
-        mlp, feed_forward = _submodules(mlp.experts), "mlp.experts"
+        networks = {f"mlp.{name}": submodules_of(getattr(mlp, name)) for name in ("experts", "shared_experts")}
     for part, name, linear, kind in (
         (attention, "self_attention", "linear_qkv", linears.column),
         (attention, "self_attention", "linear_proj", linears.row),
-        (mlp, feed_forward, "linear_fc1", linears.column),
-        (mlp, feed_forward, "linear_fc2", linears.row),
+        *((part, name, "linear_fc1", linears.column) for name, part in networks.items()),
+        *((part, name, "linear_fc2", linears.row) for name, part in networks.items()),
     ):
         setattr(part, linear, adapters.adapted(f"{name}.{linear}", kind) if adapters else kind)
 
@@ -135,11 +135,6 @@ def with_bias(linear: type) -> type:
         linear.__init__(self, *args, **given | {"bias": True})  # type: ignore[misc]
 
     return type(f"Biased{linear.__name__}", (linear,), {"__init__": build})
-
-
-def _submodules(part: Any) -> Any:
-    """Submodules of a part of a layer, which is a ModuleSpec in 0.16.1 and a partial builder in 0.19.2."""
-    return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 class Norm(torch.nn.RMSNorm):
@@ -161,6 +156,7 @@ class PackedLayer(TransformerLayer):
                 norm.take_weight(linear)
         if isinstance(getattr(self.mlp, "experts", None), GroupedExperts):
             sort_on_device(self.mlp)
+        self.activated = gated_activation(self.config)
 
     def forward(
         self, hidden_states: Tensor, *, rotary_pos_emb: Rotations, packed_seq_params: Layout, **_: Any
@@ -171,6 +167,8 @@ class PackedLayer(TransformerLayer):
         """
         rotation = rotary_pos_emb.of(self.layer_number)
         attention = partial(self.self_attention, rotation=rotation, layout=packed_seq_params)
+        if isinstance(self.mlp, MoELayer):
+            self.mlp.router.begin(len(rotation.cosines), len(hidden_states))
         hidden_states = hidden_states + self.through(self.input_layernorm, hidden_states, attention)
         return hidden_states + self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward), None
 
@@ -178,7 +176,7 @@ class PackedLayer(TransformerLayer):
         if isinstance(self.mlp, MoELayer):
             return self._experts(normed)
         gate_and_value, _bias = self.mlp.linear_fc1(normed)
-        return self.through(swiglu, gate_and_value, lambda activated: self.mlp.linear_fc2(activated)[0])
+        return self.through(self.activated, gate_and_value, lambda activated: self.mlp.linear_fc2(activated)[0])
 
     def _experts(self, normed: Tensor) -> Tensor:
         """Run the experts on [tokens, 1, hidden].
@@ -198,12 +196,6 @@ class PackedLayer(TransformerLayer):
     ) -> Tensor:
         """Apply `consumer` to the result of `function`, which is cheap to compute but large to store."""
         return consumer(function(tensor))
-
-
-def swiglu(gate_and_value: Tensor) -> Tensor:
-    """[..., 2 * ffn] -> [..., ffn] (arXiv 2002.05202)."""
-    gate, value = gate_and_value.chunk(2, dim=-1)
-    return silu(gate) * value
 
 
 class PackedAttention(SelfAttention):

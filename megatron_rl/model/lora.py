@@ -50,9 +50,12 @@ class Adapters:
         """Number of the micro-batch in its update, which chooses what is dropped."""
         self.drops: int | None = None
         """Seed of what an update drops; None in other passes, which drop nothing."""
-        self._of_layer = layer_adapters(model, 0)
-        if model.num_experts is not None:  # all experts are alike
-            self._of_layer = {name.replace("local_experts.0.", ""): its for name, its in self._of_layer.items()}
+        kinds = {(model.layer_type(n), model.has_experts(n)): n for n in range(model.num_layers)}
+        self._of_layer = {
+            name.removeprefix(f"decoder.layers.{number}.").replace("local_experts.0.", ""): its  # all experts are alike
+            for number in kinds.values()
+            for name, its in layer_adapters(model, number).items()
+        }
 
     @classmethod
     def of(cls, model: ModelConfig) -> Adapters | None:
@@ -82,10 +85,9 @@ class Adapters:
             name: of the linear in its layer, of an expert without its number: mlp.experts.linear_fc1.
             base: class of megatron-core's linear, or one that takes its place.
         """
-        prefix = f"decoder.layers.0.{name}"
-        if (a := self._of_layer.get(f"{prefix}.{LORA_A}")) is None:
+        if (a := self._of_layer.get(f"{name}.{LORA_A}")) is None:
             return base
-        b = self._of_layer[f"{prefix}.{LORA_B}"]
+        b = self._of_layer[f"{name}.{LORA_B}"]
         kind = RowAdapter if a.split == 1 else WholeAdapter if b.split is None else ColumnAdapter
         parts = Matrices(a, b, self.lora)
         return type(f"Adapted{base.__name__}", (kind, base), {"matrices": parts, "adapters": self})

@@ -32,17 +32,21 @@ def send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
 
     groups: groups that the layer was built with.
     """
-    mlp.token_dispatcher = type(mlp.token_dispatcher)(
+    dispatcher = mlp.token_dispatcher = type(mlp.token_dispatcher)(
         mlp.num_local_experts,
         mlp.local_expert_indices,
         config=mlp.config,
         pg_collection=ProcessGroupCollection(ep=groups.ep, expt_tp=groups.ep, tp_ep=groups.ep),
     )
 
-    def total(_mlp: MoELayer, _inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
-        dist.all_reduce(output[0], group=groups.tp)
+    restored = dispatcher.combine_postprocess
 
-    mlp.register_forward_hook(total)
+    def total(rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = restored(rows)
+        dist.all_reduce(output, group=groups.tp)
+        return output
+
+    dispatcher.combine_postprocess = total  # before a shared expert's result is added, which each rank has whole
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from megatron_rl.model.activation import activation_fields
 from megatron_rl.model.experts import GroupedExperts
 from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
@@ -219,8 +220,12 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
-            "moe_router_pre_softmax": model.experts_per_token == 1,  # a softmax over one expert alone is 1
+            "moe_router_pre_softmax": model.experts_per_token == 1,  # megatron-core refuses one expert otherwise
+            "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden_size,
+            "moe_shared_expert_gate": model.shared_expert_gate,
         }
+    if not model.equal_layers:  # megatron-core then saves each layer by its number
+        experts["moe_layer_freq"] = [int(model.has_experts(number)) for number in range(model.num_layers)]
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -231,7 +236,6 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -247,6 +251,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        **activation_fields(model),
         **experts,
         **kernels.transformer_overrides,
     )

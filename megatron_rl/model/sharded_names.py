@@ -1,9 +1,14 @@
-"""Pure: names of the weights that megatron-core's sharded state holds, where all layers, and all experts of a layer,
+"""Pure: names of the weights that megatron-core's sharded state holds, where equal layers, and all experts of a layer,
 share one tensor.
 
     decoder.layers.mlp.linear_fc2.weight                    [layer, ...]          at layer 3
         -> decoder.layers.3.mlp.linear_fc2.weight
     decoder.layers.mlp.experts.experts.linear_fc2.weight    [layer, expert, ...]  at layer 3, expert 5
+        -> decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight
+
+Layers that differ (`ModelConfig.equal_layers`) have tensors of their own:
+
+    decoder.layers.3.mlp.experts.experts.linear_fc2.weight  [expert, ...]         at expert 5
         -> decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight
 """
 
@@ -24,7 +29,10 @@ _NORMS = {
 
 def leading_axes(key: str) -> int:
     """Number of axes of a tensor of the sharded state that count layers and experts."""
-    return 0 if not key.startswith(LAYERS) else 2 if key.startswith(LAYERS + EXPERTS) else 1
+    if not key.startswith(LAYERS):
+        return 0
+    layer, rest = _in_layer(key)
+    return (layer is None) + rest.startswith(EXPERTS)
 
 
 def weight_name(key: str, offset: Sequence[int]) -> str:
@@ -34,13 +42,19 @@ def weight_name(key: str, offset: Sequence[int]) -> str:
         key: name of the whole tensor.
         offset: where the box begins in it.
     """
-    axes = leading_axes(key)
-    if axes == 0:
+    if not key.startswith(LAYERS):
         return key
+    layer, rest = _in_layer(key)
+    if rest.startswith(EXPERTS):
+        rest = f"mlp.experts.local_experts.{offset[layer is None]}.{rest.removeprefix(EXPERTS)}"
+    return f"{LAYERS}{offset[0] if layer is None else layer}.{_NORMS.get(rest, rest)}"
+
+
+def _in_layer(key: str) -> tuple[str | None, str]:
+    """Number of a layer that has its own tensor, None if all layers share it, and the name in the layer."""
     rest = key.removeprefix(LAYERS)
-    if axes == 2:
-        rest = f"mlp.experts.local_experts.{offset[1]}.{rest.removeprefix(EXPERTS)}"
-    return f"{LAYERS}{offset[0]}.{_NORMS.get(rest, rest)}"
+    number, _, name = rest.partition(".")
+    return (number, name) if number.isdigit() else (None, rest)
 
 
 def loading_order(name: str) -> tuple[int, int, str]:

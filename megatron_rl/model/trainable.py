@@ -14,6 +14,7 @@ from megatron_rl.model.hf_parts import global_names, held_adapters
 from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import LORA_A, is_adapter
 from megatron_rl.model.policy import Policy
+from megatron_rl.model.router import is_correction
 from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 Item = TypeVar("Item")
@@ -42,7 +43,7 @@ class Trainable:
     def mark(self, policy: Policy) -> None:
         """Make gradients those of the trained weights only, and name the adapters."""
         for name, weight in policy.named_parameters():
-            weight.requires_grad_(self.includes(name))
+            weight.requires_grad_(self.includes(name) and not is_correction(name))
         for name, global_name in global_names(policy).items():
             linear, _, kind = name.rpartition(".")
             if kind == LORA_A:

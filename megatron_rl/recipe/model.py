@@ -99,8 +99,9 @@ class LoraConfig(Section):
     """Numerator of the scale, alpha / rank."""
     targets: list[str] = list(LORA_TARGETS)
     """Linears with an adapter, by their names in transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj. With experts, the last three are those of every expert. Latent attention has q_a_proj, q_b_proj (or
-    q_proj alone), kv_a_proj_with_mqa, kv_b_proj and o_proj; default: all of the model."""
+    down_proj. With experts, the last three are those of every expert, shared ones included, and of dense layers. Latent
+    attention has q_a_proj, q_b_proj (or q_proj alone), kv_a_proj_with_mqa, kv_b_proj and o_proj; default: all of the
+    model."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is set to 0 in the passes of an update. Generation, scoring and the KL penalty
     drop nothing. GRPO then scores each batch before its updates, which costs a forward pass where a step has a single
@@ -317,8 +318,17 @@ class ModelConfig(Section):
                 raise ValueError("router_replay needs num_experts: a model with experts")
         elif self.num_experts % self.router.groups:
             raise ValueError(f"num_experts {self.num_experts} is not divisible by router.groups {self.router.groups}")
+        else:
+            reach = self.num_experts // self.router.groups * self.router.groups_per_token
+            if self.experts_per_token and self.experts_per_token > reach:
+                raise ValueError(
+                    f"experts_per_token {self.experts_per_token} exceeds the {reach} experts of "
+                    f"router.groups_per_token {self.router.groups_per_token}"
+                )
         if self.router_bias_update_rate and not self.router.correction_bias:
             raise ValueError("router_bias_update_rate needs router.correction_bias: true, the bias that it updates")
+        if self.lora and self.router_bias_update_rate:
+            raise ValueError("router_bias_update_rate changes the base weights, which lora leaves as they are: set 0")
         if self.shared_expert_gate and self.shared_expert_ffn_hidden_size is None:
             raise ValueError("shared_expert_gate needs shared_expert_ffn_hidden_size")
 
@@ -384,6 +394,7 @@ class ModelConfig(Section):
         sizes = [("tp", tp, name) for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple")]
         if self.num_experts is not None:
             sizes += [("tp", tp, "expert_ffn_hidden_size"), ("ep", ep, "num_experts")]
+            sizes += [("tp", tp, "shared_expert_ffn_hidden_size")] if self.shared_expert_ffn_hidden_size else []
         elif ep > 1:
             yield f"ep {ep} needs model.num_experts: without experts to share"
         if tp % self.num_query_groups:  # more ranks than key/value heads: each is on several

@@ -78,8 +78,8 @@ class WeightsAway(RuntimeError):
 
 
 class HostWeights:
-    """Weights of models, all on the device or all in host memory; those without gradients never change. While they are
-    away, a module that computes with them raises WeightsAway."""
+    """Weights of models, all on the device or all in host memory; those without gradients, or the mark
+    `changes`, never change. While they are away, a module that computes with them raises WeightsAway."""
 
     # Weights share storages: megatron-core's distributed optimizer makes all of them views of a few buffers, and tied
     # ones are one tensor. So whole storages move, and a weight in host memory is the same view of the storage's copy.
@@ -93,7 +93,7 @@ class HostWeights:
             key: torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
             for key, weight in dict(weights).items()
         }
-        trained = {key for key, weight in weights if weight.requires_grad}
+        trained = {key for key, weight in weights if weight.requires_grad or getattr(weight, "changes", False)}
         self._trained = HostState([whole for key, whole in self._whole.items() if key in trained], platform)
         frozen = [whole for key, whole in self._whole.items() if key not in trained]
         self._frozen = HostState(frozen, platform, constant=True)

@@ -24,6 +24,7 @@ from megatron_rl.learn.training.adam_state import adam_tensors, begin, get_step,
 from megatron_rl.learn.training.offload import HostState, Unused
 from megatron_rl.model.platform.megatron_patches import skip_copies
 from megatron_rl.model.policy import DTYPES, Policy
+from megatron_rl.model.router import balance_experts, forget_tokens
 from megatron_rl.recipe.job import Offload
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.training import OptimizerConfig, learning_rate
@@ -123,6 +124,7 @@ class PolicyOptimizer:
             self._gradients.restore()
         self.ddp.zero_grad_buffer()
         self.megatron.zero_grad()
+        forget_tokens(self.ddp.module)
 
     def update(self, updates_done: int) -> Update:
         """Sum the gradients over the data-parallel ranks and step if they are finite. Collective."""
@@ -141,6 +143,7 @@ class PolicyOptimizer:
             # megatron-core leaves this to its scheduler, which is not used: norms and biases do not decay.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
+        balance_experts(self.ddp.module)
         return Update(grad_norm, rate, applied=True)
 
     def sharded_state(

@@ -52,6 +52,15 @@ def grouped_linear(rows: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Ten
     return result
 
 
+def rows_of_groups(count: int, ends: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    """[count, outputs]: for each row the vector of its group. Their gradients are sums over the rows, in a fixed order.
+
+    ends: see `grouped_linear`. vectors: [outputs] of each group.
+    """
+    result: Tensor = _RowsOfGroups.apply(count, ends, *vectors)
+    return result
+
+
 def as_one(tensors: Sequence[Tensor]) -> Tensor:
     """[groups, ...] tensor of equal tensors: a view if they lie at equal distances, in this order, in one storage."""
     first = tensors[0]
@@ -89,11 +98,31 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = _product(gradient, as_one(weights), ends)
         if any(ctx.needs_input_grad[2:]):
-            of_weights = _product(gradient.t(), rows, ends)
-            # Kernels differ in whether they write the gradient of an empty group.
-            begins = torch.cat((ends.new_zeros(1), ends[:-1]))
-            of_weights.masked_fill_((ends == begins)[:, None, None], 0)
+            of_weights = _sums(gradient, rows, ends)
         return of_rows, None, *(of_weights.unbind() if of_weights is not None else [None] * len(weights))
+
+
+class _RowsOfGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, ends: Tensor, *vectors: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        groups = torch.searchsorted(ends, torch.arange(count, device=ends.device).int(), right=True)
+        return torch.stack(vectors).index_select(0, groups)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (ends,) = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        ones = gradient.new_ones(len(gradient), MULTIPLE)  # equal columns, because the kernel has no narrower product
+        return None, None, *_sums(gradient, ones, ends)[..., 0].unbind()
+
+
+def _sums(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """[rows, outputs], [rows, inputs] -> [groups, outputs, inputs]: sum of the products of each group's rows."""
+    sums = _product(gradient.t(), rows, ends)
+    # Kernels differ in whether they write the sum of an empty group.
+    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    return sums.masked_fill_((ends == begins)[:, None, None], 0)
 
 
 def _product(first: Tensor, second: Tensor, ends: Tensor) -> Tensor:

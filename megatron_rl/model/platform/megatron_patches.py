@@ -11,21 +11,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 
 def patch_router() -> None:
     """Define a name that the router's product looks up before it runs without it: 0.16.1 defines it only with
-    Transformer Engine.
-
-    Also undo the compilation of the function that counts tokens for an expert bias: no model here has one, but every
-    layer calls it, and loading torch's compilers would take every rank two seconds.
-    """
+    Transformer Engine."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    if count := getattr(getattr(TopKRouter, "_apply_expert_bias", None), "__wrapped__", None):
-        TopKRouter._apply_expert_bias = count
 
 
 def skip_copies(ddp: DistributedDataParallel, parts: Iterable[Any], dtype: torch.dtype) -> None:
