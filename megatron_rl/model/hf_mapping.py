@@ -218,16 +218,21 @@ def _experts(model: ModelConfig, names: HfNames, ours: str, theirs: str) -> dict
         if names.stacked_experts:
             found |= _stacked_expert(model, expert, our_expert, f"{theirs}.experts")
         else:
-            found |= _feed_forward(our_expert, f"{theirs}.experts.{expert}", hidden, ffn)
+            found |= _feed_forward(our_expert, f"{theirs}.experts.{expert}", hidden, ffn, bias=model.expert_bias)
     return found
 
 
-def _feed_forward(ours: str, theirs: str, hidden: int, ffn: int) -> dict[str, Weight]:
+def _feed_forward(ours: str, theirs: str, hidden: int, ffn: int, *, bias: bool = False) -> dict[str, Weight]:
     gate_and_up = tuple(_whole(f"{theirs}.{name}_proj.weight", ffn, hidden) for name in ("gate", "up"))
-    return {
+    found = {
         f"{ours}.linear_fc1.weight": Weight(gate_and_up, split=0),
         f"{ours}.linear_fc2.weight": Weight((_whole(f"{theirs}.down_proj.weight", hidden, ffn),), split=1),
     }
+    if bias:
+        both = tuple(_whole(f"{theirs}.{name}_proj.bias", ffn) for name in ("gate", "up"))
+        found[f"{ours}.linear_fc1.bias"] = Weight(both, split=0)
+        found[f"{ours}.linear_fc2.bias"] = Weight((_whole(f"{theirs}.down_proj.bias", hidden),))
+    return found
 
 
 def _stacked_expert(model: ModelConfig, expert: int, ours: str, theirs: str) -> dict[str, Weight]:

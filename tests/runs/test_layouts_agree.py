@@ -52,17 +52,37 @@ DENSE = tiny_model(qk_norm=True)
 # One of two parts of its vocabulary is all padding.
 UNTIED = tiny_model(num_layers=4, tied_embeddings=False, vocab_multiple=32)
 EXPERTS = tiny_model(tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
+UNLIKE = ModelConfig.model_validate(
+    EXPERTS.model_dump()
+    | {
+        "dense_layers": 1,
+        "shared_expert_ffn_hidden_size": 40,
+        "shared_expert_gate": True,
+        "expert_bias": True,
+        "swiglu_limit": 2.0,
+        "router": {"score": "sigmoid", "groups": 2, "correction_bias": True, "linear_bias": True, "scale": 1.5},
+        "router_bias_update_rate": 0.05,
+    }
+)
+"""Layers that differ, with all parts of experts."""
 LORA = {"rank": 4, "targets": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 MODELS = {
     "dense": DENSE,
     "untied": UNTIED,
     "experts": EXPERTS,
+    "unlike layers": UNLIKE,
     "bf16": DENSE.model_copy(update={"dtype": "bf16"}),
     "adapters": tiny_model(qk_norm=True, lora=LORA),
     "adapters that drop": tiny_model(qk_norm=True, lora=LORA | {"dropout": 0.3}),
     "expert adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": LORA}),
+    "unlike adapters": ModelConfig.model_validate(UNLIKE.model_dump() | {"lora": LORA, "router_bias_update_rate": 0}),
 }
-GROUPED = {"grouped experts": "experts", "grouped adapters": "expert adapters"}
+GROUPED = {
+    "grouped experts": "experts",
+    "grouped adapters": "expert adapters",
+    "grouped unlike layers": "unlike layers",
+    "grouped unlike adapters": "unlike adapters",
+}
 """Models whose experts a layout multiplies all at once; one rank multiplies them one by one. By the names of those."""
 OVERLAPPED = {"overlapped": "dense", "overlapped experts": "experts", "overlapped untied": "untied"}
 """Models whose data-parallel ranks reduce gradients during backward passes, and gather weights during forward ones. One
@@ -99,12 +119,18 @@ LAYOUTS = {
     "EP2 grouped": ("grouped experts", Layout(ep=2, dp=2)),
     "EP2 TP2 grouped": ("grouped experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "PP2 DP2 grouped adapters": ("grouped adapters", Layout(pp=2, dp=2)),
+    "PP2 unlike layers": ("unlike layers", Layout(pp=2)),
+    "CP2 unlike layers": ("unlike layers", Layout(cp=2, ep=2)),
+    "EP2 TP2 unlike layers": ("unlike layers", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "EP2 TP2 grouped unlike layers": ("grouped unlike layers", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "TP2 grouped unlike adapters": ("grouped unlike adapters", Layout(tp=2, sequence_parallel=True)),
     "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 QUICK = {
     *("TP2 bf16", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied"),
     *("TP2 SP adapters", "TP4 adapters", "grouped", "EP2 TP2 grouped adapters"),
     *("DP2 overlapped", "PP2 DP2 overlapped"),
+    *("PP2 unlike layers", "EP2 TP2 grouped unlike layers", "TP2 grouped unlike adapters"),
 }
 """Each way to split a model, alone or with another one; `make test-slow` runs the others. DP alone is in
 test_trainer_ranks.py."""
