@@ -75,11 +75,19 @@ def a_model(dtype: str, tied: bool = False) -> ModelConfig:
 
 
 EXPERTS = tiny_model(dtype="bf16", tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=20)
+UNLIKE = EXPERTS.model_dump() | {
+    "dense_layers": 1,
+    "shared_expert_ffn_hidden_size": 12,
+    "shared_expert_gate": True,
+    "expert_bias": True,
+    "router": {"score": "sigmoid", "correction_bias": True},
+}
 MODELS = {
     "fp32": a_model("fp32"),
     "bf16": a_model("bf16"),
     "tied": a_model("bf16", tied=True),
     "experts": EXPERTS,
+    "unlike layers": ModelConfig.model_validate(UNLIKE),
     "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
 }
 """The adapters' parts are multiples of any vector: Adam may round the rest of a vector in another way."""
@@ -137,6 +145,7 @@ QUICK = (
     Continued("tied", "tp2-pp2", "one"),  # the last stage of a pipeline has a copy of the embeddings
     *(Continued("experts", "tp2-ep2", layout) for layout in ("one", "dp4-ep2-plain")),
     *(Continued("adapters", "tp2-ep2", layout) for layout in ("one", "pp2")),
+    Continued("unlike layers", "tp2-ep2", "pp2"),
 )
 """Each way to cut a model, from it and to it. Other pairs combine these."""
 DENSE = [name for name, layout in LAYOUTS.items() if layout.ep == 1 and layout != ONE]
