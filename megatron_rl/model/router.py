@@ -93,7 +93,7 @@ class ExpertRouter(Router):
         """Convert and move the weights, but keep the correction bias in fp32: bf16 is coarser than the difference of
         two experts."""
         bias = self._parameters.pop(CORRECTION)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if bias is not None:
             moved = fn(bias.data)
             bias.data = moved if moved.dtype == bias.dtype else bias.data.to(moved.device)

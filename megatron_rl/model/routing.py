@@ -6,9 +6,9 @@
     sigmoid  true          their sigmoids, divided by the sum (DeepSeek-V3, GLM-4.5)
     sigmoid  false         their sigmoids
 
-megatron-core's own routing (0.16.1 and 0.19.2) has no third form without a scale of its own order: it never leaves
-several sigmoids as they are, it takes the best topk // group_topk experts of a group for the group's score where
-transformers takes two, and it adds an expert bias only to sigmoids.
+megatron-core's own routing (0.16.1 and 0.19.2) differs: it always divides several sigmoids by their sum, adds a bias to
+sigmoids alone, and scores a group by its best topk // group_topk experts where transformers takes two. Both give
+experts of other groups the score -inf.
 """
 
 from __future__ import annotations

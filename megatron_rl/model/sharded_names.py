@@ -6,7 +6,7 @@ share one tensor.
     decoder.layers.mlp.experts.experts.linear_fc2.weight    [layer, expert, ...]  at layer 3, expert 5
         -> decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight
 
-Layers that differ (`ModelConfig.equal_layers`) have tensors of their own:
+Layers that differ (`ModelConfig.equal_layers`) share none:
 
     decoder.layers.3.mlp.experts.experts.linear_fc2.weight  [expert, ...]         at expert 5
         -> decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight

@@ -77,7 +77,8 @@ def a_model(dtype: str, tied: bool = False) -> ModelConfig:
 EXPERTS = tiny_model(dtype="bf16", tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=20)
 UNLIKE = EXPERTS.model_dump() | {
     "dense_layers": 1,
-    "shared_expert_ffn_hidden_size": 12,
+    "expert_ffn_hidden_size": 32,
+    "shared_expert_ffn_hidden_size": 32,
     "shared_expert_gate": True,
     "expert_bias": True,
     "router": {"score": "sigmoid", "correction_bias": True},
@@ -90,7 +91,7 @@ MODELS = {
     "unlike layers": ModelConfig.model_validate(UNLIKE),
     "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
 }
-"""The adapters' parts are multiples of any vector: Adam may round the rest of a vector in another way."""
+"""The parts of adapters and biases are multiples of any vector: Adam may round the rest of a vector in another way."""
 
 
 class Begun(NamedTuple):
