@@ -76,7 +76,7 @@ NEED = {
     "transformers": (
         *("tools", "hf_convert", "huggingface", "irregular_files", "text_stream", "parity", "model", "tokenizer"),
         *("server_chat", "server_completions", "server_connections", "server_guard", "server_readers"),
-        *("server_refusals", "standalone", "trainer", "lora", "lora_export"),
+        *("server_refusals", "standalone", "trainer", "lora", "lora_export", "delta_net"),
     ),
 }
 """Packages that take seconds to import, and the test files that import them."""

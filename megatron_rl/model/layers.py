@@ -7,26 +7,35 @@ cross-attention, offloading and communication that are unused here and took a si
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    all_gather_last_dim_from_tensor_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.functional import pad
+from torch.nn.functional import pad, rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.activation import gated_activation
+from megatron_rl.model.delta_net import GatedDelta, delta_spec
 from megatron_rl.model.experts import GroupedExperts, build_experts, sort_on_device, submodules_of
 from megatron_rl.model.latent_attention import latent_spec
 from megatron_rl.model.lora import Adapters
@@ -55,9 +64,13 @@ def packed_block_spec(
     @cache
     def spec(attention: LayerType, has_experts: bool) -> Any:
         made = layer_spec(config, model, attention, has_experts, kernels, adapters)
+        linears = kernels.linears(config) or Linears(ColumnParallelLinear, RowParallelLinear)
         if model.latent_attention:
-            linears = kernels.linears(config) or Linears(ColumnParallelLinear, RowParallelLinear)
             made.submodules.self_attention = latent_spec(model, linears, adapters, Norm)
+        if attention == "linear_attention" and model.delta_net:
+            made.submodules.self_attention = delta_spec(model.delta_net, kernels.delta_kernels, linears)
+        if model.norms_around:
+            made.submodules = NormsAround(**vars(made.submodules))
         if has_experts:
             build_experts(submodules_of(made.submodules.mlp), config, model, kernels)
         made.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
@@ -137,19 +150,41 @@ def with_bias(linear: type) -> type:
     return type(f"Biased{linear.__name__}", (linear,), {"__init__": build})
 
 
+@dataclass
+class NormsAround(TransformerLayerSubmodules):
+    """Submodules of a layer that also has norms behind its attention and its feed-forward network."""
+
+
 class Norm(torch.nn.RMSNorm):
     """RMSNorm (arXiv 1910.07467) that supports a part of the tokens, which megatron-core's own torch norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        if self.zero_centered:
+            torch.nn.init.zeros_(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # finalize_model_grads
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return super().forward(x)
+        # In fp32, as transformers does for these models: 1 + weight loses the weight's last bits in bf16.
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class PackedLayer(TransformerLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        attention = self.self_attention
+        if isinstance(self.submodules_config, NormsAround):
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = (
+                Norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon) for _ in range(2)
+            )
         for norm, linear in (
-            (self.input_layernorm, getattr(self.self_attention, "linear_qkv", None)),
+            (
+                self.input_layernorm,
+                attention.in_proj if isinstance(attention, GatedDelta) else getattr(attention, "linear_qkv", None),
+            ),
             (self.pre_mlp_layernorm, getattr(self.mlp, "linear_fc1", None)),
         ):
             if not isinstance(norm, Norm):  # a placeholder: the linear computes the norm
@@ -169,8 +204,12 @@ class PackedLayer(TransformerLayer):
         attention = partial(self.self_attention, rotation=rotation, layout=packed_seq_params)
         if isinstance(self.mlp, MoELayer):
             self.mlp.router.begin(len(rotation.cosines), len(hidden_states))
-        hidden_states = hidden_states + self.through(self.input_layernorm, hidden_states, attention)
-        return hidden_states + self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward), None
+        attended = self.through(self.input_layernorm, hidden_states, attention)
+        if around := isinstance(self.submodules_config, NormsAround):
+            attended = self.post_self_attn_layernorm(attended)
+        hidden_states = hidden_states + attended
+        out = self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward)
+        return hidden_states + (self.post_mlp_layernorm(out) if around else out), None
 
     def feed_forward(self, normed: Tensor) -> Tensor:
         if isinstance(self.mlp, MoELayer):
@@ -231,17 +270,46 @@ class PackedAttention(SelfAttention):
         """Attend, [tokens, 1, hidden] -> the same. Under sequence parallelism these are a part of the tokens: the
         linears gather and scatter them, including the padding that makes the parts equal. The padding follows the
         tokens of the layout and attends to nothing."""
-        query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
+        gate = None
+        if self.config.attention_output_gate:
+            query, key, value, gate = self._gated(hidden)
+        else:
+            query, key, value = (x.squeeze(1) for x in self.get_query_key_value_tensors(hidden))
         padding = len(query) - len(rotation.cosines)
         if padding:
             query, key, value = (x[:-padding] for x in (query, key, value))
         query, key = rotation.turn(query, key)
         form = self.form if self.sinks is None else replace(self.form, sinks=self.sinks)
         attended = layout.attend(self.layer_number, query, key, value, form)
+        if gate is not None:
+            attended = attended * gate[: len(attended)].sigmoid()
         if padding:
             attended = pad(attended, (0, 0, 0, padding))
         out, bias = self.linear_proj(attended[:, None])
         return out if bias is None else out + bias
+
+    def _gated(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return query, key and value, each [tokens, heads, head_size], and the gate, [tokens, heads * head_size].
+
+        A group's rows of `linear_qkv` are those of its query heads, each followed by its gate, then key and value: the
+        order of published weights, while megatron-core's has the gates behind all query heads of the group, and in
+        0.16.1 too many of them if ranks share a group.
+        """
+        mixed, _bias = self.linear_qkv(hidden)
+        ranks, size = self.pg_collection.tp, self.hidden_size_per_attention_head
+        sharing = self.world_size // self.config.num_query_groups
+        if sharing > 1:  # each rank has some rows of a group
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=ranks)
+            mixed = mixed.chunk(self.config.num_query_groups, dim=-1)[ranks.rank() // sharing]
+        groups = mixed.squeeze(1).unflatten(-1, (self.num_query_groups_per_partition, -1))
+        both, key, value = groups.split((groups.shape[-1] - 2 * size, size, size), dim=-1)
+        both = both.reshape(len(both), -1, 2 * size)
+        if sharing > 1:
+            both = both.chunk(sharing, dim=1)[ranks.rank() % sharing]
+        query, gate = both.chunk(2, dim=-1)
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value, gate.flatten(1)
 
 
 class SelectiveLayer(PackedLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megatron_rl.model.layers import packed_block_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.device import Device, Kernels
+from megatron_rl.model.platform.paths import PathLayout, Paths
 from megatron_rl.model.rotation import Rotations, rotation_tables
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import ModelConfig, Recompute
@@ -61,6 +63,9 @@ class Policy(GPTModel):
     """
 
     adapters: Adapters | None
+    embedding_scale: float | None
+    recurrent: bool
+    """Whether some layers read sequences from their first token on: those of type linear_attention."""
     fp32_output: bool
     model_config: ModelConfig
     platform: Device
@@ -134,6 +139,8 @@ class Policy(GPTModel):
             # Make the strides those of a new tensor. megatron-core's embedding is transposed, and torch multiplies such
             # a tensor by a copy of the weight per token if the weight needs no gradient.
             embedded = self.embedding(tokens[None], positions[None])[:, 0].unsqueeze(1)
+            if self.embedding_scale is not None:
+                embedded = embedded * self.embedding_scale
         rotations = self.rotations.at(positions)
         output: Tensor = self.decoder(embedded, attention_mask=None, rotary_pos_emb=rotations, packed_seq_params=layout)
         self.decoder.set_input_tensor(None)
@@ -198,7 +205,8 @@ class Policy(GPTModel):
 
     def layout(self, packed: PackedSequences, part: Tensor | None = None) -> Layout:
         sinks = self.model_config.attention_sinks
-        return self.kernels.attention_layout(packed, self.config.params_dtype, part, sinks=sinks)
+        attention = self.kernels.attention_layout(packed, self.config.params_dtype, part, sinks=sinks)
+        return PathLayout(attention, Paths.of(packed, self.device)) if self.recurrent else attention
 
     def prepare(self, model: ModelConfig, tokens: int, platform: Device) -> None:
         """Set the platform and the vocabulary size without padding, and tabulate the rotations."""
@@ -239,6 +247,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
+        layernorm_zero_centered_gamma=model.zero_centered_norms,
+        attention_output_gate=model.attention_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=True,  # DDP sums gradients: the loss is already weighted for the global batch
@@ -312,5 +322,8 @@ def build_policy(
             module.put_weights_together()
     policy.adapters = adapters
     policy.fp32_output, policy.model_config = model.fp32_output, model
+    policy.recurrent = model.delta_net is not None
+    scale = torch.tensor(math.sqrt(model.hidden_size), dtype=DTYPES[model.dtype]).item()  # rounded as in transformers
+    policy.embedding_scale = scale if model.scaled_embedding else None
     policy.prepare(model, vocab_size, platform)
     return policy

@@ -11,8 +11,10 @@ import torch
 
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.cuda_attention import WITHOUT_TRITON, CudaAttention
+from megatron_rl.model.platform.delta_rule import DeltaKernels
 from megatron_rl.model.platform.dense_attention import FanOut
 from megatron_rl.model.platform.device import GraphRecorder, Kernels, Linears, UnsupportedPlatform
+from megatron_rl.model.platform.fla_delta import find_delta_kernels
 from megatron_rl.model.platform.flash_kernels import find_paged_kernels, find_varlen_kernel
 from megatron_rl.model.platform.grouped_product import against_grouped_products
 from megatron_rl.model.platform.implementation import TRANSFORMER_ENGINE, UNASKED, Implementation
@@ -93,6 +95,10 @@ class CudaKernels(Kernels):
     @cached_property
     def layer_kernels(self) -> LayerKernels:
         return find_layer_kernels()
+
+    @cached_property
+    def delta_kernels(self) -> DeltaKernels:
+        return find_delta_kernels()
 
     @cached_property
     def _graph_stream(self) -> torch.cuda.Stream:

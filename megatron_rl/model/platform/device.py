@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from megatron_rl.model.platform.attention import Layout, PackedSequences
+from megatron_rl.model.platform.delta_rule import DeltaKernels, PlainDelta
 from megatron_rl.model.platform.layer_kernels import LayerKernels
 from megatron_rl.model.platform.paged_attention import PagedAttention, PagedChunks, PagedRows
 from megatron_rl.recipe.errors import ConfigurationError
@@ -103,6 +104,10 @@ class Kernels(Protocol):
     def layer_kernels(self) -> LayerKernels | None:
         """Kernels between the products of a layer in generation; None if the training layers generate as well."""
         return None
+
+    @property
+    def delta_kernels(self) -> DeltaKernels:
+        return PlainDelta()
 
     def graph_recorder(self, dtype: torch.dtype, page_tokens: int) -> GraphRecorder | None:
         """Recorder of decode steps for a model of this dtype; None if the device has none or if `paged_attention`

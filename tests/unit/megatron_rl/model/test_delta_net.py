@@ -1,0 +1,58 @@
+"""The parts of a gated delta net compute what those of `transformers` do; test_model.py compares whole models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, PlainDelta
+
+
+def test_the_delta_rule_in_chunks_is_that_of_single_tokens() -> None:
+    """Sequences of less and more than a chunk start from a memory of their own and leave one."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    torch.manual_seed(0)
+    lengths = [3, 150, 64, 1]
+    tokens = sum(lengths)
+    query, key = (torch.randn(tokens, 2, 8, requires_grad=True) for _ in range(2))
+    value = torch.randn(tokens, 4, 6, requires_grad=True)
+    decay, beta = (-torch.rand(tokens, 4)).requires_grad_(), torch.rand(tokens, 4, requires_grad=True)
+    memory = torch.randn(4, 4, 8, 6, requires_grad=True)
+    inputs = (query, key, value, decay, beta)
+
+    sequences = ConsecutiveSequences(lengths, memory.device)
+    out, left = PlainDelta().delta_rule(inputs[:3], decay, beta, sequences, memory)
+    alone = [
+        torch_recurrent_gated_delta_rule(
+            *(each[None] for each in of_sequence),
+            initial_state=memory[number : number + 1],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        for number, of_sequence in enumerate(zip(*(each.split(lengths) for each in inputs), strict=True))
+    ]
+    expected, expected_left = torch.cat([each[0] for each, _ in alone]), torch.cat([each for _, each in alone])
+    torch.testing.assert_close((out, left), (expected, expected_left), rtol=1e-5, atol=1e-5)
+
+    weights = torch.randn_like(out), torch.randn_like(left)
+    ours, theirs = (
+        torch.autograd.grad(tuple(both), (*inputs, memory), weights)
+        for both in ((out, left), (expected, expected_left))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_convolution_continues_from_what_it_left() -> None:
+    torch.manual_seed(0)
+    tokens, weight, plain = torch.randn(7, 5), torch.randn(5, 4), PlainDelta()
+
+    def of(rows: Tensor, *lengths: int, history: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return plain.convolved(rows, weight, ConsecutiveSequences(lengths, rows.device), history)
+
+    whole, left = of(tokens, 7)
+    first, history = of(tokens[:2], 2)
+    then, last = of(tokens[2:], 5, history=history)
+    torch.testing.assert_close((torch.cat((first, then)), last), (whole, left))
+    assert torch.equal(left, tokens[None, 4:])
+    torch.testing.assert_close(of(tokens.repeat(2, 1), 7, 7)[0], whole.repeat(2, 1))
