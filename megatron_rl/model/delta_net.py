@@ -92,6 +92,14 @@ class GatedDelta(MegatronModule):
             weight.data.copy_(whole.chunk(ranks)[rank])
         self.A_log.data.log_()
 
+    def empty_state(self, sequences: int) -> DeltaState:
+        weight, sizes = self.conv1d.weight, self.sizes
+        history = weight.new_zeros(sequences, weight.shape[2] - 1, len(weight))
+        memory = weight.new_zeros(
+            sequences, self.value_heads, sizes.key_head_dim, sizes.value_head_dim, dtype=torch.float32
+        )
+        return DeltaState(history, memory)
+
     def forward(self, hidden: Tensor, rotation: Any, layout: RecurrentLayout) -> Tensor:
         """Mix the tokens, [tokens, 1, hidden] -> the same; see `PackedAttention.forward` for parts and padding."""
         mixed = self.in_proj(hidden)[0].squeeze(1)

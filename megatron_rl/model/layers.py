@@ -35,7 +35,7 @@ from torch.nn.functional import pad, rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.activation import gated_activation
-from megatron_rl.model.delta_net import GatedDelta, delta_spec
+from megatron_rl.model.delta_net import delta_spec
 from megatron_rl.model.experts import GroupedExperts, build_experts, sort_on_device, submodules_of
 from megatron_rl.model.latent_attention import latent_spec
 from megatron_rl.model.lora import Adapters
@@ -175,16 +175,16 @@ class Norm(torch.nn.RMSNorm):
 class PackedLayer(TransformerLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        attention = self.self_attention
         if isinstance(self.submodules_config, NormsAround):
             self.post_self_attn_layernorm, self.post_mlp_layernorm = (
                 Norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon) for _ in range(2)
             )
+        attention = self.self_attention
+        input_linear = (
+            attention.in_proj if isinstance(attention, GatedDelta) else getattr(attention, "linear_qkv", None)
+        )
         for norm, linear in (
-            (
-                self.input_layernorm,
-                attention.in_proj if isinstance(attention, GatedDelta) else getattr(attention, "linear_qkv", None),
-            ),
+            (self.input_layernorm, input_linear),
             (self.pre_mlp_layernorm, getattr(self.mlp, "linear_fc1", None)),
         ):
             if not isinstance(norm, Norm):  # a placeholder: the linear computes the norm

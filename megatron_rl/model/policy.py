@@ -209,9 +209,13 @@ class Policy(GPTModel):
         return PathLayout(attention, Paths.of(packed, self.device)) if self.recurrent else attention
 
     def prepare(self, model: ModelConfig, tokens: int, platform: Device) -> None:
-        """Set the platform and the vocabulary size without padding, and tabulate the rotations."""
-        self.vocabulary, self.platform = tokens, platform
+        """Set what depends on the model's features, the platform and the vocabulary size without padding, and tabulate
+        the rotations."""
+        self.model_config, self.vocabulary, self.platform = model, tokens, platform
         self._tensor = self.pg_collection.tp
+        self.recurrent = model.delta_net is not None
+        root = torch.tensor(math.sqrt(model.hidden_size), dtype=self.config.params_dtype).item()  # as in transformers
+        self.embedding_scale = root if model.scaled_embedding else None
         self.rotations = rotation_tables(model, self.config.params_dtype, platform.device)
 
 
@@ -321,9 +325,6 @@ def build_policy(
         if isinstance(module, GroupedExperts):
             module.put_weights_together()
     policy.adapters = adapters
-    policy.fp32_output, policy.model_config = model.fp32_output, model
-    policy.recurrent = model.delta_net is not None
-    scale = torch.tensor(math.sqrt(model.hidden_size), dtype=DTYPES[model.dtype]).item()  # rounded as in transformers
-    policy.embedding_scale = scale if model.scaled_embedding else None
+    policy.fp32_output = model.fp32_output
     policy.prepare(model, vocab_size, platform)
     return policy

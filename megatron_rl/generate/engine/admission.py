@@ -102,11 +102,13 @@ class DecodedRow:
 class Admission:
     """Queue of waiting samples. Only the first branch holds pages."""
 
-    def __init__(self, config: InferenceConfig, pages: Pages) -> None:
-        self._pages = pages
+    def __init__(self, config: InferenceConfig, pages: Pages, *, whole: bool) -> None:
+        """whole: compute each sequence in one piece from its first token on, also for a prompt's further samples. A
+        prefill is then large enough, and pages are not reusable."""
+        self._pages, self._whole = pages, whole
         self._max_batch = config.max_batch
         self._most_tokens = max(config.prefill_tokens, pages.tokens)
-        self._most_scored = max(min(SCORED_AT_ONCE, self._most_tokens), pages.tokens)
+        self._most_scored = self._most_tokens if whole else max(min(SCORED_AT_ONCE, self._most_tokens), pages.tokens)
         self._waiting: deque[WaitingSamples] = deque()
         self._begun = 0  # number of rows that have started
         self.scoring: tuple[PendingRequest, int] | None = None
@@ -220,7 +222,8 @@ class Admission:
         for _ in samples[1:]:
             self._pages.hold(prefill.pages)
         if others:
-            branch.samples, branch.pages = others, prefill.pages[: (len(tokens) - 1) // self._pages.tokens]
+            kept = 0 if self._whole else (len(tokens) - 1) // self._pages.tokens
+            branch.samples, branch.pages = others, prefill.pages[:kept]
             self._pages.hold(branch.pages)
         else:
             self._waiting.popleft()

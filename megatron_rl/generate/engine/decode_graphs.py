@@ -106,6 +106,8 @@ def why_not_recorded(
     """
     dtype = DTYPES[model.dtype]
     against = without_graphs(config)
+    if against is None and model.delta_net is not None:
+        against = "the states of gated delta nets were not tested in recordings"
     if against is None and kernels.graph_recorder(dtype, page_tokens) is None:
         against = (
             f"this device has no kernel for pages of {page_tokens} tokens in {model.dtype}; a GPU has one with Triton, "

@@ -62,8 +62,10 @@ class Engine:
         """Seconds spent generating so far; the rest of a caller's wait is for other work, such as rewards."""
         self.max_length = max_length or model.max_position_embeddings
         count, page_tokens = pages_of(config, config.page_tokens or policy.kernels.page_tokens, self.max_length)
-        self._pages = Pages(count, page_tokens, reusable=config.share_prefixes)
-        self.scheduler = Scheduler(config, self._pages, end_ids, decode)
+        self._pages = Pages(count, page_tokens, reusable=config.share_prefixes and not policy.recurrent)
+        if policy.recurrent:  # see delta_states.py
+            config = config.model_copy(update={"prefill_tokens": max(config.prefill_tokens, self.max_length)})
+        self.scheduler = Scheduler(config, self._pages, end_ids, decode, whole=policy.recurrent)
         self.runner = ModelRunner(policy, model, config, (count, page_tokens), end_ids, self.max_length)
         self.keeps_cache = True
         limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_rl.generate.engine.admission import Prefill
 from megatron_rl.generate.engine.cache import CacheShape, ContinuedLayout, DecodeLayout, KeyValueCache, PrefillLayout
 from megatron_rl.generate.engine.decode_graphs import decode_graphs
+from megatron_rl.generate.engine.delta_states import DeltaStates
 from megatron_rl.generate.engine.interface import PromptScores
 from megatron_rl.generate.engine.row_state import DrawWork, RowState, to_device
 from megatron_rl.generate.engine.scheduler import StepPlan
@@ -62,8 +63,9 @@ class ModelRunner:
         ranks = policy.pg_collection.tp.size()
         self._heads = model.num_attention_heads // ranks
         self._kv_heads = max(1, model.num_query_groups // ranks)  # more ranks than heads share them
+        self._states = DeltaStates(policy, config.max_batch) if policy.recurrent else None  # of layers without a cache
         shape = CacheShape(
-            layers=model.num_layers,
+            layers=len(self._states.cached) if self._states else model.num_layers,
             pages=pages[0] + (spare_page is not None),
             page_tokens=self._page_tokens,
             kv_heads=self._kv_heads,
@@ -83,6 +85,8 @@ class ModelRunner:
         cache = self.cache = self.cache or self._make_cache()
         if plan.moves:
             self._rows.move(plan.moves)
+            if self._states:
+                self._states.move(plan.moves)
         self._rows.occupy(plan.rows.stop)
         if plan.pages:
             self._rows.give_pages(plan.pages)
@@ -114,10 +118,11 @@ class ModelRunner:
         if scored:
             selected += range(begin, begin + len(scored.scored))
         positions = [np.arange(each.start, each.start + len(each.tokens)) for each in prefills]
+        layout = self._prefill_layout(prefills, cache)
         logits = self._logits(
             to_device([token for prefill in prefills for token in prefill.tokens], device),
             to_device(np.concatenate(positions), device),
-            self._prefill_layout(prefills, cache),
+            self._states.begin(layout, prefills, rows) if self._states else layout,
             to_device(np.array(selected, dtype=np.int64), device),
         )
         if scored:
@@ -156,6 +161,8 @@ class ModelRunner:
         if self._graphs:
             self._graphs.drop()  # this waits until nothing reads the cache
         self.cache = None
+        if self._states:
+            self._states.release()
 
     def forget_weights(self) -> None:
         self._frozen = None
@@ -182,7 +189,10 @@ class ModelRunner:
         lengths, most = positions + 1, state.lengths(rows)
         paged = PagedRows(table, lengths, most, self._page_tokens, self._heads, self._kv_heads)
         target = page * self._page_tokens + positions % self._page_tokens
-        layout = DecodeLayout(cache, cache.index(target), self.policy.kernels.paged_attention(paged, self._dtype))
+        pages = self.policy.kernels.paged_attention(paged, self._dtype)
+        layout: Layout = DecodeLayout(cache, cache.index(target), pages)
+        if self._states:
+            layout = self._states.continued(layout, rows)
         state.draw(rows, self._logits(state.token[rows], positions, layout), work)
 
     def _logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:

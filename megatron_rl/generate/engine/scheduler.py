@@ -50,18 +50,25 @@ class Scheduler:
     """Requests by id on their way through the rows of one replica. Needs no tensors, clock or model."""
 
     def __init__(
-        self, config: InferenceConfig, pages: Pages, end_ids: Iterable[int], decode: Decode | None = None
+        self,
+        config: InferenceConfig,
+        pages: Pages,
+        end_ids: Iterable[int],
+        decode: Decode | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         """
         end_ids: tokens that end any answer.
         decode: finds stop strings in the text.
+        whole: see `Admission`.
         """
         self.policy_version = 0
         self._pages = pages
         self._end_ids = frozenset(end_ids)
         self._decode = decode
         self._pending: dict[str, PendingRequest] = {}
-        self._waiting = Admission(config, pages)
+        self._waiting = Admission(config, pages, whole=whole)
         self.rows = DecodedRows(pages)
         self.answered: dict[str, list[Completion]] = {}
         """Completions in sample order, by request id. The reader removes them."""

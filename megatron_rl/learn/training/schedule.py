@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_rl.algorithms.context import ContextPart, context_part
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, widened
+from megatron_rl.model.platform.paths import PathLayout, Recurrence
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.groups import Groups
 
@@ -223,6 +224,14 @@ class ContextLayout:
         both = key, widened(value, key.shape[-1])  # gathered as one tensor
         key, value = _GatherContext.apply(*both, self.indices_of_ranks.flatten(), self.group)
         return self.part.attend(layer, query, key, value[..., :size], form)
+
+    def recur(self, layer: int, tokens: Tensor, recurrence: Recurrence) -> Tensor:
+        """Compute the tokens of all ranks on each of them, and keep this rank's, [part, ...] -> [part, outputs]: the
+        state behind a token depends on all before it. Collective as `attend`."""
+        assert isinstance(self.part, PathLayout)
+        halves = _GatherContext.apply(*tokens.chunk(2, dim=1), self.indices_of_ranks.flatten(), self.group)
+        out = self.part.recur(layer, torch.cat(halves, dim=1), recurrence)
+        return out.index_select(0, self.indices_of_ranks[self.group.rank()])
 
 
 class _GatherContext(torch.autograd.Function):

@@ -210,7 +210,7 @@ def microbatch_room(config: RunConfig, kernels: Kernels) -> BinLimit:
     """Capacity of a micro-batch over its context-parallel ranks. Counts gathered prefixes if attention gathers them."""
     cp = config.placement.training.cp
     dtype, sinks = DTYPES[config.model.dtype], config.model.attention_sinks
-    gathers = kernels.gathers_branches(dtype, in_parts=cp > 1, sinks=sinks)
+    gathers = kernels.gathers_branches(dtype, in_parts=cp > 1, sinks=sinks) or config.model.delta_net
     return BinLimit(
         cp * config.training.tokens_per_microbatch, rows_per_token(config.model) if gathers else ROWS_ARE_FREE
     )

@@ -44,7 +44,7 @@ class SharedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Every path of packed trees, from the root to a leaf, as a sequence of its own: a recurrence that follows one path
+    """Every path of packed trees, from the root to a leaf, as a sequence: a recurrence that follows one path
     cannot follow the next from where they part."""
 
     sequences: ConsecutiveSequences
