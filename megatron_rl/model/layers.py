@@ -35,7 +35,7 @@ from torch.nn.functional import pad, rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.model.activation import gated_activation
-from megatron_rl.model.delta_net import delta_spec
+from megatron_rl.model.delta_net import GatedDelta, delta_spec
 from megatron_rl.model.experts import GroupedExperts, build_experts, sort_on_device, submodules_of
 from megatron_rl.model.latent_attention import latent_spec
 from megatron_rl.model.lora import Adapters
