@@ -57,11 +57,8 @@ class EngineWeights:
 def weights_of_engine(config: RunConfig, vocab: int, sizes: Sizes) -> EngineWeights:
     """vocab: rows of the embedding."""
     model, kinds = config.model, (config.inference.own_vllm or VllmConfig()).precision.weights
-    held = generating(model, vocab, sizes)
-    ends = generating(
-        model.model_copy(update={"num_layers": 0}), vocab, sizes
-    )  # neither embedding nor output is quantised
-    short = Weights((held.dense - ends.dense) * (LINEAR in kinds), held.experts * (EXPERTS in kinds))
+    held, ends = generating(model, vocab, sizes)  # neither embedding nor output is quantised
+    short = Weights((held.dense - ends) * (LINEAR in kinds), held.experts * (EXPERTS in kinds))
     return EngineWeights(held, short, WEIGHT_BYTES[model.dtype])
 
 

@@ -12,7 +12,7 @@ from launcher.plan.costs import Costs, DecodeSpeed, Work
 from launcher.plan.engine_precision import ROUNDING_KERNELS, EngineWeights, faster_products, weights_of_engine
 from launcher.plan.gpu_memory import checkpoint_bytes, offloaded_bytes
 from launcher.plan.lengths import Lognormal
-from launcher.plan.memory_terms import FP32_BYTES, ROUND_BYTES, WEIGHT_BYTES, cached_bytes
+from launcher.plan.memory_terms import FP32_BYTES, ROUND_BYTES, WEIGHT_BYTES, cache_sizes
 from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
 from launcher.plan.turn_times import turn_seconds
@@ -73,11 +73,12 @@ def estimate_costs(
         fs_bytes_per_s: write bandwidth of the job; None: FILE_SYSTEM_BYTES_PER_S.
     """
     model = config.model
-    held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep)
+    held = weights(model, vocab, sizes.tp, sizes.ep, sizes.stages(model)[0])
     engine = weights_of_engine(config, vocab, sizes)
     flops = sizes.training_world * card.bf16_flops * TRAINING_MFU
     passes = _passes(config) * _bubble(config, sizes, work)
-    per_token = training_flops(model, vocab, tokens=1, pairs=0, predictions=1) * passes / flops
+    seen = min(model.sliding_window or 0, round(work.prompt_tokens + work.lengths.mean) // 2)  # in a window
+    per_token = training_flops(model, vocab, tokens=1, pairs=0, predictions=1, windowed=seen) * passes / flops
     per_square = training_flops(model, vocab, tokens=0, pairs=1, predictions=0) / 2 * passes / flops
     forward_flops = training_flops(model, vocab, tokens=1, pairs=0, predictions=0) / 3  # training takes three passes
     saved = checkpoint_bytes(config, vocab)
@@ -105,10 +106,11 @@ def decode_speed(config: RunConfig, sizes: Sizes, engine: EngineWeights, card: C
         engine: weights of one rank of a replica, of the fullest stage if it has several.
     """
     model, tp, parts, held = config.model, sizes.inference_tp, sizes.inference_dp, engine.parameters
-    layers, heads = model.num_layers, -(-model.num_query_groups // tp)
+    layers, heads = model.num_layers, 1 if model.latent_attention else -(-model.num_query_groups // tp)
     share = (model.experts_per_token or 0) / (model.num_experts or 1)
     splits = key_splits(config.sequence_length)
-    kernels = kernels_of_step(layers, fused=model.num_experts is None and model.lora is None, splits=splits, ranks=tp)
+    fused = not (model.num_experts or model.lora or model.latent_attention or model.layer_types)
+    kernels = kernels_of_step(layers, fused=fused, splits=splits, ranks=tp)
     products = faster_products(config, card)
     short = kernels.short + layers * ROUNDING_KERNELS * (products > 1)
     beside = short * KERNEL_S + kernels.sums * SUM_S
@@ -123,7 +125,7 @@ def decode_speed(config: RunConfig, sizes: Sizes, engine: EngineWeights, card: C
 
     most = parts * config.inference.max_batch
     counts = sorted({1, most, *(2**power for power in range(1, most.bit_length()))})
-    cached = 2 * cached_bytes(config) * layers * heads * model.head_size  # bytes per token
+    cached = sizes.inference_pp * cache_sizes(config, sizes).token  # of all stages; states and windows are short
     length = work.prompt_tokens + work.lengths.mean / 2
     blocks = heads * min(splits, max(1.0, length / SPLIT_TOKENS))  # that read the keys and values of a row
     return DecodeSpeed(

@@ -105,7 +105,7 @@ def offloaded_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     """Bytes of optimizer state that the fullest training rank keeps in host memory."""
     if config.offload != "optimizer":
         return 0
-    held = (trained(config.model, vocab, sizes.tp, sizes.pp, sizes.ep, stage) for stage in range(sizes.pp))
+    held = (trained(config.model, vocab, sizes.tp, sizes.ep, layers) for layers in sizes.stages(config.model))
     return max(memory_terms.adam_states(config, sizes, each).bytes for each in held)
 
 
@@ -122,7 +122,7 @@ def incoming_bytes(config: RunConfig, sizes: Sizes, vocab: int) -> int:
     """Bytes of host memory in which an inference rank collects new weights until all have arrived."""
     if not sizes.partitioned:
         return 0
-    return WEIGHT_BYTES[config.model.dtype] * generating(config.model, vocab, sizes).all
+    return WEIGHT_BYTES[config.model.dtype] * generating(config.model, vocab, sizes)[0].all
 
 
 def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:

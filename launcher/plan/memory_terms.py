@@ -11,10 +11,20 @@ from dataclasses import dataclass
 
 from launcher.plan.parameters import FUSED, Weights, weights
 from launcher.plan.sizes import Sizes
+from megatron_rl.recipe.cache_sizes import CacheBytes, cache_bytes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.flops import fullest_microbatch
 from megatron_rl.recipe.inference import PAGE_TOKENS, pages_of, without_graphs
+from megatron_rl.recipe.layer_sizes import (
+    LayerKind,
+    convolved,
+    feed_forward_widths,
+    head_widths,
+    layer_kinds,
+    replica_layers,
+)
 from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.model_parts import LayerType
 
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 FP32_BYTES = 4
@@ -65,29 +75,36 @@ def activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
                    activated gate
     adapters       the input times A of each target; the input of its linear is among the above, unless some is dropped
     """
-    tokens = _tokens(config, sizes)
-    kept = kept_bytes(config, sizes, config.training.recompute)
-    layers, in_flight = config.model.num_layers // sizes.pp, sizes.pp - stage
-    formula = f"{in_words(tokens)} tokens x {layers} layers x {in_words(kept)} bytes"
+    tokens, in_flight = _tokens(config, sizes), sizes.pp - stage
+    parts, kept = [], 0
+    for kind, layers in layer_kinds(config.model, sizes.stages(config.model)[stage]).items():
+        of_kind = kept_bytes(config, sizes, config.training.recompute, kind)
+        parts.append(f"{layers} layers x {in_words(of_kind)} bytes")
+        kept += layers * of_kind
+    formula = f"{in_words(tokens)} tokens x " + (parts[0] if len(parts) == 1 else f"({' + '.join(parts)})")
     if in_flight > 1:
         formula += f" x {in_flight} micro-batches in flight"
-    return Term("activations", tokens * layers * kept * in_flight, formula)
+    return Term("activations", tokens * kept * in_flight, formula)
 
 
-def layer_backward(config: RunConfig, sizes: Sizes, tied_rows: int) -> Term:
-    """Memory that the backward pass of one layer adds: recomputed activations, six gradients of feed-forward width and
-    two of model width, and the gradient of a tied embedding, which is kept until the pass reaches its other end.
+def layer_backward(config: RunConfig, sizes: Sizes, layers: range, tied_rows: int) -> Term:
+    """Memory that the backward pass of the widest layer of a stage adds: recomputed activations, six gradients of
+    feed-forward width and two of model width, and the gradient of a tied embedding, which is kept until the pass
+    reaches its other end.
 
     Args:
+        layers: of the stage.
         tied_rows: rows of the embedding if it is the output layer as well, else 0.
     """
     model, recompute, size = config.model, config.training.recompute, WEIGHT_BYTES[config.model.dtype]
-    tokens = _tokens(config, sizes)
-    again = kept_bytes(config, sizes, "none") - kept_bytes(config, sizes, recompute) * (recompute == "selective")
-    width, choices = model.ffn_hidden_size, 1
-    if model.experts_per_token and model.expert_ffn_hidden_size:
-        width, choices = model.expert_ffn_hidden_size, model.experts_per_token
-    each = again * (recompute != "none") + size * (6 * choices * width // sizes.tp + 2 * model.hidden_size)
+
+    def added(kind: LayerKind) -> int:
+        again = kept_bytes(config, sizes, "none", kind)
+        again -= kept_bytes(config, sizes, recompute, kind) * (recompute == "selective")
+        width = sum(feed_forward_widths(model, kind.has_experts))
+        return again * (recompute != "none") + size * (6 * width // sizes.tp + 2 * model.hidden_size)
+
+    tokens, each = _tokens(config, sizes), max(map(added, layer_kinds(model, layers)))
     table = size * tied_rows // sizes.tp * model.hidden_size
     formula = f"{in_words(tokens)} tokens x {in_words(each)} bytes in one layer's backward pass, recompute {recompute}"
     if table:
@@ -106,26 +123,42 @@ def _predicted(config: RunConfig, sizes: Sizes) -> int:
     return -(-sum(min(most, length - 1) for length in fullest_microbatch(config, sizes.dp)) // sizes.cp)
 
 
-def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str) -> int:
+def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str, kind: LayerKind) -> int:
     """Bytes that one layer keeps per token on one rank. If transformer_impl is left open, the larger of both."""
-    model = config.model
+    model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.tp
     fused = config.training.transformer_impl != "local" and model.lora is None  # adapters need megatron-core's linears
-    size, split = WEIGHT_BYTES[model.dtype], sizes.tp if sizes.sequence_parallel else 1
+    split = tp if sizes.sequence_parallel else 1
     if recompute == "full":
         return size * model.hidden_size // split
     selective = recompute == "selective"
     wide = (2 if model.lora is None else 1) * FP32_BYTES
-    norms = 2 * ((1 + fused) * size if selective else wide + size) * model.hidden_size
-    heads, groups, head = model.num_attention_heads, model.num_query_groups, model.head_size
-    attention = size * (3 * heads + 2 * groups * sizes.cp) * head + FP32_BYTES * heads
-    attention += model.qk_norm * wide * (heads + groups) * head
-    if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
-        routed = model.experts_per_token
-        activations = 3 if selective else 4
-        feed_forward = routed * (2 * model.hidden_size + activations * model.expert_ffn_hidden_size // sizes.tp)
-    else:
-        feed_forward = (2 if selective else 4) * model.ffn_hidden_size // sizes.tp
-    return norms // split + attention // sizes.tp + size * (feed_forward + _kept_by_adapters(model, sizes))
+    norms = (4 if model.norms_around else 2) * ((1 + fused) * size if selective else wide + size) * model.hidden_size
+    activations, (always, routed) = 3 if selective else 4, feed_forward_widths(model, kind.has_experts)
+    feed_forward = (2 if selective else 4) * always // tp
+    if kind.has_experts and model.experts_per_token:
+        feed_forward += 2 * model.experts_per_token * model.hidden_size + activations * routed // tp
+    attention = kept_by_attention(model, sizes, kind.attention, wide)
+    return norms // split + attention + size * (feed_forward + _kept_by_adapters(model, sizes))
+
+
+def kept_by_attention(model: ModelConfig, sizes: Sizes, attention: LayerType, wide: int) -> int:
+    """Bytes that the attention of one layer keeps per token on one rank.
+
+    wide: bytes of a number that a norm inside keeps.
+    """
+    size, tp, cp, heads = WEIGHT_BYTES[model.dtype], sizes.tp, sizes.cp, model.num_attention_heads
+    if attention == "linear_attention" and (net := model.delta_net):
+        values, channels = net.value_heads * net.value_head_dim, convolved(model)
+        # Before and behind the convolution; keys and queries of all value heads, normalised; result, norm and gate.
+        repeated = 2 * net.value_heads * net.key_head_dim
+        return (size * (2 * channels + repeated + 3 * values) + wide * values + 4 * FP32_BYTES * net.value_heads) // tp
+    query, key, value, result = head_widths(model)
+    kept = size * (query + cp * (key + value) + (2 + 2 * model.attention_gate) * result) + FP32_BYTES * heads
+    kept += model.qk_norm * wide * (query + key)
+    if latent := model.latent_attention:
+        short = latent.kv_lora_rank + (latent.q_lora_rank or 0)
+        return kept // tp + (wide + size) * short + size * latent.qk_rope_head_dim
+    return kept // tp
 
 
 def _kept_by_adapters(model: ModelConfig, sizes: Sizes) -> int:
@@ -179,16 +212,21 @@ def cached_bytes(config: RunConfig) -> int:
 
 
 def kv_cache(config: RunConfig, sizes: Sizes) -> Term:
-    model, size = config.model, cached_bytes(config)
-    layers = -(-model.num_layers // sizes.inference_pp)
-    heads = -(-model.num_query_groups // sizes.inference_tp)
     pages, page_tokens = pages_of(config.inference, config.page_tokens, config.sequence_length)
-    return Term(
-        "KV cache",
-        2 * size * layers * pages * page_tokens * heads * model.head_size,
-        f"2 x {size} byte{'s' * (size > 1)} x {layers} layers x {in_words(pages)} pages "
-        f"x {in_words(page_tokens)} tokens x {heads} heads x {model.head_size}",
-    )
+    of_token, of_row = cache_sizes(config, sizes)
+    rows = config.inference.max_batch
+    formula = f"{in_words(of_token)} bytes a token x {in_words(pages)} pages x {in_words(page_tokens)} tokens"
+    if of_row:
+        formula += f" + {in_words(of_row)} bytes a row x {rows} rows"
+    return Term("KV cache", of_token * pages * page_tokens + of_row * rows, formula)
+
+
+def cache_sizes(config: RunConfig, sizes: Sizes) -> CacheBytes:
+    """Bytes that one rank of a replica caches of a token, and of a sequence whatever its length."""
+    by_vllm, stages = config.inference.own_vllm is not None, replica_layers(config.model.num_layers, sizes.inference_pp)
+    size, longest = cached_bytes(config), config.sequence_length
+    found = (cache_bytes(config.model, size, sizes.inference_tp, longest, by_vllm, layers) for layers in stages)
+    return max(found, key=lambda held: held.token * longest + held.sequence)
 
 
 def decode_graphs(config: RunConfig, vocab: int) -> Iterator[Term]:
@@ -236,7 +274,8 @@ def layer_forward(config: RunConfig, sizes: Sizes) -> int:
     tokens: sorted, their outputs, and back in order; in fp32, where they run one by one, at most eight."""
     model, size, tp = config.model, WEIGHT_BYTES[config.model.dtype], sizes.inference_tp
     widths = 4 if model.lora is None else 6
-    each = max(widths * model.ffn_hidden_size // tp * size, (3 * FP32_BYTES - size) * model.hidden_size)
+    dense = max(model.ffn_hidden_size, model.shared_expert_ffn_hidden_size or 0)
+    each = max(widths * dense // tp * size, (3 * FP32_BYTES - size) * model.hidden_size)
     if model.experts_per_token:
         each = model.experts_per_token * (3 if model.dtype == "bf16" else 8) * size * model.hidden_size
     beside = 4 if model.experts_per_token or model.lora else 2  # megatron-core's own layers hold more than fused ones

@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.layer_sizes import (
+    attention_linears,
+    attention_vectors,
+    expert_linears,
+    feed_forward_linears,
+    layer_kinds,
+    replica_layers,
+)
 from megatron_rl.recipe.model import EXPERT_LINEARS, ModelConfig
 
 FUSED = {
@@ -40,47 +48,51 @@ def vocabulary(config: RunConfig) -> int | None:
     return None if tokens is None else config.model.padded_vocab_size(tokens)
 
 
-def weights(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 1, stage: int = 0) -> Weights:
-    """Count the parameters of one rank, adapters included, or of the whole model if all sizes are 1.
+def weights(model: ModelConfig, vocab: int, tp: int = 1, ep: int = 1, layers: range | None = None) -> Weights:
+    """Count the parameters of one rank, adapters included, or of the whole model if both sizes are 1.
 
     Args:
         vocab: rows of the embedding, padding included.
-        stage: pipeline stage of the rank.
+        layers: of the rank's pipeline stage, from 0; default: all.
     """
-    hidden, heads, groups, head = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size
-    qkv = (heads + 2 * groups) * head
-    layer = (hidden * qkv + heads * head * hidden) // tp + 2 * hidden
-    layer += qkv // tp * model.qkv_bias + 2 * head * model.qk_norm
-    experts = 0
-    if model.num_experts:
-        layer += hidden * model.num_experts
-        experts = model.num_experts // ep * 3 * hidden * (model.expert_ffn_hidden_size or 0) // tp
-    else:
-        layer += 3 * hidden * model.ffn_hidden_size // tp
-    layers = model.num_layers // pp
-    table = vocab // tp * hidden
-    first, last = stage == 0, stage == pp - 1
-    ends = table * first + last * hidden
+    layers = range(model.num_layers) if layers is None else layers
+    norms, experts = (4 if model.norms_around else 2) * model.hidden_size, 0
+    dense = of_ends(model, vocab, tp, layers)
+    for kind, count in layer_kinds(model, layers).items():
+        linears = (*attention_linears(model, kind.attention), *feed_forward_linears(model, kind.has_experts))
+        of_linears = sum(linear.of_rank(tp) for linear in linears)
+        dense += count * (of_linears + attention_vectors(model, kind.attention, tp) + norms)
+        if kind.has_experts:
+            each = sum(linear.of_rank(tp) for linear in expert_linears(model))
+            experts += count * (model.num_experts or 0) // ep * each
+    of_adapters = adapters(model, tp, ep, layers)
+    return Weights(dense=dense + of_adapters.dense, experts=experts + of_adapters.experts)
+
+
+def of_ends(model: ModelConfig, vocab: int, tp: int, layers: range) -> int:
+    """Parameters of embedding, output layer and last norm, as far as the stage with these layers has them."""
+    table, first, last = vocab // tp * model.hidden_size, layers.start == 0, layers.stop == model.num_layers
+    ends = table * first + last * model.hidden_size
     if last and not (model.tied_embeddings and first):  # the first and the last stage each hold a copy of a tied table
         ends += table
-    of_adapters = adapters(model, tp, pp, ep)
-    return Weights(dense=layers * layer + ends + of_adapters.dense, experts=layers * experts + of_adapters.experts)
+    return ends
 
 
-def generating(model: ModelConfig, vocab: int, sizes: Sizes) -> Weights:
-    """Count the parameters of the fullest GPU of an inference replica. All its GPUs of a stage share the experts."""
-    # vLLM gives some stages a layer more where the stages do not divide the layers.
-    rounded = -(-model.num_layers // sizes.inference_pp) * sizes.inference_pp
-    model = model.model_copy(update={"num_layers": rounded})
-    tp, pp, dp = sizes.inference_tp, sizes.inference_pp, sizes.inference_dp
-    return max((weights(model, vocab, tp, pp, dp, stage) for stage in range(pp)), key=lambda held: held.all)
+def generating(model: ModelConfig, vocab: int, sizes: Sizes) -> tuple[Weights, int]:
+    """Count the parameters of the fullest GPU of an inference replica, and those of embedding, output layer and last
+    norm among them. All its GPUs of a stage share the experts."""
+    tp, found = sizes.inference_tp, []
+    for layers in replica_layers(model.num_layers, sizes.inference_pp):
+        held = weights(model, vocab, tp, sizes.inference_dp, layers)
+        found.append((held, of_ends(model, vocab, tp, layers)))
+    return max(found, key=lambda stage: stage[0].all)
 
 
-def trained(model: ModelConfig, vocab: int, tp: int = 1, pp: int = 1, ep: int = 1, stage: int = 0) -> Weights:
-    return weights(model, vocab, tp, pp, ep, stage) if model.lora is None else adapters(model, tp, pp, ep)
+def trained(model: ModelConfig, vocab: int, tp: int = 1, ep: int = 1, layers: range | None = None) -> Weights:
+    return weights(model, vocab, tp, ep, layers) if model.lora is None else adapters(model, tp, ep, layers)
 
 
-def adapters(model: ModelConfig, tp: int = 1, pp: int = 1, ep: int = 1) -> Weights:
+def adapters(model: ModelConfig, tp: int = 1, ep: int = 1, layers: range | None = None) -> Weights:
     """Count the parameters of the adapters of one rank. Tensor-parallel ranks split B of the linears that they split by
     rows, and A of the others. B of linears that megatron-core fuses has the rows of all of them, targets or not."""
     if model.lora is None:
@@ -95,7 +107,7 @@ def adapters(model: ModelConfig, tp: int = 1, pp: int = 1, ep: int = 1) -> Weigh
             feed_forward += count
         else:
             dense += count
-    layers = model.num_layers // pp
+    number = model.num_layers if layers is None else len(layers)
     if model.num_experts:
-        return Weights(layers * dense, layers * model.num_experts // ep * feed_forward)
-    return Weights(layers * (dense + feed_forward), 0)
+        return Weights(number * dense, number * model.num_experts // ep * feed_forward)
+    return Weights(number * (dense + feed_forward), 0)

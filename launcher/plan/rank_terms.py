@@ -43,14 +43,16 @@ class RankTerms:
 
 def rank_terms(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> RankTerms:
     model, size = config.model, WEIGHT_BYTES[config.model.dtype]
-    held = weights(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
-    updated = trained(model, vocab, sizes.tp, sizes.pp, sizes.ep, stage)
+    layers = sizes.stages(model)[stage]
+    held = weights(model, vocab, sizes.tp, sizes.ep, layers)
+    updated = trained(model, vocab, sizes.tp, sizes.ep, layers)
     each = FP32_BYTES if config.optimizer.grad_reduce_in_fp32 else size
     widened = memory_terms.of_shard(config, sizes, updated, "widened gradients", FP32_BYTES)
     formula = f"{size} bytes x {in_words(updated.all)} parameters, until they are in the optimizer's buffer"
     moved = Term("start", size * updated.all, formula)
     last = stage == sizes.pp - 1
-    of_layer = memory_terms.layer_backward(config, sizes, vocab * (last and model.tied_embeddings and not model.lora))
+    tied = vocab * (last and model.tied_embeddings and not model.lora)
+    of_layer = memory_terms.layer_backward(config, sizes, layers, tied)
     of_loss = memory_terms.loss(config, sizes, vocab) if last else of_layer
     fullest = max(of_layer, of_loss, key=lambda term: term.bytes)
     return RankTerms(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_rl.recipe.distill import TeacherReplicas
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.job import JobConfig, PlacementConfig, data_parallel_size
+from megatron_rl.recipe.layer_sizes import stage_layers
 from megatron_rl.recipe.model import ModelConfig
 
 
@@ -42,6 +43,8 @@ class Sizes:
     inference_pp: int = 1
     inference_dp: int = 1
     inference_ep: int = 1
+    stage_ends: tuple[int | None, int | None] = (None, None)
+    """Layers of the first and of the last stage of training; None: as many as the others."""
     nodes_per_replica: int | None = None
     """Nodes that an inference replica must have; None: those that it needs."""
     teacher_nodes: int = 0
@@ -81,6 +84,7 @@ class Sizes:
             inference_pp=inference.pp,
             inference_dp=inference.dp,
             inference_ep=inference.ep,
+            stage_ends=(training.first_stage_layers, training.last_stage_layers),
             nodes_per_replica=inference.nodes_per_replica,
             teacher_nodes=teacher.nodes if teacher else 0,
             teacher_tp=teacher.tp if teacher else 1,
@@ -149,6 +153,10 @@ class Sizes:
         """Whether a context-parallel group spans nodes. Its ranks are `tp` apart, so it covers tp x cp adjacent
         ranks."""
         return self.cp > 1 and self.gpus_per_node % (self.tp * self.cp) > 0
+
+    def stages(self, model: ModelConfig) -> list[range]:
+        """Layers of each stage of training, from 0."""
+        return stage_layers(model.num_layers, self.pp, *self.stage_ends)
 
     @property
     def expert_dp(self) -> int:
@@ -271,7 +279,7 @@ def _fits(s: Sizes, model: ModelConfig | None) -> Iterator[str]:
     if model is None:
         return
     training, inference = "placement.training", "placement.inference"
-    yield from (f"{training}.{problem}" for problem in model.undivided(s.tp, s.pp, s.ep))
+    yield from (f"{training}.{problem}" for problem in model.undivided(s.tp, s.pp, s.ep, stage_ends=s.stage_ends))
     if s.inference_tp != s.tp:  # otherwise the line above reports it
         # An engine that starts its workers gets whole weights, and shares a key/value head in any layout.
         training_tp = None if s.starts_workers else s.tp

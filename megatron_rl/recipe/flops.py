@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.layer_sizes import convolved, feed_forward_widths, head_widths, layer_kinds, token_weights
 from megatron_rl.recipe.model import EXPERT_LINEARS, LoraConfig, ModelConfig
 
 
@@ -19,30 +20,39 @@ def fullest_microbatch(config: RunConfig, replicas: int) -> list[int]:
     return lengths[: max(1, config.answers_of_replica(replicas))]
 
 
-def training_flops(model: ModelConfig, vocabulary: int, *, tokens: int, pairs: int, predictions: int) -> float:
+def training_flops(
+    model: ModelConfig, vocabulary: int, *, tokens: int, pairs: int, predictions: int, windowed: int | None = None
+) -> float:
     """Floating-point operations of a forward and a backward pass, two per multiply-add. Counts products with weights
     and attention only, and recomputation not at all (model FLOPs, arXiv 2204.02311, appendix B). The backward pass
     takes twice the forward pass, except that weights which are not trained have no gradient: with adapters of rank r,
     products with weights count 2 instead of 3 times, and 3 times those with the adapters, r (inputs + outputs) each.
 
-        3 (2 layers tokens (qkv + out + ffn) + 4 layers heads head_size pairs + 2 hidden vocabulary predictions)
+        3 (2 tokens weights + 2 (query + result) pairs + 2 hidden vocabulary predictions)
 
-        qkv = hidden (heads + 2 query groups) head_size    out = heads head_size hidden    ffn = 3 hidden ffn_hidden,
-        or, per token in a layer of experts, 3 hidden expert_ffn_hidden experts_per_token + hidden experts
+        weights = of the linears of all layers that a token is multiplied with, of experts those chosen for it
+        query, result = numbers of all heads, such as heads head_size; each pair takes a product of both
+
+    A delta net reads, corrects and writes its state for each token, heads key_head_dim value_head_dim each.
 
     Args:
         vocabulary: rows of the output layer.
         tokens: packed tokens; tokens shared by several answers count once.
-        pairs: pairs of a packed token and one that it attends to, including itself.
+        pairs: pairs of a packed token and one that it attends to, including itself, if no window limits them.
         predictions: tokens whose logits are needed.
+        windowed: the same pairs in layers with a window; default: as many as there are at most.
     """
-    heads, groups, hidden = model.num_attention_heads, model.num_query_groups, model.hidden_size
-    attention = hidden * (2 * heads + 2 * groups) * model.head_size
-    ffn = 3 * hidden * model.ffn_hidden_size
-    if model.num_experts and model.experts_per_token and model.expert_ffn_hidden_size:
-        ffn = 3 * hidden * model.expert_ffn_hidden_size * model.experts_per_token + hidden * model.num_experts
-    products = 2 * (model.num_layers * (attention + ffn) * tokens + hidden * vocabulary * predictions)
-    of_attention = model.num_layers * 4 * heads * model.head_size * pairs
+    if windowed is None:
+        windowed = min(pairs, tokens * (model.sliding_window or 0))
+    products = 2 * model.hidden_size * vocabulary * predictions
+    of_attention, wide, net = 0, head_widths(model), model.delta_net
+    for kind, layers in layer_kinds(model).items():
+        products += 2 * layers * token_weights(model, kind) * tokens
+        if kind.attention == "linear_attention" and net:
+            of_attention += 6 * layers * net.value_heads * net.key_head_dim * net.value_head_dim * tokens
+        else:
+            seen = windowed if kind.attention == "sliding_attention" else pairs
+            of_attention += 2 * layers * (wide.query + wide.result) * seen
     if model.lora is None:
         return 3.0 * (products + of_attention)
     adapters = 2 * model.num_layers * _adapter_parameters(model, model.lora) * tokens
@@ -69,11 +79,14 @@ def rows_per_token(model: ModelConfig) -> int:
 
     In the shipped recipes for GPUs that is between 3 and 7.
     """
-    heads, groups, head_size = model.num_attention_heads, model.num_query_groups, model.head_size
-    if model.experts_per_token and model.expert_ffn_hidden_size:
-        feed_forward = model.experts_per_token * (2 * model.hidden_size + 3 * model.expert_ffn_hidden_size)
-    else:
-        feed_forward = 2 * model.ffn_hidden_size
-    row = (2 * heads + 2 * groups) * head_size + 2 * heads
-    token = 2 * model.hidden_size + row + heads * head_size + feed_forward
-    return token // row
+    wide, tokens, rows = head_widths(model), 0, 0
+    for kind, layers in layer_kinds(model).items():
+        row = 2 * model.num_attention_heads + sum(wide)
+        if kind.attention == "linear_attention":
+            row = convolved(model)
+        always, routed = feed_forward_widths(model, kind.has_experts)
+        experts = (model.experts_per_token or 0) * kind.has_experts
+        feed_forward = 2 * always + experts * 2 * model.hidden_size + 3 * routed
+        rows += layers * row
+        tokens += layers * (2 * model.hidden_size + row + wide.result + feed_forward)
+    return max(1, tokens // rows)

@@ -97,6 +97,11 @@ class TrainingLayout(Section):
     """Tensor parallel size."""
     pp: PositiveInt = 1
     """Pipeline parallel size: stages."""
+    first_stage_layers: PositiveInt | None = None
+    """Layers of the first stage, which also has the embedding, where `pp` does not divide the layers; the stages whose
+    number is not given have equal shares of the rest. Default: such a share."""
+    last_stage_layers: PositiveInt | None = None
+    """Layers of the last stage, which also has the output layer."""
     cp: PositiveInt = 1
     """Context parallel size: ranks that share the tokens of a micro-batch, for answers whose activations do not fit on
     one rank. Each holds all weights of its stage and processes `training.tokens_per_microbatch` tokens."""

@@ -138,6 +138,8 @@ SPECIAL = (
     "scaled_embedding",
 )
 """Keys of features that only layers for training compute."""
+STAGE_ENDS = ("first_stage_layers", "last_stage_layers")
+"""Keys of placement.training for stages of unequal numbers of layers."""
 
 
 class ModelConfig(Section):
@@ -386,15 +388,24 @@ class ModelConfig(Section):
         fields = type(self).model_fields
         return next((name for name in SPECIAL if getattr(self, name) != fields[name].default), None)
 
-    def undivided(self, tp: int, pp: int = 1, ep: int = 1, training_tp: int | None = None) -> Iterator[str]:
+    def undivided(
+        self,
+        tp: int,
+        pp: int = 1,
+        ep: int = 1,
+        training_tp: int | None = None,
+        stage_ends: tuple[int | None, int | None] = (None, None),
+    ) -> Iterator[str]:
         """Yield a sentence for each size that the given number of ranks does not divide.
 
-        training_tp: tensor parallel size of training, for an engine with another one.
+        Args:
+            training_tp: tensor parallel size of training, for an engine with another one.
+            stage_ends: layers of the first and of the last stage, as far as they are given.
         """
         sizes = [("tp", tp, name) for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple")]
         if self.num_experts is not None:
             sizes += [("tp", tp, "expert_ffn_hidden_size"), ("ep", ep, "num_experts")]
-            sizes += [("tp", tp, "shared_expert_ffn_hidden_size")] if self.shared_expert_ffn_hidden_size else []
+            sizes += [("tp", tp, "shared_expert_ffn_hidden_size")] * (self.shared_expert_ffn_hidden_size is not None)
         elif ep > 1:
             yield f"ep {ep} needs model.num_experts: without experts to share"
         if self.delta_net and self.delta_net.key_heads % tp:
@@ -406,8 +417,15 @@ class ModelConfig(Section):
                 f"tp {tp} is more than model.num_query_groups {self.num_query_groups}: ranks share a key/value head "
                 f"only as in training, where tp is {training_tp}"
             )
-        for key, size, name in (*sizes, ("pp", pp, "num_layers")):
-            if (value := getattr(self, name)) % size:
+        counts = [(key, size, name, getattr(self, name)) for key, size, name in sizes]
+        if self.delta_net is not None:
+            counts += [("tp", tp, f"delta_net.{name}", getattr(self.delta_net, name)) for name in _DELTA_HEADS]
+        if stage_ends == (None, None):
+            counts.append(("pp", pp, "num_layers", self.num_layers))
+        else:
+            yield from _unstaged(self.num_layers, pp, stage_ends)
+        for key, size, name, value in counts:
+            if value % size:
                 remainder = f"{value} = {value // size} x {size} + {value % size}"
                 yield f"{key} {size} does not divide model.{name} {value} ({remainder})"
 
@@ -430,6 +448,23 @@ class ModelConfig(Section):
     def padded_vocab_size(self, tokens: int) -> int:
         """Rows of the padded embedding for a tokenizer with this number of tokens."""
         return -(-(self.vocab_size or tokens) // self.vocab_multiple) * self.vocab_multiple
+
+
+_DELTA_HEADS = ("key_heads", "value_heads")
+
+
+def _unstaged(layers: int, pp: int, stage_ends: tuple[int | None, int | None]) -> Iterator[str]:
+    """Say that the stages whose layers are not given cannot have equal shares of the rest."""
+    given = [size for size in stage_ends if size is not None]
+    named = " and ".join(
+        f"{name} {size}" for name, size in zip(STAGE_ENDS, stage_ends, strict=True) if size is not None
+    )
+    others, rest = pp - len(given), layers - sum(given)
+    if others < 0 or rest < others or (rest % others if others else rest):
+        yield (
+            f"{named} of model.num_layers {layers} leave {rest} layers for the other {max(0, others)} of {pp} stages "
+            "(pp)"
+        )
 
 
 class TokenizerConfig(Section):

@@ -13,10 +13,12 @@ from typing import Any
 
 from megatron_rl.generate.vllm.client import MODEL_NAME
 from megatron_rl.generate.vllm.plugin import BACKEND
+from megatron_rl.recipe.cache_sizes import cache_bytes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.device_turns import sleeps
 from megatron_rl.recipe.inference import processes_logprobs
 from megatron_rl.recipe.job import PLANS
+from megatron_rl.recipe.layer_sizes import replica_layers
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_options import given_options, option_word
@@ -106,9 +108,10 @@ class ServeSizes:
         """Bytes of the cache of keys and values on each device."""
         block = self.page_tokens or LARGEST_BLOCK
         tokens = self.cache_tokens or self.rows * math.ceil(self.longest / block) * block
-        groups, layers = max(1, self.model.num_query_groups // self.tp), math.ceil(self.model.num_layers / self.pp)
         size = 1 if self.short_cache else BYTES[self.model.dtype]
-        return tokens * 2 * layers * groups * self.model.head_size * size
+        stages = replica_layers(self.model.num_layers, self.pp)
+        held = (cache_bytes(self.model, size, self.tp, self.longest, by_vllm=True, layers=one) for one in stages)
+        return max(tokens * one.token + self.rows * one.sequence for one in held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from megatron_rl.model.platform.phantom import PhantomCuda, PhantomDevice
 from megatron_rl.model.policy import build_policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.layer_sizes import stage_layers
 from megatron_rl.recipe.model import ModelConfig
 
 MODELS = {
@@ -111,7 +112,7 @@ def test_published_models_have_their_published_size():
 def test_the_shards_of_all_ranks_make_the_model(tied):
     model = QWEN_32B.model_copy(update={"tied_embeddings": tied})
     rows, tp, pp = 152064, 8, 4
-    shards = sum(weights(model, rows, tp, pp, 1, stage).all * tp for stage in range(pp))
+    shards = sum(weights(model, rows, tp, 1, layers).all * tp for layers in stage_layers(model.num_layers, pp))
     # Norms are whole on every tensor-parallel rank, and a shared table is on the first and on the last stage.
     norms = (tp - 1) * model.hidden_size * (2 * model.num_layers + 1)
     assert shards == weights(model, rows).all + norms + tied * rows * model.hidden_size

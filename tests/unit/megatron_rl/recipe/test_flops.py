@@ -16,6 +16,7 @@ from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.recipe.flops import rows_per_token, training_flops
+from megatron_rl.recipe.layer_sizes import head_widths, layer_kinds
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
 
@@ -65,7 +66,8 @@ def test_a_gathered_row_keeps_no_more_than_it_counts_for(name: str, recompute: s
     config = load_recipe(name, ["training.transformer_impl=local"]).config  # keeps the least
     model = config.model
     sizes = Sizes(**dict.fromkeys(Sizes.__dataclass_fields__, 1) | {"sequence_parallel": False})
-    heads = 2 * model.num_attention_heads + 2 * model.num_query_groups  # query and result, key and value
-    row = WEIGHT_BYTES[model.dtype] * heads * model.head_size + 4 * model.num_attention_heads
-    assert row * rows_per_token(model) <= kept_bytes(config, sizes, recompute)
+    row = WEIGHT_BYTES[model.dtype] * sum(head_widths(model)) + 4 * model.num_attention_heads
+    rows = row * sum(count for kind, count in layer_kinds(model).items() if kind.attention != "linear_attention")
+    kept = sum(count * kept_bytes(config, sizes, recompute, kind) for kind, count in layer_kinds(model).items())
+    assert rows * rows_per_token(model) <= kept
     assert 2 <= rows_per_token(model) <= 7
