@@ -1,12 +1,14 @@
 """Rehearse a rank with few layers and experts, and extrapolate to all of them.
 
-Peak memory of a phase is linear: a constant, plus an amount for each layer, plus an amount for each expert of each
-layer. Two depths and two numbers of experts determine all three, for the policy and for a teacher beside it.
+Peak memory of a phase is linear: a constant, plus an amount for each layer of a kind, plus an amount for each expert of
+each layer. Two depths of each kind of layer and two numbers of experts determine them, for the policy and for a teacher
+beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -16,7 +18,8 @@ from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.distill import ROWS
 from megatron_rl.recipe.inference import InferenceConfig
 from megatron_rl.recipe.job import TrainingLayout
-from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.layer_sizes import LayerKind, layer_kinds, stage_layers
+from megatron_rl.recipe.model import STAGE_ENDS, ModelConfig
 from megatron_rl.run.rehearse.phantom_world import alone_in
 from megatron_rl.run.rehearse.rank import PhaseFailed, RankRehearsal, Taught, rehearse_rank
 
@@ -59,12 +62,14 @@ def rehearse(
         assert taught is not None, "a replica of the teacher has its shape"
         config, vocab, taught = _of_teacher(config, taught), taught.tokens, None
     elif role == "inference":
-        config, taught = _with_tp(config, config.placement.inference.tp or config.placement.training.tp), None
+        config, taught = _with_layout(config, TrainingLayout(tp=_tp(config))), None
     elif config.distill is None or config.distill.is_served:
         taught = None
     layout = config.placement.training
-    policy = growth(config.model, layout, depths)
-    beside = growth(taught.model, layout, depths) if taught else None
+    stage = rank * layout.pp // world
+    policy = growth(config.model, layout, stage, depths)
+    beside = growth(taught.model, layout, stage, depths) if taught else None
+    config = _with_layout(config, layout.model_copy(update=dict.fromkeys(STAGE_ENDS)))
 
     def built(model: ModelConfig, of_teacher: ModelConfig | None) -> RankRehearsal:
         seen = Taught(of_teacher, taught.tokens) if taught and of_teacher else None
@@ -83,42 +88,59 @@ def rehearse(
     return whole
 
 
-def _with_tp(config: RunConfig, tp: int) -> RunConfig:
-    placement = config.placement.model_copy(update={"training": TrainingLayout(tp=tp)})
+def _tp(config: RunConfig) -> int:
+    return config.placement.inference.tp or config.placement.training.tp
+
+
+def _with_layout(config: RunConfig, layout: TrainingLayout) -> RunConfig:
+    placement = config.placement.model_copy(update={"training": layout})
     return config.model_copy(update={"placement": placement})
 
 
 def _of_teacher(config: RunConfig, taught: Taught) -> RunConfig:
     assert config.teacher_replicas is not None
     scores = {"model": taught.model, "inference": InferenceConfig(max_batch=ROWS)}
-    return _with_tp(config, config.teacher_replicas.tp).model_copy(update=scores)
+    return _with_layout(config, TrainingLayout(tp=config.teacher_replicas.tp)).model_copy(update=scores)
 
 
-# A stage of 12 layers with 64 experts each, 8 of them per token, is rehearsed three times: with 2 layers of 8
+# A stage of 12 equal layers with 64 experts each, 8 of them per token, is rehearsed three times: with 2 layers of 8
 # experts, with 4 layers of 8 experts, and with 2 layers of 16. Two more layers cost what the second adds to the first,
 # and the stage has ten more: (12 - 2) / (4 - 2) = 5 times that. The third adds 8 experts in 2 layers, and the whole
-# stage has 56 more in 12 layers: 56 * 12 / (8 * 2) = 42 times that.
-def growth(model: ModelConfig, layout: TrainingLayout, depths: tuple[int, int]) -> Growth:
-    layers, experts = model.num_layers // layout.pp, model.num_experts
-    depth, width = depths[0] if layers > depths[-1] else layers, few_experts(model, layout.ep)
+# stage has 56 more in 12 layers: 56 * 12 / (8 * 2) = 42 times that. If layers differ, each kind has such a second
+# rehearsal.
+def growth(model: ModelConfig, layout: TrainingLayout, stage: int, depths: tuple[int, int]) -> Growth:
+    layers = stage_layers(model.num_layers, layout.pp, layout.first_stage_layers, layout.last_stage_layers)
+    whole, experts, width = layer_kinds(model, layers[stage]), model.num_experts, few_experts(model, layout.ep)
+    few = {kind: depths[0] if count > depths[-1] else count for kind, count in whole.items()}
 
-    def sized(depth: int, width: int | None) -> ModelConfig:
-        return model.model_copy(update={"num_layers": depth * layout.pp, "num_experts": width})
+    def sized(held: Mapping[LayerKind, int], width: int | None) -> ModelConfig:
+        """A model of which each stage has these layers, those without experts first."""
+        kinds = sorted(held, key=lambda kind: kind.has_experts)
+        types = [kind.attention for kind in kinds for _ in range(held[kind])]
+        dense = sum(held[kind] for kind in kinds if not kind.has_experts)
+        shape = {"num_layers": len(types) * layout.pp, "num_experts": width, "dense_layers": dense if width else 0}
+        return model.model_copy(update=shape | {"layer_types": model.layer_types and types * layout.pp})
 
     larger = []
-    if depth < layers:
-        larger.append((sized(depths[1], width), Fraction(layers - depth, depths[1] - depth)))
+    for kind, count in whole.items():
+        if few[kind] < count:
+            deeper = sized({**few, kind: depths[1]}, width)
+            larger.append((deeper, Fraction(count - few[kind], depths[1] - few[kind])))
     if width and experts and width < experts:  # each layer has them
-        larger.append((sized(depth, 2 * width), Fraction((experts - width) * layers, width * depth)))
-    return Growth(sized(depth, width), tuple(larger))
+        in_all, in_few = (sum(n for kind, n in held.items() if kind.has_experts) for held in (whole, few))
+        if in_few:
+            larger.append((sized(few, 2 * width), Fraction((experts - width) * in_all, width * in_few)))
+    return Growth(sized(few, width), tuple(larger))
 
 
 def few_experts(model: ModelConfig, ep: int) -> int | None:
-    """Experts of a layer in the first rehearsal; the second has twice that number. Enough for every token and every
-    rank; all experts if there are no more; None for a dense model."""
+    """Experts of a layer in the first rehearsal; the second has twice that number. Enough for every token, every group
+    and every rank; all experts if there are no more; None for a dense model."""
     if not model.num_experts or not model.experts_per_token:
         return None
-    few = -(-model.experts_per_token // ep) * ep
+    groups, unit = model.router, math.lcm(ep, model.router.groups)
+    needed = max(model.experts_per_token * groups.groups // groups.groups_per_token, 2 * groups.groups)
+    few = -(-max(needed, model.experts_per_token) // unit) * unit
     return few if 2 * few < model.num_experts else model.num_experts
 
 
