@@ -78,7 +78,7 @@ def _all_experts() -> tuple[Part, ...]:
 QWEN2 = Architecture(
     "Qwen2ForCausalLM",
     "qwen2",
-    (*decoder(), rotation(), _positions(4096, switch=True), always(qkv_bias=True)),
+    (*decoder(), rotation(), _positions(4096, switch=True), only("use_mrope", False), always(qkv_bias=True)),
     inert=frozenset({"attention_bias"}),  # its layers have biases whatever it says
 )
 QWEN3 = Architecture(
@@ -116,6 +116,9 @@ QWEN3_MOE = Architecture(
         rotation(),
         _positions(4096, switch=True),
         attention_bias(qkv_bias=True, output_bias=True),
+        only("qkv_bias", False),  # the next are Qwen3-Coder's
+        only("use_qk_norm", True),
+        only("shared_expert_intermediate_size", 0, None),
         always(qk_norm=True),
         *_all_experts(),
     ),

@@ -118,6 +118,7 @@ _INERT = frozenset(
         "add_cross_attention",
         "chunk_size_feed_forward",
         "finetuning_task",
+        "transformers.js_config",
         "unsloth_version",
         "unsloth_fixed",
         "task_specific_params",
