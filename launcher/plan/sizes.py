@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.recipe.distill import TeacherReplicas
 from megatron_rl.recipe.engines import capabilities_of
-from megatron_rl.recipe.job import JobConfig, PlacementConfig, data_parallel_size
+from megatron_rl.recipe.job import JobConfig, PlacementConfig, StageEnds, data_parallel_size
 from megatron_rl.recipe.layer_sizes import stage_layers
 from megatron_rl.recipe.model import ModelConfig
 
@@ -43,8 +43,7 @@ class Sizes:
     inference_pp: int = 1
     inference_dp: int = 1
     inference_ep: int = 1
-    stage_ends: tuple[int | None, int | None] = (None, None)
-    """Layers of the first and of the last stage of training; None: as many as the others."""
+    stage_ends: StageEnds = (None, None)
     nodes_per_replica: int | None = None
     """Nodes that an inference replica must have; None: those that it needs."""
     teacher_nodes: int = 0
@@ -84,7 +83,7 @@ class Sizes:
             inference_pp=inference.pp,
             inference_dp=inference.dp,
             inference_ep=inference.ep,
-            stage_ends=(training.first_stage_layers, training.last_stage_layers),
+            stage_ends=training.stage_ends,
             nodes_per_replica=inference.nodes_per_replica,
             teacher_nodes=teacher.nodes if teacher else 0,
             teacher_tp=teacher.tp if teacher else 1,

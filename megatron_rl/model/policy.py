@@ -29,6 +29,7 @@ from megatron_rl.model.platform.device import Device, Kernels
 from megatron_rl.model.platform.paths import PathLayout, Paths
 from megatron_rl.model.rotation import Rotations, rotation_tables
 from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.job import StageEnds
 from megatron_rl.recipe.model import ModelConfig, Recompute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -220,7 +221,12 @@ class Policy(GPTModel):
 
 
 def transformer_config(
-    model: ModelConfig, kernels: Kernels, groups: ProcessGroupCollection, *, sequence_parallel: bool = False
+    model: ModelConfig,
+    kernels: Kernels,
+    groups: ProcessGroupCollection,
+    *,
+    sequence_parallel: bool = False,
+    stage_ends: StageEnds = (None, None),
 ) -> TransformerConfig:
     dtype = DTYPES[model.dtype]
     experts: dict[str, Any] = {}
@@ -258,6 +264,8 @@ def transformer_config(
         calculate_per_token_loss=True,  # DDP sums gradients: the loss is already weighted for the global batch
         tensor_model_parallel_size=groups.tp.size(),
         pipeline_model_parallel_size=groups.pp.size(),
+        num_layers_in_first_pipeline_stage=stage_ends[0],
+        num_layers_in_last_pipeline_stage=stage_ends[1],
         context_parallel_size=groups.cp.size(),
         expert_model_parallel_size=groups.ep.size(),
         expert_tensor_parallel_size=groups.expt_tp.size(),
@@ -279,6 +287,7 @@ def build_policy(
     *,
     sequence_parallel: bool = False,
     groups: ProcessGroupCollection | None = None,
+    stage_ends: StageEnds = (None, None),
     initialize: bool = True,
 ) -> Policy:
     """Build this rank's part of the policy on the platform's device, with random weights from torch's generator.
@@ -286,35 +295,29 @@ def build_policy(
     Args:
         vocab_size: the tokenizer's; see `ModelConfig.padded_vocab_size` for the embedding's.
         groups: ranks that share the model; default: megatron-core's own, those of the training.
+        stage_ends: layers of the first and of the last pipeline stage.
         initialize: False if weights will be loaded; until then they are arbitrary.
 
     Raises:
         ConfigurationError: the tokenizer has more tokens than `model.vocab_size`, or the groups do not divide the
         model.
     """
-    if model.vocab_size is not None and model.vocab_size < vocab_size:
-        raise ConfigurationError(
-            f"model.vocab_size {model.vocab_size} is less than the tokenizer's {vocab_size} tokens"
-        )
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
-    tp, pp, ep = groups.tp.size(), groups.pp.size(), groups.ep.size()
-    if undivided := next(model.undivided(tp, pp, ep), None):
-        raise ConfigurationError(f"the model cannot be divided: {undivided}")
-    if sequence_parallel and tp == 1:
-        raise ConfigurationError("sequence_parallel splits activations between tensor-parallel ranks, but tp is 1")
-    config = transformer_config(model, platform.kernels, groups, sequence_parallel=sequence_parallel)
+    _check_fit(model, vocab_size, groups, sequence_parallel, stage_ends)
+    config = transformer_config(
+        model, platform.kernels, groups, sequence_parallel=sequence_parallel, stage_ends=stage_ends
+    )
     config.perform_initialization = initialize
     adapters = Adapters.of(model)
+    layers = packed_block_spec(config, model, recompute, platform.kernels, groups.pp.rank(), adapters)
     make = partial(
         Policy,
         config=config,
-        transformer_layer_spec=packed_block_spec(
-            config, model, recompute, platform.kernels, groups.pp.rank(), adapters
-        ),
+        transformer_layer_spec=layers,
         vocab_size=model.padded_vocab_size(vocab_size),
         max_sequence_length=model.max_position_embeddings,
         pre_process=groups.pp.rank() == 0,
-        post_process=groups.pp.rank() == pp - 1,
+        post_process=groups.pp.rank() == groups.pp.size() - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="none",  # layers rotate by Policy.rotations
@@ -328,3 +331,17 @@ def build_policy(
     policy.fp32_output = model.fp32_output
     policy.prepare(model, vocab_size, platform)
     return policy
+
+
+def _check_fit(
+    model: ModelConfig, vocab_size: int, groups: ProcessGroupCollection, sequence_parallel: bool, stage_ends: StageEnds
+) -> None:
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise ConfigurationError(
+            f"model.vocab_size {model.vocab_size} is less than the tokenizer's {vocab_size} tokens"
+        )
+    tp, pp, ep = groups.tp.size(), groups.pp.size(), groups.ep.size()
+    if undivided := next(model.undivided(tp, pp, ep, stage_ends=stage_ends), None):
+        raise ConfigurationError(f"the model cannot be divided: {undivided}")
+    if sequence_parallel and tp == 1:
+        raise ConfigurationError("sequence_parallel splits activations between tensor-parallel ranks, but tp is 1")

@@ -30,6 +30,9 @@ def _count_or_range(value: Any) -> int | str:
     raise PydanticCustomError("nodes", "neither a number nor a range")
 
 
+StageEnds = tuple[int | None, int | None]
+"""Layers of the first and of the last pipeline stage; None: as many as the others."""
+
 Nodes = Annotated[
     int | str,
     PlainValidator(_count_or_range),
@@ -109,6 +112,10 @@ class TrainingLayout(Section):
     """Expert parallel size: data- and context-parallel ranks that share the experts of a layer."""
     sequence_parallel: bool = False
     """Also split the activations between tensor-parallel regions (with `tp` > 1)."""
+
+    @property
+    def stage_ends(self) -> StageEnds:
+        return self.first_stage_layers, self.last_stage_layers
 
 
 class InferenceLayout(Section):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from megatron_rl.recipe.job import StageEnds
 from megatron_rl.recipe.model_parts import DeltaNet, LatentAttention, LayerType, RopeScaling, RouterConfig
 from megatron_rl.recipe.section import (
     Day,
@@ -394,7 +395,7 @@ class ModelConfig(Section):
         pp: int = 1,
         ep: int = 1,
         training_tp: int | None = None,
-        stage_ends: tuple[int | None, int | None] = (None, None),
+        stage_ends: StageEnds = (None, None),
     ) -> Iterator[str]:
         """Yield a sentence for each size that the given number of ranks does not divide.
 
@@ -453,7 +454,7 @@ class ModelConfig(Section):
 _DELTA_HEADS = ("key_heads", "value_heads")
 
 
-def _unstaged(layers: int, pp: int, stage_ends: tuple[int | None, int | None]) -> Iterator[str]:
+def _unstaged(layers: int, pp: int, stage_ends: StageEnds) -> Iterator[str]:
     """Say that the stages whose layers are not given cannot have equal shares of the rest."""
     given = [size for size in stage_ends if size is not None]
     named = " and ".join(

@@ -102,7 +102,8 @@ def against_teacher(config: RunConfig, teacher: TeacherFiles | None, tokenizer: 
         yield from _against_vllm(config, teacher)
     elif config.distill.server is None:
         layout = config.placement.training
-        for reason in teacher.model.undivided(layout.tp, layout.pp, layout.ep if teacher.model.num_experts else 1):
+        ep = layout.ep if teacher.model.num_experts else 1
+        for reason in teacher.model.undivided(layout.tp, layout.pp, ep, stage_ends=layout.stage_ends):
             yield (
                 f"distill.teacher {config.distill.teacher} is split like the policy (placement.training), but "
                 f"{reason}; choose a layout that divides both, or give distill.replicas"

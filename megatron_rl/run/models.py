@@ -185,7 +185,10 @@ def build_part(
             f"placement.training.tp {config.placement.training.tp} with model.num_experts needs "
             "placement.training.sequence_parallel: otherwise every tensor-parallel rank sends the experts all tokens"
         )
-    return build_policy(model, tokenizer.vocab_size, platform, recompute, sequence_parallel=sequence_parallel)
+    ends = config.placement.training.stage_ends
+    return build_policy(
+        model, tokenizer.vocab_size, platform, recompute, sequence_parallel=sequence_parallel, stage_ends=ends
+    )
 
 
 def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teacher | None:

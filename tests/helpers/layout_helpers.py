@@ -30,6 +30,7 @@ class Layout(NamedTuple):
     sequence_parallel: bool = False
     adapters: bool = False
     """Whether the model has adapters, which are trained alone."""
+    first_stage_layers: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -37,7 +38,8 @@ class Layout(NamedTuple):
 
     @property
     def config(self) -> TrainingLayout:
-        return TrainingLayout(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, sequence_parallel=self.sequence_parallel)
+        sizes = {key: getattr(self, key) for key in ("tp", "pp", "cp", "ep", "sequence_parallel")}
+        return TrainingLayout(**sizes, first_stage_layers=self.first_stage_layers)
 
     def groups(self) -> Groups:
         """Replace the present groups by those of this layout. Collective."""

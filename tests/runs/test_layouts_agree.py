@@ -99,6 +99,7 @@ LAYOUTS = {
     "CP2": ("dense", Layout(cp=2)),
     "EP2 CP2": ("experts", Layout(ep=2, cp=2)),
     "PP4 untied": ("untied", Layout(pp=4)),
+    "PP2 uneven": ("untied", Layout(pp=2, first_stage_layers=3)),
     "TP2 PP2 untied": ("untied", Layout(tp=2, pp=2)),
     "TP2 DP2": ("dense", Layout(tp=2, dp=2)),
     "CP2 TP2 SP": ("dense", Layout(cp=2, tp=2, sequence_parallel=True)),
@@ -127,7 +128,7 @@ LAYOUTS = {
     "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 QUICK = {
-    *("TP2 bf16", "PP2", "CP2", "EP2 CP2", "TP2 PP2 untied"),
+    *("TP2 bf16", "PP2", "PP2 uneven", "CP2", "EP2 CP2", "TP2 PP2 untied"),
     *("TP2 SP adapters", "TP4 adapters", "grouped", "EP2 TP2 grouped adapters"),
     *("DP2 overlapped", "PP2 DP2 overlapped"),
     *("PP2 unlike layers", "EP2 TP2 grouped unlike layers", "TP2 grouped unlike adapters"),

@@ -109,7 +109,7 @@ def _of_teacher(config: RunConfig, taught: Taught) -> RunConfig:
 # stage has 56 more in 12 layers: 56 * 12 / (8 * 2) = 42 times that. If layers differ, each kind has such a second
 # rehearsal.
 def growth(model: ModelConfig, layout: TrainingLayout, stage: int, depths: tuple[int, int]) -> Growth:
-    layers = stage_layers(model.num_layers, layout.pp, layout.first_stage_layers, layout.last_stage_layers)
+    layers = stage_layers(model.num_layers, layout.pp, *layout.stage_ends)
     whole, experts, width = layer_kinds(model, layers[stage]), model.num_experts, few_experts(model, layout.ep)
     few = {kind: depths[0] if count > depths[-1] else count for kind, count in whole.items()}
 
