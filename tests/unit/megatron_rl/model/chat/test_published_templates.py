@@ -89,11 +89,13 @@ ANSWERED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def cases(first: str = "abcdefgh1", second: str = "abcdefgh2") -> dict[str, Conversation]:
+def cases(
+    first: str = "abcdefgh1", second: str = "abcdefgh2", tools: list[dict[str, Any]] = TOOLS
+) -> dict[str, Conversation]:
     """All conversations. first, second: ids of the calls of look_up and now."""
     plain = {name: conversation_of(messages) for name, messages in TEXTS.items()}
     calling = json.dumps(OFFERED | ANSWERED).replace("abcdefgh1", first).replace("abcdefgh2", second)
-    return plain | {name: conversation_of(messages, TOOLS) for name, messages in json.loads(calling).items()}
+    return plain | {name: conversation_of(messages, tools) for name, messages in json.loads(calling).items()}
 
 
 REFUSED = "the template refuses it"
