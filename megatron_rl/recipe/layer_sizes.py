@@ -89,7 +89,7 @@ def attention_linears(model: ModelConfig, attention: LayerType) -> tuple[LinearS
         return into, LinearSize(values, hidden, "inputs")
     out = LinearSize(wide.result, hidden, "inputs", model.output_bias)
     if latent := model.latent_attention:
-        query = (LinearSize(hidden, wide.query),)
+        query: tuple[LinearSize, ...] = (LinearSize(hidden, wide.query),)
         if rank := latent.q_lora_rank:
             query = LinearSize(hidden, rank, None), LinearSize(rank, wide.query)
         down = LinearSize(hidden, latent.kv_lora_rank + latent.qk_rope_head_dim, None)

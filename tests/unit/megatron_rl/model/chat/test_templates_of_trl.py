@@ -34,7 +34,7 @@ GPT_OSS = NOT_WRITTEN["gpt-oss"] | {"two calls": (SECOND_CALL, SECOND_CALL), "te
 class Found(NamedTuple):
     published: Published
     renderer: str
-    """That `tokenizer.renderer: auto` finds."""
+    """Renderer that `tokenizer.renderer: auto` finds."""
     not_written: dict[str, tuple[str, str]]
 
 
