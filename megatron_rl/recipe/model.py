@@ -406,7 +406,7 @@ class ModelConfig(Section):
         sizes = [("tp", tp, name) for name in ("num_attention_heads", "ffn_hidden_size", "vocab_multiple")]
         if self.num_experts is not None:
             sizes += [("tp", tp, "expert_ffn_hidden_size"), ("ep", ep, "num_experts")]
-            sizes += [("tp", tp, "shared_expert_ffn_hidden_size")] * (self.shared_expert_ffn_hidden_size is not None)
+            sizes += [("tp", tp, "shared_expert_ffn_hidden_size")] if self.shared_expert_ffn_hidden_size else []
         elif ep > 1:
             yield f"ep {ep} needs model.num_experts: without experts to share"
         if self.delta_net and self.delta_net.key_heads % tp:
