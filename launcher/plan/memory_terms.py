@@ -89,8 +89,8 @@ def activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
 
 def layer_backward(config: RunConfig, sizes: Sizes, layers: range, tied_rows: int) -> Term:
     """Memory that the backward pass of the widest layer of a stage adds: recomputed activations, six gradients of
-    feed-forward width and two of model width, and the gradient of a tied embedding, which is kept until the pass
-    reaches its other end.
+    feed-forward width and two of model width, of experts four more for each routed token, gathered and sorted, and the
+    gradient of a tied embedding, which is kept until the pass reaches its other end.
 
     Args:
         layers: of the stage.
@@ -102,7 +102,8 @@ def layer_backward(config: RunConfig, sizes: Sizes, layers: range, tied_rows: in
         again = kept_bytes(config, sizes, "none", kind)
         again -= kept_bytes(config, sizes, recompute, kind) * (recompute == "selective")
         width = sum(feed_forward_widths(model, kind.has_experts))
-        return again * (recompute != "none") + size * (6 * width // sizes.tp + 2 * model.hidden_size)
+        routed = 4 * (model.experts_per_token or 0) * kind.has_experts * model.hidden_size
+        return again * (recompute != "none") + size * (6 * width // sizes.tp + 2 * model.hidden_size + routed)
 
     tokens, each = _tokens(config, sizes), max(map(added, layer_kinds(model, layers)))
     table = size * tied_rows // sizes.tp * model.hidden_size
