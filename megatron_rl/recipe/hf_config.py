@@ -128,6 +128,7 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
 
 
 def _expresses(row: Architecture, model: ModelConfig) -> bool:
+    model = model.model_copy(update={"vocab_size": model.vocab_size or 1})  # any would do
     try:
         other = ModelConfig(**row.read(row.write(model)), init="from-scratch")
     except ValueError:  # Unsupported, or the keys are those of no model

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_rl.model.platform.attention import PLAIN, AttentionForm
 from megatron_rl.model.platform.paged_attention import PagedRows
 
 
@@ -16,7 +17,8 @@ class GatheredAttention:
     parts: Tensor  # [rows * kv_heads * pages] page * kv_heads + head, in gathered order
     visible: Tensor  # [rows, 1, 1, length] gathered tokens that each row sees
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm) -> Tensor:
+        assert form == PLAIN
         rows, heads, head_size = query.shape
         kv_heads, length = keys.shape[1], self.visible.shape[-1]
         keys, values = (

@@ -113,8 +113,10 @@ class ReadsPages(CpuKernels):
     def __init__(self) -> None:
         self.attention = CudaAttention(find_varlen_kernel(), pages=find_paged_kernels())
 
-    def attention_layout(self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None) -> Layout:
-        assert part is None, "a part of the tokens would compile FlexAttention"
+    def attention_layout(
+        self, packed: PackedSequences, dtype: torch.dtype, part: torch.Tensor | None = None, *, sinks: bool = False
+    ) -> Layout:
+        assert part is None and not sinks, "a part of the tokens would compile FlexAttention"
         return self.attention.layout(packed, CPU, torch.bfloat16)
 
     def paged_attention(self, rows: PagedRows, dtype: torch.dtype) -> PagedAttention:
