@@ -109,7 +109,7 @@ def test_new_tokens_attend_to_what_is_before_them(
         torch.nn.functional.pad(each.cumsum(0), (1, 0)).int()
         for each in (torch.tensor(NEW, device=DEVICE), lengths.long())
     )
-    given = (query, keys, values, table, of_queries, of_keys, max(NEW), TOKENS, form)
+    given = (query, keys, values, table, of_queries, of_keys, (max(NEW), TOKENS), form)
     attended, first = kernel.attend_chunks(*given), 0
     for row, new in enumerate(NEW):
         for token in {0, new // 2, new - 1}:

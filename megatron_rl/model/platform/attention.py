@@ -56,7 +56,7 @@ def widened(value: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """What distinguishes the attention of a layer from causal attention with scores divided by sqrt(head_size)."""
+    """Attention of a layer, by its differences from causal attention with scores divided by sqrt(head_size)."""
 
     window: int | None = None  # tokens of its sequence that a token sees, itself included; None: all up to itself
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_size)

@@ -125,9 +125,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None,
     size, scale = value.shape[-1], form.scale
     causal = visible is None
     if form.sinks is not None:
-        # A sink is a first key with the value 0. It lies on an axis of its own, on which other keys are 0 and the
-        # queries of a head have its logit, so that its score is that logit. A first query that sees it alone keeps the
-        # keys of a causal query those up to itself.
+        # A sink is a first key with the value 0. It has its own axis, on which other keys are 0 and the queries of a
+        # head have its logit, so that its score is that logit. A first query that sees it alone keeps the keys of a
+        # causal query those up to itself.
         scale = form.factor(query.shape[-1])
         logits = (form.sinks.to(query.dtype) / scale)[:, None, None].expand(*query.shape[:3], 1)
         query = torch.cat((query, logits), dim=-1)

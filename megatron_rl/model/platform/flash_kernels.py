@@ -27,7 +27,7 @@ PagedAttend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, Attent
 lengths [rows] int32, upper bound of the lengths, number of splits, form -> [rows, heads, head_size]: attention of the
 last token of each row. The keys up to the upper bound are divided into that many equal splits, each for a block of the
 GPU. The borders do not depend on the rows, so neither does the order of a row's sum."""
-ChunkAttend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, AttentionForm], Tensor]
+ChunkAttend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, int], AttentionForm], Tensor]
 """query [tokens, heads, head_size], keys and values [pages, page_tokens, kv_heads, head_size], table [sequences, pages]
 int32, edges of the queries and of the keys, each [sequences + 1] int32, most queries and most keys of a sequence, form
 -> [tokens, heads, head_size]: causal attention of the last tokens of each sequence to all of its tokens."""
@@ -195,8 +195,7 @@ def _paged_flash_attn() -> PagedKernel:
         table: Tensor,
         of_queries: Tensor,
         of_keys: Tensor,
-        most_queries: int,
-        most_keys: int,
+        most: tuple[int, int],
         form: AttentionForm,
     ) -> Tensor:
         attended, log_sums, _probabilities = flash_attn.flash_attn_varlen_func(
@@ -205,8 +204,7 @@ def _paged_flash_attn() -> PagedKernel:
             values,
             of_queries,
             of_keys,
-            most_queries,
-            most_keys,
+            *most,
             causal=True,
             softmax_scale=form.scale,
             window_size=_before(form.window),

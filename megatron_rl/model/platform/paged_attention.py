@@ -96,4 +96,4 @@ class ChunkAttention:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         edges = self.query_edges, self.key_edges
-        return self.kernel(query, keys, values, self.table, *edges, *self.most, form).flatten(1)
+        return self.kernel(query, keys, values, self.table, *edges, self.most, form).flatten(1)

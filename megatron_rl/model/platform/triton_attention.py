@@ -56,8 +56,7 @@ def _attend(
         start = 0
         stop = length - new + tl.minimum(begin + ROWS // GROUP, new)
     if WINDOW:  # skip blocks of keys that even the first of the new tokens does not see
-        oldest = tl.maximum(length - new + begin + 1 - WINDOW, 0)
-        start = tl.maximum(start, oldest // KEYS * KEYS)
+        start = tl.maximum(start, tl.maximum(length - new + begin + 1 - WINDOW, 0) // KEYS * KEYS)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token = begin + row // GROUP
     inside = (token < new) & (row < ROWS // GROUP * GROUP)
@@ -66,13 +65,7 @@ def _attend(
     q = tl.load(query + head[:, None] * SIZE + column[None, :], mask=of_query, other=0.0)
     last = length - new + token  # key of the token itself, the last one it sees
 
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if SINKS:  # in the first split alone
-        first_split = (row >= 0) & ((part == 0) | (SPLITS == 1))
-        sink = tl.load(sinks + group * GROUP + row % GROUP, mask=first_split, other=float("-inf"))
-        most = sink.to(tl.float32) * LOG2_E
-        total = tl.where(first_split, 1.0, 0.0)
+    most, total = _first_sums(sinks + group * GROUP + row % GROUP, (part == 0) | (SPLITS == 1), SINKS, ROWS)
     attended = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(start, stop, KEYS):
         at = block + tl.arange(0, KEYS)
@@ -83,10 +76,7 @@ def _attend(
         k = tl.load(keys + place[:, None] + column[None, :], mask=of_key, other=0.0)
         v = tl.load(values + place[:, None] + column[None, :], mask=of_key, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = there[None, :] & (at[None, :] <= last[:, None])
-        if WINDOW:
-            seen = seen & (at[None, :] > last[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(there[None, :] & _sees(last[:, None], at[None, :], WINDOW), scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
         # Each row of a token sees the first key of its first block, so that `higher` is a number, except in a window.
         shift = tl.where(higher == float("-inf"), 0.0, higher) if WINDOW else higher
@@ -94,14 +84,31 @@ def _attend(
         total = total * shrink + tl.sum(weight, 1)
         attended = tl.dot(weight.to(v.dtype), v, attended * shrink[:, None], input_precision="ieee")
         most = higher
-    total = tl.where(total == 0.0, 1.0, total)  # of a split without keys
-    attended = attended / total[:, None]
+    attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]  # a split may have no keys
     if SPLITS == 1:
         tl.store(out + head[:, None] * SIZE + column[None, :], attended.to(out.dtype.element_ty), mask=of_query)
     else:
         place = head * SPLITS + part
         tl.store(parts + place[:, None] * SIZE + column[None, :], attended, mask=of_query)
         tl.store(weights + place, most + tl.log2(total), mask=inside)
+
+
+@triton.jit
+def _sees(token, key, WINDOW: tl.constexpr):
+    seen = key <= token
+    if WINDOW:
+        seen = seen & (key > token - WINDOW)
+    return seen
+
+
+@triton.jit
+def _first_sums(sinks, holds, SINKS: tl.constexpr, ROWS: tl.constexpr):
+    """Maximum and sum of the softmax of each row before the first key: those of its sink in the split that holds it."""
+    if not SINKS:
+        return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    holds = (tl.arange(0, ROWS) >= 0) & holds
+    most = tl.load(sinks, mask=holds, other=float("-inf")).to(tl.float32) * LOG2_E
+    return most, tl.where(holds, 1.0, 0.0)
 
 
 @triton.jit
@@ -158,8 +165,7 @@ def attend_chunks(
     table: Tensor,
     query_edges: Tensor,
     key_edges: Tensor,
-    most_queries: int,
-    _most_keys: int,
+    most: tuple[int, int],
     form: AttentionForm,
 ) -> Tensor:
     """`ChunkAttend` of flash_kernels.py."""
@@ -168,7 +174,7 @@ def attend_chunks(
     out = torch.empty_like(query)
     # Without tensor cores, whose products in fp32 are too coarse, more rows do not fit into registers.
     of_tile = _tile(keys, heads // kv_heads, SMALLEST_SIDE if query.dtype is torch.float32 else CHUNK_ROWS)
-    blocks = triton.cdiv(most_queries, of_tile["ROWS"] // of_tile["GROUP"])
+    blocks = triton.cdiv(most[0], of_tile["ROWS"] // of_tile["GROUP"])
     _attend[(blocks, kv_heads, len(table))](
         *_checked(query, keys, values, table), key_edges, query_edges, key_edges, _sinks(form, query), out, out,
         key_edges, LOG2_E.value * form.factor(query.shape[2]), table.shape[1], kv_heads, 0,

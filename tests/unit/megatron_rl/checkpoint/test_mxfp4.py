@@ -34,7 +34,7 @@ def test_the_sixteen_numbers_are_those_of_the_format() -> None:
 
 
 def test_numbers_are_those_of_transformers() -> None:
-    """With every byte, and all scales that bf16 has all products with."""
+    """Compares every byte with all scales of which bf16 has each product."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = random_bytes(3, 40, 5, 16), random_bytes(3, 40, 5, least=2, beyond=252)

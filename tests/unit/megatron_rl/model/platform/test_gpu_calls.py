@@ -153,7 +153,7 @@ def test_the_flash_kernels_call_flash_attn_as_its_release_is_called(installed: A
     assert flash_kernels._flash_attn().attend(query, key, value, lengths, 3, form) is query
     paged, pages, table = flash_kernels._paged_flash_attn(), (key[:, None], value[:, None]), lengths[:, None]
     paged.attend(query, *pages, table, lengths, 3, 16, PLAIN)
-    paged.attend_chunks(query, *pages, table, lengths, lengths, 3, 3, PLAIN)
+    paged.attend_chunks(query, *pages, table, lengths, lengths, (3, 3), PLAIN)
     assert given[0] == {"causal": True, "window_size": (127, 0), "softmax_scale": 0.1}
     assert (given[1]["block_table"] is table, given[1]["num_splits"]) == (True, 16)
     plain = {"causal": True, "window_size": (-1, 0), "softmax_scale": None}
