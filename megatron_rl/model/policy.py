@@ -215,9 +215,8 @@ class Policy(GPTModel):
         self.model_config, self.vocabulary, self.platform = model, tokens, platform
         self._tensor = self.pg_collection.tp
         self.recurrent = model.delta_net is not None
-        root = torch.tensor(
-            math.sqrt(model.hidden_size), dtype=self.config.params_dtype, device="cpu"
-        ).item()  # as in transformers
+        # Rounded as in transformers, on the CPU even where the model is built without memory.
+        root = torch.tensor(math.sqrt(model.hidden_size), dtype=self.config.params_dtype, device="cpu").item()
         self.embedding_scale = root if model.scaled_embedding else None
         self.rotations = rotation_tables(model, self.config.params_dtype, platform.device)
 
