@@ -67,6 +67,30 @@ GPT_OSS: dict[str, Any] = SIZES | {
         "original_max_position_embeddings": 16,
     },
 }
+DEEPSEEK: dict[str, Any] = SIZES | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "original_max_position_embeddings": 16,
+    },
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": False, "rms_norm_eps": 1e-5},
     "Qwen2, tied": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -76,6 +100,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Mistral": SIZES | {"model_type": "mistral", "sliding_window": None},
     "Qwen3 MoE": EXPERTS | {"num_experts_per_tok": 2, "norm_topk_prob": True},
     "Qwen3 MoE, one expert a token": EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    "DeepSeek-V3": DEEPSEEK,
+    "DeepSeek-V3, one projection of queries": DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2},
 }
 """Name -> contents of config.json."""
 
@@ -91,6 +117,9 @@ def publish(
     with torch.no_grad():
         for weight in model.parameters():  # otherwise norms and biases are ones and zeros
             weight.copy_(torch.randn_like(weight) * 0.2 + (weight.dim() == 1))
+        for module in model.modules():
+            if (bias := module._buffers.get("e_score_correction_bias")) is not None:  # in fp32 whatever the dtype
+                module._buffers["e_score_correction_bias"] = torch.rand(bias.shape)
     model.save_pretrained(folder, max_shard_size=shard)
     tokenizer().save_pretrained(folder)
     return model

@@ -58,6 +58,8 @@ def published(policy: Policy, model: ModelConfig, of: Callable[[Tensor], Tensor]
 def published_gradients(twin: PreTrainedModel) -> dict[str, Tensor]:
     """Return the gradients of a model of `transformers` by published names: as weights that it writes. The weights
     themselves are lost."""
+    for buffer in twin.buffers():
+        buffer.zero_()
     for weight in twin.parameters():
         weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.recipe.architectures.parts import attention_bias, decoder, heads, layer_types, rotation, undivided
-from megatron_rl.recipe.architectures.row import REQUIRED, Architecture, HfNames, Part, Unsupported, always, only, same
+from megatron_rl.recipe.architectures.row import (
+    NULL,
+    REQUIRED,
+    Architecture,
+    HfNames,
+    Part,
+    Unsupported,
+    always,
+    only,
+    same,
+)
 from megatron_rl.recipe.model import ModelConfig
 
 
@@ -93,11 +103,13 @@ def _latent() -> Part:
 
     def write(model: ModelConfig) -> dict[str, Any]:
         sizes = {} if model.latent_attention is None else model.latent_attention.model_dump()
+        if sizes and sizes["q_lora_rank"] is None:
+            sizes["q_lora_rank"] = NULL
         count = model.num_attention_heads
         return {"num_attention_heads": count, "num_key_value_heads": count, **sizes}
 
     keys = dict.fromkeys(parts, REQUIRED) | {
-        "q_lora_rank": None,
+        "q_lora_rank": 1536,
         "num_attention_heads": REQUIRED,
         "num_key_value_heads": None,
     }

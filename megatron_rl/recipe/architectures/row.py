@@ -16,6 +16,10 @@ REQUIRED: Any = object()
 """Default of a key that config.json must have."""
 
 
+NULL: Any = object()
+"""Value of a key that config.json has as null, because transformers takes something else for a missing one."""
+
+
 class Unsupported(ValueError):
     """A config.json describes a model that cannot be built here."""
 
@@ -28,8 +32,8 @@ class Part:
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
     """Values of all keys -> keys of ModelConfig. Raises Unsupported."""
     write: Callable[[ModelConfig], dict[str, Any]]
-    """Model -> keys of config.json. A key that is None is left out. If the part cannot express the model, `read` gives
-    another one."""
+    """Model -> keys of config.json. A key that is None is left out, and one that is NULL is null. If the part cannot
+    express the model, `read` gives another one."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Key of ModelConfig -> key with the same meaning, for messages."""
 
@@ -165,7 +169,7 @@ class Architecture:
         written = {"architectures": [self.name], "model_type": self.model_type}
         for part in self.parts:
             written |= {key: value for key, value in part.write(model).items() if value is not None}
-        return written
+        return {key: None if value is NULL else value for key, value in written.items()}
 
     def their_key(self, ours: str) -> str:
         """Key of config.json that a key of ModelConfig follows from."""
