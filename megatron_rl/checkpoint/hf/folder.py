@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.checkpoint.hf import mxfp4
+from megatron_rl.checkpoint.hf.fp8_blocks import fp8_weights
+from megatron_rl.checkpoint.hf.mxfp4 import mxfp4_weights
+from megatron_rl.checkpoint.hf.quantised import FindQuantised, QuantisedWeight
 from megatron_rl.contract.files import check_regular, names_in, read_bytes
 from megatron_rl.model.hf_mapping import HF_OUTPUT, HfTensor
 from megatron_rl.recipe.hf_config import CONFIG_FILE, PublishedConfig, UnusableWeights, read_hf_config
@@ -21,9 +23,12 @@ from megatron_rl.recipe.hf_config import CONFIG_FILE, PublishedConfig, UnusableW
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the names in safetensors
-PACKED = "U8"  # dtype of quantised weights
+PACKED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}  # of quantised weights
+QUANTISED: Mapping[str, FindQuantised] = {"mxfp4": mxfp4_weights, "fp8": fp8_weights}
+"""By quant_method of quantization_config."""
 WHOLE_OR_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 """Names of weight files for transformers, which ignores others such as Mistral's consolidated.safetensors."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 MOST_MAPPED = 2**28  # bytes read before a mapped file is reopened: until then they stay in memory
 
 
@@ -45,7 +50,8 @@ class WeightsFolder:
         self.folder = folder
         self.config: PublishedConfig = read_hf_config(folder)
         self.tensors: dict[str, Stored] = {}
-        self._packed: dict[str, Stored] = {}  # blocks and scales of quantised weights
+        self._quantised: dict[str, QuantisedWeight] = {}
+        self._parts: dict[str, Stored] = {}  # stored tensors of quantised weights
         self._open: tuple[str, Any] | None = None
         self._mapped = 0  # bytes read of the open file
         listed = _listed(folder)
@@ -56,31 +62,24 @@ class WeightsFolder:
         for name, file in listed.items():
             if name not in self.tensors:
                 raise UnusableWeights(f"{folder / INDEX} says that {file} holds {name}, which it does not")
-        self._pair()
+        self._find_quantised()
 
-    def _pair(self) -> None:
-        """Replace the blocks and scales of quantised weights by what they stand for."""
-        kinds = {name: stored for name, stored in self.tensors.items() if stored.dtype is torch.uint8}
-        quantised = (
-            self.config.quantization is not None and self.config.quantization.get("quant_method") == mxfp4.METHOD
-        )
-        for name in mxfp4.packed_names(kinds) if quantised else ():
-            blocks, scales = (name + part for part in (mxfp4.BLOCKS, mxfp4.SCALES))
-            shape = kinds[blocks].shape
-            if len(shape) != 4 or shape != (*kinds[scales].shape, mxfp4.NUMBERS // 2):
-                raise UnusableWeights(
-                    f"{self.folder}: {blocks} is {list(shape)} and {scales} is {list(kinds[scales].shape)}, "
-                    f"which are not blocks of {mxfp4.NUMBERS} numbers and their scales"
-                )
-            for part in (blocks, scales):
-                self._packed[part] = kinds.pop(part)
-                del self.tensors[part]
-            file = self._packed[blocks].file
-            self.tensors[name] = Stored(file, mxfp4.unpacked_shape(shape), torch.bfloat16)
-        for name, stored in kinds.items():
-            raise UnusableWeights(
-                f"{self.folder / stored.file}: {name} is of type {PACKED}: weights of {', '.join(DTYPES)} can be used"
-            )
+    def _find_quantised(self) -> None:
+        """Replace the parts of quantised weights by what they stand for."""
+        given = self.config.quantization or {}
+        find = QUANTISED.get(given.get("quant_method", ""))
+        try:
+            found = find({name: stored.shape for name, stored in self.tensors.items()}, given) if find else {}
+        except ValueError as error:
+            raise UnusableWeights(f"{self.folder}: {error}") from error
+        self._quantised = found
+        for name, weight in found.items():
+            self._parts |= {part: self.tensors.pop(part) for part in weight.parts}
+            self.tensors[name] = Stored(self._parts[weight.parts[0]].file, weight.shape, torch.bfloat16)
+        packed = {dtype: name for name, dtype in PACKED.items()}
+        for name, stored in self.tensors.items():
+            if stored.dtype in packed:
+                raise _wrong_type(self.folder / stored.file, name, packed[stored.dtype])
 
     def _read_head(self, file: str, listed: Mapping[str, str]) -> None:
         opened = self._file(file)
@@ -89,12 +88,9 @@ class WeightsFolder:
                 where = f"puts it into {listed[name]}" if name in listed else "does not know it"
                 raise UnusableWeights(f"{self.folder / file} holds {name}, but {INDEX} {where}")
             found = opened.get_slice(name)
-            if found.get_dtype() not in (*DTYPES, PACKED):
-                raise UnusableWeights(
-                    f"{self.folder / file}: {name} is of type {found.get_dtype()}: "
-                    f"weights of {', '.join(DTYPES)} can be used"
-                )
-            dtype = DTYPES.get(found.get_dtype(), torch.uint8)
+            dtype = (DTYPES | PACKED).get(found.get_dtype())
+            if dtype is None:
+                raise _wrong_type(self.folder / file, name, found.get_dtype())
             self.tensors[name] = Stored(file, tuple(found.get_shape()), dtype)
 
     def check(self, wanted: Iterable[HfTensor], *, tied: bool) -> None:
@@ -114,7 +110,7 @@ class WeightsFolder:
                     f"{self.folder / found.file}: {name} is {list(found.shape)}, "
                     f"and by {CONFIG_FILE} it would be {list(shape)}"
                 )
-        known = {*shapes, *([HF_OUTPUT] if tied else [])}
+        known = {*shapes, *([HF_OUTPUT] if tied else []), *self.prediction}
         # Files of Llama 2 and similar models include rotary frequencies, which follow from config.json.
         extra = [name for name in self.tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
         if extra:
@@ -123,21 +119,28 @@ class WeightsFolder:
                 f"which no model of the shape in {CONFIG_FILE} has"
             )
 
+    @property
+    def prediction(self) -> list[str]:
+        """Names of the tensors of layers that predict further tokens. They follow the model's own layers, and are
+        neither trained nor run here: exports contain them as they were published."""
+        shape = self.config.shape
+        if not shape.get("prediction_layers"):
+            return []
+        numbers = {name: _LAYER.match(name) for name in self.tensors}
+        return [name for name, found in numbers.items() if found and int(found[1]) >= shape["num_layers"]]
+
     def read(self, name: str, index: tuple[slice, ...] = (slice(None),)) -> Tensor:
         """Read a piece of a tensor to the CPU, in its stored dtype, or in bf16 if it is quantised. It may share the
         memory of the mapped file.
 
         Raises UnusableWeights if the file can no longer be read.
         """
-        if name + mxfp4.BLOCKS not in self._packed:
+        if (weight := self._quantised.get(name)) is None:
             return self._read(self.tensors[name].file, name, index)
-        shape = self.tensors[name].shape
         try:
-            return mxfp4.read_unpacked(
-                shape, index, lambda part, box: self._read(self._packed[name + part].file, name + part, box)
-            )
+            return weight.read(index, lambda part, box: self._read(self._parts[part].file, part, box))
         except ValueError as error:
-            raise UnusableWeights(f"{self.folder}: {name}{mxfp4.SCALES}: {error}") from error
+            raise UnusableWeights(f"{self.folder}: {error}") from error
 
     def _read(self, file: str, name: str, index: tuple[slice, ...]) -> Tensor:
         if self._mapped > MOST_MAPPED:
@@ -151,7 +154,7 @@ class WeightsFolder:
         """Hash of config.json and the names, sizes and headers of all files, but not of the weights, which take minutes
         to read. A file in the hub's cache is a link to a file named by its content, and that name counts."""
         content = hashlib.sha256(read_bytes(self.folder / CONFIG_FILE))
-        for file in sorted({stored.file for stored in (*self.tensors.values(), *self._packed.values())}):
+        for file in sorted({stored.file for stored in (*self.tensors.values(), *self._parts.values())}):
             path = (self.folder / file).resolve()
             content.update(f"{file} {path.name} {path.stat().st_size}\n".encode())
         heads = {name: [list(stored.shape), str(stored.dtype)] for name, stored in self.tensors.items()}
@@ -175,6 +178,10 @@ class WeightsFolder:
             except SafetensorError as error:
                 raise UnusableWeights(f"{path} is cut short or damaged ({error}): fetch it again") from error
         return self._open[1]
+
+
+def _wrong_type(file: Path, name: str, dtype: str) -> UnusableWeights:
+    return UnusableWeights(f"{file}: {name} is of type {dtype}: weights of {', '.join(DTYPES)} can be used")
 
 
 def _refuse_second_set(folder: Path, files: Sequence[str]) -> None:

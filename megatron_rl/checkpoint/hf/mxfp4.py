@@ -7,13 +7,15 @@ NAME_scales [experts, outputs, inputs / 32] uint8        exponent of the power o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-METHOD = "mxfp4"
-"""quant_method of quantization_config."""
+from megatron_rl.checkpoint.hf.quantised import Box, QuantisedWeight, Shapes
+
 BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS = 32
 """Numbers with one scale."""
@@ -26,37 +28,36 @@ _VALUES = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)])
 _PAIRS = _VALUES[torch.stack((torch.arange(256) % 16, torch.arange(256) // 16), dim=-1)]  # both numbers of each byte
 
 
-def packed_names(names: Iterable[str]) -> list[str]:
-    """Names of the weights of which there are blocks and scales."""
-    found = {*names}
-    whole = (name.removesuffix(BLOCKS) for name in found if name.endswith(BLOCKS))
-    return sorted(name for name in whole if name + SCALES in found)
+def mxfp4_weights(shapes: Shapes, quantization: Mapping[str, Any]) -> dict[str, QuantisedWeight]:
+    """Find the weights of which there are blocks and scales. See `FindQuantised`."""
+    found = {}
+    for name in sorted(each.removesuffix(BLOCKS) for each in shapes if each.endswith(BLOCKS)):
+        blocks, scales = f"{name}{BLOCKS}", f"{name}{SCALES}"
+        if scales not in shapes:
+            continue
+        shape = shapes[blocks]
+        if len(shape) != 4 or shape != (*shapes[scales], NUMBERS // 2):
+            raise ValueError(
+                f"{blocks} is {list(shape)} and {scales} is {list(shapes[scales])}, "
+                f"which are not blocks of {NUMBERS} numbers and their scales"
+            )
+        experts, outputs, groups, _ = shape
+        found[name] = QuantisedWeight((experts, groups * NUMBERS, outputs), (blocks, scales), partial(_read, name))
+    return found
 
 
-def unpacked_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a weight, from that of its blocks."""
-    experts, outputs, groups, _ = blocks
-    return experts, groups * NUMBERS, outputs
-
-
-def read_unpacked(
-    shape: tuple[int, ...], index: tuple[slice, ...], read: Callable[[str, tuple[slice, ...]], Tensor]
-) -> Tensor:
-    """Return a box of a weight.
-
-    Args:
-        shape: of the weight.
-        index: one slice or more, without steps.
-        read: reads a box of the blocks or the scales, by the end of their names.
-
-    Raises ValueError for a scale that is not a number.
-    """
+def _read(name: str, index: Box, read: Callable[[str, Box], Tensor]) -> Tensor:
+    """Return a box of a weight. Raises ValueError for a scale that is not a number."""
     experts, inputs, outputs = (*index, slice(None), slice(None))[:3]
-    first, last, _ = inputs.indices(shape[1])
-    groups = slice(first // NUMBERS, -(-last // NUMBERS))
+    first, last = inputs.start or 0, inputs.stop
+    groups = slice(first // NUMBERS, None if last is None else -(-last // NUMBERS))
     box = experts, outputs, groups
-    numbers = unpacked(read(BLOCKS, box), read(SCALES, box))
-    return numbers[..., first - groups.start * NUMBERS : last - groups.start * NUMBERS].transpose(-1, -2)
+    try:
+        numbers = unpacked(read(f"{name}{BLOCKS}", box), read(f"{name}{SCALES}", box))
+    except ValueError as error:
+        raise ValueError(f"{name}{SCALES}: {error}") from error
+    start = groups.start * NUMBERS
+    return numbers[..., first - start : None if last is None else last - start].transpose(-1, -2)
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
