@@ -6,14 +6,15 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE
+from megatron_rl.checkpoint.hf.folder import INDEX, SINGLE, WeightsFolder
 from megatron_rl.checkpoint.hf.origin import OUTPUT_STORED, CheckpointOrigin, origin_of
 from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, CheckpointReader, MergedReader, save
 from megatron_rl.checkpoint.hf.staging import carry, staged
@@ -23,7 +24,7 @@ from megatron_rl.model.hf_mapping import EMBEDDING, HF_OUTPUT, Assembly, Weight,
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE, to_hf_config
+from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, to_hf_config
 from megatron_rl.recipe.model import ModelConfig
 
 GENERATION = "generation_config.json"
@@ -73,28 +74,63 @@ def to_hugging_face(
     }
     if read_manifest(checkpoint).meta.get(OUTPUT_STORED):
         sizes[HF_OUTPUT] = sizes[EMBEDDING]
-    files = list(batches(sizes, shard_bytes))
+    published = published_prediction(origin)
+    further = prediction_sizes(published) if published else {}
+    sizes |= further
+
+    def tensors_of(first: str) -> dict[str, Tensor]:
+        if first == HF_OUTPUT:
+            (output,) = reader.read(EMBEDDING, wanted[EMBEDDING])
+            return {first: output}
+        if published is not None and first in further:
+            return {first: published.read(first)}
+        return _assembled(reader, {name: wanted[name] for name in together[first]})
+
     with staged(target, sum(sizes.values()), replace=replace) as folder:
-        file_of: dict[str, str] = {}
-        for number, names in enumerate(files, 1):
-            file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors: dict[str, Tensor] = {}
-            for first in names:
-                if first == HF_OUTPUT:
-                    (tensors[HF_OUTPUT],) = reader.read(EMBEDDING, wanted[EMBEDDING])
-                    continue
-                tensors |= _assembled(reader, {name: wanted[name] for name in together[first]})
-            save(folder / file, tensors)
-            file_of |= dict.fromkeys(tensors, file)
-        if len(files) > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _describe(folder, origin, reader.dtype(EMBEDDING))
+        write_files(folder, sizes, shard_bytes, tensors_of)
+        _describe(folder, origin, reader.dtype(EMBEDDING), predicts=bool(further))
         if isinstance(reader, MergedReader) and adapters is not None:
             reader.check_base()
             (folder / ADAPTER).mkdir()
             adapters.write(folder / ADAPTER)
     return Converted(sum(sizes.values()), time.monotonic() - started)
+
+
+def published_prediction(origin: CheckpointOrigin) -> WeightsFolder | None:
+    """Published files with the layers of a model that predict further tokens; None if it has no such layers, or its
+    files are not on this machine."""
+    folder = origin.published
+    if folder is None or not origin.model.prediction_layers or not any((folder / x).exists() for x in (INDEX, SINGLE)):
+        return None
+    return WeightsFolder(folder)
+
+
+def prediction_sizes(files: WeightsFolder) -> dict[str, int]:
+    """Bytes of the tensors of layers that predict further tokens, by name."""
+    stored = {name: files.tensors[name] for name in files.prediction}
+    return {name: math.prod(each.shape) * each.dtype.itemsize for name, each in stored.items()}
+
+
+def write_files(
+    folder: Path, sizes: Mapping[str, int], shard_bytes: int, tensors_of: Callable[[str], dict[str, Tensor]]
+) -> None:
+    """Write safetensors of about `shard_bytes`, and their index if there are several.
+
+    Args:
+        sizes: bytes of the tensors that `tensors_of` returns for each name.
+    """
+    files = list(batches(sizes, shard_bytes))
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensors |= tensors_of(name)
+        save(folder / file, tensors)
+        file_of |= dict.fromkeys(tensors, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _assembled(reader: CheckpointReader, found: dict[str, Weight]) -> dict[str, Tensor]:
@@ -119,7 +155,7 @@ def _reader(
     return TorchDistReader(checkpoint, skeleton(model, platform)), None
 
 
-def batches(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
+def batches(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     """Split names, without reordering, into the fewest batches of `limit` bytes. A larger weight has its own batch."""
     batch: list[str] = []
     held = 0
@@ -133,23 +169,29 @@ def batches(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
         yield batch
 
 
-def _describe(folder: Path, origin: CheckpointOrigin, dtype: torch.dtype) -> None:
-    """Write the files that transformers needs beside the weights. config.json names the dtype and comes last."""
+def _describe(folder: Path, origin: CheckpointOrigin, dtype: torch.dtype, *, predicts: bool) -> None:
+    """Write the files that transformers needs beside the weights. config.json names the dtype and comes last.
+
+    predicts: whether layers that predict further tokens are among the weights.
+    """
     for source in dict.fromkeys([origin.published, origin.tokenizer]):
         if source is not None:
             carry(source, folder)
     _describe_ends(folder / GENERATION, origin.ends)
     name = str(dtype).removeprefix("torch.")
+    model = origin.model if predicts else origin.model.model_copy(update={"prediction_layers": 0})
     if origin.published is None:  # a config.json beside the tokenizer does not describe the weights
-        config = to_hf_config(origin.model, name)
+        config = to_hf_config(model, name)
     else:
         shutil.copyfile(origin.published / CONFIG_FILE, folder / CONFIG_FILE)
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        key = "dtype" if "dtype" in config else "torch_dtype"
+        changes: dict[str, Any] = {"dtype" if "dtype" in config else "torch_dtype": name}
+        if model != origin.model:
+            changes[read_hf_config(folder).architecture.their_key("prediction_layers")] = 0
         quantised = config.pop("quantization_config", None)  # an export is not
-        if config.get(key, name) == name and not quantised:
+        if not quantised and all(config.get(key, value) == value for key, value in changes.items()):
             return  # identical to the published file
-        config[key] = name
+        config |= changes
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

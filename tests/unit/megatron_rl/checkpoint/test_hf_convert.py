@@ -69,6 +69,7 @@ def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
         ("Llama, one key for all", torch.float32),
         ("Mistral", torch.float16),
         ("Qwen3 MoE", torch.bfloat16),
+        ("DeepSeek-V3", torch.bfloat16),
     ],
 )
 def test_a_round_trip_changes_no_bit(tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype) -> None:
@@ -326,3 +327,49 @@ def test_a_damaged_manifest_is_named(
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         to_hugging_face(checkpoint, tmp_path / "hf", platform, shard_bytes=SHARD)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def predict(folder: Path, layers: int) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": layers}))
+
+
+def with_prediction_layer(folder: Path) -> dict[str, torch.Tensor]:
+    """Add a layer that predicts further tokens to published weights, as DeepSeek-V3 has it. Returns its tensors."""
+    publish(folder, PUBLISHED["DeepSeek-V3"], torch.bfloat16, shard="1GB")
+    added = {
+        f"model.layers.2.{name}": torch.randn(shape).bfloat16()
+        for name, shape in (
+            ("eh_proj.weight", (32, 64)),
+            ("enorm.weight", (32,)),
+            ("self_attn.o_proj.weight", (32, 20)),
+        )
+    }
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | added, path, {"format": "pt"})
+    predict(folder, 1)
+    return added
+
+
+def test_layers_that_predict_further_tokens_stay_as_published(tmp_path: Path, platform: Any, groups: Any) -> None:
+    """Both from the run that started from them, and from a conversion, which keeps them beside its weights."""
+    added = with_prediction_layer(tmp_path / "hf")
+    (tmp_path / "run").mkdir()
+    checkpoint = saved_run(tmp_path / "hf", tmp_path / "run", platform, dtype="bf16")
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", platform, shard_bytes=SHARD)
+    for origin in (checkpoint, tmp_path / "megatron"):
+        to_hugging_face(origin, tmp_path / "back", platform, shard_bytes=SHARD, replace=True)
+        back = tensors_of(tmp_path / "back")
+        assert same_bits(tensors_of(tmp_path / "hf"), back) and added.keys() < back.keys()
+        assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    to_hugging_face(checkpoint, tmp_path / "back", platform, replace=True)
+    assert not added.keys() & tensors_of(tmp_path / "back").keys()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_layers_beyond_those_of_config_json_are_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
+    with_prediction_layer(tmp_path)
+    predict(tmp_path, 0)
+    with pytest.raises(ConfigurationError, match=r"model.layers.2.*, which no model of the shape in config.json has"):
+        to_megatron(tmp_path, tmp_path / "megatron", platform)
