@@ -23,15 +23,19 @@ def groups_of_one() -> ProcessGroupCollection:
     return ProcessGroupCollection(**{each.name: alone for each in fields(ProcessGroupCollection) if each.name != "hcp"})
 
 
-def send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
-    """Make tensor-parallel ranks with different whole experts compute their experts on all tokens
-    and sum the results.
+def send_no_tokens(policy: Any) -> None:
+    """Make tensor-parallel ranks, each with a part of every expert, compute it on all tokens and sum the results. No-op
+    for layers without experts.
 
     Each of these ranks has the same tokens. megatron-core would gather them, so that every expert would get each token
     from every rank. Not for training: the sum has no gradient.
-
-    groups: groups that the layer was built with.
     """
+    for module in policy.modules():
+        if isinstance(module, MoELayer):
+            _send_no_tokens(module, policy.pg_collection)
+
+
+def _send_no_tokens(mlp: MoELayer, groups: ProcessGroupCollection) -> None:
     dispatcher = mlp.token_dispatcher = type(mlp.token_dispatcher)(
         mlp.num_local_experts,
         mlp.local_expert_indices,

@@ -114,7 +114,7 @@ def of_whole_model(shard: ShardedTensor, version: int) -> Tensor:
     whole = of_whole_tensor(shard.key, shard.global_shape, version)
     sizes = (*[1] * shard.prepend_axis_num, *shard.local_shape)
     index = tuple(slice(start, start + size) for start, size in zip(shard.global_offset, sizes, strict=True))
-    return whole[index].reshape(shard.local_shape)
+    return whole[index].reshape(shard.local_shape).to(shard.dtype)
 
 
 def version_of(key: str, version: int, *, adapters: bool) -> int:

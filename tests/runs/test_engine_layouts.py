@@ -104,8 +104,20 @@ class Seen:
     tokens_routed: int
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 32,
+    "expert_bias": True,
+    "dense_layers": 1,
+    "shared_expert_ffn_hidden_size": 24,
+    "shared_expert_gate": True,
+    "router": {"score": "sigmoid", "correction_bias": True},
+}
+
+
 def recipe(layout: Layout, ranks: int) -> RunConfig:
-    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32} if layout.ep > 1 else {}
+    experts = EXPERTS if layout.ep > 1 else {}
     training = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "sequence_parallel": layout.sequence_parallel}
     return tiny_run(
         job={"nodes": 1, "gpus_per_node": ranks, "device": "cpu"},
@@ -159,11 +171,11 @@ def see(layout: Layout, world: int) -> Seen:
 
 
 def count_tokens(policy: Policy, experts_per_token: int | None) -> tuple[list[int], list[int]]:
-    """Lists that every pass extends: tokens that reach the experts of the first layer, and tokens routed to them."""
+    """Lists that every pass extends: tokens that reach the experts of the last layer, and tokens routed to them."""
     of_experts: list[int] = []
     routed: list[int] = []
     if experts_per_token:
-        layer = policy.decoder.layers[0].mlp
+        layer = policy.decoder.layers[-1].mlp
         layer.experts.register_forward_pre_hook(lambda _, inputs: of_experts.append(len(inputs[0])))
         layer.register_forward_pre_hook(lambda _, inputs: routed.append(experts_per_token * len(inputs[0])))
     return of_experts, routed

@@ -48,11 +48,18 @@ ALONE = (Layout(dp=4),)
 
 
 def model(layout: Layout) -> Any:
-    lora = {"lora": {"rank": 1}} if layout.adapters else {}
-    return tiny_model(num_layers=4, **EXPERTS if layout.ep > 1 else {}, **lora)
+    more = {"lora": {"rank": 1}} if layout.adapters else UNLIKE
+    return tiny_model(num_layers=4, **EXPERTS | more if layout.ep > 1 else {})
 
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32}
+UNLIKE = {
+    "dense_layers": 1,
+    "shared_expert_ffn_hidden_size": 24,
+    "dtype": "bf16",
+    "router": {"score": "sigmoid", "correction_bias": True},
+}
+"""Layers that differ, with a weight of another dtype."""
 
 
 def build(layout: Layout, of: Layout, *, trains: bool) -> tuple[Policy, Any]:
@@ -135,7 +142,7 @@ class ReplicaRank:
         return [
             box.key
             for box, tensor in staged.items()
-            if not torch.equal(tensor, tensors[box.key][1][box.within(tensors[box.key][0])])
+            if not torch.equal(tensor, tensors[box.key][1][box.within(tensors[box.key][0])].to(tensor.dtype))
         ]
 
     def end_in_transfer(self, how: tuple[float, int]) -> None:

@@ -136,9 +136,8 @@ def load_policy(source: PolicySource, platform: Device, groups: Groups) -> tuple
     """
     policy = build_policy(source.model, source.tokenizer.vocab_size, platform, initialize=False)
     policy.requires_grad_(False).eval()
-    if source.model.num_experts is not None and groups.tensor.size() > 1:
-        for layer in policy.decoder.layers:
-            send_no_tokens(layer.mlp, policy.pg_collection)
+    if groups.tensor.size() > 1:
+        send_no_tokens(policy)
     if source.kind == "huggingface":
         digest = load_pretrained(policy, source.model, source.folder)
         _copy_to_replicas(policy, source.model)

@@ -57,7 +57,6 @@ def build_inference_policy(config: RunConfig, vocab_size: int, platform: Device,
         raise ConfigurationError(f"placement.inference.{undivided}")
     policy = build_policy(config.model, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
     policy.requires_grad_(False).eval()
-    if config.model.num_experts is not None and not ranks.alone:
-        for layer in policy.decoder.layers:
-            send_no_tokens(layer.mlp, policy.pg_collection)
+    if not ranks.alone:
+        send_no_tokens(policy)
     return policy
