@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.plan.parameters import FUSED, Weights, weights
+from launcher.plan.parameters import Weights, weights
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.cache_sizes import CacheBytes, cache_bytes
 from megatron_rl.recipe.config import RunConfig
@@ -22,6 +22,7 @@ from megatron_rl.recipe.layer_sizes import (
     head_widths,
     layer_kinds,
     replica_layers,
+    token_linears,
 )
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.model_parts import LayerType
@@ -139,7 +140,7 @@ def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str, kind: LayerKind)
     if kind.has_experts and model.experts_per_token:
         feed_forward += 2 * model.experts_per_token * model.hidden_size + activations * routed // tp
     attention = kept_by_attention(model, sizes, kind.attention, wide)
-    return norms // split + attention + size * (feed_forward + _kept_by_adapters(model, sizes))
+    return norms // split + attention + size * (feed_forward + _kept_by_adapters(model, sizes, kind))
 
 
 def kept_by_attention(model: ModelConfig, sizes: Sizes, attention: LayerType, wide: int) -> int:
@@ -162,16 +163,18 @@ def kept_by_attention(model: ModelConfig, sizes: Sizes, attention: LayerType, wi
     return kept // tp
 
 
-def _kept_by_adapters(model: ModelConfig, sizes: Sizes) -> int:
+def _kept_by_adapters(model: ModelConfig, sizes: Sizes, kind: LayerKind) -> int:
     """Numbers that the adapters of one layer keep per token: the input times A of each target and, with dropout, which
     inputs are left and their values, for each linear of megatron-core with a target."""
-    if model.lora is None:
+    if (lora := model.lora) is None:
         return 0
-    kept, inputs = model.lora.rank * len(model.lora.targets), model.linear_sizes()
-    fused = {tuple(name for name in names if name in model.lora.targets): split for names, split in FUSED.items()}
-    if model.lora.dropout:
-        kept += sum(2 * inputs[names[0]][0] // (sizes.tp if split else 1) for names, split in fused.items() if names)
-    return kept * (model.experts_per_token or 1)
+    kept = 0
+    for linear in token_linears(model, kind):
+        targets = linear.targets(lora)
+        kept += lora.rank * len(targets)
+        if targets and lora.dropout:
+            kept += 2 * linear.inputs // (sizes.tp if linear.split == "inputs" else 1)
+    return kept
 
 
 def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:

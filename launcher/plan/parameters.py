@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.layer_sizes import (
+    LinearSize,
     attention_linears,
     attention_vectors,
     expert_linears,
@@ -14,15 +15,7 @@ from megatron_rl.recipe.layer_sizes import (
     layer_kinds,
     replica_layers,
 )
-from megatron_rl.recipe.model import EXPERT_LINEARS, ModelConfig
-
-FUSED = {
-    ("q_proj", "k_proj", "v_proj"): False,
-    ("o_proj",): True,
-    ("gate_proj", "up_proj"): False,
-    ("down_proj",): True,
-}
-"""Modules of transformers in each linear of megatron-core, and whether tensor-parallel ranks split it by its inputs."""
+from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +90,18 @@ def adapters(model: ModelConfig, tp: int = 1, ep: int = 1, layers: range | None 
     rows, and A of the others. B of linears that megatron-core fuses has the rows of all of them, targets or not."""
     if model.lora is None:
         return Weights(0, 0)
-    rank, sizes, dense, feed_forward = model.lora.rank, model.linear_sizes(), 0, 0
-    for fused, by_inputs in FUSED.items():
-        if not (targeted := [name for name in fused if name in model.lora.targets]):
-            continue
-        inputs, outputs = len(targeted) * sizes[fused[0]][0], sum(sizes[name][1] for name in fused)
-        count = rank * (inputs // tp + outputs if by_inputs else inputs + outputs // tp)
-        if fused[0] in EXPERT_LINEARS:
-            feed_forward += count
-        else:
-            dense += count
-    number = model.num_layers if layers is None else len(layers)
-    if model.num_experts:
-        return Weights(number * dense, number * model.num_experts // ep * feed_forward)
-    return Weights(number * (dense + feed_forward), 0)
+    dense, experts = 0, 0
+    for kind, count in layer_kinds(model, layers).items():
+        always = (*attention_linears(model, kind.attention), *feed_forward_linears(model, kind.has_experts))
+        dense += count * sum(_of_adapters(linear, model.lora, tp) for linear in always)
+        if kind.has_experts:
+            each = sum(_of_adapters(linear, model.lora, tp) for linear in expert_linears(model))
+            experts += count * (model.num_experts or 0) // ep * each
+    return Weights(dense, experts)
+
+
+def _of_adapters(linear: LinearSize, lora: LoraConfig, tp: int) -> int:
+    if not (targets := linear.targets(lora)):
+        return 0
+    inputs = len(targets) * linear.inputs // (tp if linear.split == "inputs" else 1)
+    return lora.rank * (inputs + linear.outputs // (tp if linear.split == "outputs" else 1))

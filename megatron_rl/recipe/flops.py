@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.layer_sizes import convolved, feed_forward_widths, head_widths, layer_kinds, token_weights
-from megatron_rl.recipe.model import EXPERT_LINEARS, LoraConfig, ModelConfig
+from megatron_rl.recipe.layer_sizes import (
+    LinearSize,
+    convolved,
+    feed_forward_widths,
+    head_widths,
+    layer_kinds,
+    token_linears,
+)
+from megatron_rl.recipe.model import LoraConfig, ModelConfig
 
 
 def fullest_microbatch(config: RunConfig, replicas: int) -> list[int]:
@@ -45,9 +52,13 @@ def training_flops(
     if windowed is None:
         windowed = min(pairs, tokens * (model.sliding_window or 0))
     products = 2 * model.hidden_size * vocabulary * predictions
-    of_attention, wide, net = 0, head_widths(model), model.delta_net
+    of_attention, of_adapters, wide, net = 0, 0, head_widths(model), model.delta_net
     for kind, layers in layer_kinds(model).items():
-        products += 2 * layers * token_weights(model, kind) * tokens
+        linears = token_linears(model, kind)
+        products += 2 * layers * sum(linear.weights for linear in linears) * tokens
+        if model.lora is not None:
+            adapted = sum(_adapter_parameters(linear, model.lora) for linear in linears)
+            of_adapters += 2 * layers * adapted * tokens
         if kind.attention == "linear_attention" and net:
             of_attention += 6 * layers * net.value_heads * net.key_head_dim * net.value_head_dim * tokens
         else:
@@ -55,17 +66,11 @@ def training_flops(
             of_attention += 2 * layers * (wide.query + wide.result) * seen
     if model.lora is None:
         return 3.0 * (products + of_attention)
-    adapters = 2 * model.num_layers * _adapter_parameters(model, model.lora) * tokens
-    return 2.0 * products + 3.0 * (of_attention + adapters)
+    return 2.0 * products + 3.0 * (of_attention + of_adapters)
 
 
-def _adapter_parameters(model: ModelConfig, lora: LoraConfig) -> int:
-    """Parameters of a layer's adapters that a token is multiplied with."""
-    sizes = model.linear_sizes()
-    return sum(
-        lora.rank * sum(sizes[name]) * (model.experts_per_token or 1 if name in EXPERT_LINEARS else 1)
-        for name in lora.targets
-    )
+def _adapter_parameters(linear: LinearSize, lora: LoraConfig) -> int:
+    return sum(lora.rank * (linear.inputs + linear.modules[name]) for name in linear.targets(lora))
 
 
 def rows_per_token(model: ModelConfig) -> int:
@@ -77,7 +82,7 @@ def rows_per_token(model: ModelConfig) -> int:
         row = (2 heads + 2 query groups) head_size + 2 heads
         token = 2 hidden + row + heads head_size + 2 ffn_hidden
 
-    In the shipped recipes for GPUs that is between 3 and 7.
+    In the shipped recipes for GPUs that is between 2 and 8.
     """
     wide, tokens, rows = head_widths(model), 0, 0
     for kind, layers in layer_kinds(model).items():

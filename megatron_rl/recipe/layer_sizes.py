@@ -4,10 +4,11 @@ it."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.model import LoraConfig, ModelConfig
 from megatron_rl.recipe.model_parts import LayerType
 
 
@@ -18,10 +19,15 @@ class LayerKind(NamedTuple):
 
 class LinearSize(NamedTuple):
     inputs: int
-    outputs: int
+    modules: Mapping[str, int]
+    """Modules in transformers of which the linear consists -> outputs of each."""
     split: Literal["inputs", "outputs"] | None = "outputs"
     """Side that tensor-parallel ranks split; None: each has all of it."""
     bias: bool = False
+
+    @property
+    def outputs(self) -> int:
+        return sum(self.modules.values())
 
     @property
     def weights(self) -> int:
@@ -31,6 +37,10 @@ class LinearSize(NamedTuple):
         """Parameters that one rank holds."""
         outputs = self.outputs // tp if self.split == "outputs" else self.outputs
         return self.weights // (tp if self.split else 1) + outputs * self.bias
+
+    def targets(self, lora: LoraConfig) -> list[str]:
+        """Modules with an adapter."""
+        return [name for name in self.modules if name in lora.targets]
 
 
 class HeadWidths(NamedTuple):
@@ -85,18 +95,20 @@ def attention_linears(model: ModelConfig, attention: LayerType) -> tuple[LinearS
     hidden, wide = model.hidden_size, head_widths(model)
     if attention == "linear_attention" and (net := model.delta_net):
         keys, values = net.key_heads * net.key_head_dim, net.value_heads * net.value_head_dim
-        into = LinearSize(hidden, 2 * keys + 2 * values + 2 * net.value_heads)
-        return into, LinearSize(values, hidden, "inputs")
-    out = LinearSize(wide.result, hidden, "inputs", model.output_bias)
+        into = LinearSize(hidden, {"in_proj": 2 * keys + 2 * values + 2 * net.value_heads})
+        return into, LinearSize(values, {"out_proj": hidden}, "inputs")
+    out = LinearSize(wide.result, {"o_proj": hidden}, "inputs", model.output_bias)
     if latent := model.latent_attention:
-        query: tuple[LinearSize, ...] = (LinearSize(hidden, wide.query),)
+        query: tuple[LinearSize, ...] = (LinearSize(hidden, {"q_proj": wide.query}),)
         if rank := latent.q_lora_rank:
-            query = LinearSize(hidden, rank, None), LinearSize(rank, wide.query)
-        down = LinearSize(hidden, latent.kv_lora_rank + latent.qk_rope_head_dim, None)
-        up = LinearSize(latent.kv_lora_rank, model.num_attention_heads * latent.qk_nope_head_dim + wide.value)
-        return *query, down, up, out
-    gate = wide.result * model.attention_gate
-    return LinearSize(hidden, wide.query + gate + wide.key + wide.value, bias=model.qkv_bias), out
+            query = LinearSize(hidden, {"q_a_proj": rank}, None), LinearSize(rank, {"q_b_proj": wide.query})
+        short = latent.kv_lora_rank + latent.qk_rope_head_dim
+        expanded = model.num_attention_heads * latent.qk_nope_head_dim + wide.value
+        down = LinearSize(hidden, {"kv_a_proj_with_mqa": short}, None)
+        return *query, down, LinearSize(latent.kv_lora_rank, {"kv_b_proj": expanded}), out
+    query_and_gate = wide.query + wide.result * model.attention_gate
+    modules = {"q_proj": query_and_gate, "k_proj": wide.key, "v_proj": wide.value}
+    return LinearSize(hidden, modules, bias=model.qkv_bias), out
 
 
 def attention_vectors(model: ModelConfig, attention: LayerType, tp: int = 1) -> int:
@@ -119,8 +131,8 @@ def feed_forward_linears(model: ModelConfig, has_experts: bool) -> tuple[LinearS
     """Linears that process every token: those of a dense layer, or router and shared expert."""
     if not has_experts:
         return _gated(model.hidden_size, model.ffn_hidden_size)
-    router = LinearSize(model.hidden_size, model.num_experts or 0, None, model.router.linear_bias)
-    gate = (LinearSize(model.hidden_size, 1, None),) * model.shared_expert_gate
+    router = LinearSize(model.hidden_size, {"gate": model.num_experts or 0}, None, model.router.linear_bias)
+    gate = (LinearSize(model.hidden_size, {"shared_expert_gate": 1}, None),) * model.shared_expert_gate
     shared = model.shared_expert_ffn_hidden_size
     return router, *(_gated(model.hidden_size, shared) if shared else ()), *gate
 
@@ -139,12 +151,12 @@ def feed_forward_widths(model: ModelConfig, has_experts: bool) -> tuple[int, int
     )
 
 
-def token_weights(model: ModelConfig, kind: LayerKind) -> int:
-    """Weights of a layer's linears that a token is multiplied with."""
-    dense = (*attention_linears(model, kind.attention), *feed_forward_linears(model, kind.has_experts))
-    chosen = (model.experts_per_token or 0) * kind.has_experts
-    return sum(linear.weights for linear in dense) + chosen * sum(linear.weights for linear in expert_linears(model))
+def token_linears(model: ModelConfig, kind: LayerKind) -> list[LinearSize]:
+    """Linears of a layer that a token passes, those of each chosen expert included."""
+    chosen = expert_linears(model) * ((model.experts_per_token or 0) * kind.has_experts)
+    return [*attention_linears(model, kind.attention), *feed_forward_linears(model, kind.has_experts), *chosen]
 
 
 def _gated(hidden: int, width: int, bias: bool = False) -> tuple[LinearSize, LinearSize]:
-    return LinearSize(hidden, 2 * width, bias=bias), LinearSize(width, hidden, "inputs", bias)
+    into = LinearSize(hidden, {"gate_proj": width, "up_proj": width}, bias=bias)
+    return into, LinearSize(width, {"down_proj": hidden}, "inputs", bias)

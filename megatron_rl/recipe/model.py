@@ -430,22 +430,6 @@ class ModelConfig(Section):
                 remainder = f"{value} = {value // size} x {size} + {value % size}"
                 yield f"{key} {size} does not divide model.{name} {value} ({remainder})"
 
-    def linear_sizes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each linear of a layer, by its name in transformers; with experts, of one of them."""
-        hidden, ffn = self.hidden_size, self.expert_ffn_hidden_size or self.ffn_hidden_size
-        feed_forward = {"gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden)}
-        query, key = self.num_attention_heads * self.head_size, self.num_query_groups * self.head_size
-        if (latent := self.latent_attention) is None:
-            sizes = {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key)}
-            return {**sizes, "o_proj": (query, hidden), **feed_forward}
-        down, values = latent.kv_lora_rank, self.num_attention_heads * latent.v_head_dim
-        sizes = {"q_proj": (hidden, query)}
-        if latent.q_lora_rank is not None:
-            sizes = {"q_a_proj": (hidden, latent.q_lora_rank), "q_b_proj": (latent.q_lora_rank, query)}
-        sizes["kv_a_proj_with_mqa"] = (hidden, down + latent.qk_rope_head_dim)
-        sizes["kv_b_proj"] = (down, self.num_attention_heads * latent.qk_nope_head_dim + values)
-        return {**sizes, "o_proj": (values, hidden), **feed_forward}
-
     def padded_vocab_size(self, tokens: int) -> int:
         """Rows of the padded embedding for a tokenizer with this number of tokens."""
         return -(-(self.vocab_size or tokens) // self.vocab_multiple) * self.vocab_multiple

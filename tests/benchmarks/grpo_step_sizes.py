@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from launcher.recipe.load import load_recipe
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.layer_sizes import LayerKind, token_linears
 from megatron_rl.recipe.model import ModelConfig
 
 # So small that the weights, and with them the lengths of answers, do not change on either side,
@@ -92,8 +93,9 @@ def floating_point_operations(model: ModelConfig, tokens: int, groups: Iterable[
     head_size = model.hidden_size // model.num_attention_heads
     qkv = model.hidden_size * (model.hidden_size + 2 * model.num_query_groups * head_size)
     layer = qkv + model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size
-    rank, targets = (model.lora.rank, model.lora.targets) if model.lora else (0, [])
-    adapters = sum(rank * sum(model.linear_sizes()[name]) for name in targets)
+    adapters = 0
+    for linear in token_linears(model, LayerKind("full_attention", False)) if model.lora else ():
+        adapters += sum(model.lora.rank * (linear.inputs + linear.modules[name]) for name in linear.targets(model.lora))
     forward, of_adapters = 0.0, 0.0
     for prompt, answers in groups:
         places = prompt + sum(length - 1 for length in answers)
