@@ -297,7 +297,9 @@ class ModelConfig(Section):
             raise ValueError(f"head size {self.rotated_size} ({origin}) must be even: rotary positions turn pairs")
         self._experts_fit()
         self._layers_fit()
-        linears = self.linear_sizes()
+        linears = LORA_TARGETS
+        if self.latent_attention:
+            linears = (*latent_linears(self.latent_attention.q_lora_rank is not None), *EXPERT_LINEARS)
         if self.lora and (unknown := [name for name in self.lora.targets if name not in linears]):
             raise ValueError(f"lora.targets: no linear is called {unknown[0]!r}; there are {', '.join(linears)}")
         if self.init == "checkpoint" and self.checkpoint is None:

@@ -33,7 +33,9 @@ from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.layer_sizes import stage_layers
 from megatron_rl.recipe.model import ModelConfig
 
-MODELS = {
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+MODELS: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied": {"tied_embeddings": False},
     "no bias": {"qkv_bias": False},
@@ -48,6 +50,38 @@ MODELS = {
         "expert_ffn_hidden_size": 20,
         "tied_embeddings": False,
     },
+    "first dense layers, a shared expert with a gate": {
+        **EXPERTS,
+        "num_layers": 3,
+        "dense_layers": 1,
+        "shared_expert_ffn_hidden_size": 24,
+        "shared_expert_gate": True,
+    },
+    "experts with biases, windows and sinks": {
+        **EXPERTS,
+        "expert_bias": True,
+        "router": {"linear_bias": True},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "attention_sinks": True,
+        "output_bias": True,
+        "swiglu_limit": 7.0,
+    },
+    "latent attention": {"latent_attention": LATENT, "num_query_groups": 4, "qkv_bias": False},
+    "latent attention of whole queries": {
+        "latent_attention": {**LATENT, "q_lora_rank": None},
+        "num_query_groups": 4,
+        "qkv_bias": False,
+    },
+    "delta nets beside gated attention": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "delta_net": {"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 16},
+        "attention_gate": True,
+        "qk_norm": True,
+        "qkv_bias": False,
+        "zero_centered_norms": True,
+    },
+    "norms around": {"norms_around": True, "qk_norm": True, "qkv_bias": False},
 }
 
 
