@@ -297,7 +297,7 @@ class ModelConfig(Section):
             raise ValueError(f"head size {self.rotated_size} ({origin}) must be even: rotary positions turn pairs")
         self._experts_fit()
         self._layers_fit()
-        linears = LORA_TARGETS
+        linears: tuple[str, ...] = LORA_TARGETS
         if self.latent_attention:
             linears = (*latent_linears(self.latent_attention.q_lora_rank is not None), *EXPERT_LINEARS)
         if self.lora and (unknown := [name for name in self.lora.targets if name not in linears]):
