@@ -80,8 +80,8 @@ def _routed_by_bias(scale: float, groups: int, groups_per_token: int, dense_laye
         Part(keys, _read_routed, _write_routed, names),
         same("dense_layers", "first_k_dense_replace", dense_layers),
         same("prediction_layers", "num_nextn_predict_layers", 0),
-        only("scoring_func", "sigmoid"),
-        only("topk_method", "noaux_tc"),
+        only("scoring_func", "sigmoid", written=True),
+        only("topk_method", "noaux_tc", written=True),  # vLLM reads it
         only("moe_layer_freq", 1),
     )
 
