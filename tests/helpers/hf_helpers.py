@@ -102,6 +102,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3 MoE, one expert a token": EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": False},
     "DeepSeek-V3": DEEPSEEK,
     "DeepSeek-V3, one projection of queries": DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2},
+    "gpt-oss": GPT_OSS,
 }
 """Name -> contents of config.json."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
-from core_helpers import batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run
+from core_helpers import GPT_OSS, batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
@@ -71,6 +71,7 @@ MODELS = {
     "untied": UNTIED,
     "experts": EXPERTS,
     "unlike layers": UNLIKE,
+    "gpt-oss": tiny_model(**GPT_OSS),
     "bf16": DENSE.model_copy(update={"dtype": "bf16"}),
     "adapters": tiny_model(qk_norm=True, lora=LORA),
     "adapters that drop": tiny_model(qk_norm=True, lora=LORA | {"dropout": 0.3}),
@@ -124,6 +125,9 @@ LAYOUTS = {
     "CP2 unlike layers": ("unlike layers", Layout(cp=2, ep=2)),
     "EP2 TP2 unlike layers": ("unlike layers", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "EP2 TP2 grouped unlike layers": ("grouped unlike layers", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "CP2 EP2 gpt-oss": ("gpt-oss", Layout(cp=2, ep=2)),
+    "TP2 PP2 gpt-oss": ("gpt-oss", Layout(tp=2, pp=2, sequence_parallel=True)),
+    "TP4 gpt-oss": ("gpt-oss", Layout(tp=4, sequence_parallel=True)),
     "TP2 grouped unlike adapters": ("grouped unlike adapters", Layout(tp=2, sequence_parallel=True)),
     "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
@@ -131,6 +135,7 @@ QUICK = {
     *("TP2 bf16", "PP2", "PP2 uneven", "CP2", "EP2 CP2", "TP2 PP2 untied"),
     *("TP2 SP adapters", "TP4 adapters", "grouped", "EP2 TP2 grouped adapters"),
     *("DP2 overlapped", "PP2 DP2 overlapped"),
+    *("CP2 EP2 gpt-oss", "TP2 PP2 gpt-oss"),
     *("PP2 unlike layers", "EP2 TP2 grouped unlike layers", "TP2 grouped unlike adapters"),
 }
 """Each way to split a model, alone or with another one; `make test-slow` runs the others. DP alone is in

@@ -70,6 +70,7 @@ def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
         ("Mistral", torch.float16),
         ("Qwen3 MoE", torch.bfloat16),
         ("DeepSeek-V3", torch.bfloat16),
+        ("gpt-oss", torch.bfloat16),
     ],
 )
 def test_a_round_trip_changes_no_bit(tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hf_helpers import GPT_OSS, pack_experts, publish
+from core_helpers import full_forward
+from hf_helpers import GPT_OSS, SENTENCE, VOCAB, model_of, pack_experts, publish
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.mxfp4 import unpacked
+from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
+from megatron_rl.checkpoint.hf.to_megatron import to_megatron
+from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.model.hf_mapping import sources, weights
+from megatron_rl.model.policy import build_policy
 from megatron_rl.recipe.hf_config import UnusableWeights
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -50,7 +57,6 @@ def packed(tmp_path: Path) -> Path:
 
 
 def test_a_directory_shows_weights_where_it_has_blocks_and_scales(packed: Path) -> None:
-    from safetensors.torch import load_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     files = WeightsFolder(packed)
@@ -78,8 +84,6 @@ def test_blocks_without_a_quantised_config_are_refused(packed: Path) -> None:
 
 
 def test_scales_of_other_blocks_and_scales_that_are_no_number_are_refused(packed: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     path, name = packed / "model.safetensors", f"{EXPERTS}.down_proj"
     stored = load_file(path)
     stored[f"{name}_scales"][2, 3, 1] = 255
@@ -92,3 +96,25 @@ def test_scales_of_other_blocks_and_scales_that_are_no_number_are_refused(packed
     save_file(stored, path, {"format": "pt"})
     with pytest.raises(UnusableWeights, match="which are not blocks of 32 numbers and their scales"):
         WeightsFolder(packed)
+
+
+def test_an_export_has_the_numbers_in_bf16(packed: Path, tmp_path: Path, platform: Any, groups: Any) -> None:
+    """transformers computes from it what a policy computes that read the blocks and scales itself."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    to_megatron(packed, tmp_path / "m", platform)
+    to_hugging_face(tmp_path / "m", tmp_path / "back", platform)
+    stored, exported = (load_file(folder / "model.safetensors") for folder in (packed, tmp_path / "back"))
+    blocks = {name.removesuffix("_blocks"): tensor for name, tensor in stored.items() if name.endswith("_blocks")}
+    expected = {name: convert_moe_packed_tensors(each, stored[f"{name}_scales"]) for name, each in blocks.items()}
+    expected |= {name: tensor for name, tensor in stored.items() if not name.endswith(("_blocks", "_scales"))}
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+    model = model_of(packed)
+    policy = build_policy(model, VOCAB, platform)
+    load_pretrained(policy, model, packed)
+    twin = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    with torch.no_grad():
+        logits = twin(torch.tensor([SENTENCE])).logits[0]
+    torch.testing.assert_close(full_forward(policy, SENTENCE), logits, rtol=1e-4, atol=1e-4)
