@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from megatron_rl.recipe.engine_limits import against_engine
 from megatron_rl.recipe.grpo import GrpoConfig
+from megatron_rl.recipe.hf_config import names_of
 from megatron_rl.recipe.inference import pages_of
+from megatron_rl.recipe.model import EXPERT_LINEARS
 from megatron_rl.recipe.sections import Sections
 
 
@@ -67,12 +69,19 @@ def _of_overlap(config: Sections) -> Iterator[str]:
 
 def _of_adapters(config: Sections) -> Iterator[str]:
     """Adapters of weights that no later start or export can read, and layers whose recomputation drops other inputs."""
-    init = config.model.init
-    if config.model.lora is None:
+    init, lora = config.model.init, config.model.lora
+    if lora is None:
         return
-    if config.model.lora.dropout and config.training.recompute == "full" and config.placement.training.pp > 1:
+    experts = [name for name in lora.targets if name in EXPERT_LINEARS]
+    if experts and names_of(config.model).stacked_experts:
+        others = ", ".join(name for name in lora.targets if name not in experts) or "q_proj, v_proj"
         yield (
-            f"model.lora.dropout {config.model.lora.dropout} with training.recompute full needs "
+            f"model.lora.targets has {experts[0]}, but the experts of this model share tensors, which have no "
+            f"adapters: set model.lora.targets to [{others}]"
+        )
+    if lora.dropout and config.training.recompute == "full" and config.placement.training.pp > 1:
+        yield (
+            f"model.lora.dropout {lora.dropout} with training.recompute full needs "
             "placement.training.pp 1: a stage recomputes the layers of one micro-batch during another, and would "
             "drop other inputs. Set training.recompute to selective, or dropout to 0"
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
+from core_helpers import GPT_OSS, VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
 from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
@@ -149,6 +149,10 @@ def test_a_wrong_key_is_refused(fields: dict[str, Any], message: str) -> None:
     [
         ({"training": {"fp8": "hybrid"}}, "training.fp8 is hybrid, but model.lora is set"),
         ({"training": {"transformer_impl": "transformer_engine"}}, "but model.lora is set, and adapters need"),
+        (
+            {"model": GPT_OSS | {"lora": LORA}},
+            r"gate_proj, but the experts of this model share tensors, .* to \[q_proj, k_proj, v_proj, o_proj\]",
+        ),
         ({"model": {"init": "supervised"}}, "model.lora with model.init supervised needs job.device cpu"),
         (
             {
