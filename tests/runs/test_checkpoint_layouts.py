@@ -81,6 +81,10 @@ UNLIKE = EXPERTS.model_dump() | {
     "shared_expert_ffn_hidden_size": 32,
     "shared_expert_gate": True,
     "expert_bias": True,
+    "num_attention_heads": 32,
+    "head_dim": 4,
+    "attention_sinks": True,
+    "output_bias": True,
     "router": {"score": "sigmoid", "correction_bias": True},
 }
 MODELS = {
@@ -91,7 +95,7 @@ MODELS = {
     "unlike layers": ModelConfig.model_validate(UNLIKE),
     "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
 }
-"""The parts of adapters and biases are multiples of any vector: Adam may round the rest of a vector in another way."""
+"""The parts of adapters, biases and sinks are multiples of any vector: Adam may round the rest of a vector in another way."""
 
 
 class Begun(NamedTuple):
