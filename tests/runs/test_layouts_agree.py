@@ -65,6 +65,27 @@ UNLIKE = ModelConfig.model_validate(
     }
 )
 """Layers that differ, with all parts of experts."""
+LATENT: dict[str, Any] = {
+    "latent_attention": {
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
+    "num_query_groups": 4,
+    "qkv_bias": False,
+    "tied_embeddings": False,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "mscale_all_dim": 0.8},
+}
+DEEPSEEK = LATENT | {
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 20,
+    "dense_layers": 1,
+    "shared_expert_ffn_hidden_size": 20,
+    "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "groups_per_token": 2, "correction_bias": True},
+}
 LORA = {"rank": 4, "targets": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 MODELS = {
     "dense": DENSE,
@@ -76,6 +97,12 @@ MODELS = {
     "adapters": tiny_model(qk_norm=True, lora=LORA),
     "adapters that drop": tiny_model(qk_norm=True, lora=LORA | {"dropout": 0.3}),
     "expert adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": LORA}),
+    "latent": tiny_model(**LATENT),
+    "latent, plain queries": tiny_model(
+        **LATENT | {"latent_attention": LATENT["latent_attention"] | {"q_lora_rank": None}}
+    ),
+    "latent adapters": tiny_model(**LATENT, lora={"rank": 4, "alpha": 4.0, "dropout": 0.3}),
+    "deepseek": tiny_model(**DEEPSEEK),
     "unlike adapters": ModelConfig.model_validate(UNLIKE.model_dump() | {"lora": LORA, "router_bias_update_rate": 0}),
 }
 GROUPED = {
@@ -130,6 +157,20 @@ LAYOUTS = {
     "TP4 gpt-oss": ("gpt-oss", Layout(tp=4, sequence_parallel=True)),
     "TP2 grouped unlike adapters": ("grouped unlike adapters", Layout(tp=2, sequence_parallel=True)),
     "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "TP2 latent": ("latent", Layout(tp=2)),
+    "TP2 SP latent": ("latent", Layout(tp=2, sequence_parallel=True)),
+    "TP2 SP latent, plain queries": ("latent, plain queries", Layout(tp=2, sequence_parallel=True)),
+    "TP2 latent adapters": ("latent adapters", Layout(tp=2)),
+    "TP2 SP latent adapters": ("latent adapters", Layout(tp=2, sequence_parallel=True)),
+    "PP2 DeepSeek": ("deepseek", Layout(pp=2)),
+    "CP2 DeepSeek": ("deepseek", Layout(cp=2)),
+    "EP2 DeepSeek": ("deepseek", Layout(ep=2, dp=2)),
+    "EP2 CP2 DeepSeek": ("deepseek", Layout(ep=2, cp=2)),
+    "CP2 PP2 DeepSeek": ("deepseek", Layout(cp=2, pp=2)),
+    "TP2 PP2 DeepSeek": ("deepseek", Layout(tp=2, pp=2, sequence_parallel=True)),
+    "EP2 PP2 DeepSeek": ("deepseek", Layout(ep=2, dp=2, pp=2)),
+    "CP2 TP2 DeepSeek": ("deepseek", Layout(cp=2, tp=2, sequence_parallel=True)),
+    "EP2 TP2 DeepSeek": ("deepseek", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 QUICK = {
     *("TP2 bf16", "PP2", "PP2 uneven", "CP2", "EP2 CP2", "TP2 PP2 untied"),
@@ -137,6 +178,7 @@ QUICK = {
     *("DP2 overlapped", "PP2 DP2 overlapped"),
     *("CP2 EP2 gpt-oss", "TP2 PP2 gpt-oss"),
     *("PP2 unlike layers", "EP2 TP2 grouped unlike layers", "TP2 grouped unlike adapters"),
+    *("TP2 latent", "TP2 SP latent adapters", "EP2 TP2 DeepSeek"),
 }
 """Each way to split a model, alone or with another one; `make test-slow` runs the others. DP alone is in
 test_trainer_ranks.py."""

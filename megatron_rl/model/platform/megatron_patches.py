@@ -62,8 +62,11 @@ def _l2_norm(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _each:
 
 
 def _scale(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], scale: float) -> None:
-    """Set the tensors of the second list to those of the first times `scale`."""
+    """Set the tensors of the second list to those of the first times `scale`. A stage of a pipeline without experts has
+    none of theirs."""
     sources, targets = tensors
+    if not targets:
+        return
     if all(source is target for source, target in zip(sources, targets, strict=True)):
         torch._foreach_mul_(targets, scale)
     else:
