@@ -103,6 +103,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": DEEPSEEK,
     "DeepSeek-V3, one projection of queries": DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2},
     "gpt-oss": GPT_OSS,
+    "GLM-4.5": SIZES
+    | {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 2,
+        "topk_group": 1,
+    },
 }
 """Name -> contents of config.json."""
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from published_twin import published_twin
 from torch import Tensor
 from torch.func import functional_call
-from transformers_witness import witness
 
 from megatron_rl.model.hf_parts import held_adapters
 from megatron_rl.model.lora_mapping import module_of
@@ -38,7 +38,7 @@ class MergedWitness:
 
     def __init__(self, policy: Policy, model: ModelConfig) -> None:
         assert model.lora is not None
-        self.model: PreTrainedModel = witness(policy, model).double()
+        self.model: PreTrainedModel = published_twin(policy, model).double()
         self.model.config._experts_implementation = "eager"  # torch's grouped product has no float64
         self.leaves = {name: each.double().requires_grad_() for name, each in adapters_of(policy, model).items()}
         self._scale = model.lora.scale

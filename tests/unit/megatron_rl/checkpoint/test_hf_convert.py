@@ -71,6 +71,7 @@ def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
         ("Qwen3 MoE", torch.bfloat16),
         ("DeepSeek-V3", torch.bfloat16),
         ("gpt-oss", torch.bfloat16),
+        ("GLM-4.5", torch.bfloat16),
     ],
 )
 def test_a_round_trip_changes_no_bit(tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype) -> None:
@@ -153,6 +154,16 @@ RUNS = {
     "Qwen3ForCausalLM": {"qkv_bias": False, "qk_norm": True, "tied_embeddings": False, "head_dim": 12},
     "LlamaForCausalLM": {"qkv_bias": False, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 16}},
     "Qwen3MoeForCausalLM": EXPERTS | {"qkv_bias": False, "qk_norm": True},
+    "Glm4MoeForCausalLM": EXPERTS
+    | {
+        "experts_per_token": 2,
+        "qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "tied_embeddings": False,
+        "dense_layers": 1,
+        "shared_expert_ffn_hidden_size": 32,
+        "router": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
+    },
 }
 
 

@@ -47,7 +47,31 @@ QWEN3_MOE = {
     "experts_per_token": 2,
     "expert_ffn_hidden_size": 20,
 }
-FAMILIES: dict[str, dict[str, Any]] = {"Qwen3 with experts": QWEN3_MOE, "DeepSeek-V3": LATENT, "gpt-oss": GPT_OSS}
+GLM: dict[str, Any] = {
+    "architecture": "glm4_moe",
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "tied_embeddings": False,
+    "num_experts": 6,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 20,
+    "dense_layers": 1,
+    "shared_expert_ffn_hidden_size": 20,
+    "router": {"score": "sigmoid", "correction_bias": True},
+}
+LARGER_GLM = GLM | {
+    "qk_norm": True,
+    "num_layers": 3,
+    "shared_expert_ffn_hidden_size": 40,
+    "router": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3 with experts": QWEN3_MOE,
+    "DeepSeek-V3": LATENT,
+    "gpt-oss": GPT_OSS,
+    "GLM-4.5-Air": GLM,
+    "GLM-4.5": LARGER_GLM,
+}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -10,6 +10,7 @@ import torch
 from core_helpers import GPT_OSS, VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
 from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
+from test_families import GLM
 from test_model import EXPERTS, LLAMA, QWEN3
 
 from megatron_rl.checkpoint.initial_weights import weights_checksum
@@ -30,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no grouping": {"lora": LORA, "num_query_groups": 4},
     "Qwen3": {"lora": LORA, **QWEN3},
     "experts": {"lora": LORA, **EXPERTS},
+    "shared experts and dense layers": {"lora": LORA, **GLM},
     "one module of every expert": {"lora": LORA | {"targets": ["gate_proj", "o_proj"]}, **EXPERTS},
 }
 
