@@ -95,7 +95,8 @@ MODELS = {
     "unlike layers": ModelConfig.model_validate(UNLIKE),
     "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
 }
-"""The parts of adapters, biases and sinks are multiples of any vector: Adam may round the rest of a vector in another way."""
+"""The parts of adapters, biases and sinks are multiples of any vector: Adam may round the rest of a vector in another
+way."""
 
 
 class Begun(NamedTuple):

@@ -55,6 +55,7 @@ EXPERTS = tiny_model(tied_embeddings=False, num_experts=4, experts_per_token=2, 
 UNLIKE = ModelConfig.model_validate(
     EXPERTS.model_dump()
     | {
+        "partial_rotary_factor": 0.5,
         "dense_layers": 1,
         "shared_expert_ffn_hidden_size": 40,
         "shared_expert_gate": True,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import GPT_OSS, VOCAB, answer_of, packed, prompt_of, random_groups, tiny_model, tiny_policy
+from family_shapes import GLM, LARGER_GLM
 from published_twin import published, published_gradients, published_twin
 
 from megatron_rl.algorithms.logprobs import token_logprobs
@@ -46,24 +47,6 @@ QWEN3_MOE = {
     "num_experts": 6,
     "experts_per_token": 2,
     "expert_ffn_hidden_size": 20,
-}
-GLM: dict[str, Any] = {
-    "architecture": "glm4_moe",
-    "head_dim": 12,
-    "partial_rotary_factor": 0.5,
-    "tied_embeddings": False,
-    "num_experts": 6,
-    "experts_per_token": 2,
-    "expert_ffn_hidden_size": 20,
-    "dense_layers": 1,
-    "shared_expert_ffn_hidden_size": 20,
-    "router": {"score": "sigmoid", "correction_bias": True},
-}
-LARGER_GLM = GLM | {
-    "qk_norm": True,
-    "num_layers": 3,
-    "shared_expert_ffn_hidden_size": 40,
-    "router": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3 with experts": QWEN3_MOE,

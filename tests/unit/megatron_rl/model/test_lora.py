@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import GPT_OSS, VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
+from family_shapes import GLM
 from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
-from test_families import GLM
 from test_model import EXPERTS, LLAMA, QWEN3
 
 from megatron_rl.checkpoint.initial_weights import weights_checksum
