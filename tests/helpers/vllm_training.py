@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from core_helpers import answer_logprobs
-from hf_helpers import STRETCHED, model_of
+from hf_helpers import PUBLISHED, STRETCHED, model_of
 from layout_helpers import Layout
 from vllm_front import START_S
 
@@ -65,6 +65,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "Llama 3.1": SIZES | {"model_type": "llama", "rope_parameters": STRETCHED},
     "Mistral": SIZES | {"model_type": "mistral", "sliding_window": None},
     "Qwen3 MoE": SIZES | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False},
+    "GLM-4.5": PUBLISHED["GLM-4.5"] | SIZES | {"moe_intermediate_size": 32},
 }
 """Name -> contents of config.json. vLLM serves all of them on a CPU."""
 
@@ -100,6 +101,7 @@ LAYOUTS = {
     "Llama 3.1": Layout(pp=2),
     "Mistral": Layout(dp=2),
     "Qwen3 MoE": Layout(ep=2, dp=2),
+    "GLM-4.5": Layout(pp=2),
 }
 """Layout of two training ranks for each model."""
 
