@@ -178,20 +178,23 @@ def test_weights_in_host_memory_are_saved_and_come_back_bit_for_bit(
 
 def test_frozen_weights_are_copied_to_host_memory_once(platform: Any, groups: Any) -> None:
     policy = tiny_policy(platform)
-    trained, *frozen = policy.parameters()
-    for weight in frozen:
+    trained, balanced, *frozen = policy.parameters()
+    for weight in (balanced, *frozen):
         weight.requires_grad_(False)
+    balanced.changes = True  # without a gradient, as correction biases of routers do
     weights = HostWeights([policy], platform)
-    before = [weight.detach().clone() for weight in (trained, *frozen)]
+    before = [weight.detach().clone() for weight in (trained, balanced, *frozen)]
     weights.put_away()
     weights.fetch()
     with torch.no_grad():
         trained.add_(1.0)
+        balanced.add_(1.0)
         frozen[0].add_(1.0)  # what nobody does shows that it is not copied again
     weights.put_away()
     weights.fetch()
     assert torch.equal(trained, before[0] + 1.0)
-    assert all(map(torch.equal, frozen, before[1:]))
+    assert torch.equal(balanced, before[1] + 1.0)
+    assert all(map(torch.equal, frozen, before[2:]))
 
 
 def test_weights_that_are_away_cannot_be_used(platform: Any, groups: Any) -> None:
