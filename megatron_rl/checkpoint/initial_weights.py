@@ -15,7 +15,6 @@ from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.hf_mapping import (
     EMBEDDING,
-    HF_EMBEDDING,
     HF_OUTPUT,
     OUTPUT,
     TensorPiece,
@@ -99,9 +98,10 @@ def has_equal_output(files: WeightsFolder, index: tuple[slice, ...] = (slice(Non
     at `index`."""
     if HF_OUTPUT not in files.tensors:
         return False
-    if not torch.equal(files.read(HF_OUTPUT, index), files.read(HF_EMBEDDING, index)):
+    embedding = f"{files.config.architecture.names.body}.embed_tokens.weight"
+    if not torch.equal(files.read(HF_OUTPUT, index), files.read(embedding, index)):
         raise UnusableWeights(
-            f"{files.folder}: {HF_OUTPUT} is not {HF_EMBEDDING}, and {CONFIG_FILE} says that they are one "
+            f"{files.folder}: {HF_OUTPUT} is not {embedding}, and {CONFIG_FILE} says that they are one "
             "(tie_word_embeddings)"
         )
     return True

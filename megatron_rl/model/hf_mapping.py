@@ -1,6 +1,8 @@
 """Pure: the Hugging Face tensors in each tensor of megatron-core, and their positions in it.
 
-    linear_qkv [(heads + 2 groups) head, hidden]    for each query group: its queries, its key, its value
+    linear_qkv [(heads + 2 groups) head, hidden]    for each query group: its queries, its key, its value; each gated
+                                                    query is followed by its gate
+    in_proj, conv1d                                 for each key head of a delta net: see delta_net.py
     linear_fc1 [2 ffn, hidden]                      gate, then up; the same on every tensor-parallel rank
     word_embeddings, output_layer [padded, hidden]  the vocabulary, then rows without a token
     all others                                      unchanged
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 from torch import Tensor
 
@@ -24,7 +26,6 @@ from megatron_rl.recipe.model_parts import LatentAttention
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
 
 
@@ -128,13 +129,14 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
     assert model.vocab_size is not None  # always in config.json
     table = (model.vocab_size, hidden)
     tied = model.tied_embeddings
-    found = {
-        EMBEDDING: Weight((_whole(HF_EMBEDDING, *table),), split=0, padded=True),
-        "decoder.final_layernorm.weight": Weight((_whole("model.norm.weight", hidden),)),
-        # If it is tied, only the last of several pipeline stages of megatron-core has it.
-        OUTPUT: Weight((_whole(HF_EMBEDDING if tied else HF_OUTPUT, *table),), split=0, padded=True),
-    }
     names = names_of(model)
+    embedding = f"{names.body}.embed_tokens.weight"
+    found = {
+        EMBEDDING: Weight((_whole(embedding, *table),), split=0, padded=True),
+        "decoder.final_layernorm.weight": Weight((_whole(f"{names.body}.norm.weight", hidden),)),
+        # If it is tied, only the last of several pipeline stages of megatron-core has it.
+        OUTPUT: Weight((_whole(embedding if tied else HF_OUTPUT, *table),), split=0, padded=True),
+    }
     for number in range(model.num_layers):
         found |= layer_weights(model, number, names)
     return found
@@ -142,13 +144,15 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
 
 def layer_weights(model: ModelConfig, number: int, names: HfNames) -> dict[str, Weight]:
     """Return the weights of a layer by megatron-core's names, with experts numbered over the whole model."""
-    ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
+    ours, theirs = f"decoder.layers.{number}", f"{names.body}.layers.{number}"
     found = {
         f"{ours}.{norm}.weight": Weight((_whole(f"{theirs}.{their_norm}.weight", model.hidden_size),))
         for norm, their_norm in names.norms
     }
     if model.latent_attention:
         found |= _latent_attention(model, model.latent_attention, f"{ours}.self_attention", f"{theirs}.self_attn")
+    elif model.layer_type(number) == "linear_attention":
+        found |= _delta_net(model, names, f"{ours}.self_attention", f"{theirs}.linear_attn")
     else:
         found |= _attention(model, f"{ours}.self_attention", f"{theirs}.self_attn")
     if model.has_experts(number):
@@ -163,7 +167,7 @@ def _whole(name: str, *shape: int) -> Source:
 def _attention(model: ModelConfig, ours: str, theirs: str) -> dict[str, Weight]:
     hidden, heads, groups, head = model.hidden_size, model.num_attention_heads, model.num_query_groups, model.head_size
     found: dict[str, Weight] = {}
-    sizes = {"q": heads * head, "k": groups * head, "v": groups * head}
+    sizes = {"q": heads * head * (2 if model.attention_gate else 1), "k": groups * head, "v": groups * head}
     for kind, width in [("weight", (hidden,)), *([("bias", ())] if model.qkv_bias else [])]:
         qkv = tuple(_whole(f"{theirs}.{x}_proj.{kind}", rows, *width) for x, rows in sizes.items())
         found[f"{ours}.linear_qkv.{kind}"] = Weight(qkv, split=0, blocks=groups)
@@ -175,6 +179,35 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> dict[str, Weight]:
     if model.attention_sinks:
         found[f"{ours}.sinks"] = Weight((_whole(f"{theirs}.sinks", heads),), split=0)
     return found
+
+
+def _delta_net(model: ModelConfig, names: HfNames, ours: str, theirs: str) -> dict[str, Weight]:
+    hidden, sizes = model.hidden_size, model.delta_net
+    assert sizes is not None  # ModelConfig._layers_fit
+    keys, values = sizes.key_heads * sizes.key_head_dim, sizes.value_heads * sizes.value_head_dim
+
+    def query_key_value(name: str, *columns: int) -> tuple[Source, ...]:
+        tensor, edges = HfTensor(f"{theirs}.{name}.weight", (2 * keys + values, *columns)), (0, keys, 2 * keys)
+        return tuple(Source(tensor, rows=range(first, stop)) for first, stop in pairwise((*edges, 2 * keys + values)))
+
+    def projections(**rows: int) -> tuple[Source, ...]:
+        return tuple(_whole(f"{theirs}.in_proj_{name}.weight", count, hidden) for name, count in rows.items())
+
+    if names.delta_by_key_heads:
+        inputs = projections(qkvz=2 * keys + 2 * values, ba=2 * sizes.value_heads)
+    else:
+        inputs = query_key_value("in_proj_qkv", hidden) + projections(
+            z=values, b=sizes.value_heads, a=sizes.value_heads
+        )
+    convolution = query_key_value("conv1d", 1, sizes.conv_kernel)
+    return {
+        f"{ours}.in_proj.weight": Weight(inputs, split=0, blocks=sizes.key_heads),
+        f"{ours}.conv1d.weight": Weight(convolution, split=0, blocks=sizes.key_heads),
+        f"{ours}.dt_bias": Weight((_whole(f"{theirs}.dt_bias", sizes.value_heads),), split=0),
+        f"{ours}.A_log": Weight((_whole(f"{theirs}.A_log", sizes.value_heads),), split=0),
+        f"{ours}.out_norm.weight": Weight((_whole(f"{theirs}.norm.weight", sizes.value_head_dim),)),
+        f"{ours}.out_proj.weight": Weight((_whole(f"{theirs}.out_proj.weight", hidden, values),), split=1),
+    }
 
 
 def _latent_attention(model: ModelConfig, latent: LatentAttention, ours: str, theirs: str) -> dict[str, Weight]:

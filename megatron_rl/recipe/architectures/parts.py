@@ -36,15 +36,16 @@ def decoder(head_dim: int | None = None) -> tuple[Part, ...]:
     return (*undivided(), heads(head_dim))
 
 
-def undivided(quantised: tuple[str, ...] = ()) -> tuple[Part, ...]:
+def undivided(quantised: tuple[str, ...] = (), ffn: str = "intermediate_size") -> tuple[Part, ...]:
     """Keys of a decoder, except those of its heads.
 
     quantised: methods (quant_method) of quantised weights that can be read.
+    ffn: key of the width of feed-forward networks.
     """
     return (
         same("num_layers", "num_hidden_layers"),
         same("hidden_size", "hidden_size"),
-        same("ffn_hidden_size", "intermediate_size"),
+        same("ffn_hidden_size", ffn),
         same("max_position_embeddings", "max_position_embeddings"),
         same("vocab_size", "vocab_size"),
         same("layernorm_epsilon", "rms_norm_eps", 1e-6),

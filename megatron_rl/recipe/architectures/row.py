@@ -79,8 +79,13 @@ class HfNames:
         ("pre_mlp_layernorm", "post_attention_layernorm"),
     )
     """Norms of a layer, each by megatron-core's name and by transformers'."""
+    body: str = "model"
+    """Prefix of all tensors but the output layer's."""
     router: str = "gate"
     shared_expert: str = "shared_experts"
+    delta_by_key_heads: bool = False
+    """Whether delta nets have the projections of Qwen3-Next, whose rows are ordered by key heads; otherwise those of
+    Qwen3.5."""
     stacked_experts: bool = False
     """Whether the experts of a layer share their tensors, in the form of gpt-oss; otherwise each has its own."""
 
@@ -133,6 +138,10 @@ _INERT = frozenset(
 """Keys of config.json that do not change the forward pass of a model."""
 
 
+_OUTSIDE = ("tie_word_embeddings", "quantization_config")
+"""Keys that stand beside `Architecture.inside`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     name: str
@@ -144,12 +153,19 @@ class Architecture:
     names: HfNames = HfNames()
     also: tuple[str, ...] = ()
     """Other values of model_type with the same class."""
+    kept: tuple[str, ...] = ()
+    """Prefixes of tensors that are neither trained nor run here: exports contain them as they were published."""
+    inside: str | None = None
+    """Key of config.json under which these keys stand, if the model is a part of another one."""
+    inert_outside: frozenset[str] = frozenset()
+    """Keys beside `inside`, beside those of all architectures, that do not change the forward pass."""
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of ModelConfig that follow from a config.json.
 
         Raises Unsupported if a key is missing, unknown, or has a value without a counterpart here.
         """
+        raw = self._unwrapped(raw)
         known = {key for part in self.parts for key in part.keys} | self.inert | _INERT
         if unknown := sorted(key for key, value in raw.items() if key not in known and value is not None):
             raise Unsupported(
@@ -167,9 +183,26 @@ class Architecture:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return a config.json that `read` turns into the shape of the model if the architecture can express it."""
         written = {"architectures": [self.name], "model_type": self.model_type}
+        found: dict[str, Any] = {}
         for part in self.parts:
-            written |= {key: value for key, value in part.write(model).items() if value is not None}
-        return {key: None if value is NULL else value for key, value in written.items()}
+            found |= {key: value for key, value in part.write(model).items() if value is not None}
+        found = {key: None if value is NULL else value for key, value in found.items()}
+        if self.inside is None:
+            return written | found
+        outside = {key: found[key] for key in _OUTSIDE if key in found}
+        return written | outside | {self.inside: {"model_type": f"{self.model_type}_text", **found}}
+
+    def _unwrapped(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the keys of the model, wherever they stand."""
+        if self.inside is None:
+            return raw
+        part = raw.get(self.inside)
+        if not isinstance(part, dict):
+            raise Unsupported(f"{self.inside}: missing, or not an object")
+        outside = {key: value for key, value in raw.items() if key != self.inside and key not in self.inert_outside}
+        if unknown := sorted(key for key in outside if key not in _INERT and key not in _OUTSIDE):
+            raise Unsupported(f"{unknown[0]} {shown(outside[unknown[0]])} is not known for {self.name}")
+        return part | {key: value for key, value in outside.items() if key in _OUTSIDE}
 
     def their_key(self, ours: str) -> str:
         """Key of config.json that a key of ModelConfig follows from."""
