@@ -91,6 +91,24 @@ DEEPSEEK: dict[str, Any] = SIZES | {
         "original_max_position_embeddings": 16,
     },
 }
+DELTA: dict[str, Any] = SIZES | {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+DELTA_EXPERTS: dict[str, Any] = DELTA | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": False, "rms_norm_eps": 1e-5},
     "Qwen2, tied": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -121,6 +139,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "Qwen3-Next": DELTA_EXPERTS | {"model_type": "qwen3_next", "norm_topk_prob": False},
+    "Qwen3.5": DELTA | {"tie_word_embeddings": True},
+    "Qwen3.5 MoE": DELTA_EXPERTS | {"model_type": "qwen3_5_moe_text"},
 }
 """Name -> contents of config.json."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from megatron_rl.checkpoint.hf.fp8_blocks import fp8_weights
 from megatron_rl.checkpoint.hf.mxfp4 import mxfp4_weights
 from megatron_rl.checkpoint.hf.quantised import FindQuantised, QuantisedWeight
+from megatron_rl.checkpoint.hf.stacked import stacked_experts
 from megatron_rl.contract.files import check_regular, names_in, read_bytes
 from megatron_rl.model.hf_mapping import HF_OUTPUT, HfTensor
 from megatron_rl.recipe.hf_config import CONFIG_FILE, PublishedConfig, UnusableWeights, read_hf_config
@@ -63,6 +65,17 @@ class WeightsFolder:
             if name not in self.tensors:
                 raise UnusableWeights(f"{folder / INDEX} says that {file} holds {name}, which it does not")
         self._find_quantised()
+        if not self.config.architecture.names.stacked_experts:
+            self._find_stacked()
+
+    def _find_stacked(self) -> None:
+        """Replace stacked experts by single ones."""
+        found = stacked_experts({name: stored.shape for name, stored in self.tensors.items()})
+        self._parts |= {part: self.tensors.pop(part) for part in {weight.parts[0] for weight in found.values()}}
+        for name, weight in found.items():
+            whole = self._parts[weight.parts[0]]
+            self.tensors[name] = Stored(whole.file, weight.shape, whole.dtype)
+        self._quantised |= found
 
     def _find_quantised(self) -> None:
         """Replace the parts of quantised weights by what they stand for."""
@@ -72,7 +85,7 @@ class WeightsFolder:
             found = find({name: stored.shape for name, stored in self.tensors.items()}, given) if find else {}
         except ValueError as error:
             raise UnusableWeights(f"{self.folder}: {error}") from error
-        self._quantised = found
+        self._quantised |= found
         for name, weight in found.items():
             self._parts |= {part: self.tensors.pop(part) for part in weight.parts}
             self.tensors[name] = Stored(self._parts[weight.parts[0]].file, weight.shape, torch.bfloat16)
@@ -110,7 +123,7 @@ class WeightsFolder:
                     f"{self.folder / found.file}: {name} is {list(found.shape)}, "
                     f"and by {CONFIG_FILE} it would be {list(shape)}"
                 )
-        known = {*shapes, *([HF_OUTPUT] if tied else []), *self.prediction}
+        known = {*shapes, *([HF_OUTPUT] if tied else []), *self.kept}
         # Files of Llama 2 and similar models include rotary frequencies, which follow from config.json.
         extra = [name for name in self.tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
         if extra:
@@ -120,14 +133,17 @@ class WeightsFolder:
             )
 
     @property
-    def prediction(self) -> list[str]:
-        """Names of the tensors of layers that predict further tokens. They follow the model's own layers, and are
-        neither trained nor run here: exports contain them as they were published."""
-        shape = self.config.shape
-        if not shape.get("prediction_layers"):
-            return []
+    def kept(self) -> list[str]:
+        """Names of the tensors that are neither trained nor run here: exports contain them as they were published.
+        Layers that predict further tokens follow the model's own layers, and others have names of their own."""
+        shape, prefixes = self.config.shape, self.config.architecture.kept
+        first = shape["num_layers"] if shape.get("prediction_layers") else math.inf
         numbers = {name: _LAYER.match(name) for name in self.tensors}
-        return [name for name, found in numbers.items() if found and int(found[1]) >= shape["num_layers"]]
+        return [
+            name
+            for name, found in numbers.items()
+            if name.startswith(prefixes) or (found is not None and int(found[1]) >= first)
+        ]
 
     def read(self, name: str, index: tuple[slice, ...] = (slice(None),)) -> Tensor:
         """Read a piece of a tensor to the CPU, in its stored dtype, or in bf16 if it is quantised. It may share the

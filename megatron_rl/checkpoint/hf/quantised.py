@@ -1,4 +1,4 @@
-"""Weights that published files hold quantised, each in several tensors."""
+"""Weights that published files hold in another form: quantised, each in several tensors, or as a part of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class QuantisedWeight:
     shape: tuple[int, ...]
     parts: tuple[str, ...]  # names of the stored tensors
     read: Callable[[Box, Callable[[str, Box], Tensor]], Tensor]
-    """Returns a box of the weight in bf16, given a function that reads a box of a stored tensor. Raises ValueError."""
+    """Returns a box of the weight, in bf16 if it was quantised, given a function that reads a box of a stored tensor.
+    Raises ValueError."""
 
 
 FindQuantised = Callable[[Shapes, Mapping[str, Any]], dict[str, QuantisedWeight]]

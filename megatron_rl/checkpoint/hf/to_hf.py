@@ -24,7 +24,7 @@ from megatron_rl.model.hf_mapping import EMBEDDING, HF_OUTPUT, Assembly, Weight,
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config, to_hf_config
+from megatron_rl.recipe.hf_config import CONFIG_FILE, architecture_of, read_hf_config, to_hf_config
 from megatron_rl.recipe.model import ModelConfig
 
 GENERATION = "generation_config.json"
@@ -74,8 +74,8 @@ def to_hugging_face(
     }
     if read_manifest(checkpoint).meta.get(OUTPUT_STORED):
         sizes[HF_OUTPUT] = sizes[EMBEDDING]
-    published = published_prediction(origin)
-    further = prediction_sizes(published) if published else {}
+    published = published_kept(origin)
+    further = kept_sizes(published) if published else {}
     sizes |= further
 
     def tensors_of(first: str) -> dict[str, Tensor]:
@@ -96,18 +96,24 @@ def to_hugging_face(
     return Converted(sum(sizes.values()), time.monotonic() - started)
 
 
-def published_prediction(origin: CheckpointOrigin) -> WeightsFolder | None:
-    """Published files with the layers of a model that predict further tokens; None if it has no such layers, or its
-    files are not on this machine."""
-    folder = origin.published
-    if folder is None or not origin.model.prediction_layers or not any((folder / x).exists() for x in (INDEX, SINGLE)):
+def published_kept(origin: CheckpointOrigin) -> WeightsFolder | None:
+    """Published files with tensors that exports keep; None if the model has none, or its files are not on this machine.
+
+    Raises ConfigurationError if they are not, and hold other parts of a model that this one is a part of.
+    """
+    folder, row = origin.published, architecture_of(origin.model)
+    if folder is None or row is None or not (row.kept or origin.model.prediction_layers):
         return None
-    return WeightsFolder(folder)
+    if any((folder / name).exists() for name in (INDEX, SINGLE)):
+        return WeightsFolder(folder)
+    if row.inside is not None:
+        raise ConfigurationError(f"{folder} no longer holds weights: an export needs the other parts of {row.name}")
+    return None
 
 
-def prediction_sizes(files: WeightsFolder) -> dict[str, int]:
-    """Bytes of the tensors of layers that predict further tokens, by name."""
-    stored = {name: files.tensors[name] for name in files.prediction}
+def kept_sizes(files: WeightsFolder) -> dict[str, int]:
+    """Bytes of the tensors that exports keep, by name."""
+    stored = {name: files.tensors[name] for name in files.kept}
     return {name: math.prod(each.shape) * each.dtype.itemsize for name, each in stored.items()}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.origin import OUTPUT_STORED
 from megatron_rl.checkpoint.hf.staging import carry, staged
-from megatron_rl.checkpoint.hf.to_hf import SHARD_BYTES, Converted, batches, prediction_sizes, write_files
+from megatron_rl.checkpoint.hf.to_hf import SHARD_BYTES, Converted, batches, kept_sizes, write_files
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistWriter, skeleton
 from megatron_rl.checkpoint.initial_weights import fill, has_equal_output
 from megatron_rl.checkpoint.source import check_tokenizer
@@ -45,7 +45,7 @@ def to_megatron(
     size = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in files.tensors.values())
     with staged(target, size, replace=replace) as folder:
         carry(source, folder / CARRIED)
-        if further := prediction_sizes(files):
+        if further := kept_sizes(files):
             write_files(folder / CARRIED, further, shard_bytes, lambda name: {name: files.read(name)})
         records = {
             str(path.relative_to(folder)): hash_file(path) for path in (folder / CARRIED).rglob("*") if path.is_file()

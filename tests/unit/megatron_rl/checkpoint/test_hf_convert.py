@@ -72,6 +72,9 @@ def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
         ("DeepSeek-V3", torch.bfloat16),
         ("gpt-oss", torch.bfloat16),
         ("GLM-4.5", torch.bfloat16),
+        ("Qwen3-Next", torch.bfloat16),
+        ("Qwen3.5", torch.float32),
+        ("Qwen3.5 MoE", torch.bfloat16),
     ],
 )
 def test_a_round_trip_changes_no_bit(tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype) -> None:
@@ -378,6 +381,34 @@ def test_layers_that_predict_further_tokens_stay_as_published(tmp_path: Path, pl
     to_hugging_face(checkpoint, tmp_path / "back", platform, replace=True)
     assert not added.keys() & tensors_of(tmp_path / "back").keys()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_model_that_sees_keeps_the_parts_that_are_not_trained(tmp_path: Path, platform: Any, groups: Any) -> None:
+    """Its experts are stacked, as Qwen3.5 was published; an export has them one by one, as transformers writes them."""
+    publish(tmp_path / "text", PUBLISHED["Qwen3.5 MoE"], torch.bfloat16, shard="1GB")
+    text = tensors_of(tmp_path / "text")
+    seeing = {
+        name.replace("model.", "model.language_model.", 1): each
+        for name, each in text.items()
+        if ".experts." not in name
+    }
+    for number in range(3):
+        experts = f"layers.{number}.mlp.experts"
+        of = [[text[f"model.{experts}.{n}.{kind}_proj.weight"] for kind in ("gate", "up", "down")] for n in range(4)]
+        seeing[f"model.language_model.{experts}.gate_up_proj"] = torch.stack([torch.cat((g, u)) for g, u, _ in of])
+        seeing[f"model.language_model.{experts}.down_proj"] = torch.stack([down for _, _, down in of])
+    others = {name: torch.randn(3, 5).bfloat16() for name in ("model.visual.pos_embed.weight", "mtp.fc.weight")}
+    save_file(seeing | others, tmp_path / "text" / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "text" / "config.json"
+    inner = json.loads(path.read_text())
+    whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": inner}
+    path.write_text(json.dumps(whole | {"vision_config": {"depth": 1}, "image_token_id": 5}))
+
+    to_megatron(tmp_path / "text", tmp_path / "megatron", platform, shard_bytes=SHARD)
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back", platform, shard_bytes=SHARD)
+    expected = {name.replace("model.", "model.language_model.", 1): each for name, each in text.items()}
+    assert same_bits(tensors_of(tmp_path / "back"), expected | others)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vision_config"] == {"depth": 1}
 
 
 def test_layers_beyond_those_of_config_json_are_refused(tmp_path: Path, platform: Any, groups: Any) -> None:
