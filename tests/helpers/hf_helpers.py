@@ -109,6 +109,18 @@ DELTA_EXPERTS: dict[str, Any] = DELTA | {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 20,
 }
+GEMMA: dict[str, Any] = SIZES | {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": False, "rms_norm_eps": 1e-5},
     "Qwen2, tied": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -142,6 +154,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-Next": DELTA_EXPERTS | {"model_type": "qwen3_next", "norm_topk_prob": False},
     "Qwen3.5": DELTA | {"tie_word_embeddings": True},
     "Qwen3.5 MoE": DELTA_EXPERTS | {"model_type": "qwen3_5_moe_text"},
+    "Gemma 3": GEMMA,
 }
 """Name -> contents of config.json."""
 

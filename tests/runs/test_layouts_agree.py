@@ -87,6 +87,26 @@ DEEPSEEK = LATENT | {
     "shared_expert_ffn_hidden_size": 20,
     "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "groups_per_token": 2, "correction_bias": True},
 }
+DELTA = tiny_model(
+    num_layers=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    delta_net={"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
+    qkv_bias=False,
+    qk_norm=True,
+    attention_gate=True,
+    zero_centered_norms=True,
+    partial_rotary_factor=0.5,
+    tied_embeddings=False,
+    layernorm_epsilon=1e-3,  # the norm in a delta net would enlarge the rounding of results near 0
+)
+"""Qwen3.5."""
+SHARING = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 24,
+    "shared_expert_ffn_hidden_size": 16,
+    "shared_expert_gate": True,
+}
 LORA = {"rank": 4, "targets": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
 MODELS = {
     "dense": DENSE,
@@ -94,6 +114,9 @@ MODELS = {
     "experts": EXPERTS,
     "unlike layers": UNLIKE,
     "gpt-oss": tiny_model(**GPT_OSS),
+    "delta nets": DELTA,
+    "delta experts": ModelConfig.model_validate(DELTA.model_dump() | SHARING),
+    "delta adapters": ModelConfig.model_validate(DELTA.model_dump() | {"lora": LORA}),
     "bf16": DENSE.model_copy(update={"dtype": "bf16"}),
     "adapters": tiny_model(qk_norm=True, lora=LORA),
     "adapters that drop": tiny_model(qk_norm=True, lora=LORA | {"dropout": 0.3}),
@@ -157,6 +180,12 @@ LAYOUTS = {
     "TP2 PP2 gpt-oss": ("gpt-oss", Layout(tp=2, pp=2, sequence_parallel=True)),
     "TP4 gpt-oss": ("gpt-oss", Layout(tp=4, sequence_parallel=True)),
     "TP2 grouped unlike adapters": ("grouped unlike adapters", Layout(tp=2, sequence_parallel=True)),
+    "TP2 delta nets": ("delta nets", Layout(tp=2)),
+    "CP2 EP2 delta nets": ("delta experts", Layout(cp=2, ep=2)),
+    "CP2 TP2 SP delta nets": ("delta nets", Layout(cp=2, tp=2, sequence_parallel=True)),
+    "TP2 PP2 delta nets": ("delta nets", Layout(tp=2, pp=2)),
+    "EP2 TP2 delta nets": ("delta experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "TP2 SP delta adapters": ("delta adapters", Layout(tp=2, sequence_parallel=True)),
     "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "TP2 latent": ("latent", Layout(tp=2)),
     "TP2 SP latent": ("latent", Layout(tp=2, sequence_parallel=True)),
@@ -178,6 +207,7 @@ QUICK = {
     *("TP2 SP adapters", "TP4 adapters", "grouped", "EP2 TP2 grouped adapters"),
     *("DP2 overlapped", "PP2 DP2 overlapped"),
     *("CP2 EP2 gpt-oss", "TP2 PP2 gpt-oss"),
+    *("TP2 delta nets", "CP2 EP2 delta nets", "TP2 PP2 delta nets"),
     *("PP2 unlike layers", "EP2 TP2 grouped unlike layers", "TP2 grouped unlike adapters"),
     *("TP2 latent", "TP2 SP latent adapters", "EP2 TP2 DeepSeek"),
 }

@@ -36,11 +36,19 @@ def decoder(head_dim: int | None = None) -> tuple[Part, ...]:
     return (*undivided(), heads(head_dim))
 
 
-def undivided(quantised: tuple[str, ...] = (), ffn: str = "intermediate_size") -> tuple[Part, ...]:
+def undivided(
+    quantised: tuple[str, ...] = (),
+    ffn: str = "intermediate_size",
+    *,
+    act: tuple[str, str] = ("hidden_act", "silu"),
+    tied: bool = False,
+) -> tuple[Part, ...]:
     """Keys of a decoder, except those of its heads.
 
     quantised: methods (quant_method) of quantised weights that can be read.
     ffn: key of the width of feed-forward networks.
+    act: key and supported value of their activation.
+    tied: what transformers takes for a missing tie_word_embeddings.
     """
     return (
         same("num_layers", "num_hidden_layers"),
@@ -49,8 +57,8 @@ def undivided(quantised: tuple[str, ...] = (), ffn: str = "intermediate_size") -
         same("max_position_embeddings", "max_position_embeddings"),
         same("vocab_size", "vocab_size"),
         same("layernorm_epsilon", "rms_norm_eps", 1e-6),
-        same("tied_embeddings", "tie_word_embeddings", False),
-        only("hidden_act", "silu", written=True),
+        same("tied_embeddings", "tie_word_embeddings", tied),
+        only(*act, written=True),
         _quantised(quantised),
     )
 

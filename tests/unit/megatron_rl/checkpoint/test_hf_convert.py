@@ -75,6 +75,7 @@ def logits_of(folder: Path, sentence: Sequence[int] = SENTENCE) -> torch.Tensor:
         ("Qwen3-Next", torch.bfloat16),
         ("Qwen3.5", torch.float32),
         ("Qwen3.5 MoE", torch.bfloat16),
+        ("Gemma 3", torch.bfloat16),
     ],
 )
 def test_a_round_trip_changes_no_bit(tmp_path: Path, platform: Any, groups: Any, name: str, dtype: torch.dtype) -> None:

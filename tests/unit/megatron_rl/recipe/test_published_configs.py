@@ -14,7 +14,6 @@ REFUSED = {
     "Qwen/Qwen2.5-7B-Instruct-1M": "dual_chunk_attention_config .* is not known for Qwen2ForCausalLM",
     "HuggingFaceTB/SmolLM3-3B": "the architecture SmolLM3ForCausalLM is not supported",
     "moonshotai/Kimi-K2-Thinking": "the weights are quantised",
-    "google/gemma-3-1b-it": "the architecture Gemma3ForCausalLM is not supported",
 }
 
 
