@@ -109,7 +109,7 @@ def decode_speed(config: RunConfig, sizes: Sizes, engine: EngineWeights, card: C
     layers, heads = model.num_layers, 1 if model.latent_attention else -(-model.num_query_groups // tp)
     share = (model.experts_per_token or 0) / (model.num_experts or 1)
     splits = key_splits(config.sequence_length)
-    fused = not (model.num_experts or model.lora or model.latent_attention or model.layer_types)
+    fused = not (model.num_experts or model.lora or model.special)
     kernels = kernels_of_step(layers, fused=fused, splits=splits, ranks=tp)
     products = faster_products(config, card)
     short = kernels.short + layers * ROUNDING_KERNELS * (products > 1)

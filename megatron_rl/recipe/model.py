@@ -411,8 +411,6 @@ class ModelConfig(Section):
             sizes += [("tp", tp, "shared_expert_ffn_hidden_size")] if self.shared_expert_ffn_hidden_size else []
         elif ep > 1:
             yield f"ep {ep} needs model.num_experts: without experts to share"
-        if self.delta_net and self.delta_net.key_heads % tp:
-            yield f"tp {tp} does not divide model.delta_net.key_heads {self.delta_net.key_heads}"
         if tp % self.num_query_groups:  # more ranks than key/value heads: each is on several
             sizes.append(("tp", tp, "num_query_groups"))
         elif tp > self.num_query_groups and training_tp not in (None, tp):
