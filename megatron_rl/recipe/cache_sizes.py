@@ -23,7 +23,7 @@ def cache_bytes(
     """Add up the layers of one rank.
 
     vLLM caches the short vector of latent attention, which tensor-parallel ranks do not split, and of a window no more
-    than its tokens. mrl's own engine caches keys and values of all heads and tokens.
+    than its tokens. mrl's own engine caches keys and values of all heads and tokens; smaller values take the room of keys.
 
     Args:
         size: bytes of a number.
@@ -33,7 +33,7 @@ def cache_bytes(
     """
     latent, net, token, sequence = model.latent_attention, model.delta_net, 0, 0
     heads = -(-(model.num_attention_heads if latent else model.num_query_groups) // tp)
-    each = size * heads * (model.head_size + (latent.v_head_dim if latent else model.head_size))
+    each = size * heads * 2 * model.head_size
     if latent and by_vllm:
         each = size * (latent.kv_lora_rank + latent.qk_rope_head_dim)
     for kind, count in layer_kinds(model, layers).items():

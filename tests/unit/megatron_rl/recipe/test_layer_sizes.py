@@ -63,7 +63,7 @@ def test_first_layers_and_windows_make_other_kinds_of_layers() -> None:
     [
         ("Qwen/Qwen3-30B-A3B", 4, True, 48 * 2 * 128 * 2, 0),
         ("deepseek-ai/DeepSeek-V3", 8, True, 61 * (512 + 64) * 2, 0),
-        ("deepseek-ai/DeepSeek-V3", 8, False, 61 * 16 * (192 + 128) * 2, 0),
+        ("deepseek-ai/DeepSeek-V3", 8, False, 61 * 16 * 2 * 192 * 2, 0),
         ("openai/gpt-oss-20b", 1, True, 12 * 2 * 8 * 64 * 2, 12 * 2 * 8 * 64 * 2 * 128),
         ("openai/gpt-oss-20b", 1, False, 24 * 2 * 8 * 64 * 2, 0),
     ],
