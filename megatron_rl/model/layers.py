@@ -43,6 +43,7 @@ from megatron_rl.model.platform.attention import AttentionForm, Layout
 from megatron_rl.model.platform.device import Kernels, Linears
 from megatron_rl.model.platform.megatron_patches import patch_router
 from megatron_rl.model.rotation import Rotation, Rotations
+from megatron_rl.model.router import Replay
 from megatron_rl.recipe.model import ModelConfig, Recompute
 from megatron_rl.recipe.model_parts import LayerType
 
@@ -194,16 +195,23 @@ class PackedLayer(TransformerLayer):
         self.activated = gated_activation(self.config)
 
     def forward(
-        self, hidden_states: Tensor, *, rotary_pos_emb: Rotations, packed_seq_params: Layout, **_: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        rotary_pos_emb: Rotations,
+        packed_seq_params: Layout,
+        attention_bias: Replay | None = None,
+        **_: Any,
     ) -> tuple[Tensor, None]:
         """[tokens, 1, hidden] -> the same, and no context for cross-attention.
 
-        megatron-core's TransformerBlock calls its layers with these parameter names.
+        megatron-core's TransformerBlock calls its layers with these parameter names, and passes all of them on as they
+        are. The replay is an argument, so that a pass that recomputes the layer replays its own micro-batch.
         """
         rotation = rotary_pos_emb.of(self.layer_number)
         attention = partial(self.self_attention, rotation=rotation, layout=packed_seq_params)
         if isinstance(self.mlp, MoELayer):
-            self.mlp.router.begin(len(rotation.cosines), len(hidden_states))
+            self.mlp.router.begin(len(rotation.cosines), len(hidden_states), attention_bias)
         attended = self.through(self.input_layernorm, hidden_states, attention)
         if around := isinstance(self.submodules_config, NormsAround):
             attended = self.post_self_attn_layernorm(attended)

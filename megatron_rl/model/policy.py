@@ -28,6 +28,7 @@ from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.device import Device, Kernels
 from megatron_rl.model.platform.paths import PathLayout, Paths
 from megatron_rl.model.rotation import Rotations, rotation_tables
+from megatron_rl.model.router import Replay
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.job import StageEnds
 from megatron_rl.recipe.model import ModelConfig, Recompute
@@ -74,14 +75,21 @@ class Policy(GPTModel):
     """Tables of all positions."""
     vocabulary: int
 
-    def forward(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        select: Tensor | None = None,
+        replay: Replay | None = None,
+    ) -> Tensor:
         """Return logits of the packed tokens in `select` (all if None), for a policy without a pipeline.
 
         tokens, positions [tokens], select [selected] -> [selected, len(output().tokens)] in the model's dtype: of this
-        rank's part of the vocabulary; in fp32 with `model.fp32_output`.
+        rank's part of the vocabulary; in fp32 with `model.fp32_output`. replay: see `hidden`.
         """
         multiple = self.kernels.rows_multiple
-        hidden = self.hidden(tokens, positions, layout, multiple=multiple)
+        hidden = self.hidden(tokens, positions, layout, multiple=multiple, replay=replay)
         predictors = self._whole(hidden)[:, 0] if select is None else self.predictors(hidden, select)
         count = len(tokens) if select is None else len(select)
         return self.output().logits(pad(predictors, (0, 0, 0, -len(predictors) % multiple)))[:count]
@@ -123,13 +131,20 @@ class Policy(GPTModel):
             self.adapters.microbatch = number
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, layout: Layout, received: Tensor | None = None, multiple: int = 1
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        received: Tensor | None = None,
+        multiple: int = 1,
+        replay: Replay | None = None,
     ) -> Tensor:
         """Run packed tokens through this stage of the pipeline, for the next stage or for `predictors`.
 
         tokens, positions [tokens] -> `hidden_shape`: [tokens, 1, hidden], or this rank's part of them.
 
         received: output of the previous stage; None on the first. multiple: divisor of the number of computed rows.
+        replay: chooses the experts of the tokens, in place of the routers.
         """
         embedded = None
         if received is not None:
@@ -143,7 +158,8 @@ class Policy(GPTModel):
             if self.embedding_scale is not None:
                 embedded = embedded * self.embedding_scale
         rotations = self.rotations.at(positions)
-        output: Tensor = self.decoder(embedded, attention_mask=None, rotary_pos_emb=rotations, packed_seq_params=layout)
+        arguments = {"rotary_pos_emb": rotations, "packed_seq_params": layout, "attention_bias": replay}
+        output: Tensor = self.decoder(embedded, attention_mask=None, **arguments)
         self.decoder.set_input_tensor(None)
         return output
 

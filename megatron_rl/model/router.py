@@ -80,14 +80,15 @@ class ExpertRouter(Router):
             return self.replay.choose(self.layer_number, scores)
         return scores.topk(self.config.moe_router_topk, dim=1).indices
 
-    def begin(self, tokens: int, rows: int) -> None:
-        """Note how many of this rank's rows, [rows, 1, hidden], are tokens.
+    def begin(self, tokens: int, rows: int, replay: Replay | None) -> None:
+        """Note how many of this rank's rows, [rows, 1, hidden], are tokens, and what chooses their experts in this pass;
+        None: the router.
 
         tokens: in the micro-batch, or in this rank's part of it under context parallelism. Under sequence parallelism
         its ranks share them, and padding follows the last one.
         """
         first = self.tp_group.rank() * rows if self.config.sequence_parallel else 0
-        self.rows = min(max(tokens - first, 0), rows)
+        self.rows, self.replay = min(max(tokens - first, 0), rows), replay
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertRouter:
         """Convert and move the weights, but keep the correction bias in fp32: bf16 is coarser than the difference of

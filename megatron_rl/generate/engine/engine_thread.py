@@ -238,6 +238,16 @@ def _do(work: Callable[[], T], done: Future[T]) -> None:
 
 def as_deltas(answers: Sequence[Completion]) -> list[Delta]:
     return [
-        Delta(sample, one.tokens, one.logprobs, one.versions, one.top_logprobs, one.finish_reason, one.stop, one.prompt)
+        Delta(
+            sample,
+            one.tokens,
+            one.logprobs,
+            one.versions,
+            one.top_logprobs,
+            one.finish_reason,
+            one.stop,
+            one.prompt,
+            one.choices,
+        )
         for sample, one in enumerate(answers)
     ]

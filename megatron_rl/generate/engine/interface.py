@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from uuid import uuid4
 
+from megatron_rl.model.choices import Choices
 from megatron_rl.recipe.inference import Sampling, ServedSampling
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class AnswerPrefix:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
+    choices: Choices = field(default_factory=list)
+    """See `Completion.choices`."""
 
 
 def _new_id() -> str:
@@ -113,6 +116,9 @@ class Completion(NamedTuple):
     stop: str | None = None
     top_logprobs: list[TopLogprobs] | None = None
     prompt: PromptScores | None = None
+    choices: Choices = []  # never changed in place
+    """Experts that the engine chose for the tokens of the prompt and then of the answer, each token's in the first pass
+    over it. The last token was never computed and has none. Empty unless `model.router_replay` is rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,8 @@ class Delta:
     stop: str | None = None
     prompt: PromptScores | None = None
     """Scores of the prompt, in a sample's first delta, if the request asks for them."""
+    choices: Choices = field(default_factory=list)
+    """The next entries of `Completion.choices`, which may lag behind the tokens."""
 
 
 @dataclass(frozen=True, slots=True)

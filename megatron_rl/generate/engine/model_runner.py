@@ -20,18 +20,21 @@ from torch import Tensor
 
 from megatron_rl.generate.engine.admission import Prefill
 from megatron_rl.generate.engine.cache import CacheShape, ContinuedLayout, DecodeLayout, KeyValueCache, PrefillLayout
+from megatron_rl.generate.engine.choice_cache import ChoiceCache
 from megatron_rl.generate.engine.decode_graphs import decode_graphs
 from megatron_rl.generate.engine.delta_states import DeltaStates
 from megatron_rl.generate.engine.interface import PromptScores
 from megatron_rl.generate.engine.row_state import DrawWork, RowState, to_device
 from megatron_rl.generate.engine.scheduler import StepPlan
 from megatron_rl.generate.engine.top_logprobs import prompt_scores
-from megatron_rl.generate.engine.transcript import RowAnswer
+from megatron_rl.generate.engine.transcript import Held, RowAnswer
+from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.frozen import FrozenPolicy
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
 from megatron_rl.model.platform.attention import Layout, whole_sequences
 from megatron_rl.model.platform.paged_attention import PagedChunks, PagedRows
 from megatron_rl.model.policy import Policy
+from megatron_rl.model.router import Replay
 from megatron_rl.recipe.inference import InferenceConfig
 from megatron_rl.recipe.model import ModelConfig
 
@@ -76,13 +79,21 @@ class ModelRunner:
         self.scores: PromptScores | None = None
         """Scores of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None
+        self._choices: ChoiceCache | None = None
+        self._make_choices = lambda: None
+        if model.router_replay == "rollout":
+            self._make_choices = partial(
+                ChoiceCache, ChoiceForm.of(model), shape.pages, shape.page_tokens, policy.device
+            )
         self._frozen: FrozenPolicy | FusedPolicy | None = None  # built when it is first needed
         self._tokens_until_sync = policy.kernels.tokens_between_syncs
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[int] | None:
         """Sample the next token of the plan's rows. Return the rows that have ended; None if the host did not check."""
-        cache = self.cache = self.cache or self._make_cache()
+        if self.cache is None:
+            self.cache, self._choices = self._make_cache(), self._make_choices()
+        cache = self.cache
         if plan.moves:
             self._rows.move(plan.moves)
             if self._states:
@@ -104,8 +115,8 @@ class ModelRunner:
         self._tokens_until_sync = self.policy.kernels.tokens_between_syncs
         return self._rows.ended(rows.stop)
 
-    def answers(self, known: Mapping[int, int]) -> list[RowAnswer]:
-        return self._rows.answers(known)
+    def answers(self, held: Mapping[int, Held]) -> list[RowAnswer]:
+        return self._rows.answers(held, self._choices)
 
     def _prefill(self, rows: slice, prefills: Sequence[Prefill], cache: KeyValueCache) -> None:
         """Compute the prefills, fill the rows that start with them, and draw the next token of each."""
@@ -118,12 +129,14 @@ class ModelRunner:
         if scored:
             selected += range(begin, begin + len(scored.scored))
         positions = [np.arange(each.start, each.start + len(each.tokens)) for each in prefills]
-        layout = self._prefill_layout(prefills, cache)
+        source, target = (to_device(each, device) for each in slots_written(prefills, self._page_tokens))
+        layout = self._prefill_layout(prefills, cache, (source, target))
         logits = self._logits(
             to_device([token for prefill in prefills for token in prefill.tokens], device),
             to_device(np.concatenate(positions), device),
             self._states.begin(layout, prefills, rows) if self._states else layout,
             to_device(np.array(selected, dtype=np.int64), device),
+            self._choices and self._choices.recorder(target, source),
         )
         if scored:
             targets = to_device(scored.scored, device)
@@ -136,10 +149,14 @@ class ModelRunner:
         of_rows = logits.index_select(0, to_device(sequence, device))
         self._rows.draw(rows, of_rows, self._rows.work(rows))
 
-    def _prefill_layout(self, prefills: Sequence[Prefill], cache: KeyValueCache) -> Layout:
-        """Return attention among the packed tokens; if some sequences have earlier tokens, also to their cache."""
-        device = self.policy.device
-        source, target = (to_device(each, device) for each in slots_written(prefills, self._page_tokens))
+    def _prefill_layout(
+        self, prefills: Sequence[Prefill], cache: KeyValueCache, written: tuple[Tensor, Tensor]
+    ) -> Layout:
+        """Return attention among the packed tokens; if some sequences have earlier tokens, also to their cache.
+
+        written: see `slots_written`.
+        """
+        device, (source, target) = self.policy.device, written
         stops = [prefill.start + len(prefill.tokens) for prefill in prefills]
         whole = whole_sequences(stops)
         if not any(prefill.start for prefill in prefills):
@@ -160,7 +177,7 @@ class ModelRunner:
         """Free the cache. No row may be in use."""
         if self._graphs:
             self._graphs.drop()  # this waits until nothing reads the cache
-        self.cache = None
+        self.cache = self._choices = None
         if self._states:
             self._states.release()
 
@@ -193,12 +210,15 @@ class ModelRunner:
         layout: Layout = DecodeLayout(cache, cache.index(target), pages)
         if self._states:
             layout = self._states.continued(layout, rows)
-        state.draw(rows, self._logits(state.token[rows], positions, layout), work)
+        replay = self._choices and self._choices.recorder(target)
+        state.draw(rows, self._logits(state.token[rows], positions, layout, None, replay), work)
 
-    def _logits(self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None = None) -> Tensor:
+    def _logits(
+        self, tokens: Tensor, positions: Tensor, layout: Layout, select: Tensor | None, replay: Replay | None
+    ) -> Tensor:
         """[tokens, vocab] or [selected, vocab], see `Policy.forward`."""
         frozen = self._frozen = self._frozen or self.policy.frozen()
-        forward = self.policy if frozen is None else frozen.logits
+        forward = partial(self.policy, replay=replay) if frozen is None else frozen.logits
         with self.policy.without_fp8():
             return self.policy.whole_logits(forward(tokens, positions, layout, select))
 

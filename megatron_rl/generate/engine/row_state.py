@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.generate.engine.admission import Prefill
+from megatron_rl.generate.engine.choice_cache import ChoiceCache
 from megatron_rl.generate.engine.sampling import SamplingRows, SamplingWork, sample, uniforms
 from megatron_rl.generate.engine.top_logprobs import TopLogprobsRows
-from megatron_rl.generate.engine.transcript import RowAnswer
+from megatron_rl.generate.engine.transcript import Held, RowAnswer
+from megatron_rl.model.choices import Choices
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import Sampling
 
@@ -204,11 +206,14 @@ class RowState:
         found: list[int] = np.flatnonzero(_read(self._ended[:rows])).tolist()
         return found
 
-    def answers(self, known: Mapping[int, int]) -> list[RowAnswer]:
-        """Return the sampled tokens of rows. known: row -> number of its first tokens to leave out."""
-        if not known:
+    def answers(self, held: Mapping[int, Held], choices: ChoiceCache | None = None) -> list[RowAnswer]:
+        """Return the sampled tokens of rows, and their choices of experts if there is a cache of them.
+
+        held: row -> what to leave out.
+        """
+        if not held:
             return []
-        rows, first = np.array([*known]), np.array([*known.values()])
+        rows, first = np.array([*held]), np.array([each.tokens for each in held.values()])
         most = min(int((self._most_tokens[rows] - first).max()), self._length)
         index = to_device(rows, self._device)
         columns = to_device(first, self._device)[:, None] + torch.arange(most, device=self._device)
@@ -230,9 +235,13 @@ class RowState:
         tokens = read[:, 1 : 1 + most].tolist()
         logprobs = read[:, 1 + most : 1 + 2 * most].copy().view(np.float32).tolist()
         top = self._top.parse(rows, read[:, 1 + 2 * most :], most)
+        experts: Sequence[Choices] = [[]] * len(rows)
+        if choices is not None:
+            stop = _read(self.position[index])  # the newest token is not computed yet
+            experts = choices.read(self.pages[index], np.array([each.choices for each in held.values()]), stop)
         return [
-            RowAnswer(row, tokens[i][:count], logprobs[i][:count], top and top[:count])
-            for i, (row, count, top) in enumerate(zip(known, counts, top, strict=True))
+            RowAnswer(row, tokens[i][:count], logprobs[i][:count], top and top[:count], experts[i])
+            for i, (row, count, top) in enumerate(zip(held, counts, top, strict=True))
         ]
 
 

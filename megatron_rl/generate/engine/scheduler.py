@@ -29,7 +29,7 @@ from megatron_rl.generate.engine.interface import (
 )
 from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
-from megatron_rl.generate.engine.transcript import RowAnswer, Transcript
+from megatron_rl.generate.engine.transcript import Held, RowAnswer, Transcript
 from megatron_rl.model.text_stream import Decode
 from megatron_rl.recipe.inference import InferenceConfig, ends_of
 
@@ -168,10 +168,10 @@ class Scheduler:
 
     # Answers
 
-    def wanted(self, ended: Iterable[int]) -> dict[int, int]:
-        """Return the rows whose tokens `retire` needs, and how many tokens of each are already known: rows that have
-        ended, and rows whose tokens are needed before they end."""
-        return {row: len(self.rows[row].answer.tokens) for row in sorted({*ended, *self.rows.followed})}
+    def wanted(self, ended: Iterable[int]) -> dict[int, Held]:
+        """Return the rows whose tokens `retire` needs, with what the host has of each: rows that have ended, and rows
+        whose tokens are needed before they end."""
+        return {row: self.rows[row].answer.held for row in sorted({*ended, *self.rows.followed})}
 
     def retire(self, answers: Iterable[RowAnswer]) -> None:
         """Add new tokens to the rows' answers, and free the rows whose answers are finished."""
@@ -211,8 +211,8 @@ class Scheduler:
         self.forget()
 
     def _report(self, pending: PendingRequest, answer: Transcript) -> None:
-        if pending.streamed and (answer.reported < len(answer.tokens) or answer.finish_reason is not None):
-            first = answer.reported == 0 and pending.request.prompt_logprobs is not None
+        if pending.streamed and (answer.reported.tokens < len(answer.tokens) or answer.finish_reason is not None):
+            first = answer.reported.tokens == 0 and pending.request.prompt_logprobs is not None
             self.deltas.append((pending.request.id, answer.delta(pending.scores if first else None)))
 
     def _finish(self, pending: PendingRequest, answer: Transcript) -> None:

@@ -15,6 +15,7 @@ from megatron_rl.generate.engine.interface import (
     PromptScores,
     TopLogprobs,
 )
+from megatron_rl.model.choices import Choices, known_from, merged
 from megatron_rl.model.text_stream import Decode, StopStrings
 
 
@@ -23,6 +24,18 @@ class RowAnswer(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     top_logprobs: list[TopLogprobs] | None = None
+    choices: Choices = []  # never changed in place
+    """Entries of `Completion.choices` from `Transcript.held` on."""
+
+
+class Held(NamedTuple):
+    """Numbers of a sample's tokens, and of entries of `Completion.choices`, that a reader has."""
+
+    tokens: int = 0
+    choices: int = 0
+
+
+NOTHING = Held()
 
 
 @dataclass(slots=True)
@@ -37,9 +50,12 @@ class Transcript:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    choices: Choices = field(default_factory=list)
+    """See `Completion.choices`."""
     stop: str | None = None
     """The stop string that was completed; later tokens are ignored."""
-    reported: int = 0
+    reported: Held = NOTHING
+    _known_choices: int = 0  # entries of `choices` from the first on that are known
 
     @classmethod
     def begin(
@@ -56,7 +72,13 @@ class Transcript:
         transcript = cls(request, sample, end_ids, stops)
         if known := request.known.get(sample):
             transcript._extend(known.tokens, known.logprobs, known.versions, None)
+            transcript.choices = [*known.choices]
+            transcript._known_choices = known_from(known.choices)
         return transcript
+
+    @property
+    def held(self) -> Held:
+        return Held(len(self.tokens), self._known_choices)
 
     @property
     def followed(self) -> bool:
@@ -71,6 +93,12 @@ class Transcript:
 
     def extend(self, answer: RowAnswer, version: int) -> None:
         self._extend(answer.tokens, answer.logprobs, [version] * len(answer.tokens), answer.top_logprobs)
+        if answer.choices:
+            first = self._known_choices
+            # A stop string ends the answer before tokens that were computed too. The last token is not computed.
+            left = len(self.request.prompt_tokens) + len(self.tokens) - 1 - first
+            self.choices[first:] = merged(self.choices[first:], answer.choices[: max(0, left)])
+            self._known_choices += known_from(self.choices[first:])
 
     def _extend(
         self,
@@ -91,16 +119,17 @@ class Transcript:
             self.top_logprobs += list(top_logprobs or ())[:count]
 
     def prefix(self) -> AnswerPrefix:
-        return AnswerPrefix([*self.tokens], [*self.logprobs], [*self.versions])
+        return AnswerPrefix([*self.tokens], [*self.logprobs], [*self.versions], [*self.choices])
 
     def completion(self, prompt: PromptScores | None = None) -> Completion:
         """Return the answer, which has ended. prompt: scores of its request's prompt, if it is scored."""
         reason = self.finish_reason
         assert reason is not None
-        return Completion(self.tokens, self.logprobs, reason, self.versions, self.stop, self._top(0), prompt)
+        top = self._top(0)
+        return Completion(self.tokens, self.logprobs, reason, self.versions, self.stop, top, prompt, self.choices)
 
     def delta(self, prompt: PromptScores | None = None) -> Delta:
-        first, self.reported = self.reported, len(self.tokens)
+        (first, first_choice), self.reported = self.reported, Held(len(self.tokens), len(self.choices))
         return Delta(
             self.sample,
             self.tokens[first:],
@@ -110,6 +139,7 @@ class Transcript:
             self.finish_reason,
             self.stop,
             prompt,
+            self.choices[first_choice:],
         )
 
     def _top(self, first: int) -> list[TopLogprobs] | None:
