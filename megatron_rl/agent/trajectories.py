@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.agent.reward_value import LARGEST_REWARD
 from megatron_rl.generate.engine.interface import Completion, FinishReason
+from megatron_rl.model.choices import Choices, merged
 
 OUTPUT_LIMIT = 4000
 
@@ -42,6 +43,8 @@ class Branch:
     """[seq] policy version of the weights that sampled the token; UNSAMPLED if the model did not sample it."""
     turns: list[range]
     """Token range of each of the model's turns; the first turn follows the prompt."""
+    choices: Choices = field(default_factory=list, kw_only=True)
+    """Experts that the engine chose for the tokens, at most [seq]; empty unless `model.router_replay` is rollout."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
@@ -49,6 +52,8 @@ class Branch:
                 f"a trajectory of {len(self.tokens)} tokens has {len(self.loss_mask)} loss mask entries, "
                 f"{len(self.logprobs)} logprobs and {len(self.versions)} versions: every token needs one of each"
             )
+        if len(self.choices) > len(self.tokens):
+            raise ValueError(f"a trajectory of {len(self.tokens)} tokens has choices of {len(self.choices)}")
         if not self.turns:
             raise ValueError("a trajectory needs at least one turn of the model")
         if self.loss_mask[:1] == [True]:
@@ -102,6 +107,7 @@ class Trajectory(Branch):
             finish_reason=completion.finish_reason,
             components=components or {},
             output=output,
+            choices=completion.choices,
         )
 
     @classmethod
@@ -120,8 +126,21 @@ class Trajectory(Branch):
         if not sequences:
             raise ValueError("a trajectory needs at least one sequence of tokens")
         own, *branches = sequences
-        lists = own.tokens, own.loss_mask, own.logprobs, own.versions, own.turns
-        return cls(*lists, text, reward, finish_reason, tool_calls, components or {}, tuple(branches), output)
+        return cls(
+            tokens=own.tokens,
+            loss_mask=own.loss_mask,
+            logprobs=own.logprobs,
+            versions=own.versions,
+            turns=own.turns,
+            text=text,
+            reward=reward,
+            finish_reason=finish_reason,
+            tool_calls=tool_calls,
+            components=components or {},
+            branches=tuple(branches),
+            output=output,
+            choices=own.choices,
+        )
 
     def __post_init__(self) -> None:
         Branch.__post_init__(self)
@@ -187,6 +206,7 @@ class TrajectoryBuilder:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._turns: list[range] = []
+        self._choices: Choices = []
         self._last: Completion | None = None
         self.add_observation(prompt_tokens)
 
@@ -196,6 +216,9 @@ class TrajectoryBuilder:
         self._loss_mask += [True] * len(completion.tokens)
         self._logprobs += completion.logprobs
         self._versions += completion.versions
+        # A turn's request computes the tokens before it again, unless the engine has them in its cache. The pass of an
+        # earlier turn counts, because it sampled what followed.
+        self._choices = merged(self._choices, completion.choices)
         self._turns.append(range(first, len(self.tokens)))
         self._last = completion
 
@@ -214,7 +237,7 @@ class TrajectoryBuilder:
     def branch(self) -> Branch:
         """Return the sequence so far. Raises ValueError if the model has had no turn."""
         lists = [*self.tokens], [*self._loss_mask], [*self._logprobs], [*self._versions], [*self._turns]
-        return Branch(*lists)
+        return Branch(*lists, choices=self._choices)
 
     def scored(
         self, text: str, reward: float, tool_calls: int | None = None, components: Mapping[str, float] | None = None

@@ -25,14 +25,17 @@ from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, FinishReason
 from megatron_rl.generate.replicas.wire import Garbled, Refusal, kind_of
+from megatron_rl.model.choices import decode_choices, encode_choices
 from megatron_rl.recipe.inference import Sampling
 
-PROTOCOL = 6
+PROTOCOL = 7
 TRAINING = "training"
 """Name of the training set; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
 POLL_S = 5.0
 """Seconds that a poll waits for something to report."""
+COMPLETION = 5
+"""Fields of a completion before its choices of experts, which few have."""
 LISTS = ("tokens", "loss_mask", "logprobs", "versions")
 
 
@@ -78,6 +81,8 @@ class _Sequence(_Received):
     logprobs: list[float]
     versions: list[int]
     turns: list[Annotated[tuple[int, int], Strict(False)]]
+    choices: list[Any] = []
+    """See encode_choices; empty if there are none."""
 
     def branch(self, vocab_size: int) -> Branch:
         if max(self.tokens, default=0) >= vocab_size:
@@ -85,7 +90,8 @@ class _Sequence(_Received):
         if not all(0 <= start <= stop <= len(self.tokens) for start, stop in self.turns):
             raise ValueError("a turn outside the tokens")
         turns = [range(*turn) for turn in self.turns]
-        return Branch(self.tokens, self.loss_mask, self.logprobs, self.versions, turns)
+        choices = decode_choices(self.choices) if self.choices else []
+        return Branch(self.tokens, self.loss_mask, self.logprobs, self.versions, turns, choices=choices)
 
 
 class _Answer(_Received):
@@ -116,13 +122,20 @@ class _Result(_Received):
 
 
 def encode_completions(completions: Sequence[Completion]) -> list[list[Any]]:
-    return [[one.tokens, one.logprobs, one.finish_reason, one.versions, one.stop] for one in completions]
+    return [
+        [one.tokens, one.logprobs, one.finish_reason, one.versions, one.stop]
+        + ([encode_choices(one.choices)] if one.choices else [])
+        for one in completions
+    ]
 
 
 def decode_completions(body: Any) -> list[Completion]:
     try:
-        return [Completion(*each) for each in body]
-    except TypeError as error:
+        return [
+            Completion(*lists, choices=decode_choices(*choices) if choices else [])
+            for lists, choices in ((each[:COMPLETION], each[COMPLETION:]) for each in body)
+        ]
+    except (TypeError, ValueError) as error:
         raise Garbled(f"completions: {error}") from error
 
 
@@ -147,7 +160,9 @@ def encode_result(result: TrajectoryGroup) -> dict[str, Any]:
 
 
 def _encode_sequence(one: Branch) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in LISTS} | {"turns": [(turn.start, turn.stop) for turn in one.turns]}
+    choices = {"choices": encode_choices(one.choices)} if one.choices else {}
+    turns = [(turn.start, turn.stop) for turn in one.turns]
+    return {name: getattr(one, name) for name in LISTS} | {"turns": turns} | choices
 
 
 def decode_result(body: Any, vocab_size: int) -> AgentAnswers:

@@ -8,14 +8,15 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from megatron_rl.generate.engine.broadcast import PlanBroadcast
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.engine_thread import EngineThread
-from megatron_rl.generate.engine.interface import Delta, EngineLoad, GenerationRequest
+from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, Delta, EngineLoad, GenerationRequest
+from megatron_rl.generate.engine.transcript import NOTHING, Held
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.driver_inbox import OpenRequest
@@ -106,7 +107,7 @@ class Leader:
         self._transfer: Future[None] | None = None  # of weights for which the engine pauses
         self._next_by = 0.0  # when their swap must have been requested
         self._followed = False  # whether the other ranks follow the engine
-        self._reported: dict[str, list[int]] = {}  # number of reported tokens of each sample
+        self._reported: dict[str, list[Held]] = {}  # what was reported of each sample
         self._reported_at = time.monotonic()
 
     @property
@@ -137,8 +138,8 @@ class Leader:
 
     def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
         self._engine.submit(request)
-        known = {sample: len(prefix.tokens) for sample, prefix in request.known.items()}
-        self._reported[request.id] = [known.get(sample, 0) for sample in range(request.num_samples)]
+        known = {sample: Held(len(one.tokens), len(one.choices)) for sample, one in request.known.items()}
+        self._reported[request.id] = [known.get(sample, NOTHING) for sample in range(request.num_samples)]
         return request.id
 
     def cancel(self, request_id: str) -> None:
@@ -157,11 +158,11 @@ class Leader:
         deltas = []
         for request_id in [*self._engine.answered]:
             answers = self._engine.take(request_id) or ()
-            reported = self._reported.pop(request_id, [0] * len(answers))
+            reported = self._reported.pop(request_id, [NOTHING] * len(answers))
             for sample, (first, one) in enumerate(zip(reported, answers, strict=True)):
-                tokens, logprobs, versions = one.tokens[first:], one.logprobs[first:], one.versions[first:]
-                end = (one.finish_reason, one.stop, one.prompt)
-                deltas.append((request_id, Delta(sample, tokens, logprobs, versions, None, *end)))
+                new = _delta(sample, one, first)
+                end = replace(new, finish_reason=one.finish_reason, stop=one.stop, prompt=one.prompt)
+                deltas.append((request_id, end))
         if self._engine.busy and time.monotonic() - self._reported_at >= self._report_every_s:
             deltas += self._unfinished()
             self._reported_at = time.monotonic()
@@ -171,11 +172,10 @@ class Leader:
         deltas = []
         for part in self._engine.partial_answers():
             reported, found = self._reported.get(part.request_id), part.prefix
-            if reported is None or (first := reported[part.sample]) >= len(found.tokens):
+            if reported is None or (first := reported[part.sample]).tokens >= len(found.tokens):
                 continue
-            reported[part.sample] = len(found.tokens)
-            new = Delta(part.sample, found.tokens[first:], found.logprobs[first:], found.versions[first:])
-            deltas.append((part.request_id, new))
+            reported[part.sample] = Held(len(found.tokens), len(found.choices))
+            deltas.append((part.request_id, _delta(part.sample, found, first)))
         return deltas
 
     # Commands for all ranks
@@ -217,6 +217,12 @@ class Leader:
     def _send(self, command: Command) -> None:
         if self._commands is not None:
             self._commands.send(command)
+
+
+def _delta(sample: int, answer: AnswerPrefix | Completion, first: Held) -> Delta:
+    """What a reader that has `first` of an answer lacks."""
+    lists = (each[first.tokens :] for each in (answer.tokens, answer.logprobs, answer.versions))
+    return Delta(sample, *lists, choices=answer.choices[first.choices :])
 
 
 class LedEngineThread:

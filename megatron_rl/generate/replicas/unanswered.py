@@ -13,6 +13,7 @@ from megatron_rl.generate.engine.interface import (
     GenerationRequest,
     PartialAnswer,
 )
+from megatron_rl.model.choices import Choices
 
 
 @dataclass(slots=True)
@@ -20,10 +21,15 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    choices: Choices = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str | None = None
     updated_at: float | None = None
     """Time of its newest tokens, in seconds."""
+
+    @property
+    def lists(self) -> tuple[list[int], list[float], list[int], Choices]:
+        return self.tokens, self.logprobs, self.versions, self.choices
 
 
 class Unanswered:
@@ -40,6 +46,7 @@ class Unanswered:
             sample.tokens += known.tokens
             sample.logprobs += known.logprobs
             sample.versions += known.versions
+            sample.choices += known.choices
         self._unfinished = len(self._samples)
         self._left = sum(map(self._room, self._samples))  # of unfinished samples
 
@@ -63,6 +70,7 @@ class Unanswered:
         sample.tokens += delta.tokens
         sample.logprobs += delta.logprobs
         sample.versions[kept:] = delta.versions
+        sample.choices += delta.choices
         sample.finish_reason, sample.stop = delta.finish_reason, delta.stop
         self._left -= len(delta.tokens)
         if delta.finish_reason is not None:
@@ -83,12 +91,13 @@ class Unanswered:
         found = []
         for each in self._samples:
             assert each.finish_reason is not None
-            found.append(Completion(each.tokens, each.logprobs, each.finish_reason, each.versions, each.stop))
+            lists = each.tokens, each.logprobs, each.finish_reason, each.versions, each.stop
+            found.append(Completion(*lists, choices=each.choices))
         return found
 
     def partial_answers(self) -> list[PartialAnswer]:
         return [
-            PartialAnswer(self._id, number, AnswerPrefix([*each.tokens], [*each.logprobs], [*each.versions]))
+            PartialAnswer(self._id, number, AnswerPrefix(*([*own] for own in each.lists)))
             for number, each in enumerate(self._samples)
             if each.tokens
         ]

@@ -26,17 +26,18 @@ the configuration: a replica of another start of the run, or with other code, re
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.model.choices import Choices, decode_choices, encode_choices
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 
-PROTOCOL = 7
+PROTOCOL = 8
 FEWEST_CHARACTERS = 32
 
 Body = Mapping[str, Any]
@@ -136,7 +137,8 @@ def encode_request(request: GenerationRequest) -> dict[str, Any]:
         "key": request.key,
         "ordinal": request.ordinal,
         "known": {
-            str(sample): [known.tokens, known.logprobs, known.versions] for sample, known in request.known.items()
+            str(sample): [known.tokens, known.logprobs, known.versions, *_encoded(known.choices)]
+            for sample, known in request.known.items()
         },
     }
 
@@ -150,7 +152,7 @@ def decode_request(body: Body) -> GenerationRequest:
             sampling=Sampling.model_validate(body["sampling"]),
             key=body["key"],
             ordinal=body["ordinal"],
-            known={int(sample): AnswerPrefix(*known) for sample, known in body["known"].items()},
+            known={int(sample): _prefix(*known) for sample, known in body["known"].items()},
             id=body["id"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -159,7 +161,16 @@ def decode_request(body: Body) -> GenerationRequest:
 
 def encode_news(news: News) -> dict[str, Any]:
     pieces = [
-        [name, each.sample, each.tokens, each.logprobs, each.versions, each.finish_reason, each.stop]
+        [
+            name,
+            each.sample,
+            each.tokens,
+            each.logprobs,
+            each.versions,
+            each.finish_reason,
+            each.stop,
+            *_encoded(each.choices),
+        ]
         for name, each in news.pieces
     ]
     return {"about": asdict(news.about), "last": news.last, "pieces": pieces, "refused": news.refused}
@@ -169,13 +180,28 @@ def decode_news(body: Body) -> News:
     """Raises Garbled."""
     try:
         pieces = []
-        for name, sample, tokens, logprobs, versions, finish_reason, stop in body["pieces"]:
+        for piece in body["pieces"]:
+            name, sample, tokens, logprobs, versions, finish_reason, stop, *choices = piece
             if not len(tokens) == len(logprobs) <= len(versions):
                 raise ValueError("every token needs a log-prob and a version")
-            pieces.append((name, Delta(sample, tokens, logprobs, versions, None, finish_reason, stop)))
+            end = (None, finish_reason, stop, None)
+            pieces.append((name, Delta(sample, tokens, logprobs, versions, *end, _decoded(choices))))
         return News(decode_about(body), int(body["last"]), pieces, [Refusal(*each) for each in body["refused"]])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Garbled(f"news: {error!r}") from error
+
+
+def _prefix(tokens: list[int], logprobs: list[float], versions: list[int], *choices: Any) -> AnswerPrefix:
+    return AnswerPrefix(tokens, logprobs, versions, _decoded(choices))
+
+
+def _encoded(choices: Choices) -> list[Any]:
+    """Last items of a list: nothing where there are no choices."""
+    return [encode_choices(choices)] if choices else []
+
+
+def _decoded(items: Sequence[Any]) -> Choices:
+    return decode_choices(*items) if items else []
 
 
 def decode_about(body: Body) -> About:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.generate.engine.interface import Delta, GenerationRequest
-from megatron_rl.generate.engine.transcript import RowAnswer, Transcript
+from megatron_rl.generate.engine.transcript import Held, RowAnswer, Transcript
 from megatron_rl.generate.vllm.client import NewTokens
 from megatron_rl.model.text_stream import Decode
 from megatron_rl.recipe.inference import ends_of
@@ -36,7 +36,9 @@ class VllmAnswer:
 
     def take(self, piece: NewTokens, version: int, *, checked: bool) -> None:
         """Add a piece that was sampled by weights of this version, as far as vLLM does not say otherwise."""
-        self.unchecked.append((RowAnswer(self.transcript.sample, piece.tokens, piece.logprobs), version))
+        choices = piece.choices[self.transcript.held.choices :]
+        answer = RowAnswer(self.transcript.sample, piece.tokens, piece.logprobs, choices=choices)
+        self.unchecked.append((answer, version))
         self._versions = piece.versions
         if checked:
             self.check()
@@ -58,7 +60,7 @@ class VllmAnswer:
 
     def delta(self) -> Delta | None:
         """The tokens that have not left yet, and now have; None if there is nothing new."""
-        if self.left or not (self.ended or len(self.transcript.tokens) > self.transcript.reported):
+        if self.left or not (self.ended or len(self.transcript.tokens) > self.transcript.reported.tokens):
             return None
         self.left = self.ended
         delta = self.transcript.delta()
@@ -78,7 +80,7 @@ class VllmAnswer:
         #
         # If it had left by then, the driver has it under version 7, and the last tokens bring the right one along.
         versions = versions[: len(self.transcript.versions) - self.known]
-        left = self.transcript.versions[self.known : self.transcript.reported]
+        left = self.transcript.versions[self.known : self.transcript.reported.tokens]
         wrong = [at for at, (old, new) in enumerate(zip(left, versions, strict=False)) if old != new]
         self._corrects = len(left) - wrong[0] if wrong else 0
         self.transcript.versions[self.known : self.known + len(versions)] = versions
@@ -115,6 +117,6 @@ def begun(request: GenerationRequest, end_ids: Collection[int], decode: Decode) 
     answers = []
     for sample in range(request.num_samples):
         transcript = Transcript.begin(request, sample, ends, decode)
-        transcript.reported = len(transcript.tokens)  # the driver has them
+        transcript.reported = Held(len(transcript.tokens), len(transcript.choices))  # the driver has them
         answers.append(VllmAnswer(transcript, len(transcript.tokens)))
     return answers

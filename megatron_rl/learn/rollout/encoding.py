@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.model.choices import Choices, split
 
 TOKEN = np.dtype("<i4")
 LOG_PROB = np.dtype("<f4")
@@ -28,6 +29,7 @@ def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
     sequences = group.sequences
     texts = [trajectory.text.encode("utf-8", "surrogatepass") for trajectory in trajectories]
     outputs = [trajectory.output.encode("utf-8", "surrogatepass") for trajectory in trajectories]
+    of_choices: list[bytes] = []
     head: Head = {
         "ordinal": group.ordinal,
         "failures": dict(group.failures),
@@ -45,6 +47,9 @@ def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
         head["sequences"] = [len(trajectory.sequences) for trajectory in trajectories]
     if any(outputs):
         head["output"] = [len(output) for output in outputs]
+    choices = [sequence.choices for sequence in sequences]
+    if any(choices):
+        head["choices"], of_choices = _encode_choices(choices)
     turns = [(sequence, turn.start, turn.stop) for sequence in sequences for turn in sequence.turns]
     return head, b"".join(
         (
@@ -52,6 +57,7 @@ def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
             *[bytes(sequence.loss_mask) for sequence in sequences],
             _packed((sequence.versions[start:stop] for sequence, start, stop in turns), VERSION),
             _packed((sequence.logprobs[start:stop] for sequence, start, stop in turns), LOG_PROB),
+            *of_choices,
             *texts,
             *outputs,
         )
@@ -89,6 +95,10 @@ def _sequences(head: Head, reader: BodyReader) -> Iterator[Branch]:
     masks = [reader.numbers(length, _FLAG) for length in lengths]
     versions = [reader.numbers(count, VERSION) for count in sampled]
     logprobs = [reader.numbers(count, LOG_PROB) for count in sampled]
+    choices: list[Choices] = []
+    for shared, count, unknown, size in head.get("choices", [(0, 0, [], 0)] * len(lengths)):
+        beginning = choices[0][:shared] if choices else []
+        choices.append(beginning + split(reader.data(size), count, unknown))
     return iter(
         [
             Branch(
@@ -97,10 +107,28 @@ def _sequences(head: Head, reader: BodyReader) -> Iterator[Branch]:
                 logprobs=_spread(logprobs[i], turns[i], length, 0.0),
                 versions=_spread(versions[i], turns[i], length, -1),
                 turns=turns[i],
+                choices=choices[i],
             )
             for i, length in enumerate(lengths)
         ]
     )
+
+
+def _encode_choices(choices: Sequence[Choices]) -> tuple[list[tuple[int, int, list[int], int]], list[bytes]]:
+    """Encode the choices of a group's sequences, which share those of the prompt.
+
+    Returns for each sequence: entries at its beginning that are the first sequence's, further entries, those of them
+    that are unknown, and the bytes of the others.
+    """
+    heads, bodies = [], []
+    for own in choices:
+        pairs = enumerate(zip(choices[0], own, strict=False))
+        shared = next((at for at, (one, other) in pairs if one != other), min(len(choices[0]), len(own)))
+        shared = 0 if own is choices[0] else shared
+        rest = own[shared:]
+        bodies.append(b"".join(rest))
+        heads.append((shared, len(rest), [at for at, each in enumerate(rest) if not each], len(bodies[-1])))
+    return heads, bodies
 
 
 def joined(head: Head, body: bytes) -> bytes:
@@ -137,12 +165,15 @@ class BodyReader:
         self._position = 0
 
     def numbers(self, count: int, kind: np.dtype[Any]) -> list[Any]:
-        return np.frombuffer(self._take(count * kind.itemsize), kind).tolist()
+        return np.frombuffer(self.data(count * kind.itemsize), kind).tolist()
+
+    def rest(self) -> bytes:
+        return self.data(len(self._body) - self._position)
 
     def text(self, count: int) -> str:
-        return self._take(count).decode("utf-8", "surrogatepass")
+        return self.data(count).decode("utf-8", "surrogatepass")
 
-    def _take(self, count: int) -> bytes:
+    def data(self, count: int) -> bytes:
         part = self._body[self._position : self._position + count]
         self._position += count
         return part

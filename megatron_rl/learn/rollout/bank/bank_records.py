@@ -24,8 +24,10 @@ import numpy as np
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest
+from megatron_rl.generate.engine.transcript import Held
 from megatron_rl.learn.rollout.bank.file import Entry, Record
 from megatron_rl.learn.rollout.encoding import LOG_PROB, TOKEN, VERSION, BodyReader, Head, encode_group
+from megatron_rl.model.choices import Choices, split
 from megatron_rl.recipe.config import RunConfig
 
 AnswerKey = tuple[int, int, int]
@@ -102,11 +104,11 @@ def prompt_checksum(request: GenerationRequest) -> int:
 
 
 def part_record(
-    ordinal: int, version: int, newest: int, answer: AnswerKey, start: int, prefix: AnswerPrefix, lineage: Lineage
+    ordinal: int, version: int, newest: int, answer: AnswerKey, start: Held, prefix: AnswerPrefix, lineage: Lineage
 ) -> Record:
     """Record the tokens of `prefix` from `start` on. `version` and `newest` are as for `group_record`."""
     key, prompt, sample = answer
-    count = len(prefix.tokens) - start
+    count = len(prefix.tokens) - start.tokens
     head: Head = {
         "kind": "part",
         "ordinal": ordinal,
@@ -115,16 +117,19 @@ def part_record(
         "key": key,
         "prompt": prompt,
         "sample": sample,
-        "start": start,
+        "start": start.tokens,
         "count": count,
         "lineage": _lineage_json(lineage),
     }
+    choices = prefix.choices[start.choices :]
+    if choices:
+        head["choices"] = [start.choices, len(choices), [at for at, each in enumerate(choices) if not each]]
     arrays = (
-        np.array(prefix.tokens[start:], TOKEN),
-        np.array(prefix.versions[start:], VERSION),
-        np.array(prefix.logprobs[start:], LOG_PROB),
+        np.array(prefix.tokens[start.tokens :], TOKEN),
+        np.array(prefix.versions[start.tokens :], VERSION),
+        np.array(prefix.logprobs[start.tokens :], LOG_PROB),
     )
-    return head, b"".join(array.tobytes() for array in arrays)
+    return head, b"".join([*(array.tobytes() for array in arrays), *choices])
 
 
 def answer_key(head: Head) -> AnswerKey:
@@ -141,15 +146,22 @@ def join(parts: Iterable[tuple[Head, bytes | None]]) -> AnswerPrefix | None:
     tokens: list[int] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    choices: Choices = []
     for head, body in parts:
         start = head["start"]
         if body is None or start > len(tokens):
             continue
-        reader = BodyReader(body)
+        reader, replaced = BodyReader(body), start < len(tokens)
         tokens[start:] = reader.numbers(head["count"], TOKEN)
         versions[start:] = reader.numbers(head["count"], VERSION)
         logprobs[start:] = reader.numbers(head["count"], LOG_PROB)
-    return AnswerPrefix(tokens, logprobs, versions) if tokens else None
+        if "choices" in head:
+            begin, count, unknown = head["choices"]
+            choices += [b""] * (begin - len(choices))
+            choices[begin:] = split(reader.rest(), count, unknown)
+        elif replaced:
+            choices = []
+    return AnswerPrefix(tokens, logprobs, versions, choices) if tokens else None
 
 
 # Selection: records that an attempt may reuse, and those that stay in a file

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest, ResumableInference
+from megatron_rl.generate.engine.transcript import NOTHING, Held
 from megatron_rl.learn.rollout.bank.bank_records import (
     AnswerKey,
     Lineage,
@@ -85,7 +86,7 @@ class _OpenRequest:
     request: GenerationRequest
     ordinal: int
     prompt: int  # checksum of the prompt
-    written: dict[int, int]  # sample -> number of its tokens that are on disk or being written
+    written: dict[int, Held]  # sample -> what is on disk or being written
     completions: list[Completion] | None = None
 
 
@@ -130,7 +131,7 @@ class Recording:
         prefixes = ((sample, earlier.prefix(answer)) for sample, answer in answers)
         known = {sample: prefix for sample, prefix in prefixes if prefix is not None}
         request = replace(request, known=known)
-        written = {sample: len(prefix.tokens) for sample, prefix in known.items()}
+        written = {sample: Held(len(prefix.tokens), len(prefix.choices)) for sample, prefix in known.items()}
         work = self._open[request.id] = _OpenRequest(request, ordinal, prompt, written)
         work.completions = await self._inference.generate(request)
         return work.completions
@@ -162,20 +163,20 @@ class Recording:
         records = []
         for request_id, sample, prefix in self._known():
             work = self._open.get(request_id)  # None for requests outside the stream, such as an evaluation's
-            if work is None or len(prefix.tokens) <= (written := work.written.get(sample, 0)):
+            if work is None or len(prefix.tokens) <= (written := work.written.get(sample, NOTHING)).tokens:
                 continue
             records.append(
                 part_record(
                     work.ordinal,
                     self.policy_version(work.ordinal),
-                    self._newest(prefix.versions[written:]),
+                    self._newest(prefix.versions[written.tokens :]),
                     (work.request.key, work.prompt, sample),
                     written,
                     prefix,
                     self._lineage,
                 )
             )
-            work.written[sample] = len(prefix.tokens)
+            work.written[sample] = Held(len(prefix.tokens), len(prefix.choices))
         return records
 
     def _newest(self, versions: Iterable[int]) -> int:
@@ -188,5 +189,5 @@ class Recording:
         found = [(each.request_id, each.sample, each.prefix) for each in self._inference.partial_answers()]
         for request_id, work in self._open.items():
             for sample, one in enumerate(work.completions or []):
-                found.append((request_id, sample, AnswerPrefix(one.tokens, one.logprobs, one.versions)))
+                found.append((request_id, sample, AnswerPrefix(one.tokens, one.logprobs, one.versions, one.choices)))
         return found

@@ -17,11 +17,18 @@ import pytest
 from megatron_rl.agent.api import EvaluationRequest, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.remote.agent_client import MAX_STARTS, AgentClient, AgentFailed, AgentUnavailable
-from megatron_rl.agent.remote.agent_wire import AgentAnswers, AgentRequest, decode_result, encode_result
+from megatron_rl.agent.remote.agent_wire import (
+    AgentAnswers,
+    AgentRequest,
+    decode_completions,
+    decode_result,
+    encode_completions,
+    encode_result,
+)
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.server.agent.agent_service import AgentService, application
-from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
+from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PromptTooLong
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
@@ -301,6 +308,15 @@ def test_result_round_trips_bit_for_bit() -> None:
     response = run(service())
     again = json.loads(json.dumps(encode_result(TrajectoryGroup(0, Problem("", {}), *response))))
     assert decode_result(again, TOKENIZER.vocab_size) == response
+
+
+def test_choices_of_experts_go_to_the_agent_and_come_back() -> None:
+    answer = Completion([5], [-1.0], "stop", [0], choices=[b"ab", b""])
+    (arrived,) = decode_completions(json.loads(json.dumps(encode_completions([answer]))))
+    assert arrived == answer
+    one = Trajectory.single([1, 2], arrived, "", 1.0)
+    again = json.loads(json.dumps(encode_result(TrajectoryGroup(0, Problem("", {}), [one], {}))))
+    assert decode_result(again, TOKENIZER.vocab_size).trajectories == [one]
 
 
 def test_silent_server_is_abandoned_at_the_time_limit() -> None:

@@ -13,6 +13,7 @@ from megatron_rl.generate.replicas.paces import MEASURED_S, SLOWER, DecodePace, 
 from megatron_rl.generate.replicas.unanswered import Unanswered
 from megatron_rl.generate.replicas.wire import (
     About,
+    Garbled,
     News,
     Refusal,
     decode_news,
@@ -34,21 +35,52 @@ def test_slow_replica_is_detected_beside_measured_ones() -> None:
     assert too_slow({(0, 0): DecodePace(10, MEASURED_S / 2), (2, 0): slow}) == []
 
 
-@given(TOKENS, st.integers(0, 2**64 - 1), st.none() | st.integers(0))
-def test_request_survives_the_wire(known: list[tuple[int, float, int]], key: int, ordinal: int | None) -> None:
-    beginning = AnswerPrefix(*([*map(list, zip(*known, strict=True))] or [[], [], []]))
+CHOICES = st.lists(st.sampled_from([b"ab", b"\x00\xff", b""]), max_size=6)
+
+
+@given(TOKENS, st.integers(0, 2**64 - 1), st.none() | st.integers(0), CHOICES)
+def test_request_survives_the_wire(
+    known: list[tuple[int, float, int]], key: int, ordinal: int | None, choices: list[bytes]
+) -> None:
+    lists = [*map(list, zip(*known, strict=True))] or [[], [], []]
+    beginning = AnswerPrefix(*lists, choices=choices)
     asked = GenerationRequest([5, 6], 3, Sampling(max_new_tokens=4, stop=["\n"]), key, ordinal, {2: beginning})
     arrived = decode_request(json.loads(json.dumps(encode_request(asked))))
     assert arrived == asked
     assert arrived.id == asked.id
 
 
-@given(TOKENS, st.integers(0, 2))
-def test_news_survive_the_wire_bit_for_bit(tokens: list[tuple[int, float, int]], corrected: int) -> None:
+@given(TOKENS, st.integers(0, 2), CHOICES)
+def test_news_survive_the_wire_bit_for_bit(
+    tokens: list[tuple[int, float, int]], corrected: int, choices: list[bytes]
+) -> None:
     numbers, logprobs, versions = ([each[place] for each in tokens] for place in range(3))
-    delta = Delta(1, numbers, logprobs, [5] * corrected + versions, None, "stop", "\n")
+    delta = Delta(1, numbers, logprobs, [5] * corrected + versions, None, "stop", "\n", choices=choices)
     told = News(About(1, 0, 8, 3, 2, 1, 0.5, 0, 4.5), 7, [("id", delta)], [Refusal("other", "value", "why")])
     assert decode_news(json.loads(json.dumps(encode_news(told)))) == told
+
+
+def test_without_choices_nothing_of_them_is_on_the_wire() -> None:
+    told = News(About(1, 0, 8, 3, 2, 1, 0.5, 0, 4.5), 7, [("id", Delta(1, [5], [-1.0], [0]))], [])
+    assert encode_news(told)["pieces"] == [["id", 1, [5], [-1.0], [0], None, None]]
+
+
+def test_choices_that_do_not_fit_their_tokens_are_garbled() -> None:
+    told = News(About(1, 0, 8, 3, 2, 1, 0.5, 0, 4.5), 7, [("id", Delta(1, [5], [-1.0], [0], choices=[b"ab"]))], [])
+    body = encode_news(told)
+    body["pieces"][0][-1][0] = 3
+    with pytest.raises(Garbled, match="2 bytes are not the choices of 3 tokens"):
+        decode_news(body)
+
+
+def test_an_answer_of_two_replicas_has_the_choices_of_both() -> None:
+    work = Unanswered(GenerationRequest([1, 2], 1, Sampling(max_new_tokens=4), key=0))
+    work.take(Delta(0, [5, 6], [-1.0] * 2, [3] * 2, choices=[b"a", b"b", b"c"]), now=0.0)
+    work.begin_again(with_parts=True)
+    assert work.request.known[0].choices == [b"a", b"b", b"c"]
+    work.take(Delta(0, [7], [-1.0], [4], None, "stop", choices=[b"d"]), now=0.0)
+    (answer,) = work.completions()
+    assert (answer.tokens, answer.choices) == ([5, 6, 7], [b"a", b"b", b"c", b"d"])
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest
+from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest
+from megatron_rl.generate.engine.transcript import Held
 from megatron_rl.learn.rollout.bank.bank_records import (
     fingerprint,
     group_record,
@@ -22,7 +24,7 @@ from megatron_rl.learn.rollout.bank.bank_records import (
     prompt_checksum,
 )
 from megatron_rl.learn.rollout.bank.file import Record
-from megatron_rl.learn.rollout.encoding import decode_group
+from megatron_rl.learn.rollout.encoding import decode_group, encode_group
 from megatron_rl.recipe.inference import Sampling
 
 PROBLEM = Problem("1+1=", {"answer": 2})
@@ -41,7 +43,9 @@ def sequences(draw: st.DrawFn) -> Branch:
         tokens = [*tokens, *sampled, *said]
         logprobs += [draw(LOG_PROB) for _ in sampled] + [0.0] * len(said)
         versions += [draw(st.integers(0, 2**40)) for _ in sampled] + [-1] * len(said)
-    return Branch(tokens, [version >= 0 and draw(st.booleans()) for version in versions], logprobs, versions, turns)
+    choices = draw(st.lists(st.sampled_from([b"abcd", b"efgh", b""]), max_size=len(tokens)))
+    masks = [version >= 0 and draw(st.booleans()) for version in versions]
+    return Branch(tokens, masks, logprobs, versions, turns, choices=choices)
 
 
 @st.composite
@@ -63,15 +67,37 @@ def test_a_group_survives_a_round_trip(answers: list[Trajectory], failures: dict
     assert decode_group(*group_record(group, 3, 4, lineage(1)), PROBLEM) == group
 
 
+def test_choices_add_nothing_to_the_record_of_a_group_without_any() -> None:
+    one = Trajectory.single([7, 8], Completion([1, 2], [0.0, -0.5], "stop", [0, 0]), "x", 0.5)
+    head, body = encode_group(TrajectoryGroup(7, PROBLEM, [one], {}))
+    with_choices, longer = encode_group(TrajectoryGroup(7, PROBLEM, [replace(one, choices=[b"ab", b"", b"cd"])], {}))
+    assert with_choices == head | {"choices": [(0, 3, [1], 4)]}
+    assert longer.replace(b"abcd", b"") == body
+
+
+def test_answers_share_the_choices_of_their_prompt() -> None:
+    prompt, width = [b"%04d" % at for at in range(100)], 4
+    one = Trajectory.single([7] * 100, Completion([1, 2], [0.0, 0.0], "stop", [0, 0]), "", 0.0)
+    answers = [replace(one, choices=[*prompt, b"%04d" % (900 + at)]) for at in range(8)]
+    _, body = encode_group(TrajectoryGroup(7, PROBLEM, answers, {}))
+    _, plain = encode_group(TrajectoryGroup(7, PROBLEM, [one] * 8, {}))
+    assert len(body) - len(plain) == (100 + 8) * width
+
+
 # Answers in parts
 
 
 def whole_answer(length: int, shift: int = 0) -> AnswerPrefix:
-    return AnswerPrefix([shift + i for i in range(length)], [-float(i) for i in range(length)], [shift] * length)
+    """An answer to a prompt of two tokens."""
+    tokens = [shift + i for i in range(length)]
+    choices = [b"" if at % 5 == 3 else b"%02d%02d" % (at, shift) for at in range(length + 1)]
+    return AnswerPrefix(tokens, [-float(i) for i in range(length)], [shift] * length, choices if length else [])
 
 
 def part(start: int, end: int, attempt: int = 1, shift: int = 0) -> Record:
-    return part_record(5, 0, shift, (11, 22, 3), start, whole_answer(end, shift), lineage(attempt))
+    return part_record(
+        5, 0, shift, (11, 22, 3), Held(start, start + 1 if start else 0), whole_answer(end, shift), lineage(attempt)
+    )
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6))
