@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit, Tree, spread
+from megatron_rl.algorithms.packed_choices import ChoiceTable, PackedChoices
+from megatron_rl.model.choice_form import ChoiceForm
+from megatron_rl.model.choices import Choices
 from megatron_rl.model.platform.attention import PackedSequences
 
 HEAD = 64
@@ -34,6 +37,8 @@ class MicroBatch(PackedSequences):
     targets: Tensor  # [selected] the trained tokens
     trained: Tensor
     """[selected] index of each trained token among those of the whole batch, all its sequences concatenated."""
+    choices: PackedChoices | None = None
+    """The engine's choices of experts; None unless they are replayed, and for an empty micro-batch."""
 
     @classmethod
     def empty(cls) -> MicroBatch:
@@ -61,12 +66,19 @@ class Packing:
     are determined once; micro-batches are then assembled from runs of tokens of any length.
     """
 
-    def __init__(self, tokens: Sequence[list[int]], loss_masks: Sequence[list[bool]], chosen: Iterable[int]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[list[int]],
+        loss_masks: Sequence[list[bool]],
+        chosen: Iterable[int],
+        choices: tuple[ChoiceForm, Sequence[Choices]] | None = None,
+    ) -> None:
         """
         Args:
             tokens: all sequences of the batch, [seq] each.
             loss_masks: [seq] for each, which of its tokens are trained on; never the first.
             chosen: which of them go through the model.
+            choices: the engine's choices of experts for the tokens of each sequence, if they are replayed.
         """
         masks = [bytes(mask) for mask in loss_masks]
         trained = [mask.count(1) for mask in masks]
@@ -76,6 +88,10 @@ class Packing:
         self._lists = [tokens[index] for index in packed]
         self._flags = [masks[index] for index in packed]
         self._starts = [0, *accumulate(map(len, self._lists))]
+        self._choices: ChoiceTable | None = None
+        if choices is not None:
+            form, of_sequences = choices
+            self._choices = ChoiceTable.of(form, [of_sequences[index] for index in packed], [*map(len, self._lists)])
         self._firsts = [mask.find(1) for mask in self._flags]
         self._lasts = [mask.rfind(1) for mask in self._flags]
         self._tree_of: list[int] = []
@@ -145,7 +161,16 @@ class Packing:
             select=torch.from_numpy(select[trained]),
             targets=torch.from_numpy(self._tokens[spans[trained]]),
             trained=torch.from_numpy(run_indices(self._trained[names])),
+            choices=self._choices and self._choices.packed(run_indices(merged.sources), self._paths(names, merged)),
         )
+
+    def _paths(self, names: Sequence[int], merged: _Merged) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Indices of each sequence's tokens among the packed ones, and among those of the whole batch."""
+        for name in names:
+            (last_of_prefix, _), *rest = merged.paths[name]
+            prefix = self._firsts[name]
+            packed = run_indices([(last_of_prefix + 1 - prefix, prefix), *rest])
+            yield packed, self._starts[name] + np.arange(len(packed))
 
     def _merge(self, tree: Tree, in_bin: set[int], merged: _Merged) -> None:
         """Append the tree of its sequences that are in the bin, depth first, with shared tokens once."""

@@ -81,8 +81,8 @@ class ExpertRouter(Router):
         return scores.topk(self.config.moe_router_topk, dim=1).indices
 
     def begin(self, tokens: int, rows: int, replay: Replay | None) -> None:
-        """Note how many of this rank's rows, [rows, 1, hidden], are tokens, and what chooses their experts in this pass;
-        None: the router.
+        """Note how many of this rank's rows, [rows, 1, hidden], are tokens, and what chooses their experts in this
+        pass; None: the router.
 
         tokens: in the micro-batch, or in this rank's part of it under context parallelism. Under sequence parallelism
         its ranks share them, and padding follows the last one.

@@ -45,9 +45,9 @@ class GivenChoices:
         """
         self._given, self._known, self._columns, self._tally, self._part = given, known, columns, tally, part
 
-    def choose(self, layer: int, scores: Tensor) -> Tensor:
+    def choose(self, layer_number: int, scores: Tensor) -> Tensor:
         begin = self._part * len(scores)
-        given = self._given[begin : begin + len(scores), self._columns[layer]].long()
+        given = self._given[begin : begin + len(scores), self._columns[layer_number]].long()
         known = self._known[begin : begin + len(scores)]
         own = _own(scores, given.shape[1])
         padding = own[len(given) :]
@@ -64,12 +64,12 @@ class FirstChoices:
         self._chosen, self._tally = chosen, tally
         self._of_layers: dict[int, Tensor] = {}
 
-    def choose(self, layer: int, scores: Tensor) -> Tensor:
+    def choose(self, layer_number: int, scores: Tensor) -> Tensor:
         own = _own(scores, self._chosen)
-        if layer not in self._of_layers:
-            self._of_layers[layer] = own.to(torch.int16)
+        if layer_number not in self._of_layers:
+            self._of_layers[layer_number] = own.to(torch.int16)
             return own
-        replayed = self._of_layers[layer].long()
+        replayed = self._of_layers[layer_number].long()
         self._tally.count(replayed, own, None)
         return replayed
 
@@ -84,10 +84,10 @@ class RecordedChoices:
         """
         self._table, self._columns, self._target, self._source = table, columns, target, source
 
-    def choose(self, layer: int, scores: Tensor) -> Tensor:
+    def choose(self, layer_number: int, scores: Tensor) -> Tensor:
         own = _own(scores, self._table.shape[2])
         written = own[: len(self._target)] if self._source is None else own.index_select(0, self._source)
-        self._table[:, self._columns[layer]].index_copy_(0, self._target, written.to(self._table.dtype))
+        self._table[:, self._columns[layer_number]].index_copy_(0, self._target, written.to(self._table.dtype))
         return own
 
 

@@ -26,14 +26,25 @@ class Capabilities:
     """Records the GPU work of decode steps under the conditions of this project's own engine."""
     spans_updates: bool = False
     """Answers may begin before an update and end after it (`async.max_lag` above 0)."""
+    returns_choices: bool = False
+    """Returns the experts that it chose for each token (`model.router_replay: rollout`)."""
     modelled: bool = False
     """Speed in `mrl plan` is this engine's, and `mrl rehearse` can run it on tensors without data."""
 
 
 _CAPABILITIES: Mapping[str, Capabilities] = {
-    "native": Capabilities(repeatable=True, own_replicas=True, records_steps=True, spans_updates=True, modelled=True),
+    "native": Capabilities(
+        repeatable=True,
+        own_replicas=True,
+        records_steps=True,
+        spans_updates=True,
+        returns_choices=True,
+        modelled=True,
+    ),
     "megatron": Capabilities(of_megatron_core=True),
-    "vllm": Capabilities(probed=True, own_replicas=True, starts_workers=True, has_stages=True, spans_updates=True),
+    "vllm": Capabilities(
+        probed=True, own_replicas=True, starts_workers=True, has_stages=True, spans_updates=True, returns_choices=True
+    ),
 }
 ENGINES = tuple(_CAPABILITIES)
 AUTO = "auto"

@@ -7,10 +7,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.interface import Completion
 from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.platform.cpu import CpuKernels
 from megatron_rl.model.platform.device import Device
@@ -210,6 +213,21 @@ def random_groups(groups: int, group_size: int, seed: int = 0, longest: int = 7)
         prompt = tokens(1, 9)
         found.append(TrajectoryGroup(ordinal, Problem("", {}), [answer(prompt) for _ in range(group_size)], {}))
     return found
+
+
+def with_choices(groups: Sequence[TrajectoryGroup], form: ChoiceForm, seed: int = 0) -> list[TrajectoryGroup]:
+    """Groups with random choices of experts, of which a few are unknown. They depend on the tokens so far, so that
+    answers agree about the tokens that they share."""
+
+    def token(before: Sequence[int]) -> bytes:
+        draw = random.Random(f"{seed} {before}")
+        chosen = [draw.sample(range(form.experts), form.chosen) for _ in form.layers]
+        return np.array(chosen, form.dtype).tobytes() if draw.random() < 0.9 else b""
+
+    def chosen(one: Trajectory) -> Trajectory:
+        return replace(one, choices=[token(one.tokens[: at + 1]) for at in range(len(one.tokens) - 1)])
+
+    return [replace(group, trajectories=[*map(chosen, group.trajectories)]) for group in groups]
 
 
 def batch_of(groups: list[TrajectoryGroup], first: int, last: int) -> RolloutBatch:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
-from core_helpers import GPT_OSS, batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run
+from core_helpers import GPT_OSS, batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run, with_choices
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from megatron_rl.learn.training import overlap
 from megatron_rl.learn.training.objective import Scores, objective_of
 from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.learn.training.training_batch import agree, training_batch, update_batch, update_part
+from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.lora_mapping import is_adapter
 from megatron_rl.model.platform.select import select
 from megatron_rl.model.tokenizer import build_tokenizer
@@ -120,6 +121,8 @@ MODELS = {
     "bf16": DENSE.model_copy(update={"dtype": "bf16"}),
     "adapters": tiny_model(qk_norm=True, lora=LORA),
     "adapters that drop": tiny_model(qk_norm=True, lora=LORA | {"dropout": 0.3}),
+    "replayed": ModelConfig.model_validate(UNLIKE.model_dump() | {"router_replay": "rollout"}),
+    "first choices": ModelConfig.model_validate(EXPERTS.model_dump() | {"router_replay": "old"}),
     "expert adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": LORA}),
     "latent": tiny_model(**LATENT),
     "latent, plain queries": tiny_model(
@@ -157,6 +160,9 @@ LAYOUTS = {
     "CP2 TP2 SP": ("dense", Layout(cp=2, tp=2, sequence_parallel=True)),
     "CP2 PP2 untied": ("untied", Layout(cp=2, pp=2)),
     "EP2 TP2": ("experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "CP2 PP2 replayed": ("replayed", Layout(cp=2, pp=2)),
+    "EP2 TP2 replayed": ("replayed", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "PP2 first choices": ("first choices", Layout(pp=2)),
     "TP2 adapters": ("adapters", Layout(tp=2)),
     "TP2 SP adapters": ("adapters that drop", Layout(tp=2, sequence_parallel=True)),
     "TP4 adapters": ("adapters that drop", Layout(tp=4)),  # more ranks than key/value heads
@@ -203,7 +209,8 @@ LAYOUTS = {
     "EP2 TP2 DeepSeek": ("deepseek", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 QUICK = {
-    *("TP2 bf16", "PP2", "PP2 uneven", "CP2", "EP2 CP2", "TP2 PP2 untied"),
+    *("TP2 bf16", "PP2", "PP2 uneven", "CP2", "EP2 CP2", "TP2 PP2 untied", "CP2 PP2 replayed", "EP2 TP2 replayed"),
+    "PP2 first choices",
     *("TP2 SP adapters", "TP4 adapters", "grouped", "EP2 TP2 grouped adapters"),
     *("DP2 overlapped", "PP2 DP2 overlapped"),
     *("CP2 EP2 gpt-oss", "TP2 PP2 gpt-oss"),
@@ -229,6 +236,9 @@ class Seen(NamedTuple):
 
 
 def recipe(layout: Layout, model: str, *, distributed: bool = True) -> RunConfig:
+    recompute = "selective" if layout.sequence_parallel else "none"
+    if layout.pp > 1 and model in ("replayed", "first choices"):
+        recompute = "full"
     return tiny_run(
         model=MODELS[PLAIN.get(model, model)].model_dump(),
         placement={"training": layout.config.model_dump()},
@@ -241,7 +251,7 @@ def recipe(layout: Layout, model: str, *, distributed: bool = True) -> RunConfig
             "overlap_grad_reduce": model in OVERLAPPED,
             "overlap_param_gather": distributed and model in OVERLAPPED and PLAIN[model] != "experts",
         },
-        training={"tokens_per_microbatch": 60, "recompute": "selective" if layout.sequence_parallel else "none"},
+        training={"tokens_per_microbatch": 60, "recompute": recompute},
     )
 
 
@@ -272,6 +282,9 @@ def seen(layout: Layout, model: str, groups: Groups) -> Seen:
             assert torch.allclose(recorded.logprobs[trained], expected[trained], atol=1e-4)
         total = dict(tally.reduce(groups.control).total)
         del total["batch.packed_tokens"]  # depends on how the layout packs prompts
+        if replayed := total.pop("router.replayed", 0):
+            total["router.differing"] /= replayed  # more ranks and passes count the same choices
+            assert 0 < total["router.differing"] < 1 or config.model.router_replay == "old"
         losses.append(total)
     return Seen(
         logprobs if groups.reports else None,
@@ -319,6 +332,8 @@ def build(config: RunConfig, groups: Groups) -> tuple[Trainer, Any]:
 def share_of(config: RunConfig, groups: Groups, seed: int) -> RolloutBatch:
     """This replica's share of recorded rollouts."""
     recorded = random_groups(config.grpo.prompts_per_step, config.grpo.group_size, seed=seed)
+    if config.model.router_replay == "rollout":
+        recorded = with_choices(recorded, ChoiceForm.of(config.model), seed)
     share = shares(0, len(recorded), groups.data.size())[groups.data.rank()]
     return batch_of(recorded, share.start, share.stop)
 
@@ -342,7 +357,7 @@ def one_update(trainer: Trainer, rollouts: RolloutBatch) -> Any:
     batch = training_batch(groups, trainer.objective.credit(groups), config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.sequences)), config, trainer.platform.kernels)
     (agreed,) = agree([part], trainer.groups)
-    return batch, trainer._input(batch, update_batch(part, agreed))
+    return batch, trainer._input(batch, update_batch(part, agreed), trainer.replays())
 
 
 def layouts_of(rank: int, ranks: int, quick: bool) -> dict[str, Any]:

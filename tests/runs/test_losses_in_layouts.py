@@ -124,7 +124,7 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     batch = training_batch(answers, trainer.objective.credit(answers), config, 0, trainer.platform.device)
     part = update_part(batch, range(len(batch.sequences)), config, trainer.platform.kernels)
     (agreed,) = agree([part], trainer.groups)
-    update = trainer._input(batch, update_batch(part, agreed))
+    update = trainer._input(batch, update_batch(part, agreed), trainer.replays())
     # Log-probs before the step and those of the sampler differ from the present ones by values of the token alone.
     noise = 1e3 * batch.inference_logprobs
     before = trainer.score(trainer.policy, batch, update.inputs) + 0.5 * noise.sin()

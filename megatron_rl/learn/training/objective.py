@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -62,9 +62,13 @@ class FirstPass:
     context: dist.ProcessGroup
     score: Callable[[Policy, TrainingBatch, Sequence[ModelInput]], Tensor]  # `Trainer.score`
 
-    def under(self, policy: Policy) -> Tensor:
-        """Score under a policy of the same shape as the trained one. Collective."""
+    def under_trained(self, policy: Policy) -> Tensor:
+        """Score under the trained policy, whose routers replay choices if there are some. Collective."""
         return self.score(policy, self.batch, self.inputs)
+
+    def under(self, policy: Policy) -> Tensor:
+        """Score under a policy of the same shape as the trained one, by the choices of its own routers. Collective."""
+        return self.score(policy, self.batch, [replace(each, replay=None) for each in self.inputs])
 
     def under_another(self, policy: Policy) -> Tensor:
         """Score under a policy of any shape. Collective."""
@@ -157,7 +161,7 @@ class Grpo(Objective):
         batch, grpo = first_pass.batch, self._config.grpo
         before, answers, answer_tokens, reference = None, None, None, None
         if self._config.scores_first:
-            before = first_pass.under(self._policy)
+            before = first_pass.under_trained(self._policy)
             if grpo.compares_answers:
                 ratios = before - batch.inference_logprobs
                 answers, answer_tokens = answer_log_ratios(ratios, batch.trajectory_lengths)

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from megatron_rl.algorithms.context import ContextPart, context_part
 from megatron_rl.algorithms.packing import MicroBatch
+from megatron_rl.learn.training.router_replays import RouterReplays
 from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, widened
 from megatron_rl.model.platform.paths import PathLayout, Recurrence
 from megatron_rl.model.policy import Policy
+from megatron_rl.model.router import Replay
 from megatron_rl.rank.groups import Groups
 
 
@@ -99,19 +101,29 @@ class ModelInput:
     targets: Tensor  # [selected] the predicted tokens
     trained: Tensor  # [selected] indices of the targets among the batch's trained tokens: see `MicroBatch.trained`
     layout: Layout
+    replay: Replay | None = None
 
     @classmethod
-    def of(cls, policy: Policy, batch: MicroBatch, context: dist.ProcessGroup | None = None) -> ModelInput:
-        """context: ranks that share the tokens; None if this rank has all."""
+    def of(
+        cls,
+        policy: Policy,
+        batch: MicroBatch,
+        context: dist.ProcessGroup | None = None,
+        replays: RouterReplays | None = None,
+    ) -> ModelInput:
+        """context: ranks that share the tokens; None if this rank has all. replays: None: the routers choose."""
         part: MicroBatch | ContextPart = batch
+        indices: Tensor | None = None
         if context is None or context.size() == 1:
             layout = policy.layout(batch)
         else:
             part = context_part(batch, context.rank(), context.size())
-            of_part = policy.layout(part.whole, part.indices)
+            indices = part.indices
+            of_part = policy.layout(part.whole, indices)
             layout = ContextLayout(of_part, part.indices_of_ranks.to(policy.device), context)
         names = ("tokens", "positions", "select", "targets", "trained")
-        return cls(layout=layout, **{name: getattr(part, name).to(policy.device) for name in names})
+        replay = replays and replays.of(batch, indices)
+        return cls(layout=layout, replay=replay, **{name: getattr(part, name).to(policy.device) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +211,7 @@ def _forward(policy: Policy, each: ModelInput, pipeline: Pipeline) -> tuple[Tens
     received = pipeline.receive_forward(partial(torch.empty, shape, dtype=dtype, device=policy.device))
     if received is not None:
         received.requires_grad_(torch.is_grad_enabled())
-    return received, policy.hidden(each.tokens, each.positions, each.layout, received)
+    return received, policy.hidden(each.tokens, each.positions, each.layout, received, replay=each.replay)
 
 
 def _backward(received: Tensor | None, output: Tensor, pipeline: Pipeline) -> None:

@@ -17,6 +17,7 @@ from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.record import RolloutRecord
 from megatron_rl.learn.training.objective import FirstPass, Objective, Scores, trained_tokens
 from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
+from megatron_rl.learn.training.router_replays import RouterReplays
 from megatron_rl.learn.training.schedule import ModelInput, Pipeline, UpdateInput, forward, forward_backward
 from megatron_rl.learn.training.training_batch import (
     TrainingBatch,
@@ -97,7 +98,8 @@ class Trainer:
         mine = [update_batch(part, of_all) for part, of_all in zip(parts, agreed, strict=True)]
         packed_tokens = sum(update.packed_tokens for update in mine[: grpo.updates_per_pass])
         seen, environments = self._seen(batch, rollouts, packed_tokens)
-        inputs = [self._input(batch, update) for update in mine]
+        replays = self.replays()
+        inputs = [self._input(batch, update, replays) for update in mine]
         planned = inputs * grpo.iterations if grpo.updates_per_pass == 1 else inputs
         records = record is not None and record.is_sampled(step)
         with self.safe_points.phase("log-probs"):
@@ -126,7 +128,10 @@ class Trainer:
                 dist.all_reduce(scores.recorded, group=self.groups.context)
             logprobs = scores.before if scores.recorded is None else scores.recorded
             record.add(step, rollouts, self.groups.reports, batch.credit.advantages, logprobs if records else None)
-        return StepStats(seen, loss, _update_stats(updates, self.optimizer.host_bytes), device, environments)
+        update_stats = _update_stats(updates, self.optimizer.host_bytes)
+        missing = sum(update.missing_choices for update in mine[: grpo.updates_per_pass])
+        router = replays and replays.stats(missing if self.groups.reports else 0)
+        return StepStats(seen, loss, update_stats, device, environments, router)
 
     def _seen(
         self, batch: TrainingBatch, rollouts: RolloutBatch, packed_tokens: int
@@ -154,12 +159,17 @@ class Trainer:
                 chosen.append([index for index, its in enumerate(update_of) if its == update])
         return chosen
 
-    def _input(self, batch: TrainingBatch, update: UpdateBatch) -> UpdateInput:
+    def replays(self) -> RouterReplays | None:
+        """Return the replays of a new step; None if the routers choose the experts."""
+        model = self.config.model
+        return None if model.router_replay == "off" else RouterReplays(self.policy, model)
+
+    def _input(self, batch: TrainingBatch, update: UpdateBatch, replays: RouterReplays | None) -> UpdateInput:
         grpo = self.config.grpo
         constant = grpo.reduction_length or self.config.sampling.max_new_tokens
         weights = token_weights(batch.lengths, batch.weights, grpo.reduction, update.normaliser, constant)
         per_sequence = torch.stack((weights, batch.credit.advantages[batch.trajectory])).to(self.platform.device)
-        inputs = [ModelInput.of(self.policy, micro, self.groups.context) for micro in update.microbatches]
+        inputs = [ModelInput.of(self.policy, micro, self.groups.context, replays) for micro in update.microbatches]
         return UpdateInput(inputs, per_sequence)
 
     def _scores(self, batch: TrainingBatch, updates: Sequence[UpdateBatch], inputs: Sequence[UpdateInput]) -> Scores:

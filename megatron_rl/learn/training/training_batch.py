@@ -20,6 +20,7 @@ from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.platform.device import Kernels
 from megatron_rl.model.platform.host_tensors import floats, int64
 from megatron_rl.model.policy import DTYPES
@@ -151,7 +152,10 @@ def update_part(batch: TrainingBatch, chosen: Sequence[int], config: RunConfig, 
     tokens = [sequence.tokens for sequence in batch.sequences]
     masks = [sequence.loss_mask for sequence in batch.sequences]
     has_gradient = [batch.credit.has_gradient[of] for of in batch.trajectory.tolist()]
-    packing = Packing(tokens, masks, (each for each in chosen if has_gradient[each]))
+    choices = None
+    if config.model.router_replay == "rollout":
+        choices = ChoiceForm.of(config.model), [sequence.choices for sequence in batch.sequences]
+    packing = Packing(tokens, masks, (each for each in chosen if has_gradient[each]), choices)
     index = int64(chosen)
     room = microbatch_room(config, kernels)
     return UpdatePart(
@@ -195,6 +199,11 @@ class UpdateBatch:
     @property
     def packed_tokens(self) -> int:
         return sum(len(micro.tokens) for micro in self.microbatches if len(micro.targets))
+
+    @property
+    def missing_choices(self) -> int:
+        """Packed tokens whose experts the routers choose, because no engine returned its choices."""
+        return sum(micro.choices.missing for micro in self.microbatches if micro.choices)
 
 
 def update_batch(part: UpdatePart, agreed: Agreed) -> UpdateBatch:

@@ -19,6 +19,11 @@ def _nonzero_groups(step: StepReport) -> Any:
     return None if loss is not None and loss.teacher_kl is not None else batch.groups_with_signal / batch.groups
 
 
+def _replay_differing(step: StepReport) -> Any:
+    router = step.stats.router
+    return router.differing / router.replayed if router and router.replayed else None
+
+
 LEARNING: dict[str, Metric] = {
     "answers": Metric("answers scored", lambda step: int(step.stats.batch.answers), unit="answers"),
     "mean_reward": Metric(
@@ -148,6 +153,20 @@ LEARNING: dict[str, Metric] = {
         "largest |training - engine log-prob| of a trained token",
         if_trained(lambda loss: loss.inference_difference_max),
         unit="nats",
+    ),
+    "router_replay_differing": Metric(
+        "share of the replayed choices of experts, of a token in a layer, that differ from what the router would have "
+        "chosen, in all passes of the step (model.router_replay)",
+        _replay_differing,
+        unit="share",
+        good="below 0.1 in bf16; larger with `async.max_lag` and several updates per step",
+    ),
+    "router_replay_missing": Metric(
+        "tokens that trained by their router's own choices, because no engine returned any: those of answers of an "
+        "engine that was lost, or of a bank without choices (model.router_replay: rollout)",
+        lambda step: int(step.stats.router.missing) if step.stats.router else None,
+        unit="tokens",
+        good="0, or few after a replica was lost",
     ),
     "nonfinite_tokens": Metric(
         "tokens left out of the loss because a log-prob of the policy or the engine, or the entropy, is not finite "

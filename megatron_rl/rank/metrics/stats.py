@@ -165,6 +165,15 @@ class DeviceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterStats:
+    """Replay of routers in all passes of a step. A choice is of one token in one layer."""
+
+    replayed: Total
+    differing: Total  # replayed choices that differ from the router's own
+    missing: Total  # tokens without choices of the engine
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """Statistics of a step, of one rank or of all ranks."""
 
@@ -174,6 +183,7 @@ class StepStats:
     device: DeviceStats | None  # None for devices that do not report their use
     environments: Mapping[str, EnvironmentStats] = field(default_factory=dict)
     """Environment id -> statistics, the same ids on every rank; empty if the recipe has one environment."""
+    router: RouterStats | None = None  # None unless choices of experts are replayed
 
     def put(self, tally: Tally) -> None:
         for block, stats in self._blocks():
@@ -183,20 +193,22 @@ class StepStats:
                     tally.put(f"{block}.{name}", reduction, value)
 
     def reduced(self, total: Mapping[str, float]) -> StepStats:
-        blocks: dict[str, Any] = {"loss": None, "device": None}
+        blocks: dict[str, Any] = {"loss": None, "device": None, "router": None}
         for block, stats in self._blocks():
             kind: Any = type(stats)
             blocks[block] = kind(**{name: total.get(f"{block}.{name}") for name in reductions(kind)})
         environments = {id: blocks.pop(f"environments/{id}") for id in self.environments}
         return StepStats(**blocks, environments=environments)
 
-    def _blocks(self) -> Iterator[tuple[str, BatchStats | EnvironmentStats | LossStats | UpdateStats | DeviceStats]]:
+    def _blocks(self) -> Iterator[tuple[str, Any]]:
         yield "batch", self.batch
         if self.loss is not None:
             yield "loss", self.loss
         yield "update", self.update
         if self.device is not None:
             yield "device", self.device
+        if self.router is not None:
+            yield "router", self.router
         for id, stats in self.environments.items():
             yield f"environments/{id}", stats
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_rl.agent.trajectories import Trajectory
 from megatron_rl.algorithms.bins import BinLimit
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms.packing import HEAD, MicroBatch, Packing, pack
+from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.platform.dense_attention import branches
 from megatron_rl.model.policy import Policy
 
@@ -197,3 +199,37 @@ def test_answers_share_their_prompt_also_with_branches_between_them() -> None:
         made += [trajectory(prompt, answer), trajectory([*prompt, *answer, 9], [8, 0])]
     (micro,) = packed(made)
     assert micro.tokens.tolist() == [*prompt, 1, 2, 9, 8, 3, 4, 9, 8]
+
+
+# Choices of experts
+
+
+def choices_of(numbers: Sequence[int]) -> list[bytes]:
+    """One layer with two of nine experts; 9 is an unknown choice."""
+    return [b"" if number == 9 else bytes([number, (number + 1) % 9]) for number in numbers]
+
+
+def packed_choices(tokens: list[list[int]], prompt: int, choices: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Tokens and first experts of the single micro-batch; -1 where the choice is unknown."""
+    masks = [[False] * prompt + [True] * (len(each) - prompt) for each in tokens]
+    form = ChoiceForm((1,), 2, 9)
+    packing = Packing(tokens, masks, range(len(tokens)), (form, [*map(choices_of, choices)]))
+    micro = packing.microbatch(range(len(tokens)))
+    assert micro.choices is not None
+    given, known = micro.choices.given[:, 0, 0].tolist(), micro.choices.known.tolist()
+    return micro.tokens.tolist(), [each if knows else -1 for each, knows in zip(given, known, strict=True)]
+
+
+def test_each_packed_token_has_its_own_choices() -> None:
+    tokens, choices = packed_choices([[7, 7, 1, 2], [7, 7, 3, 4, 5]], 2, [[0, 1, 2], [0, 1, 5, 6]])
+    assert (tokens, choices) == ([7, 7, 1, 3, 4], [0, 1, 2, 5, 6])
+
+
+def test_a_shared_token_has_the_choices_of_the_first_answer_that_knows_them() -> None:
+    tokens, choices = packed_choices([[7, 8, 1, 2, 3], [7, 8, 1, 4, 5]], 2, [[0, 9, 9, 2], [3, 1, 5, 6]])
+    assert (tokens, choices) == ([7, 8, 1, 2, 4], [0, 1, 5, 2, 6])
+
+
+def test_choices_that_no_answer_knows_stay_unknown() -> None:
+    tokens, choices = packed_choices([[7, 8, 1, 2], [7, 8, 3, 4]], 2, [[0, 9], []])
+    assert (tokens, choices) == ([7, 8, 1, 3], [0, -1, -1, -1])
