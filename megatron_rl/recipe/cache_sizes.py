@@ -23,7 +23,8 @@ def cache_bytes(
     """Add up the layers of one rank.
 
     vLLM caches the short vector of latent attention, which tensor-parallel ranks do not split, and of a window no more
-    than its tokens. mrl's own engine caches keys and values of all heads and tokens; smaller values take the room of keys.
+    than its tokens. mrl's own engine caches keys and values of all heads and tokens; smaller values take the room of
+    keys.
 
     Args:
         size: bytes of a number.

@@ -19,6 +19,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _of_overlap(config)
     yield from _of_adapters(config)
     yield from _of_objective(config)
+    yield from _of_router_replay(config)
     yield from _of_teacher(config)
     if against := against_engine(config):
         yield against
@@ -64,6 +65,20 @@ def _of_overlap(config: Sections) -> Iterator[str]:
         yield (
             "optimizer.overlap_param_gather is set, and model.num_experts too: experts are multiplied all at once, "
             "which waits for all of their weights; leave it out"
+        )
+
+
+def _of_router_replay(config: Sections) -> Iterator[str]:
+    replay, grpo = config.model.router_replay, config.grpo
+    if replay == "off":
+        return
+    if config.supervised:
+        yield f"model.router_replay is {replay}, and supervised training samples nothing to replay: set off"
+    if replay == "old" and grpo.iterations > 1 and grpo.updates_per_pass > 1:
+        yield (
+            f"model.router_replay is old with grpo.iterations {grpo.iterations} and {grpo.updates_per_pass} updates "
+            "per pass, and old log-probs are computed for the micro-batches of the first pass alone: set rollout, one "
+            "iteration, or one update per pass (grpo.global_batch)"
         )
 
 

@@ -36,6 +36,8 @@ def _incapable(asked: Sections) -> Iterator[str]:
         yield f"{beyond}, and placement.mode is colocated, where a replica has placement.inference.tp alone: set 1"
     if asked.resume.partial == "regenerate" and not able.repeatable:
         yield "resume.partial is regenerate, and that engine does not repeat its answers bit for bit: set keep"
+    if asked.model.router_replay == "rollout" and not able.returns_choices:
+        yield "model.router_replay is rollout, and that engine does not return the experts that it chose: set old"
     if lag > 0 and not able.spans_updates:
         yield f"async.max_lag is {lag}, and that engine cannot pause answers during training"
 
@@ -66,6 +68,7 @@ def _vllm(asked: Sections) -> Iterator[str]:
     head = asked.model.head_size
     if (beyond := beyond_vllm(asked.sampling)) is not None:
         yield f"{beyond}; with sampling.temperature 1 they are those over all"
+    yield from _choices(asked)
     yield from _cheaper_tokens(asked, asked.inference.own_vllm or VllmConfig())
     if asked.placement.mode == "colocated" and (asked.inference.own_vllm or VllmConfig()).gives(GPU_SHARE_OPTION):
         yield (
@@ -87,6 +90,31 @@ def _vllm(asked: Sections) -> Iterator[str]:
         yield f"the model's attention heads have size {head}, and vLLM on a CPU supports {sizes}; {others}"
     if architecture_of(asked.model) is None:
         yield f"vLLM has no model with {features(asked.model)} (see model.qkv_bias and model.qk_norm)"
+
+
+def _choices(asked: Sections) -> Iterator[str]:
+    if asked.model.router_replay != "rollout":
+        return
+    if not asked.inference.share_prefixes:
+        yield (
+            "model.router_replay is rollout and inference.share_prefixes is false, and vLLM keeps the choices of "
+            "experts by shared prefixes: set share_prefixes to true"
+        )
+    if (pp := asked.placement.inference.pp) > 1:
+        yield (
+            f"model.router_replay is rollout and placement.inference.pp is {pp}, and vLLM does not collect the choices "
+            "of several stages: set pp to 1, or router_replay to old"
+        )
+    if asked.job.device == "cpu" and (asked.inference.own_vllm or VllmConfig()).draft:
+        yield (
+            "model.router_replay is rollout and inference.vllm.args has speculative-config, and on a CPU the choices "
+            "for refused drafts are not told apart: leave it out"
+        )
+    if asked.sampling.stop:
+        yield (
+            "model.router_replay is rollout and sampling.stop is set, and vLLM returns choices of experts with answers "
+            "that it ends itself: use sampling.stop_tokens, or set router_replay to old"
+        )
 
 
 def _cheaper_tokens(asked: Sections, vllm: VllmConfig) -> Iterator[str]:

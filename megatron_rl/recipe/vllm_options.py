@@ -19,6 +19,7 @@ _OWNED = {
         "model tokenizer skip-tokenizer-init served-model-name hf-config-path hf-overrides revision tokenizer-revision"
     ),
     "model.dtype says it": "dtype",
+    "model.router_replay says it": "enable-return-routed-experts aux-output-config",
     "training.sequence_length says it": "max-model-len",
     "inference.max_batch says it": "max-num-seqs",
     "inference.prefill_tokens says it": "max-num-batched-tokens",

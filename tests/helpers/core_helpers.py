@@ -23,10 +23,12 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.interface import Completion
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.choice_form import ChoiceForm
+from megatron_rl.model.choices import Choices
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.platform.cpu import CpuKernels
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.router_replay import RecordedChoices
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.here import Here
@@ -165,6 +167,25 @@ def answer_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]
     """[answer] log-probs of the answer's tokens, by a full forward."""
     logits = full_forward(policy, [*prompt, *answer])[len(prompt) - 1 : -1].float() / temperature
     return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+
+
+@torch.no_grad()
+def choices_of(policy: Policy, model: ModelConfig, tokens: Sequence[int]) -> Choices:
+    """What the routers choose in a single pass without a cache."""
+    form = ChoiceForm.of(model)
+    table = torch.zeros(len(tokens), len(form.layers), form.chosen, dtype=torch.int16)
+    columns = {layer: column for column, layer in enumerate(form.layers)}
+    recorded = RecordedChoices(table, columns, torch.arange(len(tokens)))
+    layout = policy.layout(whole_sequences([len(tokens)]))
+    policy(torch.tensor(tokens), torch.arange(len(tokens)), layout, replay=recorded)
+    return form.listed(table.flatten(1).numpy())
+
+
+def experts_in(model: ModelConfig, choices: Choices) -> list[list[set[int]]]:
+    """The experts of each token in each layer, whatever their order."""
+    form = ChoiceForm.of(model)
+    rows, _ = form.table([choices], [len(choices)])
+    return [[{*layer} for layer in token] for token in rows.reshape(len(rows), -1, form.chosen).tolist()]
 
 
 # Trajectories

@@ -42,7 +42,7 @@ scheduling-policy load-format weight-transfer-config enable-prefix-caching logpr
 enable-sleep-mode nnodes node-rank master-addr master-port headless pipeline-parallel-size data-parallel-size
 data-parallel-size-local data-parallel-start-rank data-parallel-address data-parallel-rpc-port data-parallel-hybrid-lb
 data-parallel-external-lb enable-expert-parallel all2all-backend distributed-executor-backend quantization
-speculative-config gpu-memory-utilization api-server-count
+speculative-config gpu-memory-utilization api-server-count enable-return-routed-experts
 """
 
 VARIABLES = """
@@ -62,6 +62,7 @@ GenerateResponse|GenerateTokensResponse: choices
 GenerateResponse|GenerateResponseBase: prompt_logprobs
 GenerateStreamResponse|GenerateTokensStreamResponse: choices
 GenerateResponseStreamChoice|GenerateStreamChoiceBase: index token_ids finish_reason weight_versions
+  routed_experts
 GenerateResponseStreamChoice|GenerateTokensStreamChoice: logprobs
 ChatCompletionLogProb|GenerateLogProb: logprob
 ProfilerConfig: profiler torch_profiler_dir torch_profiler_record_shapes torch_profiler_with_stack max_iterations
@@ -85,6 +86,7 @@ SEVERAL = "a stream of several answers"
 AGAIN = "a sleep while only the weights are awake"
 """Earlier releases then do nothing, because the cache sleeps already."""
 VERSIONS = "weight_versions"
+CHOICES = ("--enable-return-routed-experts", "GenerateResponseStreamChoice|GenerateStreamChoiceBase.routed_experts")
 
 PLACES = """
 entrypoints engine config envs.py sampling_params.py v1/engine v1/metrics v1/worker/worker_base.py

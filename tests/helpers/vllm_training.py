@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from core_helpers import answer_logprobs
+from core_helpers import answer_logprobs, choices_of, experts_in
 from hf_helpers import PUBLISHED, STRETCHED, model_of
 from layout_helpers import Layout
 from vllm_front import START_S
@@ -72,10 +72,12 @@ SERVED: dict[str, dict[str, Any]] = {
 
 def prepare_run(root: Path, published: Path, **sections: dict[str, Any]) -> RunDir:
     """Write the recipe of a partitioned run with one replica of vLLM that starts from published weights."""
+    model = model_of(published)
+    replay = {"router_replay": "rollout"} if model.num_experts is not None else {}
     recipe: dict[str, Any] = {
         "name": "served",
         "job": {"nodes": 2, "gpus_per_node": 1, "device": "cpu", "threads_per_rank": 1},
-        "model": model_of(published).model_dump(),
+        "model": model.model_dump() | replay,
         "tokenizer": {"type": "huggingface", "path": str(published)},
         "environment": {"name": "arithmetic"},
         "sampling": {"max_new_tokens": 24},
@@ -114,6 +116,8 @@ class Asked:
     greedy: Completion
     trained: list[list[float]]
     """Log-probs of the sampled answers by the trainer's model."""
+    experts: list[list[list[set[int]]]]
+    """Experts that its routers choose for each token and layer of prompt and answer; empty for a model without."""
     vocabulary: int
     """Tokens of the tokenizer, over which log-probs are normalised."""
 
@@ -222,7 +226,11 @@ def publish_and_ask(rank: int, _world: int, run: RunDir, layout: Layout, version
             sampling = Sampling(max_new_tokens=length)
             sampled, (greedy,) = trainer.ask((sampling, 4), (sampling.model_copy(update={"temperature": 0.0}), 1))
             trained = [answer_logprobs(whole, PROMPT, each.tokens).tolist() for each in sampled]
-            seen.append(Asked(sampled, greedy, trained, trainer.tokenizer.vocab_size))
+            experts = []
+            if (model := trainer.config.model).num_experts is not None:
+                computed = ([*PROMPT, *each.tokens][:-1] for each in sampled)
+                experts = [experts_in(model, choices_of(whole, model, each)) for each in computed]
+            seen.append(Asked(sampled, greedy, trained, experts, trainer.tokenizer.vocab_size))
         dist.barrier()
     trainer.close()
     return seen

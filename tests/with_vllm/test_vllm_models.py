@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 import pytest
 from checkpoint_helpers import Ranks
-from hf_helpers import publish
+from core_helpers import experts_in
+from hf_helpers import model_of, publish
 from vllm_front import Front
 from vllm_training import CLOSE, LAYOUTS, PROMPT, SERVED, Asked, greedily, prepare_run, publish_and_ask
+
+from megatron_rl.recipe.model import ModelConfig
 
 LIMIT_S = 240.0
 
@@ -20,6 +23,7 @@ class Served(NamedTuple):
     folders: list[Path]
     """Published weights of each version."""
     asked: list[Asked]
+    model: ModelConfig
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -37,7 +41,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             asked = ranks.results(LIMIT_S)[0]
         except AssertionError as error:
             raise AssertionError(front.text()) from error
-    return Served(folders, asked)
+    return Served(folders, asked, model_of(folders[0]))
 
 
 def test_logprobs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
@@ -45,6 +49,12 @@ def test_logprobs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
         for answer, logprobs in zip(asked.sampled, asked.trained, strict=True):
             assert answer.logprobs == pytest.approx(logprobs, abs=CLOSE)
             assert {*answer.versions} == {version}
+
+
+def test_choices_of_experts_are_the_trainers_routers_own(served: Served) -> None:
+    for asked in served.asked:
+        found = [experts_in(served.model, each.choices) for each in asked.sampled] if asked.experts else []
+        assert found == asked.experts
 
 
 def test_greedy_answers_are_those_of_transformers_under_the_weights_of_each_version(served: Served) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,9 @@ import httpx
 
 from megatron_rl.generate.engine.interface import PromptTooLong
 from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmRefused
+from megatron_rl.generate.vllm.returned_choices import choices_in
+from megatron_rl.model.choice_form import ChoiceForm
+from megatron_rl.model.choices import Choices
 from megatron_rl.recipe.inference import Sampling
 
 MODEL_NAME = "policy"
@@ -34,6 +37,8 @@ class NewTokens:
     logprobs: list[float]
     versions: list[int] | None = None
     """Policy version of each token that vLLM sampled for the answer; only in the last piece."""
+    choices: Choices = field(default_factory=list)
+    """Choices of experts for all tokens that vLLM computed, those of the prompt first; only in the last piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,13 @@ class VllmClient:
             raise VllmGone(f"vLLM has nothing to do, and its workers do not react: {error}") from error
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, ends: Sequence[int], samples: int = 1, known: int = 0
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        ends: Sequence[int],
+        samples: int = 1,
+        known: int = 0,
+        form: ChoiceForm | None = None,
     ) -> AsyncGenerator[NewTokens, None]:
         """Yield the tokens of answers to a prompt. Closing the iterator cancels the request.
 
@@ -92,6 +103,7 @@ class VllmClient:
             ends: tokens that end an answer.
             samples: number of answers.
             known: tokens at the end of the prompt that belong to each answer.
+            form: of the choices of experts that it returns; None: it returns none.
 
         Raises PromptTooLong if the request does not fit; ValueError if vLLM refuses it for another reason.
         """
@@ -111,7 +123,7 @@ class VllmClient:
                         raise VllmGone(f"vLLM gave up an answer: {event['error']}")
                     for choice in event.get("choices", ()):
                         left -= choice.get("finish_reason") is not None
-                        yield piece_of(choice)
+                        yield piece_of(choice, form)
         except httpx.HTTPError as error:  # also in the middle of an answer
             raise _gone("/inference/v1/generate", error) from error
         if left:  # releases before 0.32 end the stream of an answer that they give up
@@ -248,8 +260,8 @@ def sampling_params(sampling: Sampling, ends: Sequence[int], samples: int, known
     }
 
 
-def piece_of(choice: dict[str, Any]) -> NewTokens:
-    """Parse a choice of `/inference/v1/generate`. Raises VllmGone."""
+def piece_of(choice: dict[str, Any], form: ChoiceForm | None = None) -> NewTokens:
+    """Parse a choice of `/inference/v1/generate`. form: of the experts that it may contain. Raises VllmGone."""
     try:
         sample, tokens = int(choice["index"]), [int(token) for token in choice["token_ids"] or ()]
         scored = (choice.get("logprobs") or {}).get("content") or []
@@ -257,13 +269,15 @@ def piece_of(choice: dict[str, Any]) -> NewTokens:
         spans = choice.get("weight_versions")
         versions = None if spans is None else versions_in(spans)
         reason = choice.get("finish_reason")
-    except (KeyError, TypeError, ValueError) as error:
+        routed = choice.get("routed_experts")
+        choices = choices_in(routed, form) if routed and form else []
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise VllmGone(f"vLLM's answer has no tokens or log-probs: {error!r}") from error
     if len(tokens) != len(logprobs):
         raise VllmGone(f"vLLM's answer has {len(tokens)} tokens and {len(logprobs)} log-probs")
     if reason not in (None, "stop", "length"):
         raise VllmGone(f"vLLM gave up an answer: finish_reason {reason!r}")
-    return NewTokens(sample, tokens, logprobs, versions)
+    return NewTokens(sample, tokens, logprobs, versions, choices)
 
 
 def versions_in(spans: Sequence[dict[str, Any]]) -> list[int]:

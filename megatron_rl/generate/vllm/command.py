@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.generate.vllm.client import MODEL_NAME
 from megatron_rl.generate.vllm.plugin import BACKEND
+from megatron_rl.generate.vllm.returned_choices import returns_choices
 from megatron_rl.recipe.cache_sizes import cache_bytes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.device_turns import sleeps
@@ -232,6 +233,8 @@ def replica_command(
     sizes = sizes_of(config)
     if sizes.beside_ranks and not sizes.cpu and sleeps(config.offload):  # vLLM refuses it on a CPU
         further = {**further, "enable-sleep-mode": True}
+    if returns_choices(config):
+        further = {**further, "enable-return-routed-experts": True}
     if traces is not None:
         further = {**further, "profiler-config": json.dumps(profiler_config(traces))}
     return serve_command(python, served, sizes, config.inference.vllm, further, seed, member)

@@ -7,19 +7,24 @@ scheduler. Here the older runner calls them as the newer one does.
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+VARIABLE = "MRL_VLLM_RETURNS_CHOICES"
+"""Variable of vLLM's processes that asks for it."""
+
 
 def install() -> None:
-    """Let vLLM accept the option in this process, and its model runner, if this is a worker, return choices."""
+    """Let vLLM accept the option in this process, and its model runner return choices, if it is asked to."""
+    if VARIABLE not in os.environ:
+        return
     from vllm.config import VllmConfig
-    from vllm.platforms import current_platform
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if not current_platform.is_cpu() or hasattr(CPUModelRunner, "choices"):
+    if hasattr(CPUModelRunner, "choices"):
         return
     VllmConfig._verify_aux_output_compatibility = lambda self: None  # what it asks of a replica, engine_limits asks too
     CPUModelRunner.choices = None

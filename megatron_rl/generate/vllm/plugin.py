@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_rl.generate.vllm import cpu_choices
+
 BACKEND = "mrl"
 """Name of the weight transfer engine: `--weight-transfer-config '{"backend": "mrl"}'`."""
 
@@ -11,7 +13,8 @@ ENTRY_POINTS = f"[vllm.general_plugins]\nmrl = {__name__}:register\n"
 
 
 def register() -> None:
-    """Register the weight transfer engine, once per process."""
+    """Register the weight transfer engine, once per process, and add what a build for CPUs lacks."""
+    cpu_choices.install()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

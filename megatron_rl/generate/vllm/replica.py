@@ -22,10 +22,12 @@ from megatron_rl.generate.refit.epoch import DEVICE
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.app import ReplicaService
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
-from megatron_rl.generate.vllm.command import DTYPES, Served, replica_command, seed_of, vllm_environment
+from megatron_rl.generate.vllm import cpu_choices
+from megatron_rl.generate.vllm.command import DTYPES, Served, VllmMember, replica_command, seed_of, vllm_environment
 from megatron_rl.generate.vllm.members import following, met
 from megatron_rl.generate.vllm.plugin import write_plugin, write_version
 from megatron_rl.generate.vllm.private_folder import private_folder
+from megatron_rl.generate.vllm.returned_choices import returned_form, returns_choices
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.generate.vllm.staged_weights import StagedWeights
 from megatron_rl.generate.vllm.start import VllmStart, version_here
@@ -62,6 +64,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         tokenizer = build_tokenizer(config.tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    form = returned_form(config, release)
     profiled = {}
     if config.profile is not None:
         steps, updates = config.profile.steps_of_replica(replica.number, 0), config.grpo.updates_per_step
@@ -75,7 +78,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         traces = replica.attempt.profile if profiled else None
         return served, replica_command(config, served, sys.executable, release, seed, traces, member)
 
-    further = MappingProxyType({} if member is None else {"VLLM_HOST_IP": member.address})
+    further = MappingProxyType(_variables(config, member))
     if here.world.rank > 0:
         with (
             prepared(here, version, command, "inference.vllm.args", further) as start,
@@ -88,7 +91,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
             yield None
             return
         most_samples = config.inference.max_batch if release.streams_several else 1
-        streams, setting = Streams(vllm, tokenizer, most_samples), _setting(here, tokenizer)
+        streams, setting = Streams(vllm, tokenizer, most_samples, form), _setting(here, tokenizer)
         order: VllmTurns | StagedWeights
         if beside:
             order = VllmTurns(vllm, streams, setting, sleeps=sleeps(config.offload), sleeps_again=release.sleeps_again)
@@ -97,6 +100,13 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         leader = VllmLeader(vllm, _limits(config, tokenizer), streams, order, profiled)
         transport = DEVICE if beside else offered("nccl" if gpus else "gloo")
         yield ReplicaService(leader, here.address(workers, transport), here.token)
+
+
+def _variables(config: RunConfig, member: VllmMember | None) -> dict[str, str]:
+    found = {} if member is None else {"VLLM_HOST_IP": member.address}
+    if returns_choices(config) and config.job.device == "cpu":
+        found[cpu_choices.VARIABLE] = "1"
+    return found
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from megatron_rl.generate.engine.request_limits import refuse_duplicate
 from megatron_rl.generate.vllm.checked_answers import VllmAnswer, begun, shared_streams
 from megatron_rl.generate.vllm.client import NewTokens
 from megatron_rl.generate.vllm.running import RunningVllm
+from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.inference import ends_of
 
@@ -38,13 +39,16 @@ class AskedVllm:
 
 
 class Streams:
-    def __init__(self, vllm: RunningVllm, tokenizer: Tokenizer, most_samples: int) -> None:
+    def __init__(
+        self, vllm: RunningVllm, tokenizer: Tokenizer, most_samples: int, form: ChoiceForm | None = None
+    ) -> None:
         """
         vllm: fails if a stream does, since another replica can continue its answers.
         most_samples: answers that one request to vLLM may ask for.
+        form: of the choices of experts that it returns; None: it returns none.
         """
         self.busy_s = 0.0
-        self._vllm, self._tokenizer, self._most_samples = vllm, tokenizer, most_samples
+        self._vllm, self._tokenizer, self._most_samples, self._form = vllm, tokenizer, most_samples, form
         self._asked: dict[str, AskedVllm] = {}
         self._came_at = time.monotonic()  # time of the last tokens, or of the first request
         self._report: asyncio.TimerHandle | None = None  # next report of unfinished answers
@@ -135,7 +139,7 @@ class Streams:
         first = answers[0]
         sampling = first.transcript.request.sampling
         ends = ends_of(sampling, self._tokenizer.end_ids)
-        pieces = self._vllm.client.generate(first.prompt, sampling, ends, len(answers), first.known)
+        pieces = self._vllm.client.generate(first.prompt, sampling, ends, len(answers), first.known, self._form)
         try:
             async with aclosing(pieces):
                 async for piece in pieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest
 from megatron_rl.generate.vllm.checked_answers import VllmAnswer, begun, shared_streams
@@ -85,3 +86,16 @@ def test_answers_with_stop_strings_end_at_the_token_that_completes_one() -> None
     first.take(piece([2, 3, 4, 5]), 1, checked=True)
     [delta] = left(first, second)
     assert (delta.tokens, delta.stop, delta.finish_reason) == ([2, 3, 4], "de", "stop")
+
+
+def test_choices_of_experts_come_with_the_last_piece_and_leave_out_what_the_driver_has() -> None:
+    known = AnswerPrefix([4], [-1.0], [3], [b"p", b""])
+    [answer] = answers_to(request(1, {0: known}))
+    answer.take(piece([5]), 3, checked=True)
+    assert [delta.choices for delta in left(answer)] == [[]]
+    last = replace(piece([6, END], [3, 3, 3]), choices=[b"0", b"1", b"2", b"3", b"4"])
+    answer.take(last, 3, checked=False)
+    answer.check()
+    [delta] = left(answer)
+    assert delta.choices == [b"2", b"3", b"4"]
+    assert answer.transcript.choices == [b"p", b"1", b"2", b"3", b"4"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import math
 import re
@@ -11,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_rl.generate.vllm.client import (
@@ -23,6 +26,7 @@ from megatron_rl.generate.vllm.client import (
     versions_in,
 )
 from megatron_rl.generate.vllm.process import VllmGone, VllmRefused, reason_in
+from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.recipe.inference import Sampling
 
 
@@ -35,6 +39,24 @@ def test_a_choice_has_tokens_log_probs_and_at_the_end_versions() -> None:
         "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
     }
     assert piece_of(choice) == NewTokens(2, [5, 6], [-0.5, -math.inf], [3, 4])
+
+
+def routed(rows: Any) -> dict[str, Any]:
+    file = io.BytesIO()
+    np.save(file, np.array(rows, np.uint8))
+    return {"index": 0, "token_ids": [], "routed_experts": base64.b64encode(file.getvalue()).decode()}
+
+
+def test_choices_of_experts_are_those_of_the_layers_that_have_some() -> None:
+    rows = [[[0, 0], [4, 5]], [[0, 0], [6, 7]]]
+    assert piece_of(routed(rows), ChoiceForm((2,), 2, 9)).choices == [b"\x04\x05", b"\x06\x07"]
+    assert piece_of(routed(rows)).choices == []
+
+
+@pytest.mark.parametrize("form", [ChoiceForm((2,), 3, 9), ChoiceForm((2, 3), 2, 9)])
+def test_choices_of_another_model_are_refused(form: ChoiceForm) -> None:
+    with pytest.raises(VllmGone, match="no tokens or log-probs"):
+        piece_of(routed([[[0, 0], [4, 5]]]), form)
 
 
 @pytest.mark.parametrize(

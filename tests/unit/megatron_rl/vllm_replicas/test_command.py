@@ -81,6 +81,13 @@ def test_what_the_run_sets_is_refused_from_the_user() -> None:
     assert [name for name in found if owned(name) is None] == []
 
 
+def test_vllm_returns_choices_of_experts_if_they_are_replayed() -> None:
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "tied_embeddings": False}
+    experts |= {"head_dim": 32, "qkv_bias": False, "qk_norm": True}
+    found = {replay: options(run(model=experts | {"router_replay": replay})) for replay in ("off", "old", "rollout")}
+    assert ["enable-return-routed-experts" in each for each in found.values()] == [False, False, True]
+
+
 def test_vllm_profiles_its_workers_for_a_limited_number_of_steps() -> None:
     found = options_in(replica_command(run(), SERVED, "python", RELEASES[-1], 7, Path("/traces")))
     traces = json.loads(found["profiler-config"])

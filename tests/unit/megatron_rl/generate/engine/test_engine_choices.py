@@ -9,20 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import END, tiny_model, tiny_policy
+from core_helpers import END, choices_of, experts_in, tiny_model, tiny_policy
 
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest
-from megatron_rl.model.choice_form import ChoiceForm
-from megatron_rl.model.choices import Choices
-from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.policy import Policy
-from megatron_rl.model.router_replay import RecordedChoices
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24, "tied_embeddings": False}
 MODEL = tiny_model(**EXPERTS, router_replay="rollout")
-FORM = ChoiceForm.of(MODEL)
 PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3, 1, 1, 4, 6, 2, 8, 8, 10, 3, 9, 5, 5, 0]]
 SAMPLING = Sampling(max_new_tokens=12)
 
@@ -47,22 +42,6 @@ def requests(samples: int = 3) -> list[GenerationRequest]:
     return [GenerationRequest(prompt, samples, SAMPLING, key) for key, prompt in enumerate(PROMPTS)]
 
 
-@torch.no_grad()
-def choices_of(policy: Policy, tokens: Sequence[int]) -> Choices:
-    """What the routers choose in a single pass without a cache."""
-    table = torch.zeros(len(tokens), len(FORM.layers), FORM.chosen, dtype=torch.uint8)
-    columns = {layer: column for column, layer in enumerate(FORM.layers)}
-    recorded = RecordedChoices(table, columns, torch.arange(len(tokens)))
-    layout = policy.layout(whole_sequences([len(tokens)]))
-    policy(torch.tensor(tokens), torch.arange(len(tokens)), layout, replay=recorded)
-    return FORM.listed(table.flatten(1).numpy())
-
-
-def as_sets(choices: Choices) -> list[list[set[int]]]:
-    """The experts of each token in each layer; the order of the largest scores does not matter."""
-    return [[{*each[at : at + FORM.chosen]} for at in range(0, FORM.width, FORM.chosen)] for each in choices]
-
-
 @pytest.mark.parametrize(
     "config", [{}, {"prefill_tokens": 16, "page_tokens": 4}, {"max_batch": 2}, {"share_prefixes": False}], ids=str
 )
@@ -71,7 +50,7 @@ def test_choices_of_prompt_and_answer_are_those_of_a_pass_over_both(policy: Poli
     for request, completions in zip(asked, answers(engine_of(policy, **config), asked), strict=True):
         for one in completions:
             computed = [*request.prompt_tokens, *one.tokens][:-1]
-            assert as_sets(one.choices) == as_sets(choices_of(policy, computed))
+            assert experts_in(MODEL, one.choices) == experts_in(MODEL, choices_of(policy, MODEL, computed))
 
 
 def test_a_prompt_found_in_the_cache_has_the_choices_of_the_pass_that_computed_it(policy: Policy) -> None:
@@ -113,9 +92,11 @@ def test_a_token_keeps_the_choices_of_the_weights_that_first_computed_it(platfor
             assert one.choices[: len(known.choices)] == known.choices
             assert len(one.choices) == len(request.prompt_tokens) + len(one.tokens) - 1
             if len(one.tokens) > len(known.tokens):
-                again = choices_of(policy, [*request.prompt_tokens, *one.tokens][:-1])
-                assert as_sets(one.choices[len(known.choices) :]) == as_sets(again[len(known.choices) :])
-                assert as_sets(known.choices) != as_sets(again[: len(known.choices)])
+                again = choices_of(policy, MODEL, [*request.prompt_tokens, *one.tokens][:-1])
+                assert experts_in(MODEL, one.choices[len(known.choices) :]) == experts_in(
+                    MODEL, again[len(known.choices) :]
+                )
+                assert experts_in(MODEL, known.choices) != experts_in(MODEL, again[: len(known.choices)])
 
 
 def test_choices_that_an_earlier_engine_did_not_return_come_from_the_pass_that_resumes(policy: Policy) -> None:
@@ -125,7 +106,7 @@ def test_choices_that_an_earlier_engine_did_not_return_come_from_the_pass_that_r
     known = AnswerPrefix(undisturbed.tokens[:4], undisturbed.logprobs[:4], undisturbed.versions[:4], gap)
     resumed = answers(engine_of(policy), [replace(asked[2], known={0: known})])[0][0]
     assert resumed.tokens == undisturbed.tokens
-    assert as_sets(resumed.choices) == as_sets(undisturbed.choices)
+    assert experts_in(MODEL, resumed.choices) == experts_in(MODEL, undisturbed.choices)
 
 
 def test_deltas_joined_are_the_choices_of_the_answer(policy: Policy) -> None:
