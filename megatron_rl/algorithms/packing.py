@@ -151,17 +151,18 @@ class Packing:
         ends = np.array(sorted(merged.ends))
         spans = run_indices(self._spans[names])
         trained = self._masks[spans]
+        sources = run_indices(merged.sources)
         # Indices of the tokens that predict those of the spans.
         select = run_indices([run for name in names for run in merged.paths[name]])
         return MicroBatch(
             cu_seqlens=torch.tensor(merged.edges, dtype=torch.int32),
             subtree_ends=torch.from_numpy(np.repeat(ends[:, 2], ends[:, 1])).int(),
-            tokens=torch.from_numpy(self._tokens[run_indices(merged.sources)]),
+            tokens=torch.from_numpy(self._tokens[sources]),
             positions=torch.from_numpy(run_indices(merged.positions)),
             select=torch.from_numpy(select[trained]),
             targets=torch.from_numpy(self._tokens[spans[trained]]),
             trained=torch.from_numpy(run_indices(self._trained[names])),
-            choices=self._choices and self._choices.packed(run_indices(merged.sources), self._paths(names, merged)),
+            choices=None if self._choices is None else self._choices.packed(sources, self._paths(names, merged)),
         )
 
     def _paths(self, names: Sequence[int], merged: _Merged) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

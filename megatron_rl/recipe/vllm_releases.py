@@ -19,16 +19,14 @@ class VllmRelease:
     weights that are loaded when they arrive, so vLLM must send each at once."""
     streams_several: bool
     """Whether a streamed request may ask for several answers to its prompt; earlier releases break it off."""
-    returns_choices: bool
-    """Whether an answer may contain the experts that were chosen for its tokens (`model.router_replay: rollout`)."""
     sleeps_again: bool
     """Whether a vLLM whose weights alone are awake gives them up when it is to sleep; earlier releases keep them."""
 
 
 RELEASES = (
-    VllmRelease("0.30.0", reports_versions=False, streams_several=False, returns_choices=False, sleeps_again=False),
-    VllmRelease("0.31.0", reports_versions=False, streams_several=False, returns_choices=False, sleeps_again=True),
-    VllmRelease("0.32.0", reports_versions=True, streams_several=True, returns_choices=True, sleeps_again=True),
+    VllmRelease("0.30.0", reports_versions=False, streams_several=False, sleeps_again=False),
+    VllmRelease("0.31.0", reports_versions=False, streams_several=False, sleeps_again=True),
+    VllmRelease("0.32.0", reports_versions=True, streams_several=True, sleeps_again=True),
 )
 """All that differs, oldest first. Releases before the first row lack the option --enable-scale-out; all routes, options
 and variables that a run uses, and where each release has them: tests/helpers/vllm_calls.py."""

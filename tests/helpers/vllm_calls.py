@@ -86,7 +86,6 @@ SEVERAL = "a stream of several answers"
 AGAIN = "a sleep while only the weights are awake"
 """Earlier releases then do nothing, because the cache sleeps already."""
 VERSIONS = "weight_versions"
-CHOICES = ("--enable-return-routed-experts", "GenerateResponseStreamChoice|GenerateStreamChoiceBase.routed_experts")
 
 PLACES = """
 entrypoints engine config envs.py sampling_params.py v1/engine v1/metrics v1/worker/worker_base.py

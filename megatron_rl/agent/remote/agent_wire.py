@@ -132,8 +132,10 @@ def encode_completions(completions: Sequence[Completion]) -> list[list[Any]]:
 def decode_completions(body: Any) -> list[Completion]:
     try:
         return [
-            Completion(*lists, choices=decode_choices(*choices) if choices else [])
-            for lists, choices in ((each[:COMPLETION], each[COMPLETION:]) for each in body)
+            Completion(*each[:COMPLETION])._replace(
+                choices=decode_choices(each[COMPLETION]) if each[COMPLETION:] else []
+            )
+            for each in body
         ]
     except (TypeError, ValueError) as error:
         raise Garbled(f"completions: {error}") from error

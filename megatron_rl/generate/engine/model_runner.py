@@ -10,7 +10,7 @@ number of that token. The plans assign pages to rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -80,7 +80,7 @@ class ModelRunner:
         """Scores of the prompt that the newest plan scores."""
         self.cache: KeyValueCache | None = None
         self._choices: ChoiceCache | None = None
-        self._make_choices = lambda: None
+        self._make_choices: Callable[[], ChoiceCache | None] = lambda: None
         if model.router_replay == "rollout":
             self._make_choices = partial(
                 ChoiceCache, ChoiceForm.of(model), shape.pages, shape.page_tokens, policy.device
@@ -136,7 +136,7 @@ class ModelRunner:
             to_device(np.concatenate(positions), device),
             self._states.begin(layout, prefills, rows) if self._states else layout,
             to_device(np.array(selected, dtype=np.int64), device),
-            self._choices and self._choices.recorder(target, source),
+            self._choices.recorder(target, source) if self._choices else None,
         )
         if scored:
             targets = to_device(scored.scored, device)
@@ -210,7 +210,7 @@ class ModelRunner:
         layout: Layout = DecodeLayout(cache, cache.index(target), pages)
         if self._states:
             layout = self._states.continued(layout, rows)
-        replay = self._choices and self._choices.recorder(target)
+        replay = self._choices.recorder(target) if self._choices else None
         state.draw(rows, self._logits(state.token[rows], positions, layout, None, replay), work)
 
     def _logits(
@@ -218,9 +218,12 @@ class ModelRunner:
     ) -> Tensor:
         """[tokens, vocab] or [selected, vocab], see `Policy.forward`."""
         frozen = self._frozen = self._frozen or self.policy.frozen()
-        forward = partial(self.policy, replay=replay) if frozen is None else frozen.logits
         with self.policy.without_fp8():
-            return self.policy.whole_logits(forward(tokens, positions, layout, select))
+            if frozen is None:
+                logits = self.policy(tokens, positions, layout, select, replay)
+            else:
+                logits = frozen.logits(tokens, positions, layout, select)
+            return self.policy.whole_logits(logits)
 
 
 def slots_written(prefills: Sequence[Prefill], page_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

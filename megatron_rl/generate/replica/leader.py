@@ -221,7 +221,8 @@ class Leader:
 
 def _delta(sample: int, answer: AnswerPrefix | Completion, first: Held) -> Delta:
     """What a reader that has `first` of an answer lacks."""
-    lists = (each[first.tokens :] for each in (answer.tokens, answer.logprobs, answer.versions))
+    start = first.tokens
+    lists = answer.tokens[start:], answer.logprobs[start:], answer.versions[start:]
     return Delta(sample, *lists, choices=answer.choices[first.choices :])
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron_rl.generate.engine.interface import Delta, GenerationRequest
 from megatron_rl.generate.engine.transcript import Held, RowAnswer, Transcript
 from megatron_rl.generate.vllm.client import NewTokens
+from megatron_rl.generate.vllm.process import VllmGone
 from megatron_rl.model.text_stream import Decode
 from megatron_rl.recipe.inference import ends_of
 
@@ -35,7 +36,14 @@ class VllmAnswer:
         return self.transcript.finish_reason is not None
 
     def take(self, piece: NewTokens, version: int, *, checked: bool) -> None:
-        """Add a piece that was sampled by weights of this version, as far as vLLM does not say otherwise."""
+        """Add a piece that was sampled by weights of this version, as far as vLLM does not say otherwise.
+
+        Raises VllmGone for choices of experts of other tokens than vLLM computed.
+        """
+        if piece.choices:
+            computed = len(self.prompt) + sum(len(each.tokens) for each, _ in self.unchecked) + len(piece.tokens) - 1
+            if len(piece.choices) != computed:
+                raise VllmGone(f"vLLM returned choices of experts for {len(piece.choices)} tokens of {computed}")
         choices = piece.choices[self.transcript.held.choices :]
         answer = RowAnswer(self.transcript.sample, piece.tokens, piece.logprobs, choices=choices)
         self.unchecked.append((answer, version))

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.generate.vllm.client import MODEL_NAME
 from megatron_rl.generate.vllm.plugin import BACKEND
-from megatron_rl.generate.vllm.returned_choices import returns_choices
+from megatron_rl.generate.vllm.returned_choices import returned_form
 from megatron_rl.recipe.cache_sizes import cache_bytes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.device_turns import sleeps
@@ -233,7 +233,7 @@ def replica_command(
     sizes = sizes_of(config)
     if sizes.beside_ranks and not sizes.cpu and sleeps(config.offload):  # vLLM refuses it on a CPU
         further = {**further, "enable-sleep-mode": True}
-    if returns_choices(config):
+    if returned_form(config):
         further = {**further, "enable-return-routed-experts": True}
     if traces is not None:
         further = {**further, "profiler-config": json.dumps(profiler_config(traces))}

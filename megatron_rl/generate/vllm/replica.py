@@ -27,7 +27,7 @@ from megatron_rl.generate.vllm.command import DTYPES, Served, VllmMember, replic
 from megatron_rl.generate.vllm.members import following, met
 from megatron_rl.generate.vllm.plugin import write_plugin, write_version
 from megatron_rl.generate.vllm.private_folder import private_folder
-from megatron_rl.generate.vllm.returned_choices import returned_form, returns_choices
+from megatron_rl.generate.vllm.returned_choices import returned_form
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.generate.vllm.staged_weights import StagedWeights
 from megatron_rl.generate.vllm.start import VllmStart, version_here
@@ -64,7 +64,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         tokenizer = build_tokenizer(config.tokenizer)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    form = returned_form(config, release)
+    form = returned_form(config)
     profiled = {}
     if config.profile is not None:
         steps, updates = config.profile.steps_of_replica(replica.number, 0), config.grpo.updates_per_step
@@ -104,7 +104,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
 
 def _variables(config: RunConfig, member: VllmMember | None) -> dict[str, str]:
     found = {} if member is None else {"VLLM_HOST_IP": member.address}
-    if returns_choices(config) and config.job.device == "cpu":
+    if returned_form(config) and config.job.device == "cpu":
         found[cpu_choices.VARIABLE] = "1"
     return found
 

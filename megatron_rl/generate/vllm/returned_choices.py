@@ -10,27 +10,11 @@ import numpy as np
 from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.choices import Choices
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.vllm_releases import RELEASES, VllmRelease
 
 
-def returns_choices(config: RunConfig) -> bool:
-    """Whether vLLM returns the experts that it chose for each token."""
-    return config.model.router_replay == "rollout"
-
-
-def returned_form(config: RunConfig, release: VllmRelease) -> ChoiceForm | None:
-    """Form of the choices that a replica's vLLM returns; None if the run needs none. Raises ConfigurationError if this
-    release returns none."""
-    if not returns_choices(config):
-        return None
-    if not release.returns_choices:
-        first = next(row.first for row in RELEASES if row.returns_choices)
-        raise ConfigurationError(
-            f"model.router_replay is rollout, and vLLM before {first} does not return the experts that it chose: "
-            f"install {first}, or set router_replay to old"
-        )
-    return ChoiceForm.of(config.model)
+def returned_form(config: RunConfig) -> ChoiceForm | None:
+    """Form of the choices that the vLLM of a replica returns; None if it returns none."""
+    return ChoiceForm.of(config.model) if config.model.router_replay == "rollout" else None
 
 
 def choices_in(routed: str, form: ChoiceForm) -> Choices:

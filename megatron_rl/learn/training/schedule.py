@@ -122,7 +122,7 @@ class ModelInput:
             of_part = policy.layout(part.whole, indices)
             layout = ContextLayout(of_part, part.indices_of_ranks.to(policy.device), context)
         names = ("tokens", "positions", "select", "targets", "trained")
-        replay = replays and replays.of(batch, indices)
+        replay = None if replays is None else replays.of(batch, indices)
         return cls(layout=layout, replay=replay, **{name: getattr(part, name).to(policy.device) for name in names})
 
 

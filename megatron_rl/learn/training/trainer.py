@@ -130,7 +130,7 @@ class Trainer:
             record.add(step, rollouts, self.groups.reports, batch.credit.advantages, logprobs if records else None)
         update_stats = _update_stats(updates, self.optimizer.host_bytes)
         missing = sum(update.missing_choices for update in mine[: grpo.updates_per_pass])
-        router = replays and replays.stats(missing if self.groups.reports else 0)
+        router = None if replays is None else replays.stats(missing if self.groups.reports else 0)
         return StepStats(seen, loss, update_stats, device, environments, router)
 
     def _seen(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest
 from megatron_rl.generate.vllm.checked_answers import VllmAnswer, begun, shared_streams
 from megatron_rl.generate.vllm.client import NewTokens
+from megatron_rl.generate.vllm.process import VllmGone
 from megatron_rl.recipe.inference import Sampling
 
 END = 9
@@ -99,3 +102,9 @@ def test_choices_of_experts_come_with_the_last_piece_and_leave_out_what_the_driv
     [delta] = left(answer)
     assert delta.choices == [b"2", b"3", b"4"]
     assert answer.transcript.choices == [b"p", b"1", b"2", b"3", b"4"]
+
+
+def test_choices_of_other_tokens_than_vllm_computed_are_refused() -> None:
+    [answer] = answers_to(request())
+    with pytest.raises(VllmGone, match="choices of experts for 2 tokens of 3"):
+        answer.take(replace(piece([6, END], [3, 3]), choices=[b"0", b"1"]), 3, checked=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_calls import AGAIN, CHOICES, READ, SEVERAL, VERSIONS, recorded, used
+from vllm_calls import AGAIN, READ, SEVERAL, VERSIONS, recorded, used
 
 import megatron_rl.generate.vllm
 from megatron_rl.recipe.vllm_releases import RELEASES, TRIED, nearest, release_of, untried
@@ -54,9 +54,8 @@ def test_the_table_is_what_the_sources_of_each_release_say(version: str) -> None
     row, lacking = release_of(version), recorded()[version]
     of_answers = [name for name in lacking if name.endswith(f".{VERSIONS}")]
     assert (not of_answers, SEVERAL not in lacking) == (row.reports_versions, row.streams_several)
-    assert (not {*CHOICES} & {*lacking}) == row.returns_choices
     assert (AGAIN not in lacking) == row.sleeps_again
-    assert {*lacking} <= {*of_answers, *CHOICES, SEVERAL, AGAIN}, "a run needs the others"
+    assert {*lacking} <= {*of_answers, SEVERAL, AGAIN}, "a run needs the others"
 
 
 def test_each_release_before_the_range_lacks_what_a_run_needs() -> None:
