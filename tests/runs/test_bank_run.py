@@ -59,6 +59,31 @@ def test_run_that_left_during_generation_resumes_unfinished_answers(undisturbed:
     assert bank_files(run_dir.bank) == [bank_file(run_dir.bank, 2, 0)]
 
 
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32, "router_replay": "rollout"}
+
+
+def test_resumed_answers_and_groups_have_the_choices_of_experts_of_the_attempt_that_sampled_them(
+    tmp_path: Path,
+) -> None:
+    model = {"init": "from-scratch", "tied_embeddings": False, **EXPERTS}
+    run_dir = prepare(tmp_path / "run", loop_recipe(**RECIPE | {"model": model}))
+    first = Attempt(run_dir, tmp_path, sabotage=_generate_slowly)
+    first.wait_for_step(2)
+    time.sleep(0.5)
+    os.kill(first.processes[0].pid or 0, signal.SIGTERM)
+    assert first.exit_codes() == [EXIT_DRAINED] * 2, first.logs()
+    heads = [entry.head for path in bank_files(run_dir.bank) for entry in scan(path)[0]]
+    assert all("choices" in head for head in heads if head["kind"] != "attempt")
+    assert {head["kind"] for head in heads} > {"attempt"}
+    second = Attempt(run_dir, tmp_path, ranks=1)
+    assert second.exit_codes() == [0], second.logs()
+    lines = lines_of(run_dir.metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["router_replay_missing"] for line in lines] == [0] * 4
+    assert all(line["router_replay_differing"] < 0.01 for line in lines)  # one model in fp32 on both sides
+    assert all(line["inference_logprob_difference_max"] < 1e-4 for line in lines)
+
+
 def _generate_slowly(rank: int) -> None:
     from megatron_rl.generate.engine.engine import Engine
 
