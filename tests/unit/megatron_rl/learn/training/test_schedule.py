@@ -30,7 +30,7 @@ class Stage:
     def hidden_shape(self, tokens: int) -> tuple[int]:
         return (tokens,)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, layout: Any, received: Tensor | None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, layout: Any, received: Tensor | None, replay: None) -> Tensor:
         self.events += "F"
         return self.weight * (1.0 if received is None else received)
 
