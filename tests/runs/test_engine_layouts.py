@@ -113,6 +113,10 @@ EXPERTS = {
     "shared_expert_ffn_hidden_size": 24,
     "shared_expert_gate": True,
     "router": {"score": "sigmoid", "correction_bias": True},
+    "attention_sinks": True,
+    "output_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 4,
 }
 
 

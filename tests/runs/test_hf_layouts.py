@@ -24,6 +24,7 @@ CASES = {
     "PP2, tied": ("Qwen2, tied", Layout(pp=2)),
     "EP2": ("Qwen3 MoE", Layout(ep=2, dp=2)),
     "experts at TP2": ("Qwen3 MoE", Layout(tp=2)),
+    "stacked experts at TP2": ("gpt-oss", Layout(tp=2)),
 }
 
 
