@@ -111,10 +111,12 @@ def fill(tensor: Tensor, weight: Weight, pieces: Iterable[TensorPiece], files: W
     """Fill `tensor`, a weight or a rank's part of it, from the files that hold its pieces."""
     if weight.padded:
         tensor.zero_()
+    box, found = None, tensor
     for piece in pieces:
         if piece.view.numel():  # a rank may hold only padding
-            found = piece.of.taken(files.read(piece.source.name, piece.index))
-            piece.view.copy_(found.reshape(piece.view.shape))
+            if box != (box := (piece.source.name, piece.index)):  # alternate rows are in the same box
+                found = files.read(*box)
+            piece.view.copy_(piece.of.taken(found).reshape(piece.view.shape))
 
 
 _BITS = {2: torch.int16, 4: torch.int32}
