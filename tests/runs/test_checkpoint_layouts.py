@@ -76,6 +76,15 @@ def a_model(dtype: str, tied: bool = False) -> ModelConfig:
 
 EXPERTS = tiny_model(dtype="bf16", tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=20)
 UNLIKE = EXPERTS.model_dump() | {
+    "num_query_groups": 4,
+    "qkv_bias": False,
+    "latent_attention": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 8,
+    },
     "dense_layers": 1,
     "expert_ffn_hidden_size": 32,
     "shared_expert_ffn_hidden_size": 32,
@@ -94,6 +103,7 @@ MODELS = {
     "experts": EXPERTS,
     "unlike layers": ModelConfig.model_validate(UNLIKE),
     "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
+    "unlike adapters": ModelConfig.model_validate(UNLIKE | {"lora": {"rank": 16}}),
 }
 """The parts of adapters, biases and sinks are multiples of any vector: Adam may round the rest of a vector in another
 way."""
@@ -152,6 +162,7 @@ QUICK = (
     *(Continued("experts", "tp2-ep2", layout) for layout in ("one", "dp4-ep2-plain")),
     *(Continued("adapters", "tp2-ep2", layout) for layout in ("one", "pp2")),
     Continued("unlike layers", "tp2-ep2", "pp2"),
+    Continued("unlike adapters", "tp2-ep2", "pp2"),
 )
 """Each way to cut a model, from it and to it. Other pairs combine these."""
 DENSE = [name for name, layout in LAYOUTS.items() if layout.ep == 1 and layout != ONE]

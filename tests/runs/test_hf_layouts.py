@@ -25,6 +25,8 @@ CASES = {
     "EP2": ("Qwen3 MoE", Layout(ep=2, dp=2)),
     "experts at TP2": ("Qwen3 MoE", Layout(tp=2)),
     "stacked experts at TP2": ("gpt-oss", Layout(tp=2)),
+    "DeepSeek-V3 at TP2": ("DeepSeek-V3", Layout(tp=2)),
+    "DeepSeek-V3 at PP2": ("DeepSeek-V3", Layout(pp=2)),
 }
 
 
