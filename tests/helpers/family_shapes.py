@@ -22,3 +22,30 @@ LARGER_GLM = GLM | {
     "shared_expert_ffn_hidden_size": 40,
     "router": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
 }
+DEEPSEEK: dict[str, Any] = {
+    "latent_attention": {
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
+    "num_query_groups": 4,
+    "qkv_bias": False,
+    "tied_embeddings": False,
+    "architecture": "deepseek_v3",
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 12,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 20,
+    "dense_layers": 1,
+    "shared_expert_ffn_hidden_size": 20,
+    "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "groups_per_token": 2, "correction_bias": True},
+}
+DENSE_QUERIES = DEEPSEEK | {"latent_attention": DEEPSEEK["latent_attention"] | {"q_lora_rank": None}}

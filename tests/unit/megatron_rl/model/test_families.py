@@ -7,38 +7,12 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import GPT_OSS, VOCAB, answer_of, packed, prompt_of, random_groups, tiny_model, tiny_policy
-from family_shapes import GLM, LARGER_GLM
+from family_shapes import DEEPSEEK, DENSE_QUERIES, GLM, LARGER_GLM
 from published_twin import published, published_gradients, published_twin
 
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.recipe.model import Recompute
 
-LATENT = {
-    "latent_attention": {
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 5,
-    },
-    "num_query_groups": 4,
-    "qkv_bias": False,
-    "tied_embeddings": False,
-    "architecture": "deepseek_v3",
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 12,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-    },
-    "num_experts": 8,
-    "experts_per_token": 2,
-    "expert_ffn_hidden_size": 20,
-    "dense_layers": 1,
-    "shared_expert_ffn_hidden_size": 20,
-    "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "groups_per_token": 2, "correction_bias": True},
-}
 QWEN3_MOE = {
     "qk_norm": True,
     "qkv_bias": False,
@@ -50,7 +24,8 @@ QWEN3_MOE = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3 with experts": QWEN3_MOE,
-    "DeepSeek-V3": LATENT,
+    "DeepSeek-V3": DEEPSEEK,
+    "DeepSeek-V3, one projection of queries": DENSE_QUERIES,
     "gpt-oss": GPT_OSS,
     "GLM-4.5-Air": GLM,
     "GLM-4.5": LARGER_GLM,

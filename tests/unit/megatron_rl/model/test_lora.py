@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import GPT_OSS, VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
-from family_shapes import GLM
+from family_shapes import DEEPSEEK, DENSE_QUERIES, GLM
 from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
@@ -32,6 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3": {"lora": LORA, **QWEN3},
     "experts": {"lora": LORA, **EXPERTS},
     "shared experts and dense layers": {"lora": LORA, **GLM},
+    "latent attention": {"lora": LORA, **DEEPSEEK},
+    "some of latent attention": {"lora": LORA | {"targets": ["q_proj", "kv_b_proj"]}, **DENSE_QUERIES},
     "one module of every expert": {"lora": LORA | {"targets": ["gate_proj", "o_proj"]}, **EXPERTS},
 }
 

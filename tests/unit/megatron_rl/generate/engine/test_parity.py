@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, GPT_OSS, tiny_model, tiny_policy
-from family_shapes import LARGER_GLM
+from family_shapes import DEEPSEEK, LARGER_GLM
 from published_twin import published_twin
 from streams import answer_all
 
@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3": {"qk_norm": True, "qkv_bias": False, "head_dim": 12},
     "gpt-oss": GPT_OSS | {"sliding_window": 6},
     "GLM-4.5": LARGER_GLM,
+    "DeepSeek-V3": DEEPSEEK,
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "as it comes": {},
