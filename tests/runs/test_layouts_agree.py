@@ -56,6 +56,7 @@ EXPERTS = tiny_model(tied_embeddings=False, num_experts=4, experts_per_token=2, 
 UNLIKE = ModelConfig.model_validate(
     EXPERTS.model_dump()
     | {
+        "qk_norm": True,  # otherwise biases of dimensions without rotation have no gradient but rounding
         "partial_rotary_factor": 0.5,
         "dense_layers": 1,
         "shared_expert_ffn_hidden_size": 40,
