@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,6 @@ from megatron_rl.contract.manifest import Manifest, read_manifest
 from megatron_rl.model.hf_mapping import OUTPUT, Weight, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, is_target, module_of
 from megatron_rl.model.platform.device import Device
-from megatron_rl.model.policy import DTYPES
 from megatron_rl.recipe.adapters import KEY, check_adapters, check_base, check_whole
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE
@@ -49,7 +49,7 @@ class PublishedReader:
         self.names = [name for name in weights(model) if not (name == OUTPUT and model.tied_embeddings)]
 
     def dtype(self, name: str) -> torch.dtype:
-        raise NotImplementedError("the model's own dtype counts")
+        raise NotImplementedError("the model's own dtypes count")
 
     def read(self, name: str, weight: Weight) -> list[Tensor]:
         boxes = [(source, source.box(0, range(source.shape[0]))) for source in weight.sources]
@@ -63,6 +63,8 @@ class AdapterReader:
     model: ModelConfig
     lora: LoraConfig
     stored: TorchDistReader
+    dtypes: Mapping[str, torch.dtype]
+    """Dtypes of the model's weights, by megatron-core's names."""
 
     @classmethod
     def of(cls, folder: Path, model: ModelConfig, platform: Device) -> AdapterReader:
@@ -72,8 +74,10 @@ class AdapterReader:
             raise ConfigurationError(f"--adapters: {folder} has no adapters, but all weights")
         check_adapters(folder, manifest.meta, model.lora)
         assert model.lora is not None
-        stored = TorchDistReader(folder, skeleton(model, platform), adapters(model).keys())
-        return cls(folder, manifest, model, model.lora, stored)
+        policy = skeleton(model, platform)
+        stored = TorchDistReader(folder, policy, adapters(model).keys())
+        dtypes = {name: weight.dtype for name, weight in policy.named_parameters()}
+        return cls(folder, manifest, model, model.lora, stored, dtypes)
 
     @property
     def base(self) -> str:
@@ -113,21 +117,20 @@ class AdapterReader:
 
 
 class MergedReader:
-    """CheckpointReader of the weights of a base with the adapters of a checkpoint, in the model's dtype."""
+    """CheckpointReader of the weights of a base with the adapters of a checkpoint, in the model's dtypes."""
 
     def __init__(self, found: AdapterReader, platform: Device) -> None:
         """Raises ConfigurationError or CheckpointError if the base cannot be read."""
         self._found = found
         self._base = _base_reader(found.folder, found.model.model_copy(update={"lora": None}), platform)
         self.names = self._base.names
-        self._dtype = DTYPES[found.model.dtype]
         self._sum = 0
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._dtype
+        return self._found.dtypes[name]
 
     def read(self, name: str, weight: Weight) -> list[Tensor]:
-        found = [matrix.to(self._dtype) for matrix in self._base.read(name, weight)]
+        found = [matrix.to(self.dtype(name)) for matrix in self._base.read(name, weight)]
         names = [source.tensor.name for source in weight.sources]
         self._sum += sum(map(checksum, names, found))
         linear, known = name.removesuffix(".weight"), adapters(self._found.model)

@@ -15,6 +15,7 @@ from core_helpers import full_forward, stir, tiny_run
 from hf_helpers import PUBLISHED, SENTENCE, SHARD, VOCAB, model_of, publish, usual_mode
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.peft import published_name
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.initial_weights import load_pretrained, weights_checksum
@@ -41,10 +42,12 @@ SHAPES = {
 }
 
 
-def trained_run(folder: Path, name: str, lora: dict[str, Any], platform: Any, groups: Any) -> Policy:
+def trained_run(
+    folder: Path, name: str, lora: dict[str, Any], platform: Any, groups: Any, dtype: str = "fp32"
+) -> Policy:
     """Write the files of a run with a checkpoint of step 40, whose adapters are random. Returns its policy."""
     publish(folder / "hf", PUBLISHED[name])
-    model = ModelConfig.model_validate(model_of(folder / "hf").model_dump() | {"lora": lora})
+    model = ModelConfig.model_validate(model_of(folder / "hf", dtype=dtype).model_dump() | {"lora": lora})
     tokenizer = {"type": "huggingface", "path": str(folder / "hf")}
     recipe = tiny_run(model=model.model_dump()).model_dump() | {"tokenizer": tokenizer}
     run = RunDir(folder / "run")
@@ -105,6 +108,17 @@ def test_peft_computes_the_trainers_logits_from_the_adapters(run: Any) -> None:
     adapted = peft.PeftModel.from_pretrained(base, folder / "merged" / "adapter")
     logits = logits_of(adapted)[:, : expected.shape[1]]
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_correction_bias_stays_in_fp32_beside_merged_weights_in_bf16(
+    platform: Any, groups: Any, tmp_path: Path
+) -> None:
+    trained_run(tmp_path, "GLM-4.5", LORA, platform, groups, dtype="bf16")
+    to_hugging_face(checkpoint_of(tmp_path), tmp_path / "merged", platform)
+    base, merged = WeightsFolder(tmp_path / "hf"), WeightsFolder(tmp_path / "merged")
+    fp32 = [name for name, stored in merged.tensors.items() if stored.dtype == torch.float32]
+    assert fp32 == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(merged.read(*fp32), base.read(*fp32))
 
 
 def test_a_checkpoint_is_opened_with_its_base(run: Any, platform: Any, groups: Any) -> None:
