@@ -49,3 +49,42 @@ DEEPSEEK: dict[str, Any] = {
     "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "groups_per_token": 2, "correction_bias": True},
 }
 DENSE_QUERIES = DEEPSEEK | {"latent_attention": DEEPSEEK["latent_attention"] | {"q_lora_rank": None}}
+
+QWEN35: dict[str, Any] = {
+    "architecture": "qwen3_5_text",
+    "num_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "delta_net": {"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
+    "qkv_bias": False,
+    "qk_norm": True,
+    "attention_gate": True,
+    "zero_centered_norms": True,
+    "partial_rotary_factor": 0.5,
+    "head_dim": 12,
+    "tied_embeddings": False,
+}
+GATED_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 20,
+    "ffn_hidden_size": 20,
+    "shared_expert_ffn_hidden_size": 24,
+    "shared_expert_gate": True,
+}
+QWEN35_MOE = QWEN35 | GATED_EXPERTS | {"architecture": "qwen3_5_moe_text"}
+QWEN3_NEXT = QWEN35 | GATED_EXPERTS | {"architecture": "qwen3_next"}
+GEMMA: dict[str, Any] = {
+    "architecture": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "sliding_rope_base": 1e3,
+    "rope_scaling": {"type": "linear", "factor": 8.0},
+    "attention_scale": 20**-0.5,
+    "qkv_bias": False,
+    "qk_norm": True,
+    "zero_centered_norms": True,
+    "norms_around": True,
+    "activation": "gelu_tanh",
+    "scaled_embedding": True,
+    "head_dim": 12,
+}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, GPT_OSS, tiny_model, tiny_policy
-from family_shapes import DEEPSEEK, LARGER_GLM
+from family_shapes import DEEPSEEK, GEMMA, LARGER_GLM, QWEN35
 from published_twin import published_twin
 from streams import answer_all
 
@@ -27,14 +27,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss": GPT_OSS | {"sliding_window": 6},
     "GLM-4.5": LARGER_GLM,
     "DeepSeek-V3": DEEPSEEK,
+    "Qwen3.5": QWEN35,
+    "Gemma 3": GEMMA,
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "pieces and small pages": {"page_tokens": 4, "prefill_tokens": 8, "max_batch": 3},
     "pressure": {"page_tokens": 4, "cache_tokens": 80},
 }
-ASKED = {"Qwen2": [*ENGINES]}
-"""Engine configurations to compare where they are not the harder one alone: they do not depend on the model's shape."""
+ASKED = {"Qwen2": [*ENGINES], "Qwen3.5": [*ENGINES]}
+"""Engine configurations to compare where they are not the harder one alone: they depend only on states of rows beside the
+cache."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
