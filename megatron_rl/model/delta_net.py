@@ -76,8 +76,7 @@ class GatedDelta(MegatronModule):
         self.conv1d = Conv1d(channels, channels, sizes.conv_kernel, groups=channels, bias=False)
         self.dt_bias = Parameter(torch.ones(self.value_heads))
         self.A_log = Parameter(torch.empty(self.value_heads))
-        self.out_norm = torch.nn.Module()
-        self.out_norm.weight = Parameter(torch.ones(sizes.value_head_dim))
+        self.out_norm = torch.nn.RMSNorm(sizes.value_head_dim, eps=config.layernorm_epsilon)
         for weight in (self.conv1d.weight, self.dt_bias, self.A_log):
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]  # for the norm of gradients
         if config.perform_initialization:
@@ -131,7 +130,7 @@ class GatedDelta(MegatronModule):
         weight = self.out_norm.weight
         if self._tensor.size() > 1:
             weight = copy_to_tensor_model_parallel_region(weight, group=self._tensor)
-        normed = rms_norm(out.float(), weight.shape, eps=self.config.layernorm_epsilon).to(out.dtype) * weight
+        normed = rms_norm(out.float(), weight.shape, eps=self.out_norm.eps).to(out.dtype) * weight
         return (normed * silu(gate.float())).to(out.dtype)
 
     def sharded_state_dict(

@@ -79,7 +79,7 @@ GEMMA: dict[str, Any] = {
     "sliding_window": 6,
     "sliding_rope_base": 1e3,
     "rope_scaling": {"type": "linear", "factor": 8.0},
-    "attention_scale": 20**-0.5,
+    "attention_scale": 0.25,
     "qkv_bias": False,
     "qk_norm": True,
     "zero_centered_norms": True,

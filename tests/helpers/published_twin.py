@@ -34,7 +34,7 @@ def published_twin(policy: Policy, model: ModelConfig) -> PreTrainedModel:
     twin: PreTrainedModel
     with tempfile.TemporaryDirectory() as folder:
         save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
-        (Path(folder) / "config.json").write_text(json.dumps(row.write(model)))
+        (Path(folder) / "config.json").write_text(json.dumps(row.write(model) | {"pad_token_id": None}))
         twin, report = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
         )

@@ -123,13 +123,9 @@ class PlainDelta(DeltaKernels):
         self, tokens: Tensor, weight: Tensor, sequences: ConsecutiveSequences, history: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         before = weight.shape[1] - 1
-        at, ahead = sequences.behind(before)
-        rows = tokens.new_zeros(len(tokens) + ahead.numel(), tokens.shape[1]).index_copy(0, at, tokens)
-        if history is not None:
-            rows = rows.index_copy(0, ahead.flatten(), history.flatten(0, 1))
+        rows, at, left = preceded(tokens, before, sequences, history)
         found = conv1d(rows.t()[None], weight[:, None], groups=len(weight))[0].t()
-        behind = ahead + torch.as_tensor(sequences.lengths, device=ahead.device)[:, None]
-        return silu(found.index_select(0, at - before)), rows[behind]
+        return silu(found.index_select(0, at - before)), left
 
     def delta_rule(
         self,
@@ -165,6 +161,19 @@ class PlainDelta(DeltaKernels):
         )
         out, memory = _scanned(parts, chunks, memory)
         return chunks.taken(out).to(heads[2].dtype), memory
+
+
+def preceded(
+    tokens: Tensor, count: int, sequences: ConsecutiveSequences, history: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put `count` rows before each sequence, zeros without a history. Returns all rows, the row of each token, and the
+    last `count` rows of each sequence."""
+    at, ahead = sequences.behind(count)
+    rows = tokens.new_zeros(len(tokens) + ahead.numel(), tokens.shape[1]).index_copy(0, at, tokens)
+    if history is not None:
+        rows = rows.index_copy(0, ahead.flatten(), history.flatten(0, 1))
+    behind = ahead + torch.as_tensor(sequences.lengths, device=ahead.device)[:, None]
+    return rows, at, rows[behind]
 
 
 def of_length_one(heads: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, DeltaKernels, PlainDelta
+from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, DeltaKernels, PlainDelta, preceded
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class FlaDelta(PlainDelta):
         lengths = torch.as_tensor(sequences.lengths, device=tokens.device)
         number = torch.arange(len(lengths), device=tokens.device, dtype=torch.int32).repeat_interleave(lengths)
         out = self.convolve(tokens.contiguous().t()[None], weight, seq_idx=number[None], activation="silu")
-        return out[0].t(), self.history(tokens, weight.shape[1] - 1, sequences)
+        *_, left = preceded(tokens.detach(), weight.shape[1] - 1, sequences, None)
+        return out[0].t(), left
 
     def delta_rule(
         self,
@@ -63,6 +64,7 @@ def find_delta_kernels() -> DeltaKernels:
 
 def _found(package: str, function: str) -> Callable[..., Any] | None:
     try:
-        return getattr(import_module(package), function)  # type: ignore[no-any-return]
+        found: Callable[..., Any] = getattr(import_module(package), function)
     except (ImportError, OSError):  # OSError: a library that it needs is missing
         return None
+    return found

@@ -88,7 +88,6 @@ def _hybrid(ffn: str) -> tuple[Part, ...]:
 
 # mamba_ssm_dtype is that of the states in vLLM.
 _INERT = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "use_sliding_window"})
-_SHARED = {"shared_expert": "shared_expert"}
 _EVERYWHERE = ": layers without experts beside those with are not supported"
 
 QWEN3_NEXT = Architecture(
@@ -101,7 +100,7 @@ QWEN3_NEXT = Architecture(
         only("mlp_only_layers", [], None, why=_EVERYWHERE),
     ),
     inert=_INERT,
-    names=HfNames(delta_by_key_heads=True, **_SHARED),
+    names=HfNames(delta_by_key_heads=True, shared_expert="shared_expert"),
     kept=("mtp.",),
 )
 QWEN3_5 = Architecture("Qwen3_5ForCausalLM", "qwen3_5_text", _hybrid("intermediate_size"), inert=_INERT, kept=("mtp.",))
@@ -110,7 +109,7 @@ QWEN3_5_MOE = Architecture(
     "qwen3_5_moe_text",
     (*_hybrid("moe_intermediate_size"), _gated_experts(8)),
     inert=_INERT | {"intermediate_size"},
-    names=HfNames(**_SHARED),
+    names=HfNames(shared_expert="shared_expert"),
     kept=("mtp.",),
 )
 

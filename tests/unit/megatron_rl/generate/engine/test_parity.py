@@ -36,7 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pressure": {"page_tokens": 4, "cache_tokens": 80},
 }
 ASKED = {"Qwen2": [*ENGINES], "Qwen3.5": [*ENGINES]}
-"""Engine configurations to compare where they are not the harder one alone: they depend only on states of rows beside the
+"""Engine configurations to compare where they are not the harder one alone: they depend only on states beside the
 cache."""
 
 
