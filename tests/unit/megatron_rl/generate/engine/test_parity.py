@@ -37,7 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 ASKED = {"Qwen2": [*ENGINES], "Qwen3.5": [*ENGINES]}
 """Engine configurations to compare where they are not the harder one alone: they depend only on states beside the
-cache."""
+the cache."""
 
 
 @pytest.mark.parametrize("shape", SHAPES)
