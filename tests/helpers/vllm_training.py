@@ -57,6 +57,7 @@ SIZES = {
     "head_dim": 32,  # the smallest of vLLM's attention on a CPU
     "max_position_embeddings": LONGEST,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
 SERVED: dict[str, dict[str, Any]] = {
     "Qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": False},
@@ -65,9 +66,22 @@ SERVED: dict[str, dict[str, Any]] = {
     "Llama 3.1": SIZES | {"model_type": "llama", "rope_parameters": STRETCHED},
     "Mistral": SIZES | {"model_type": "mistral", "sliding_window": None},
     "Qwen3 MoE": SIZES | EXPERTS | {"model_type": "qwen3_moe", "tie_word_embeddings": False},
+    "Qwen2, YaRN": SIZES | {"model_type": "qwen2", "rope_parameters": YARN},
     "GLM-4.5": PUBLISHED["GLM-4.5"] | SIZES | {"moe_intermediate_size": 32},
+    "DeepSeek-V3": PUBLISHED["DeepSeek-V3"]
+    | {key: SIZES[key] for key in ("hidden_size", "intermediate_size")}
+    | {
+        "moe_intermediate_size": 32,
+        "kv_lora_rank": 512,  # with qk_rope_head_dim the only sizes of vLLM's latent attention on a CPU
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    "gpt-oss": PUBLISHED["gpt-oss"] | SIZES | {"intermediate_size": 64},
+    "Gemma 3": PUBLISHED["Gemma 3"] | SIZES | {"num_hidden_layers": 3},
 }
-"""Name -> contents of config.json. vLLM serves all of them on a CPU."""
+"""Name -> contents of config.json. vLLM serves all of them on a CPU in fp32. It computes gated delta nets there in bf16
+alone, and reads no Qwen3.5 without torchvision."""
 
 
 def prepare_run(root: Path, published: Path, **sections: dict[str, Any]) -> RunDir:
@@ -103,7 +117,11 @@ LAYOUTS = {
     "Llama 3.1": Layout(pp=2),
     "Mistral": Layout(dp=2),
     "Qwen3 MoE": Layout(ep=2, dp=2),
+    "Qwen2, YaRN": Layout(dp=2),
     "GLM-4.5": Layout(pp=2),
+    "DeepSeek-V3": Layout(tp=2),
+    "gpt-oss": Layout(ep=2, dp=2),
+    "Gemma 3": Layout(tp=2),
 }
 """Layout of two training ranks for each model."""
 
