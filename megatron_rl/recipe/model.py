@@ -101,8 +101,8 @@ class LoraConfig(Section):
     targets: list[str] = list(LORA_TARGETS)
     """Linears with an adapter, by their names in transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
     down_proj. With experts, the last three are those of every expert, shared ones included, and of dense layers. Latent
-    attention has q_a_proj, q_b_proj (or q_proj alone), kv_a_proj_with_mqa, kv_b_proj and o_proj; default: all of the
-    model."""
+    attention has q_a_proj, q_b_proj (or q_proj alone), kv_a_proj_with_mqa, kv_b_proj and o_proj; gated delta
+    nets have none. Default: all of the model."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is set to 0 in the passes of an update. Generation, scoring and the KL penalty
     drop nothing. GRPO then scores each batch before its updates, which costs a forward pass where a step has a single

@@ -102,6 +102,14 @@ MODELS = {
     "tied": a_model("bf16", tied=True),
     "experts": EXPERTS,
     "unlike layers": ModelConfig.model_validate(UNLIKE),
+    "delta nets": tiny_model(
+        dtype="bf16",
+        layer_types=["linear_attention", "full_attention"],
+        delta_net={"key_heads": 8, "value_heads": 32, "key_head_dim": 4, "value_head_dim": 4},
+        attention_gate=True,
+        zero_centered_norms=True,
+        norms_around=True,
+    ),
     "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
     "unlike adapters": ModelConfig.model_validate(UNLIKE | {"lora": {"rank": 16}}),
 }
@@ -163,6 +171,7 @@ QUICK = (
     *(Continued("adapters", "tp2-ep2", layout) for layout in ("one", "pp2")),
     Continued("unlike layers", "tp2-ep2", "pp2"),
     Continued("unlike adapters", "tp2-ep2", "pp2"),
+    *(Continued("delta nets", *pair) for pair in (("tp2-pp2", "one"), ("dp2", "tp2"))),
 )
 """Each way to cut a model, from it and to it. Other pairs combine these."""
 DENSE = [name for name, layout in LAYOUTS.items() if layout.ep == 1 and layout != ONE]

@@ -115,9 +115,12 @@ EXPERTS = {
     "router": {"score": "sigmoid", "correction_bias": True},
     "attention_sinks": True,
     "output_bias": True,
-    "layer_types": ["sliding_attention", "full_attention"],
+    "layer_types": ["sliding_attention", "linear_attention"],
     "sliding_window": 4,
+    "delta_net": {"key_heads": 2, "value_heads": 4, "key_head_dim": 6, "value_head_dim": 8},
+    "attention_gate": True,
 }
+"""With unlike layers of both kinds."""
 
 
 def recipe(layout: Layout, ranks: int) -> RunConfig:

@@ -27,6 +27,8 @@ CASES = {
     "stacked experts at TP2": ("gpt-oss", Layout(tp=2)),
     "DeepSeek-V3 at TP2": ("DeepSeek-V3", Layout(tp=2)),
     "DeepSeek-V3 at PP2": ("DeepSeek-V3", Layout(pp=2)),
+    "delta nets at TP2": ("Qwen3.5", Layout(tp=2)),
+    "delta nets ordered by key heads at TP2": ("Qwen3-Next", Layout(tp=2)),
 }
 
 

@@ -12,7 +12,7 @@ one chunk alone, for the chunks of all sequences at once, then the memories from
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -26,17 +26,37 @@ CHUNK = 64
 _EPSILON = 1e-6  # of the lengths of queries and keys, as in transformers and flash-linear-attention
 
 
+@dataclass(frozen=True, slots=True)
+class PrecededRows:
+    """Places of rows where each sequence has further rows before it."""
+
+    tokens: Tensor  # [tokens]
+    ahead: Tensor  # [sequences, further]
+    last: Tensor  # [sequences, further] those at the end of each sequence
+
+    def filled(self, tokens: Tensor, history: Tensor | None) -> Tensor:
+        """Return all rows, [rows, channels]; further ones are zeros without a history [sequences, further, channels]"""
+        rows = tokens.new_zeros(len(tokens) + self.ahead.numel(), tokens.shape[1]).index_copy(0, self.tokens, tokens)
+        return rows if history is None else rows.index_copy(0, self.ahead.flatten(), history.flatten(0, 1))
+
+
 @dataclass(frozen=True)
 class ConsecutiveSequences:
     """Sequences whose tokens are consecutive rows."""
 
     lengths: Sequence[int]  # at least 1 each
     device: torch.device
+    _preceded: dict[int, PrecededRows] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """[sequences + 1] start of each, and the end."""
         return self._put(np.cumsum([0, *self.lengths]))
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """[tokens] int32, number of each token's sequence."""
+        return self._put(np.repeat(np.arange(len(self.lengths)), self.lengths)).int()
 
     @cached_property
     def chunks(self) -> Chunks:
@@ -52,14 +72,15 @@ class ConsecutiveSequences:
         places = self._put(chunk * size + offsets % size)
         return Chunks(size, places, active.tolist(), self._put(order), self._put(place_in_order))
 
-    def behind(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the row of each token if `rows` rows precede each sequence, [tokens], and these rows, [sequences,
-        rows]."""
-        lengths = np.array(self.lengths)
-        number = np.arange(len(lengths))
-        tokens = np.arange(lengths.sum()) + (np.repeat(number, lengths) + 1) * rows
-        first = np.cumsum(lengths) - lengths + number * rows
-        return self._put(tokens), self._put(first[:, None] + np.arange(rows))
+    def preceded(self, count: int) -> PrecededRows:
+        """Place `count` further rows before each sequence. Computed once for all layers."""
+        if count not in self._preceded:
+            lengths = np.array(self.lengths)
+            number = np.arange(len(lengths))
+            tokens = np.arange(lengths.sum()) + (np.repeat(number, lengths) + 1) * count
+            ahead = (np.cumsum(lengths) - lengths + number * count)[:, None] + np.arange(count)
+            self._preceded[count] = PrecededRows(*map(self._put, (tokens, ahead, ahead + lengths[:, None])))
+        return self._preceded[count]
 
     def _put(self, values: object) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self.device, non_blocking=True)
@@ -122,10 +143,10 @@ class PlainDelta(DeltaKernels):
     def convolved(
         self, tokens: Tensor, weight: Tensor, sequences: ConsecutiveSequences, history: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        before = weight.shape[1] - 1
-        rows, at, left = preceded(tokens, before, sequences, history)
+        further = sequences.preceded(weight.shape[1] - 1)
+        rows = further.filled(tokens, history)
         found = conv1d(rows.t()[None], weight[:, None], groups=len(weight))[0].t()
-        return silu(found.index_select(0, at - before)), left
+        return silu(found.index_select(0, further.tokens - weight.shape[1] + 1)), rows[further.last]
 
     def delta_rule(
         self,
@@ -161,19 +182,6 @@ class PlainDelta(DeltaKernels):
         )
         out, memory = _scanned(parts, chunks, memory)
         return chunks.taken(out).to(heads[2].dtype), memory
-
-
-def preceded(
-    tokens: Tensor, count: int, sequences: ConsecutiveSequences, history: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Put `count` rows before each sequence, zeros without a history. Returns all rows, the row of each token, and the
-    last `count` rows of each sequence."""
-    at, ahead = sequences.behind(count)
-    rows = tokens.new_zeros(len(tokens) + ahead.numel(), tokens.shape[1]).index_copy(0, at, tokens)
-    if history is not None:
-        rows = rows.index_copy(0, ahead.flatten(), history.flatten(0, 1))
-    behind = ahead + torch.as_tensor(sequences.lengths, device=ahead.device)[:, None]
-    return rows, at, rows[behind]
 
 
 def of_length_one(heads: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, DeltaKernels, PlainDelta, preceded
+from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, DeltaKernels, PlainDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,9 @@ class FlaDelta(PlainDelta):
     ) -> tuple[Tensor, Tensor]:
         if self.convolve is None or history is not None:
             return PlainDelta.convolved(self, tokens, weight, sequences, history)
-        lengths = torch.as_tensor(sequences.lengths, device=tokens.device)
-        number = torch.arange(len(lengths), device=tokens.device, dtype=torch.int32).repeat_interleave(lengths)
-        out = self.convolve(tokens.contiguous().t()[None], weight, seq_idx=number[None], activation="silu")
-        *_, left = preceded(tokens.detach(), weight.shape[1] - 1, sequences, None)
-        return out[0].t(), left
+        out = self.convolve(tokens.contiguous().t()[None], weight, seq_idx=sequences.numbers[None], activation="silu")
+        further = sequences.preceded(weight.shape[1] - 1)
+        return out[0].t(), further.filled(tokens.detach(), None)[further.last]
 
     def delta_rule(
         self,

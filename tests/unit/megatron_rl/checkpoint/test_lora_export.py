@@ -39,6 +39,7 @@ SHAPES = {
         "DeepSeek-V3",
         LORA | {"targets": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
+    "Qwen3.5": ("Qwen3.5", LORA),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import GPT_OSS, VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
-from family_shapes import DEEPSEEK, DENSE_QUERIES, GLM
+from family_shapes import DEEPSEEK, DENSE_QUERIES, GLM, QWEN35_MOE
 from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "shared experts and dense layers": {"lora": LORA, **GLM},
     "latent attention": {"lora": LORA, **DEEPSEEK},
     "some of latent attention": {"lora": LORA | {"targets": ["q_proj", "kv_b_proj"]}, **DENSE_QUERIES},
+    "gated attention beside delta nets": {"lora": LORA, **QWEN35_MOE},
     "one module of every expert": {"lora": LORA | {"targets": ["gate_proj", "o_proj"]}, **EXPERTS},
 }
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from composed_weights import composed_tensors
 from core_helpers import VOCAB, tiny_model, tiny_policy
+from family_shapes import QWEN3_NEXT, QWEN35
 from torch import Tensor
 
 from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
@@ -26,6 +27,8 @@ MODELS = {
     "untied, with norms of queries and keys": {"tied_embeddings": False, "qkv_bias": False, "qk_norm": True},
     "adapters": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}},
     "experts": {"tied_embeddings": False, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24},
+    "delta nets": QWEN35,
+    "delta nets ordered by key heads": QWEN3_NEXT,
     "adapters of experts": {
         "tied_embeddings": False,
         "num_experts": 4,
