@@ -32,7 +32,9 @@ from megatron_rl.generate.refit.epoch import TransferFailed
 from megatron_rl.generate.refit.plan import ModelStage
 from megatron_rl.generate.vllm import cpu_drafts
 from megatron_rl.generate.vllm.share import Setting, WeightShare
+from megatron_rl.generate.vllm.unwatched_weights import UnwatchedWeights
 from megatron_rl.model.platform.transport import beside
+from megatron_rl.recipe.hf_config import names_of
 from megatron_rl.recipe.model import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
     update_info_cls = UseVersion
     supports_draft_weight_update = False
     _share: WeightShare | None = None
+    _unwatched: UnwatchedWeights
     _loads = False
     """Whether a load has begun that is not finished."""
 
@@ -71,6 +74,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
             setting = setting_of(init_info.setting)
             workers = _StageWorkers(setting.model, self.parallel_config)
             self._share = WeightShare(setting, workers, memory, beside(self.device), self.device)
+            self._unwatched = UnwatchedWeights(stacked_experts=names_of(setting.model).stacked_experts)
         self._share.receive(init_info.version, init_info.epoch)
 
     def start_weight_update(self) -> None:
@@ -102,7 +106,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
         self._loads = True
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(share.tensors())
+            self.model.load_weights(self._unwatched.watched(share.tensors()))
         except TransferFailed:
             self.finish_weight_update()  # vLLM would add the next version's tensors to those of layers that lack some
             raise
@@ -112,6 +116,7 @@ class MrlWeightTransferEngine(WeightTransferEngine[Version, UseVersion]):
             return
         self._loads = False
         finalize_layerwise_reload(self.model, self.model_config)
+        self._unwatched.put(self.model, get_tp_group().rank_in_group)
         self._renew_tied_head()
 
     def shutdown(self) -> None:
