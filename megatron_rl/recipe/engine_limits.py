@@ -12,7 +12,7 @@ from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.sections import Sections
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_drafts import has_weights, method_of
-from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES, GPU_SHARE_OPTION
+from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES, GPU_SHARE_OPTION, heads_beyond_cpu
 from megatron_rl.recipe.vllm_precision import precision_faults
 
 
@@ -65,7 +65,6 @@ def _megatron(asked: Sections) -> Iterator[str]:
 
 
 def _vllm(asked: Sections) -> Iterator[str]:
-    head = asked.model.head_size
     if (beyond := beyond_vllm(asked.sampling)) is not None:
         yield f"{beyond}; with sampling.temperature 1 they are those over all"
     yield from _choices(asked)
@@ -84,10 +83,8 @@ def _vllm(asked: Sections) -> Iterator[str]:
             f"placement.inference.ep is {ep}, and vLLM on a CPU crashes where a process has only some experts: set 1, "
             "so that placement.inference.tp splits each expert"
         )
-    if asked.job.device == "cpu" and head not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        others = _other_heads(asked.model)
-        yield f"the model's attention heads have size {head}, and vLLM on a CPU supports {sizes}; {others}"
+    if asked.job.device == "cpu" and (beyond := heads_beyond_cpu(asked.model)) is not None:
+        yield f"the model has {beyond}; {_other_heads(asked.model)}"
     if architecture_of(asked.model) is None:
         yield f"vLLM has no model with {features(asked.model)} (see model.qkv_bias and model.qk_norm)"
 
@@ -136,7 +133,7 @@ def _cheaper_tokens(asked: Sections, vllm: VllmConfig) -> Iterator[str]:
 
 def _other_heads(model: ModelConfig) -> str:
     """Return keys of the model's shape with which vLLM on a CPU has it, as near to the present ones as possible."""
-    if model.init in ("huggingface", "checkpoint"):
+    if model.latent_attention or model.init in ("huggingface", "checkpoint"):
         return "its weights fix that size, so choose another model"
     if model.head_dim is not None:
         near = min(CPU_HEAD_SIZES, key=lambda size: abs(size - model.head_size))

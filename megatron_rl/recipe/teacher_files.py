@@ -18,7 +18,7 @@ from megatron_rl.recipe.flops import training_flops
 from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config
 from megatron_rl.recipe.hub import local_folder
 from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
-from megatron_rl.recipe.vllm_options import CPU_HEAD_SIZES
+from megatron_rl.recipe.vllm_options import heads_beyond_cpu
 
 VOCABULARY_FILE = "tokenizer.json"
 
@@ -113,18 +113,14 @@ def against_teacher(config: RunConfig, teacher: TeacherFiles | None, tokenizer: 
 def _against_vllm(config: RunConfig, teacher: TeacherFiles) -> Iterator[str]:
     if config.distill is None or config.teacher_vllm is None:
         return
-    name, head = config.distill.teacher, teacher.model.head_size
+    name = config.distill.teacher
     if teacher.is_checkpoint:
         yield (
             f"distill.teacher {name} is a checkpoint, and distill.replicas.engine vllm reads Hugging Face weights: "
             "export it (`mrl convert`), or set native"
         )
-    if config.job.device == "cpu" and head not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        yield (
-            f"distill.teacher {name} has attention heads of size {head}, and vLLM on a CPU supports {sizes}: set "
-            "distill.replicas.engine to native"
-        )
+    if config.job.device == "cpu" and (beyond := heads_beyond_cpu(teacher.model)) is not None:
+        yield f"distill.teacher {name} has {beyond}: set distill.replicas.engine to native"
 
 
 def vocabulary_difference(own: Mapping[str, int], teachers: Mapping[str, int]) -> str | None:

@@ -7,12 +7,31 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megatron_rl.recipe.model import ModelConfig
+
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM has attention on a CPU. On GPUs multiples of 8 work."""
+CPU_LATENT = (512, 64)
+"""kv_lora_rank and qk_rope_head_dim for which vLLM has latent attention on a CPU."""
 
 GPU_SHARE_OPTION = "gpu-memory-utilization"
 GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM 0.32 takes: default of GPU_SHARE_OPTION."""
+
+
+def heads_beyond_cpu(model: ModelConfig) -> str | None:
+    """Say which sizes of a model vLLM cannot attend with on a CPU, and which it can; None if it can."""
+    if latent := model.latent_attention:
+        sizes = latent.kv_lora_rank, latent.qk_rope_head_dim
+        if sizes == CPU_LATENT:
+            return None
+        given = "latent attention with kv_lora_rank {} and qk_rope_head_dim {}".format(*sizes)
+        return f"{given}, and vLLM on a CPU supports {CPU_LATENT[0]} and {CPU_LATENT[1]}"
+    if model.head_size in CPU_HEAD_SIZES:
+        return None
+    known = ", ".join(map(str, CPU_HEAD_SIZES))
+    return f"attention heads of size {model.head_size}, and vLLM on a CPU supports {known}"
+
 
 _OWNED = {
     "the run serves the model of its recipe": (

@@ -30,7 +30,14 @@ PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement
         (["sampling.temperature=0.7", "sampling.top_k=5"], "sampling.top_k"),
         (["sampling.temperature=0.7", "sampling.min_p=0.1"], "sampling.min_p"),
         (["sampling.temperature=0.7", "sampling.min_new_tokens=4"], "sampling.min_new_tokens"),
-        (["job.device=cpu", "model.head_dim=40"], "attention heads have size 40"),
+        (["job.device=cpu", "model.head_dim=40"], "the model has attention heads of size 40"),
+        (
+            [
+                *("job.device=cpu", "model.num_query_groups=40", "model.qkv_bias=false"),
+                "model.latent_attention={kv_lora_rank: 8, qk_nope_head_dim: 64, qk_rope_head_dim: 64, v_head_dim: 64}",
+            ],
+            "latent attention with kv_lora_rank 8 and qk_rope_head_dim 64, and vLLM on a CPU supports 512 and 64",
+        ),
         (
             ["model.dtype=fp32", "inference.vllm.args={quantization: fp8_per_block}"],
             "has quantization and model.dtype is fp32",
@@ -121,7 +128,7 @@ def test_a_recipe_that_names_the_engine_is_taken_as_it_is_written(tmp_path: Path
 def test_everything_that_the_engine_cannot_do_is_said_at_once() -> None:
     with pytest.raises(BadInput) as refused:
         load_recipe("demo", ["inference.engine=vllm", "resume.partial=regenerate"])
-    for key in ("resume.partial is regenerate", "attention heads have size 16"):
+    for key in ("resume.partial is regenerate", "attention heads of size 16"):
         assert key in str(refused.value)
 
 
