@@ -84,7 +84,7 @@ class PackedLatentAttention(MegatronModule):
         layer_number: int,
         *,
         model: ModelConfig,
-        linears: Mapping[str, type],
+        linears: Mapping[str, Any],
         norm: type,
         pg_collection: Any,
         **_: Any,
@@ -99,15 +99,15 @@ class PackedLatentAttention(MegatronModule):
         self._form = AttentionForm(scale=factor * (model.attention_scale or model.head_size**-0.5))
 
         def of(name: str, inputs: int, outputs: int) -> Any:
-            kind, given = linears[name], {"config": config, "tp_group": self.tp_group}
-            if issubclass(kind, WholeLinear):
-                return kind(inputs, outputs, **given)
-            given |= {"bias": False, "skip_bias_add": True, "is_expert": False, "init_method": config.init_method}
+            given = {"config": config, "tp_group": self.tp_group}
+            if issubclass(linears[name], WholeLinear):
+                return linears[name](inputs, outputs, **given)
+            given |= {"bias": False, "skip_bias_add": True, "is_expert": False}
             if name == "linear_proj":
-                return kind(
-                    inputs, outputs, input_is_parallel=True, **given | {"init_method": config.output_layer_init_method}
-                )
-            return kind(inputs, outputs, gather_output=False, **given)
+                given |= {"init_method": config.output_layer_init_method, "input_is_parallel": True}
+            else:
+                given |= {"init_method": config.init_method, "gather_output": False}
+            return linears[name](inputs, outputs, **given)
 
         if sizes.q_lora_rank is None:
             self.linear_q_proj = of("linear_q_proj", hidden, heads * model.head_size)
