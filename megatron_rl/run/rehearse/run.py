@@ -134,11 +134,12 @@ def growth(model: ModelConfig, layout: TrainingLayout, stage: int, depths: tuple
 
 
 def few_experts(model: ModelConfig, ep: int) -> int | None:
-    """Experts of a layer in the first rehearsal; the second has twice that number. Enough for every token, every group
-    and every rank; all experts if there are no more; None for a dense model."""
+    """Experts of a layer in the first rehearsal; the second has twice that number. Enough for every token and every
+    group, and two for every rank, since a rank with one need not sort its tokens; all experts if there are no more;
+    None for a dense model."""
     if not model.num_experts or not model.experts_per_token:
         return None
-    groups, unit = model.router, math.lcm(ep, model.router.groups)
+    groups, unit = model.router, math.lcm(2 * ep, model.router.groups)
     needed = max(model.experts_per_token * groups.groups // groups.groups_per_token, 2 * groups.groups)
     few = -(-max(needed, model.experts_per_token) // unit) * unit
     return few if 2 * few < model.num_experts else model.num_experts
