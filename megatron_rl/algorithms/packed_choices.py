@@ -18,7 +18,7 @@ from megatron_rl.model.choices import Choices
 
 @dataclass(frozen=True, slots=True)
 class PackedChoices:
-    """On the CPU."""
+    """Choices of the tokens of a micro-batch, on the CPU."""
 
     given: Tensor  # [packed, layers, chosen] uint8 or int16
     known: Tensor  # [packed] bool; what is given for the others means nothing
@@ -61,8 +61,8 @@ class ChoiceTable:
             that knows them.
         """
         # Two answers may disagree about their prompt, if two replicas computed it, or one under two versions. The
-        # difference is the rounding of two passes over the same tokens. To respect it, the prompt would have to be
-        # computed once per answer, which costs more than it could gain.
+        # difference is that of two passes over the same tokens. Respecting it would take a pass over the prompt for
+        # each answer, which costs more than it gains.
         rows, known = self.rows[sources], self.known[sources]
         if not known.all():
             for packed, own in paths:

@@ -104,8 +104,8 @@ def _choices(asked: Sections) -> Iterator[str]:
         )
     if asked.job.device == "cpu" and (asked.inference.own_vllm or VllmConfig()).draft:
         yield (
-            "model.router_replay is rollout and inference.vllm.args has speculative-config, and on a CPU the choices "
-            "for refused drafts are not told apart: leave it out"
+            "model.router_replay is rollout and inference.vllm.args has speculative-config, and on a CPU "
+            "it would return the choices for refused drafts too: leave it out"
         )
     if asked.sampling.stop:
         yield (

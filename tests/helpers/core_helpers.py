@@ -171,7 +171,7 @@ def answer_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]
 
 @torch.no_grad()
 def choices_of(policy: Policy, model: ModelConfig, tokens: Sequence[int]) -> Choices:
-    """What the routers choose in a single pass without a cache."""
+    """Choices of the routers in a single pass without a cache."""
     form = ChoiceForm.of(model)
     table = torch.zeros(len(tokens), len(form.layers), form.chosen, dtype=torch.int16)
     columns = {layer: column for column, layer in enumerate(form.layers)}

@@ -82,7 +82,7 @@ class _Sequence(_Received):
     versions: list[int]
     turns: list[Annotated[tuple[int, int], Strict(False)]]
     choices: list[Any] = []
-    """See encode_choices; empty if there are none."""
+    """Form of `encode_choices`; empty if there are none."""
 
     def branch(self, vocab_size: int) -> Branch:
         if max(self.tokens, default=0) >= vocab_size:

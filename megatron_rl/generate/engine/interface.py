@@ -51,7 +51,7 @@ class AnswerPrefix:
     logprobs: list[float]
     versions: list[int]
     choices: Choices = field(default_factory=list)
-    """See `Completion.choices`."""
+    """Known entries of `Completion.choices`."""
 
 
 def _new_id() -> str:

@@ -51,7 +51,7 @@ class Transcript:
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     choices: Choices = field(default_factory=list)
-    """See `Completion.choices`."""
+    """Known entries of `Completion.choices`."""
     stop: str | None = None
     """The stop string that was completed; later tokens are ignored."""
     reported: Held = NOTHING

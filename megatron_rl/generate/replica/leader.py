@@ -220,7 +220,7 @@ class Leader:
 
 
 def _delta(sample: int, answer: AnswerPrefix | Completion, first: Held) -> Delta:
-    """What a reader that has `first` of an answer lacks."""
+    """Return the part of an answer that a reader who has `first` of it lacks."""
     start = first.tokens
     lists = answer.tokens[start:], answer.logprobs[start:], answer.versions[start:]
     return Delta(sample, *lists, choices=answer.choices[first.choices :])
