@@ -31,16 +31,30 @@ def known_from(choices: Choices) -> int:
     return next((at for at, each in enumerate(choices) if not each), len(choices))
 
 
-def encode_choices(choices: Choices) -> list[Any]:
-    """Encode choices in JSON: number of tokens, those without choices, and the bytes of all others in base 64."""
-    unknown = [at for at, each in enumerate(choices) if not each]
-    return [len(choices), unknown, base64.b64encode(b"".join(choices)).decode("ascii")]
+def shared_entries(one: Choices, other: Choices) -> int:
+    """Return the number of entries with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
-def decode_choices(body: Sequence[Any]) -> Choices:
-    """Raises ValueError."""
-    count, unknown, text = body
-    return split(base64.b64decode(text, validate=True), count, unknown)
+def encode_choices(choices: Choices, base: Choices = []) -> list[Any]:  # noqa: B006  never changed in place
+    """Encode choices in JSON: entries at the beginning that are those of `base`, further entries, those of them without
+    choices, and the bytes of all others in base 64.
+
+    base: choices that the reader has already, such as those of another answer to the same prompt.
+    """
+    shared = shared_entries(choices, base)
+    rest = choices[shared:]
+    unknown = [at for at, each in enumerate(rest) if not each]
+    return [shared, len(rest), unknown, base64.b64encode(b"".join(rest)).decode("ascii")]
+
+
+def decode_choices(body: Sequence[Any], base: Choices = []) -> Choices:  # noqa: B006
+    """Decode what `encode_choices` has encoded with the same base. Raises ValueError."""
+    shared, count, unknown, text = body
+    if not 0 <= shared <= len(base):
+        raise ValueError(f"{shared} of {len(base)} choices are to be shared")
+    return base[:shared] + split(base64.b64decode(text, validate=True), count, unknown)
 
 
 def split(data: bytes, count: int, unknown: Sequence[int]) -> Choices:

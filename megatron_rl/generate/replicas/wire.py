@@ -26,7 +26,7 @@ the configuration: a replica of another start of the run, or with other code, re
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -136,10 +136,7 @@ def encode_request(request: GenerationRequest) -> dict[str, Any]:
         "sampling": request.sampling.model_dump(),
         "key": request.key,
         "ordinal": request.ordinal,
-        "known": {
-            str(sample): [known.tokens, known.logprobs, known.versions, *_encoded(known.choices)]
-            for sample, known in request.known.items()
-        },
+        "known": {str(sample): _known(prefix) for sample, prefix in request.known.items()},
     }
 
 
@@ -160,19 +157,15 @@ def decode_request(body: Body) -> GenerationRequest:
 
 
 def encode_news(news: News) -> dict[str, Any]:
-    pieces = [
-        [
-            name,
-            each.sample,
-            each.tokens,
-            each.logprobs,
-            each.versions,
-            each.finish_reason,
-            each.stop,
-            *_encoded(each.choices),
-        ]
-        for name, each in news.pieces
-    ]
+    """Encode news. Answers to one prompt in one message share its choices of experts."""
+    pieces: list[list[Any]] = []
+    first: dict[str, Choices] = {}  # of each request, the first choices in the message
+    for name, each in news.pieces:
+        end = (each.finish_reason, each.stop)
+        pieces.append([name, each.sample, each.tokens, each.logprobs, each.versions, *end])
+        if each.choices:
+            pieces[-1].append(encode_choices(each.choices, first.get(name, [])))
+            first.setdefault(name, each.choices)
     return {"about": asdict(news.about), "last": news.last, "pieces": pieces, "refused": news.refused}
 
 
@@ -180,28 +173,28 @@ def decode_news(body: Body) -> News:
     """Raises Garbled."""
     try:
         pieces = []
-        for piece in body["pieces"]:
-            name, sample, tokens, logprobs, versions, finish_reason, stop, *choices = piece
+        first: dict[str, Choices] = {}
+        for name, sample, tokens, logprobs, versions, finish_reason, stop, *encoded in body["pieces"]:
             if not len(tokens) == len(logprobs) <= len(versions):
                 raise ValueError("every token needs a log-prob and a version")
+            choices: Choices = []
+            if encoded:
+                choices = decode_choices(*encoded, first.get(name, []))
+                first.setdefault(name, choices)
             end = (None, finish_reason, stop, None)
-            pieces.append((name, Delta(sample, tokens, logprobs, versions, *end, _decoded(choices))))
+            pieces.append((name, Delta(sample, tokens, logprobs, versions, *end, choices)))
         return News(decode_about(body), int(body["last"]), pieces, [Refusal(*each) for each in body["refused"]])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise Garbled(f"news: {error!r}") from error
 
 
+def _known(prefix: AnswerPrefix) -> list[Any]:
+    choices = [encode_choices(prefix.choices)] if prefix.choices else []
+    return [prefix.tokens, prefix.logprobs, prefix.versions, *choices]
+
+
 def _prefix(tokens: list[int], logprobs: list[float], versions: list[int], *choices: Any) -> AnswerPrefix:
-    return AnswerPrefix(tokens, logprobs, versions, _decoded(choices))
-
-
-def _encoded(choices: Choices) -> list[Any]:
-    """Last items of a list: nothing where there are no choices."""
-    return [encode_choices(choices)] if choices else []
-
-
-def _decoded(items: Sequence[Any]) -> Choices:
-    return decode_choices(*items) if items else []
+    return AnswerPrefix(tokens, logprobs, versions, decode_choices(*choices) if choices else [])
 
 
 def decode_about(body: Body) -> About:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.model.choices import Choices, split
+from megatron_rl.model.choices import Choices, shared_entries, split
 
 TOKEN = np.dtype("<i4")
 LOG_PROB = np.dtype("<f4")
@@ -122,9 +122,7 @@ def _encode_choices(choices: Sequence[Choices]) -> tuple[list[tuple[int, int, li
     """
     heads, bodies = [], []
     for own in choices:
-        pairs = enumerate(zip(choices[0], own, strict=False))
-        shared = next((at for at, (one, other) in pairs if one != other), min(len(choices[0]), len(own)))
-        shared = 0 if own is choices[0] else shared
+        shared = 0 if own is choices[0] else shared_entries(choices[0], own)
         rest = own[shared:]
         bodies.append(b"".join(rest))
         heads.append((shared, len(rest), [at for at, each in enumerate(rest) if not each], len(bodies[-1])))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryBuilder, TrajectoryGroup
+from megatron_rl.generate.engine.interface import Completion
 
 
 def conversation(**changed: Any) -> Trajectory:
@@ -64,3 +65,17 @@ def test_a_rollout_without_a_sequence_is_rejected() -> None:
 
 
 PROBLEM = Problem("7=", {})
+
+
+def test_a_turn_adds_choices_of_tokens_that_have_none_and_changes_no_others() -> None:
+    builder = TrajectoryBuilder([1])
+    builder.add_turn(Completion([4, 0], [-1.0, -1.0], "stop", [3, 3], choices=[b"a", b"b"]))
+    builder.add_observation([9])
+    second = [b"A", b"B", b"c", b"d", b"e"]  # a pass over all tokens before, under newer weights
+    builder.add_turn(Completion([5, 0], [-1.0, -1.0], "stop", [4, 4], choices=second))
+    assert builder.branch().choices == [b"a", b"b", b"c", b"d", b"e"]
+
+
+def test_choices_of_more_tokens_than_there_are_are_refused() -> None:
+    with pytest.raises(ValueError, match="a trajectory of 6 tokens has choices of 7"):
+        conversation(choices=[b"a"] * 7)

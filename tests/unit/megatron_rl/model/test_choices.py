@@ -50,7 +50,19 @@ def test_json_has_them_exactly(choices: list[bytes]) -> None:
     assert decode_choices(json.loads(json.dumps(encode_choices(choices)))) == choices
 
 
-@pytest.mark.parametrize("body", [[2, [], "AAAA"], [1, [0], "AAAA"], [1, [], ""], [1, [], "*"], [0, [0], ""]])
+def test_json_leaves_out_what_the_reader_has() -> None:
+    encoded = encode_choices([A, B, b"", D], [A, B, C])
+    assert encoded == [2, 2, [0], "AgABAw=="]
+    assert decode_choices(encoded, [A, B, C]) == [A, B, b"", D]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *([0, 2, [], "AAAA"], [0, 1, [0], "AAAA"], [0, 1, [], ""], [0, 1, [], "*"], [0, 0, [0], ""]),
+        *([1, 1, [], "AAAA"], [-1, 1, [], "AAAA"]),
+    ],
+)
 def test_bytes_that_do_not_fit_the_tokens_are_refused(body: list[object]) -> None:
     with pytest.raises(ValueError):
         decode_choices(body)

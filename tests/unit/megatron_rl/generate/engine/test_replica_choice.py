@@ -65,10 +65,18 @@ def test_without_choices_nothing_of_them_is_on_the_wire() -> None:
     assert encode_news(told)["pieces"] == [["id", 1, [5], [-1.0], [0], None, None]]
 
 
+def test_answers_to_one_prompt_share_its_choices_in_a_message() -> None:
+    deltas = [Delta(at, [5], [-1.0], [0], choices=[b"ab"] * 30 + [b"%02d" % at]) for at in range(3)]
+    told = News(About(1, 0, 8, 3, 2, 1, 0.5, 0, 4.5), 7, [(name, each) for each in deltas for name in ("a", "b")], [])
+    body = json.loads(json.dumps(encode_news(told)))
+    assert decode_news(body) == told
+    assert [piece[-1][:2] for piece in body["pieces"]] == [[0, 31]] * 2 + [[30, 1]] * 4
+
+
 def test_choices_that_do_not_fit_their_tokens_are_garbled() -> None:
     told = News(About(1, 0, 8, 3, 2, 1, 0.5, 0, 4.5), 7, [("id", Delta(1, [5], [-1.0], [0], choices=[b"ab"]))], [])
     body = encode_news(told)
-    body["pieces"][0][-1][0] = 3
+    body["pieces"][0][-1][1] = 3
     with pytest.raises(Garbled, match="2 bytes are not the choices of 3 tokens"):
         decode_news(body)
 
