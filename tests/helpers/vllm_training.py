@@ -78,7 +78,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "v_head_dim": 32,
     },
     "gpt-oss": PUBLISHED["gpt-oss"] | SIZES | {"intermediate_size": 64},
-    "Gemma 3": PUBLISHED["Gemma 3"] | SIZES | {"num_hidden_layers": 3},
+    "Gemma 3": PUBLISHED["Gemma 3"] | SIZES | {"num_hidden_layers": 3, "tie_word_embeddings": False},
 }
 """Name -> contents of config.json. vLLM serves all of them on a CPU in fp32. It computes gated delta nets there in bf16
 alone, and reads no Qwen3.5 without torchvision."""
