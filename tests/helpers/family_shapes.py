@@ -88,3 +88,19 @@ GEMMA: dict[str, Any] = {
     "scaled_embedding": True,
     "head_dim": 12,
 }
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 12,
+    "output_bias": True,
+    "attention_sinks": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 3,
+    "tied_embeddings": False,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "truncate": False},
+    "ffn_hidden_size": 24,
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 24,
+    "expert_bias": True,
+    "swiglu_limit": 0.5,
+    "router": {"linear_bias": True},
+}

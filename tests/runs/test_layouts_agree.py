@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
-from core_helpers import GPT_OSS, batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run, with_choices
+from core_helpers import batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run, with_choices
+from family_shapes import GPT_OSS
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 

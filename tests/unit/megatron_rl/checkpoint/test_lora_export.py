@@ -34,6 +34,7 @@ SHAPES = {
     "two targets, rank-stabilised": ("Qwen2, tied", LORA | {"targets": ["v_proj", "down_proj"], "rs": True}),
     "Qwen3": ("Qwen3, wider heads", LORA),
     "Qwen3 MoE": ("Qwen3 MoE", LORA),
+    "gpt-oss": ("gpt-oss", LORA | {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     "GLM-4.5": ("GLM-4.5", LORA),
     "latent attention": (
         "DeepSeek-V3",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import GPT_OSS, VOCAB, answer_of, packed, prompt_of, random_groups, tiny_model, tiny_policy
-from family_shapes import DEEPSEEK, DENSE_QUERIES, GEMMA, GLM, LARGER_GLM, QWEN3_NEXT, QWEN35, QWEN35_MOE
+from core_helpers import VOCAB, answer_of, packed, prompt_of, random_groups, tiny_model, tiny_policy
+from family_shapes import DEEPSEEK, DENSE_QUERIES, GEMMA, GLM, GPT_OSS, LARGER_GLM, QWEN3_NEXT, QWEN35, QWEN35_MOE
 from published_twin import published, published_gradients, published_twin
 
 from megatron_rl.algorithms.logprobs import token_logprobs

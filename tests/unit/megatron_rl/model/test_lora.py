@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import GPT_OSS, VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
-from family_shapes import DEEPSEEK, DENSE_QUERIES, GLM, QWEN35_MOE
+from core_helpers import VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
+from family_shapes import DEEPSEEK, DENSE_QUERIES, GLM, GPT_OSS, QWEN35_MOE
 from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
@@ -35,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "latent attention": {"lora": LORA, **DEEPSEEK},
     "some of latent attention": {"lora": LORA | {"targets": ["q_proj", "kv_b_proj"]}, **DENSE_QUERIES},
     "gated attention beside delta nets": {"lora": LORA, **QWEN35_MOE},
+    "gpt-oss": {"lora": LORA | {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}, **GPT_OSS},
     "one module of every expert": {"lora": LORA | {"targets": ["gate_proj", "o_proj"]}, **EXPERTS},
 }
 

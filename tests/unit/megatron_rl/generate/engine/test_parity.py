@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import END, GPT_OSS, tiny_model, tiny_policy
-from family_shapes import DEEPSEEK, GEMMA, LARGER_GLM, QWEN35
+from core_helpers import END, tiny_model, tiny_policy
+from family_shapes import DEEPSEEK, GEMMA, GPT_OSS, LARGER_GLM, QWEN35
 from published_twin import published_twin
 from streams import answer_all
 

@@ -24,6 +24,7 @@ from megatron_rl.algorithms.packing import MicroBatch, pack
 from megatron_rl.model.platform import tree_attention
 from megatron_rl.model.platform.attention import AttentionForm, PackedSequences, whole_sequences
 from megatron_rl.model.platform.cuda_attention import CudaAttention, VarlenLayout, tree_is_faster, varlen_layout
+from megatron_rl.model.platform.device import UnsupportedPlatform
 from megatron_rl.model.platform.flash_kernels import VarlenKernel, find_varlen_kernel
 from megatron_rl.model.platform.phantom import PhantomDevice
 from megatron_rl.model.platform.tree_attention import FEWEST_TOKENS, TreeLayout, tree_layout
@@ -305,6 +306,14 @@ def test_a_small_tree_beside_much_unshared_is_not_gathered() -> None:
     alone, tree = np.full(4096, 4096, np.int32), tree_of(256, 64, 2)
     assert not tree_is_faster(np.concatenate((alone, 4096 + tree)))
     assert tree_is_faster(np.concatenate((tree_of(2048, 200, 16), 5248 + tree)))
+
+
+def test_sinks_need_logarithms_of_sums_that_torch_returns_since_2_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(flex, "AuxRequest")
+    attention = CudaAttention(None)
+    attention.layout(whole_sequences([20]), CPU, torch.bfloat16)
+    with pytest.raises(UnsupportedPlatform, match=r"attention with sinks needs torch 2\.9 or later"):
+        attention.layout(whole_sequences([20]), CPU, torch.bfloat16, sinks=True)
 
 
 def test_the_kernel_follows_from_type_and_sharing() -> None:
