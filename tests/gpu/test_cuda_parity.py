@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, VOCAB, packed, tiny_policy, tiny_run, trajectory
+from family_shapes import DEEPSEEK
 from gpu_helpers import DEVICE, NEEDS_GPU, gpu_model, metrics, run_recipe
+from published_twin import published_twin
 from transformers_witness import in_their_names, witness
 
 from megatron_rl.algorithms.logprobs import predicted_logprobs
@@ -24,17 +26,31 @@ from megatron_rl.recipe.inference import InferenceConfig, Sampling
 pytest.importorskip("transformers")
 pytestmark = NEEDS_GPU
 
+LATENT = DEEPSEEK | {
+    "latent_attention": {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+    # Every token has all experts, so that rounding to bf16 changes no choice.
+    "experts_per_token": DEEPSEEK["num_experts"],
+    "router": DEEPSEEK["router"] | {"groups_per_token": DEEPSEEK["router"]["groups"]},
+}
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [3] * 30]
 BF16 = 5e-2
 """Tolerance of a logit: in bf16, 8 bits over sums of four layers; in fp32, 1e-4 for the order of summation."""
 
 
 @pytest.mark.parametrize(("dtype", "off"), [("fp32", 1e-4), ("bf16", BF16)])
-@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "qkv_bias": False}], ids=["qwen2.5", "qwen3"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"qk_norm": True, "qkv_bias": False}, LATENT], ids=["qwen2.5", "qwen3", "deepseek_v3"]
+)
 def test_logits_are_the_references(platform: Any, groups: Any, dtype: str, off: float, fields: dict[str, Any]) -> None:
     model = gpu_model(dtype=dtype, **fields)
     policy = tiny_policy(platform, model, scale=0.1)
-    twin = witness(policy, model).eval()
+    twin = published_twin(policy, model).eval()
     tokens = torch.tensor([token for sequence in SEQUENCES for token in sequence], device=platform.device)
     positions = torch.cat([torch.arange(len(sequence)) for sequence in SEQUENCES]).to(platform.device)
     with torch.no_grad():
