@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,20 @@ class Layout:
     """Whether the model has adapters, which are trained alone."""
     fused: bool = False
     """Whether the engine has its own forward, as on a GPU."""
+    latent: bool = False
+    """Whether the model has latent attention."""
 
     @property
     def name(self) -> str:
         of_training = (
             f"TP{self.tp} PP{self.pp} EP{self.ep}" + " SP" * self.sequence_parallel + " adapters" * self.adapters
         )
-        return f"{of_training} -> TP{self.engine}" + " fused" * self.fused
+        return f"{of_training} -> TP{self.engine}" + " fused" * self.fused + " latent" * self.latent
+
+    @property
+    def model(self) -> tuple[bool, bool, bool]:
+        """Parts of the model."""
+        return self.ep > 1, self.adapters, self.latent
 
 
 LAYOUTS = {
@@ -75,6 +81,8 @@ LAYOUTS = {
         Layout(engine=1, ep=2),
         Layout(engine=2, tp=2, adapters=True),
         Layout(engine=2, ep=2, adapters=True),
+        Layout(engine=2, tp=2, latent=True),
+        Layout(engine=1, tp=2, latent=True, adapters=True),
     ],
     4: [
         Layout(engine=2, tp=2),
@@ -121,14 +129,26 @@ EXPERTS = {
     "attention_gate": True,
 }
 """With unlike layers of both kinds."""
+LATENT = {
+    "latent_attention": {
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    },
+    "num_query_groups": 4,
+    "qkv_bias": False,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "mscale_all_dim": 0.8},
+}
 
 
 def recipe(layout: Layout, ranks: int) -> RunConfig:
-    experts = EXPERTS if layout.ep > 1 else {}
+    parts = EXPERTS if layout.ep > 1 else LATENT if layout.latent else {}
     training = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "sequence_parallel": layout.sequence_parallel}
     return tiny_run(
         job={"nodes": 1, "gpus_per_node": ranks, "device": "cpu"},
-        model=tiny_model(**experts, lora={"rank": 2, "alpha": 2.0} if layout.adapters else None).model_dump(),
+        model=tiny_model(**parts, lora={"rank": 2, "alpha": 2.0} if layout.adapters else None).model_dump(),
         placement={"training": training, "inference": {"tp": layout.engine}},
         inference={"max_batch": 5},
     )
@@ -231,17 +251,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Layout], li
 
 
 @pytest.fixture(scope="module")
-def alone(platform: Any, groups: Any) -> dict[tuple[bool, bool], dict[int, list[Completion]]]:
-    """Answers of one rank, without and with experts, without and with adapters."""
+def alone(platform: Any, groups: Any) -> dict[tuple[bool, bool, bool], dict[int, list[Completion]]]:
+    """Answers of one rank with each model."""
     found = {}
-    for experts, adapters in itertools.product((False, True), repeat=2):
-        config = recipe(Layout(engine=1, ep=1 + experts, adapters=adapters), ranks=1)
+    for layout in {layout.model: layout for layouts in LAYOUTS.values() for layout in layouts}.values():
+        config = recipe(replace(layout, engine=1, tp=1, pp=1, sequence_parallel=False), ranks=1)
         policy = build_policy(config.model, VOCAB, platform)
         fill(policy, version=2)
         ranks = EngineRanks.form(groups, 1, LIMIT)
         engine = Engine(policy.eval(), config.model, config.inference, {END}, ranks=ranks)
         engine.policy_version = 2
-        found[experts, adapters] = answers(engine, ranks)
+        found[layout.model] = answers(engine, ranks)
     return found
 
 
@@ -261,7 +281,7 @@ def test_engine_has_the_weights_of_the_trainer_bit_for_bit(world: int, layout: L
 
 @pytest.mark.parametrize(("world", "layout"), ALL)
 def test_tokens_equal_those_of_one_rank_with_the_whole_model(world: int, layout: Layout, seen: Any, alone: Any) -> None:
-    expected = alone[layout.ep > 1, layout.adapters]
+    expected = alone[layout.model]
     together: dict[int, list[Completion]] = {}
     for rank, each in enumerate(seen(world, layout)):
         assert bool(each.answers) == (rank % layout.engine == 0)  # the first rank of each replica drives
