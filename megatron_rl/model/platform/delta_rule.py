@@ -191,19 +191,20 @@ def of_length_one(heads: Tensor) -> Tensor:
 def _scanned(parts: Sequence[Tensor], chunks: Chunks, memory: Tensor | None) -> tuple[Tensor, Tensor]:
     """Carry the memories from chunk to chunk. parts: each [chunks, heads, ...]."""
     values, keys = parts[:2]
+    heads, size = values.shape[1], (keys.shape[-1], values.shape[-1])
     if memory is None:
-        sizes = len(chunks.order), values.shape[1], keys.shape[-1], values.shape[-1]
-        memory = values.new_zeros(sizes)
+        memory = values.new_zeros(len(chunks.order) * heads, *size)
     else:
-        memory = memory.index_select(0, chunks.order)
+        memory = memory.index_select(0, chunks.order).flatten(0, 1)
     outs, ended = [], []
+    rows = [active * heads for active in chunks.active]  # of [chunks * heads, ...], which one product needs
     for value, correction, within, query, key, decay in zip(
-        *(part.split(list(chunks.active)) for part in parts), strict=True
+        *(part.flatten(0, 1).split(rows) for part in parts), strict=True
     ):
         ended.append(memory[len(value) :])
         memory = memory[: len(value)]
-        new = value - correction @ memory
-        outs.append(query @ memory + within @ new)
-        memory = memory * decay + key @ new
-    memory = torch.cat((memory, *reversed(ended)))
-    return torch.cat(outs), memory.index_select(0, chunks.place_in_order)
+        new = torch.baddbmm(value, correction, memory, alpha=-1)
+        outs.append(torch.baddbmm(query.bmm(memory), within, new))
+        memory = torch.baddbmm(memory * decay, key, new)
+    memory = torch.cat((memory, *reversed(ended))).unflatten(0, (-1, heads))
+    return torch.cat(outs).unflatten(0, (-1, heads)), memory.index_select(0, chunks.place_in_order)

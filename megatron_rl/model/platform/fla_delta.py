@@ -6,6 +6,7 @@ documentation.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, DeltaKernels, PlainDelta
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,16 @@ class FlaDelta(PlainDelta):
 
 def find_delta_kernels() -> DeltaKernels:
     """Return the kernels that are installed, with plain torch for the others."""
-    return FlaDelta(
-        _found("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), _found("causal_conv1d", "causal_conv1d_fn")
-    )
+    packages = {
+        "flash-linear-attention": _found("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+        "causal-conv1d": _found("causal_conv1d", "causal_conv1d_fn"),
+    }
+    if missing := [name for name, function in packages.items() if function is None]:
+        logger.warning(
+            "gated delta nets are computed in plain torch, which is slow and takes memory: install %s",
+            " and ".join(missing),
+        )
+    return FlaDelta(*packages.values())
 
 
 def _found(package: str, function: str) -> Callable[..., Any] | None:

@@ -39,6 +39,7 @@ from megatron_rl.model.platform.device import AnyModule
 from megatron_rl.model.platform.flash_kernels import PagedKernel, VarlenKernel
 from megatron_rl.model.platform.layer_kernels import TorchKernels
 from megatron_rl.model.platform.megatron_patches import patch_multi_tensor
+from megatron_rl.model.platform.phantom_delta import phantom_delta
 
 ACCELERATOR = torch.device("lazy", 0)
 """An accelerator that this build of torch knows only by name. Gradients are computed as on a CPU."""
@@ -312,6 +313,7 @@ class PhantomKernels(CudaKernels):
             [PagedKernel("phantom", _attend_in_pages, _attend_in_chunks, fp32=True, page_multiple=1)],
         )
         self.layer_kernels = TorchKernels("a phantom")
+        self.delta_kernels = phantom_delta()
 
     def against_grouped_products(self, dtype: torch.dtype) -> str | None:
         return None if dtype == torch.bfloat16 else "the grouped product needs bf16"
