@@ -179,7 +179,7 @@ def decode_news(body: Body) -> News:
                 raise ValueError("every token needs a log-prob and a version")
             choices: Choices = []
             if encoded:
-                choices = decode_choices(*encoded, first.get(name, []))
+                choices = decode_choices(encoded[0], first.get(name, []))
                 first.setdefault(name, choices)
             end = (None, finish_reason, stop, None)
             pieces.append((name, Delta(sample, tokens, logprobs, versions, *end, choices)))

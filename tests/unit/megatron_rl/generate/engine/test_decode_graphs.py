@@ -229,8 +229,9 @@ def test_recordings_survive_weights_that_change_in_place(policy: Policy) -> None
 
 
 def test_steps_with_experts_are_recorded_whatever_the_router_chooses(platform: Any, groups: Any) -> None:
-    """Other tokens go to other experts in every step, and the recording of one step serves for all."""
-    model = tiny_model(**EXPERTS)
+    """Other tokens go to other experts in every step, and the recording of one step serves for all. It records their
+    choices too."""
+    model = tiny_model(**EXPERTS, router_replay="rollout")
     policy = tiny_policy(recording_device(), model, scale=0.15).requires_grad_(False).eval()
     found = []
     for recorded in (True, False):
@@ -241,6 +242,8 @@ def test_steps_with_experts_are_recorded_whatever_the_router_chooses(platform: A
     assert recorder_of(policy).recorded == 1
     assert [each.tokens for each in found[0]] == [each.tokens for each in found[1]]
     assert len({tuple(each.tokens) for each in found[0]}) == 5
+    assert [each.choices for each in found[0]] == [each.choices for each in found[1]]
+    assert all(len({*each.choices[3:]}) > 2 for each in found[0])
 
 
 def test_number_of_recordings_is_limited(policy: Policy) -> None:
