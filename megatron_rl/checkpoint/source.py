@@ -71,7 +71,8 @@ def _of_run(run: RunDir, dtype: Precision | None, today: str | None, step: int) 
         recipe = read_config(run)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{run.resolved} cannot be read: {error}") from error
-    model = recipe.model.model_copy(update={"dtype": dtype or recipe.model.dtype})
+    untrained = {"dtype": dtype or recipe.model.dtype, "router_replay": "off"}  # nobody trains on its answers
+    model = recipe.model.model_copy(update=untrained)
     tokenizer = _tokenizer(recipe.tokenizer, today)
     return PolicySource(run.root.name, "checkpoint", run.checkpoint(step), step, recipe, model, tokenizer)
 
