@@ -349,7 +349,7 @@ class ModelConfig(Section):
         if self.latent_attention and self.num_query_groups != self.num_attention_heads:
             raise ValueError(
                 f"num_query_groups {self.num_query_groups} must equal num_attention_heads {self.num_attention_heads}: "
-                "in latent attention, each query head has a key of its own"
+                "in latent attention, each query head has its own key"
             )
         if self.dense_layers and self.dense_layers >= self.num_layers:
             raise ValueError(

@@ -562,7 +562,7 @@ PUBLISHED_CONFIGS: dict[str, Config] = {
     "openai/gpt-oss-120b": _gpt_oss(36, 128),
     "google/gemma-3-1b-it": _gemma(26, hidden_size=1152, intermediate_size=6912),
 }
-"""Those with YaRN have the change that their cards describe for long texts."""
+"""Configurations with YaRN have the change that their cards describe for long texts."""
 
 PARAMETERS: dict[str, tuple[float, float | None]] = {
     "Qwen/Qwen2.5-7B-Instruct": (7.62, None),

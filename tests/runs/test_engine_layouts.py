@@ -128,7 +128,7 @@ EXPERTS = {
     "delta_net": {"key_heads": 2, "value_heads": 4, "key_head_dim": 6, "value_head_dim": 8},
     "attention_gate": True,
 }
-"""With unlike layers of both kinds."""
+"""Shape with unlike layers of both kinds."""
 LATENT = {
     "latent_attention": {
         "q_lora_rank": 12,

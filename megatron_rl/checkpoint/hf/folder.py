@@ -27,7 +27,7 @@ SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by the names in safetensors
 PACKED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}  # of quantised weights
 QUANTISED: Mapping[str, FindQuantised] = {"mxfp4": mxfp4_weights, "fp8": fp8_weights}
-"""By quant_method of quantization_config."""
+"""Readers by the quant_method of quantization_config."""
 WHOLE_OR_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 """Names of weight files for transformers, which ignores others such as Mistral's consolidated.safetensors."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -135,7 +135,7 @@ class WeightsFolder:
     @property
     def kept(self) -> list[str]:
         """Names of the tensors that are neither trained nor run here: exports contain them as they were published.
-        Layers that predict further tokens follow the model's own layers, and others have names of their own."""
+        Layers that predict further tokens follow the model's own layers, and others have other names."""
         shape, prefixes = self.config.shape, self.config.architecture.kept
         first = shape["num_layers"] if shape.get("prediction_layers") else math.inf
         numbers = {name: _LAYER.match(name) for name in self.tensors}

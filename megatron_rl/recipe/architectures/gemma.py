@@ -1,4 +1,4 @@
-"""Row of Gemma 3: windows in five of six layers, with rotary positions of their own, and norms around each part."""
+"""Row of Gemma 3: windows with other rotary positions in five of six layers, and norms around each part."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _routed_by_bias(scale: float, groups: int, groups_per_token: int, dense_laye
 
 
 def _latent() -> Part:
-    """Latent attention. All heads have keys and values of their own."""
+    """Latent attention. Each head has its own keys and values."""
     parts = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
