@@ -52,14 +52,13 @@ class DeltaStates:
         self.of_layer = self.of_layer or {net.layer_number: net.empty_state(self._rows) for net in self._nets}
         samples = [len(prefill.samples) for prefill in prefills]
         of_rows = torch.from_numpy(np.repeat(np.arange(len(samples)), samples)).to(self._device, non_blocking=True)
-        return StatefulLayout(attention, self, self._sequences([len(each.tokens) for each in prefills]), rows, of_rows)
+        sequences = ConsecutiveSequences([len(each.tokens) for each in prefills], self._device)
+        return StatefulLayout(attention, self, sequences, rows, of_rows)
 
     def continued(self, attention: Layout, rows: slice) -> RecurrentLayout:
         """Layout of the next token of each of these rows."""
-        return StatefulLayout(attention, self, self._sequences([1] * (rows.stop - rows.start)), rows, None)
-
-    def _sequences(self, lengths: Sequence[int]) -> ConsecutiveSequences:
-        return ConsecutiveSequences(lengths, self._device)
+        sequences = ConsecutiveSequences([1] * (rows.stop - rows.start), self._device, chunk=1)
+        return StatefulLayout(attention, self, sequences, rows, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 CHUNK = 64
-"""Tokens of a chunk at most."""
+"""Tokens that are computed together, as in flash-linear-attention."""
 _EPSILON = 1e-6  # of the lengths of queries and keys, as in transformers and flash-linear-attention
 
 
@@ -46,6 +46,8 @@ class ConsecutiveSequences:
 
     lengths: Sequence[int]  # at least 1 each
     device: torch.device
+    chunk: int = CHUNK
+    """Tokens of a chunk. Not a function of the lengths: the bits of a sequence must not depend on its neighbours."""
     _preceded: dict[int, PrecededRows] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -60,8 +62,7 @@ class ConsecutiveSequences:
 
     @cached_property
     def chunks(self) -> Chunks:
-        lengths, ends = np.array(self.lengths), np.cumsum(self.lengths)
-        size = min(CHUNK, int(lengths.max()))
+        lengths, ends, size = np.array(self.lengths), np.cumsum(self.lengths), self.chunk
         order = np.argsort(-lengths, kind="stable")
         place_in_order = np.argsort(order)
         counts = -(-lengths[order] // size)

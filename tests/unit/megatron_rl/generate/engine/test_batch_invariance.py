@@ -12,6 +12,7 @@ import pytest
 import torch
 from core_helpers import END, tiny_model, tiny_policy
 from examples import examples
+from family_shapes import QWEN35
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -24,7 +25,11 @@ from megatron_rl.recipe.inference import InferenceConfig, Sampling
 pytestmark = pytest.mark.bits
 
 SHAPE = {"hidden_size": 64, "ffn_hidden_size": 96, "max_position_embeddings": 64}
-MODEL = tiny_model(**SHAPE)
+MODELS = {
+    "fp32": tiny_model(**SHAPE),
+    "bf16": tiny_model(**SHAPE, dtype="bf16"),
+    "delta nets": tiny_model(**QWEN35 | SHAPE),
+}
 SAMPLES = 5
 """Most tokens of a prompt. All samples of the first request have a row, so that they start together."""
 REQUESTS = st.builds(
@@ -42,12 +47,12 @@ REQUESTS = st.builds(
 
 @pytest.fixture(scope="module")
 def policies(platform: Any, groups: Any) -> dict[str, Policy]:
-    return {dtype: tiny_policy(platform, tiny_model(**SHAPE, dtype=dtype), scale=0.1) for dtype in ("fp32", "bf16")}
+    return {name: tiny_policy(platform, model, scale=0.1) for name, model in MODELS.items()}
 
 
 def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[int], **config: Any) -> list[Completion]:
     """Answers to the first request. arriving: number of steps before each further request."""
-    engine = Engine(policy, MODEL, InferenceConfig(share_prefixes=False, **config), {END})
+    engine = Engine(policy, policy.model_config, InferenceConfig(share_prefixes=False, **config), {END})
     gaps = iter(arriving)
     for request in requests:
         engine.submit(request)
@@ -65,7 +70,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     arriving=[],
     max_batch=SAMPLES,
     threads=1,
-    dtype="fp32",
+    model="fp32",
     least_packed=2**30,
 )
 @examples(6)
@@ -75,7 +80,7 @@ def answers(policy: Policy, requests: list[GenerationRequest], arriving: list[in
     arriving=st.lists(st.integers(0, 4), max_size=6),
     max_batch=st.integers(SAMPLES, 12),
     threads=st.sampled_from([1, 2]),
-    dtype=st.sampled_from(["fp32", "bf16"]),
+    model=st.sampled_from([*MODELS]),
     least_packed=st.sampled_from([1, 2**30]),
 )
 def test_answer_is_the_same_whatever_its_neighbours(
@@ -85,7 +90,7 @@ def test_answer_is_the_same_whatever_its_neighbours(
     arriving: list[int],
     max_batch: int,
     threads: int,
-    dtype: str,
+    model: str,
     least_packed: int,
 ) -> None:
     before = torch.get_num_threads()
@@ -93,8 +98,8 @@ def test_answer_is_the_same_whatever_its_neighbours(
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(frozen_linear, "LEAST_PACKED", least_packed)
-            alone = answers(policies[dtype], [request], [])
-            together = answers(policies[dtype], [request, *others], arriving, max_batch=max_batch, page_tokens=8)
+            alone = answers(policies[model], [request], [])
+            together = answers(policies[model], [request, *others], arriving, max_batch=max_batch, page_tokens=8)
     finally:
         torch.set_num_threads(before)
     assert together == alone

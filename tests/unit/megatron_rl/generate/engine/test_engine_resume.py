@@ -12,6 +12,7 @@ import pytest
 import torch
 from core_helpers import END, answer_logprobs, tiny_model, tiny_policy
 from examples import examples
+from family_shapes import QWEN35
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,8 +34,16 @@ def policy(platform: Any, groups: Any) -> Policy:
     return tiny_policy(platform, scale=0.15)
 
 
+@pytest.fixture(scope="module")
+def with_states(platform: Any, groups: Any) -> Policy:
+    """A policy whose rows have states beside the cache."""
+    return tiny_policy(platform, tiny_model(**QWEN35), scale=0.15)
+
+
 def engine_of(policy: Policy, max_batch: int = 16, prefill_tokens: int = 16384) -> Engine:
-    return Engine(policy, tiny_model(), InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), {END})
+    return Engine(
+        policy, policy.model_config, InferenceConfig(max_batch=max_batch, prefill_tokens=prefill_tokens), {END}
+    )
 
 
 def requests(sampling: Sampling, samples: int = 3) -> list[GenerationRequest]:
@@ -84,6 +93,13 @@ def test_interrupted_answer_resumes_to_the_uninterrupted_one(policy: Policy, nam
     assert found
     assert any(1 <= len(each.prefix.tokens) < 12 for each in found)
     assert_same(answers(engine_of(policy), resumed(asked, found)), undisturbed)
+
+
+def test_states_are_computed_again_when_an_answer_resumes(with_states: Policy) -> None:
+    asked = requests(SAMPLINGS["plain"], samples=8)
+    undisturbed = answers(engine_of(with_states), asked)
+    found = interrupted(engine_of(with_states, max_batch=6), asked, 5)
+    assert_same(answers(engine_of(with_states), resumed(asked, found)), undisturbed)
 
 
 @examples(8)
