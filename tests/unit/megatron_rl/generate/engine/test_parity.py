@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "GLM-4.5": LARGER_GLM,
     "DeepSeek-V3": DEEPSEEK,
     "Qwen3.5": QWEN35,
-    "Gemma 3": GEMMA,
+    "Gemma 3": GEMMA | {"tied_embeddings": False},
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "as it comes": {},
