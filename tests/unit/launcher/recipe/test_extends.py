@@ -126,7 +126,7 @@ def test_a_base_is_extended_and_not_run():
     assert shipped_bases() == ["dapo", "gsm8k"]
     assert problem("dapo").startswith("no recipe is called 'dapo'")
     extending = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned"))]
-    assert len(extending) == 14
+    assert len(extending) == 15
     assert {shipped_values(name)["optimizer"]["epsilon"] for name in extending} == {1e-8}
 
 

@@ -19,8 +19,9 @@ from megatron_rl.recipe.registry import environment_class, required_datasets
 OF_DAPO = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned", "-32b-lora"))]
 OF_GSM8K = {"qwen3-0.6b-gsm8k": (1, 24), "qwen3-1.7b-gsm8k": (1, 80), "qwen2.5-7b-gsm8k": (8, 80)}
 """Recipes for a first run -> GPUs, and GiB of each."""
-VLLM_ALONE = {"deepseek-v3.1-dapo", "gpt-oss-120b-dapo"}
-"""Recipes whose replicas of mrl's own engine would need more than a node, or more than its GPUs have left."""
+VLLM_ALONE = {"deepseek-v3.1-dapo", "gpt-oss-120b-dapo", "qwen3-next-80b-a3b-dapo"}
+"""Recipes whose replicas of mrl's own engine would need more than a node, more than its GPUs have left, or key/value
+heads of which several GPUs have the same."""
 
 
 @cache
