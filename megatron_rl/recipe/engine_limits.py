@@ -85,6 +85,8 @@ def _vllm(asked: Sections) -> Iterator[str]:
         )
     if asked.job.device == "cpu" and (beyond := heads_beyond_cpu(asked.model)) is not None:
         yield f"the model has {beyond}; {_other_heads(asked.model)}"
+    if asked.job.device == "cpu" and asked.model.delta_net and asked.model.dtype == "fp32":
+        yield "model.dtype is fp32, and vLLM on a CPU computes gated delta nets in bf16 alone: set bf16"
     if architecture_of(asked.model) is None:
         yield f"vLLM has no model with {features(asked.model)} (see model.qkv_bias and model.qk_norm)"
 

@@ -39,6 +39,13 @@ PARTITIONED = ("inference.engine=vllm", "placement.mode=partitioned", "placement
             "latent attention with kv_lora_rank 8 and qk_rope_head_dim 64, and vLLM on a CPU supports 512 and 64",
         ),
         (
+            [
+                *("job.device=cpu", "model.dtype=fp32", "model.num_layers=1", "model.layer_types=[linear_attention]"),
+                "model.delta_net={key_heads: 8, value_heads: 8, key_head_dim: 64, value_head_dim: 64}",
+            ],
+            "vLLM on a CPU computes gated delta nets in bf16 alone",
+        ),
+        (
             ["model.dtype=fp32", "inference.vllm.args={quantization: fp8_per_block}"],
             "has quantization and model.dtype is fp32",
         ),
