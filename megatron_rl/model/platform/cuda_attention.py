@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention import flex_attention
 
 from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, PackedSequences, depths, widened
 from megatron_rl.model.platform.dense_attention import FanOut, branches
 from megatron_rl.model.platform.device import UnsupportedPlatform
 from megatron_rl.model.platform.flash_kernels import PagedKernel, VarlenAttend, VarlenKernel
+from megatron_rl.model.platform.gpu_calls import release_of
 from megatron_rl.model.platform.paged_attention import (
     ChunkAttention,
     KernelAttention,
@@ -54,7 +54,7 @@ class CudaAttention:
         same holds for a part of the tokens (see `Kernels.attention_layout`): a flash kernel would need the chunks of
         each tree separately, and the keys before them again for each. It also holds for attention with sinks, which
         needs the gradient of the logarithms of sums: flash-attn and torch compute none."""
-        if sinks and not hasattr(flex_attention, "AuxRequest"):
+        if sinks and release_of(torch.__version__) < (2, 9):
             raise UnsupportedPlatform(f"attention with sinks needs torch 2.9 or later, and this is {torch.__version__}")
         if self.varlen is None or not self.gathers_branches(dtype, in_parts=part is not None, sinks=sinks):
             return tree_layout(packed, device, self.tree, part)

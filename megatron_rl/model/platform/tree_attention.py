@@ -159,7 +159,10 @@ def _mask(subtree_ends: Tensor, queries: Tensor, device: torch.device, window: i
         mask_mod=seen,
         seq_lengths=(len(queries), len(ends)),
     )
-    return mask.to(device)
+    for name, each in vars(mask).items():  # `BlockMask.to` would wait for each tensor
+        if isinstance(each, Tensor):
+            setattr(mask, name, each.to(device, non_blocking=True))
+    return mask
 
 
 def _padded(tokens: Tensor) -> Tensor:

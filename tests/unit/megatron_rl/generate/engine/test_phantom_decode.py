@@ -86,9 +86,21 @@ def test_host_waits_at_most_once_in_eight_tokens(platform: Any, groups: Any, mon
     assert 3 <= reads.count + synchronous <= decoded / TOKENS_PER_WAIT + 2  # a check may be due here
 
 
-@pytest.mark.parametrize("of_page", [64, 256])
-def test_pieces_and_cached_prefixes_are_computed_on_the_device(platform: Any, groups: Any, of_page: int) -> None:
-    model = tiny_model(dtype="bf16", head_dim=16, num_layers=1, max_position_embeddings=7 * of_page)
+WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": 128, "attention_sinks": True, "output_bias": True}
+OF_LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT = {"latent_attention": OF_LATENT, "num_query_groups": 4, "qkv_bias": False}
+
+
+@pytest.mark.parametrize(
+    ("of_page", "shape"),
+    [(64, {}), (256, {}), (256, WINDOWED), (256, LATENT)],
+    ids=["small pages", "large pages", "sinks in a window", "values smaller than keys"],
+)
+def test_pieces_and_cached_prefixes_are_computed_on_the_device(
+    platform: Any, groups: Any, of_page: int, shape: dict[str, Any]
+) -> None:
+    fields = {"head_dim": 16, "num_layers": 1, "max_position_embeddings": 7 * of_page} | shape
+    model = tiny_model(dtype="bf16", **fields)
     with PhantomDevice(GPU) as gpu:
         policy = build_policy(model, VOCAB, PhantomCuda(gpu))
         config = InferenceConfig(max_batch=4, prefill_tokens=2 * of_page)
