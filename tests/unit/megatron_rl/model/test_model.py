@@ -17,8 +17,8 @@ from core_helpers import (
     tiny_model,
     tiny_policy,
 )
+from published_twin import published, published_gradients, published_twin
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers_witness import in_their_names, witness
 
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.model.layers import Norm
@@ -59,7 +59,7 @@ def test_logits_equal_those_of_the_published_model(
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
     with torch.no_grad():
-        expected = witness(policy, model)(torch.tensor([SENTENCE])).logits[0, :, :VOCAB]
+        expected = published_twin(policy, model)(torch.tensor([SENTENCE])).logits[0, :, :VOCAB]
     logits = full_forward(policy, SENTENCE)
     assert expected.std() > 0.5  # otherwise any two would be close
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -103,7 +103,7 @@ def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     """Compares answers of mixed lengths that share prompts in one packed forward with one sequence at a time."""
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model, recompute=recompute)
-    twin = witness(policy, model)
+    twin = published_twin(policy, model)
     trajectories = [trajectory for made in random_groups(4, 4) for trajectory in made.trajectories]
     (micro,) = packed(trajectories)
 
@@ -123,9 +123,8 @@ def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
     spread = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0))
     (logprobs * spread).sum().backward()
     (expected * spread).sum().backward()
-    gradients = in_their_names(policy, model, lambda weight: weight.grad)
-    theirs = {name: weight.grad for name, weight in twin.named_parameters()}
-    torch.testing.assert_close(gradients, theirs, rtol=1e-4, atol=1e-4)
+    gradients = published(policy, model, lambda weight: weight.grad)
+    torch.testing.assert_close(gradients, published_gradients(twin), rtol=1e-4, atol=1e-4)
 
 
 def test_padding_rows_of_the_embedding_have_no_logits(platform: Any, groups: Any) -> None:
@@ -162,7 +161,7 @@ def test_bf16_is_near_fp32(platform: Any, groups: Any) -> None:
     logits = full_forward(half, SENTENCE)
     assert logits.dtype == torch.bfloat16
     with torch.no_grad():
-        expected = witness(half, tiny_model(dtype="bf16"))(torch.tensor([SENTENCE])).logits[0, :, :VOCAB]
+        expected = published_twin(half, tiny_model(dtype="bf16"))(torch.tensor([SENTENCE])).logits[0, :, :VOCAB]
     assert expected.std() > 0.1
     torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.05)
     if frozen := half.frozen():  # this processor multiplies bf16

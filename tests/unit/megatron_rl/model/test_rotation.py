@@ -9,9 +9,9 @@ import torch
 from core_helpers import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers_witness import rope_parameters
 
 from megatron_rl.model.rotation import frequencies, rotation_tables
+from megatron_rl.recipe.architectures.parts import written_scaling
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.model_parts import RopeScaling
 
@@ -55,6 +55,16 @@ def test_frequencies_and_the_factor_of_cosines_are_those_of_transformers(
     torch.testing.assert_close(frequencies(model), theirs, rtol=2e-6, atol=0)
     found = model.rope_scaling.cosine_factor if model.rope_scaling else 1.0
     assert found == pytest.approx(factor, rel=1e-12)
+
+
+def rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    """Rotary positions of a model in config.json of transformers 5."""
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    if model.partial_rotary_factor != 1:
+        found["partial_rotary_factor"] = model.partial_rotary_factor
+    if model.rope_scaling is not None:
+        found |= written_scaling(model.rope_scaling)
+    return found
 
 
 def of_transformers(model: ModelConfig) -> tuple[torch.Tensor, float]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from core_helpers import PADDED_VOCAB, batch_of, build_run, random_groups, tiny_run
 from hf_helpers import PUBLISHED, publish
+from published_twin import published, published_twin
 from torch import Tensor
-from transformers_witness import in_their_names, witness
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.rank.metrics.stats import StepStats, Tally
@@ -75,7 +75,7 @@ def test_loss_gradients_and_recorded_divergence_are_those_of_the_definition(
 ) -> None:
     folder, teachers_twin = teacher
     run = run_with(folder, platform, groups, distill={"reward_weight": reward_weight})
-    twin = witness(run.trainer.policy, run.config.model).double()
+    twin = published_twin(run.trainer.policy, run.config.model).double()
     expected, divergence = naive(twin, teachers_twin, reward_weight)
     expected.backward()
     run.trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite: nothing is updated
@@ -83,7 +83,7 @@ def test_loss_gradients_and_recorded_divergence_are_those_of_the_definition(
     assert seen.loss is not None and seen.loss.teacher_kl is not None
     assert seen.loss.teacher_kl / seen.loss.tokens == pytest.approx(divergence, rel=1e-5)
     assert seen.loss.loss == pytest.approx(expected.item(), rel=1e-5)
-    ours = in_their_names(run.trainer.policy, run.config.model, lambda weight: weight.main_grad)
+    ours = published(run.trainer.policy, run.config.model, lambda weight: weight.main_grad)
     for name, weight in twin.named_parameters():
         torch.testing.assert_close(ours[name].double(), weight.grad, rtol=2e-4, atol=2e-5, msg=name)
 

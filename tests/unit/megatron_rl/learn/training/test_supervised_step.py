@@ -9,9 +9,9 @@ import pytest
 import torch
 from core_helpers import ALPHABET, build_run
 from optional import needs
+from published_twin import published, published_twin
 from supervised_helpers import sums, supervised_run, write_rows
 from torch import Tensor
-from transformers_witness import in_their_names, witness
 
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.rank.metrics.stats import StepStats, Tally
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_transformers_in_float64(
     run = run_on(tmp_path, platform, groups, training={"tokens_per_microbatch": room})
     batch = run.driver.collect(0)
     assert len(batch.groups) == len(ROWS)
-    twin = witness(run.trainer.policy, run.config.model).double()
+    twin = published_twin(run.trainer.policy, run.config.model).double()
     expected = cross_entropy(twin, batch)
     expected.backward()
     run.trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite: nothing is updated
@@ -71,7 +71,7 @@ def test_loss_and_gradients_are_those_of_transformers_in_float64(
     assert seen.loss is not None
     assert seen.loss.loss == pytest.approx(expected.item(), rel=1e-6)
     assert seen.loss.tokens == int(padded(batch)[1].sum())
-    ours = in_their_names(run.trainer.policy, run.config.model, lambda weight: weight.main_grad)
+    ours = published(run.trainer.policy, run.config.model, lambda weight: weight.main_grad)
     for name, weight in twin.named_parameters():
         torch.testing.assert_close(ours[name].double(), weight.grad, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -100,7 +100,7 @@ def test_the_loss_is_that_of_trl_on_the_same_batches(tmp_path: Path, platform: A
         each,
         optimizer={"learning_rate": 1e-3, "warmup_steps": 0, "beta2": 0.999, "clip_grad": 0.0},
     )
-    twin = witness(run.trainer.policy, run.config.model)
+    twin = published_twin(run.trainer.policy, run.config.model)
     batches = [run.driver.collect(number * each) for number in range(steps)]
     ours = [step(run, batch).loss.loss for batch in batches]  # type: ignore[union-attr]
 

@@ -15,9 +15,9 @@ from core_helpers import CPU, VOCAB, batch_of, build_run, random_groups, tiny_mo
 from core_helpers import (
     trajectory as scored,
 )
+from published_twin import published, published_twin
 from thread_ranks import on_threads
 from torch import Tensor
-from transformers_witness import in_their_names, witness
 
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.credit import assign_credit
@@ -242,8 +242,8 @@ def assert_like_padded(
     run: Run, groups: list[TrajectoryGroup], config: RunConfig, policy_version: int = 0
 ) -> StepStats:
     """Assert that one update has the loss and gradients of the padded implementation."""
-    twin = witness(run.trainer.policy, config.model)
-    reference = witness(run.models.reference, config.model) if run.models.reference is not None else None
+    twin = published_twin(run.trainer.policy, config.model)
+    reference = published_twin(run.models.reference, config.model) if run.models.reference is not None else None
     expected = naive_loss(twin, reference, groups, config, policy_version)
     expected.backward()
 
@@ -251,7 +251,7 @@ def assert_like_padded(
     stats = trained(run, groups)
     assert of_loss(stats).loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     theirs = {name: weight.grad for name, weight in twin.named_parameters()}
-    ours = in_their_names(run.trainer.policy, config.model, lambda weight: weight.main_grad)
+    ours = published(run.trainer.policy, config.model, lambda weight: weight.main_grad)
     norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in theirs.values()))
     assert stats.update.grad_norm == pytest.approx(norm, rel=1e-4)
     for name, gradient in theirs.items():
