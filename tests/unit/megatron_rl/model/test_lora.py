@@ -150,6 +150,14 @@ def test_a_wrong_key_is_refused(fields: dict[str, Any], message: str) -> None:
         tiny_model(lora=LORA | fields)
 
 
+def test_latent_attention_has_linears_of_other_names() -> None:
+    by_default = tiny_model(**DEEPSEEK, lora={"rank": 4}).lora
+    attention = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    assert by_default and by_default.targets == [*attention, "gate_proj", "up_proj", "down_proj"]
+    with pytest.raises(ValidationError, match=r"no linear is called 'k_proj'; there are q_a_proj, q_b_proj, kv_a_proj"):
+        tiny_model(**DEEPSEEK, lora={"rank": 4, "targets": ["o_proj", "k_proj"]})
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
