@@ -133,8 +133,10 @@ def build_run(config: RunConfig, platform: Device, groups: Any, scale: float = 0
 @torch.no_grad()
 def stir(policy: Policy, scale: float, seed: int = 11) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for weight in policy.parameters():
+    for name, weight in policy.named_parameters():
         weight += (scale * torch.randn(weight.shape, generator=generator)).to(weight)
+        if name.endswith("A_log"):
+            weight -= 3.0  # else delta nets would forget each token at once
 
 
 @torch.no_grad()

@@ -85,7 +85,9 @@ def whole(of_ranks: Iterable[list[Box]]) -> dict[str, Tensor]:
 def sharpen(policy: Policy) -> None:
     """Make the distributions of random weights far from uniform, in the same way for every layout."""
     for name, weight in policy.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith("A_log"):
+            weight -= 3.0  # else delta nets would forget each token at once
+        elif name.endswith("bias"):
             weight += 0.1
         elif weight.dim() > 1:
             weight *= 5.0

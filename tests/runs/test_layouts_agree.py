@@ -93,7 +93,7 @@ DEEPSEEK = LATENT | {
 DELTA = tiny_model(
     num_layers=4,
     layer_types=["linear_attention", "full_attention"] * 2,
-    delta_net={"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 6},
+    delta_net={"key_heads": 4, "value_heads": 8, "key_head_dim": 8, "value_head_dim": 6},
     qkv_bias=False,
     qk_norm=True,
     attention_gate=True,
@@ -195,6 +195,7 @@ LAYOUTS = {
     "CP2 EP2 delta nets": ("delta experts", Layout(cp=2, ep=2)),
     "CP2 TP2 SP delta nets": ("delta nets", Layout(cp=2, tp=2, sequence_parallel=True)),
     "TP2 PP2 delta nets": ("delta nets", Layout(tp=2, pp=2)),
+    "TP4 delta nets": ("delta nets", Layout(tp=4)),  # ranks share key/value heads and their gated queries
     "EP2 TP2 delta nets": ("delta experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "TP2 SP delta adapters": ("delta adapters", Layout(tp=2, sequence_parallel=True)),
     "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
@@ -219,7 +220,7 @@ QUICK = {
     *("TP2 SP adapters", "TP4 adapters", "grouped", "EP2 TP2 grouped adapters"),
     *("DP2 overlapped", "PP2 DP2 overlapped"),
     *("CP2 EP2 gpt-oss", "TP2 PP2 gpt-oss"),
-    *("TP2 delta nets", "CP2 EP2 delta nets", "TP2 PP2 delta nets"),
+    *("TP2 delta nets", "CP2 EP2 delta nets", "TP2 PP2 delta nets", "TP4 delta nets"),
     *("PP2 unlike layers", "EP2 TP2 grouped unlike layers", "TP2 grouped unlike adapters"),
     *("TP2 latent", "TP2 SP latent adapters", "EP2 TP2 DeepSeek"),
 }

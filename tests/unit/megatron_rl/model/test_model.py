@@ -17,6 +17,7 @@ from core_helpers import (
     tiny_model,
     tiny_policy,
 )
+from family_shapes import QWEN35
 from published_twin import published, published_gradients, published_twin
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -248,6 +249,7 @@ def test_no_tensor_of_an_expert_layer_outlives_the_backward_pass(
         ((1, 3, 1), {}, "pp 3 does not divide model.num_layers 2 (2 = 0 x 3 + 2)"),
         ((1, 1, 4), EXPERTS, "ep 4 does not divide model.num_experts 6 (6 = 1 x 4 + 2)"),
         ((4, 1, 1), EXPERTS | {"expert_ffn_hidden_size": 6}, "tp 4 does not divide model.expert_ffn_hidden_size 6"),
+        ((4, 1, 1), QWEN35, "tp 4 does not divide model.delta_net.key_heads 2"),
         ((1, 1, 2), {}, "ep 2 needs model.num_experts: without experts to share"),
         ((4, 1, 1, 2), {}, "tp 4 is more than model.num_query_groups 2: ranks share a key/value head only as in train"),
     ],
