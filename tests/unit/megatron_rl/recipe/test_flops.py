@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import tiny_model, tiny_policy
+from family_shapes import DEEPSEEK, GEMMA, QWEN3_NEXT
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.plan.memory_terms import WEIGHT_BYTES, kept_bytes
@@ -21,7 +22,11 @@ from megatron_rl.recipe.layer_sizes import head_widths, layer_kinds
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
 
 
-@pytest.mark.parametrize("shape", [{}, {"head_dim": 6}, EXPERTS])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"head_dim": 6}, EXPERTS, DEEPSEEK, QWEN3_NEXT, GEMMA],
+    ids=("dense", "head size", "experts", "DeepSeek-V3", "Qwen3-Next", "Gemma 3"),
+)
 def test_products_with_weights_are_those_that_torch_counts(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
@@ -30,7 +35,11 @@ def test_products_with_weights_are_those_that_torch_counts(platform: Any, groups
         policy(tokens, torch.arange(16), policy.layout(whole_sequences([16])), select).sum().backward()
     by_kind = counter.get_flop_counts()["Global"]
     counted = sum(by_kind[kind] for kind in (torch.ops.aten.mm, torch.ops.aten.addmm) if kind in by_kind)
-    assert training_flops(model, policy.vocab_size, tokens=16, pairs=0, predictions=16) == counted
+    of_memories = 0
+    if net := model.delta_net:  # each token decays and reads, corrects, writes: no product with a weight
+        layers = (model.layer_types or []).count("linear_attention")
+        of_memories = 3 * 6 * layers * net.value_heads * net.key_head_dim * net.value_head_dim * 16
+    assert training_flops(model, policy.vocab_size, tokens=16, pairs=0, predictions=16) == counted + of_memories
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["gate_proj", "down_proj", "o_proj"]])
