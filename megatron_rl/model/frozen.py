@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import pad, rms_norm
 
-from megatron_rl.model.layers import Norm
 from megatron_rl.model.lora import effective_weight
+from megatron_rl.model.norm import Norm
 from megatron_rl.model.platform import frozen_linear
 from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.platform.device import Kernels

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megatron_rl.model.layers import Norm
+from megatron_rl.model.norm import Norm
 from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.platform.layer_kernels import LayerKernels, Norms
 from megatron_rl.model.platform.paged_attention import InPlaceLayout

@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear, pad
 
 from megatron_rl.model.lora import Adapters
+from megatron_rl.model.norm import Norm
 from megatron_rl.model.platform.attention import AttentionForm, Layout
 from megatron_rl.model.platform.device import Linears
 from megatron_rl.model.rotation import Rotation
@@ -38,11 +39,8 @@ EPSILON = 1e-6
 """Epsilon of the norms of the short vectors, which transformers fixes whatever rms_norm_eps is."""
 
 
-def latent_spec(model: ModelConfig, linears: Linears, adapters: Adapters | None, norm: type) -> ModuleSpec:
-    """Specification of the attention of a layer.
-
-    norm: class of the norms of the short vectors.
-    """
+def latent_spec(model: ModelConfig, linears: Linears, adapters: Adapters | None) -> ModuleSpec:
+    """Specification of the attention of a layer."""
     kinds = {
         "linear_q_proj": linears.column,
         "linear_q_down_proj": WholeLinear,
@@ -53,7 +51,7 @@ def latent_spec(model: ModelConfig, linears: Linears, adapters: Adapters | None,
     }
     if adapters:
         kinds = {name: adapters.adapted(f"self_attention.{name}", kind) for name, kind in kinds.items()}
-    return ModuleSpec(PackedLatentAttention, {"model": model, "linears": kinds, "norm": norm})
+    return ModuleSpec(PackedLatentAttention, {"model": model, "linears": kinds})
 
 
 class WholeLinear(MegatronModule):
@@ -85,7 +83,6 @@ class PackedLatentAttention(MegatronModule):
         *,
         model: ModelConfig,
         linears: Mapping[str, Any],
-        norm: type,
         pg_collection: Any,
         **_: Any,
     ) -> None:
@@ -113,10 +110,10 @@ class PackedLatentAttention(MegatronModule):
             self.linear_q_proj = of("linear_q_proj", hidden, heads * model.head_size)
         else:
             self.linear_q_down_proj = of("linear_q_down_proj", hidden, sizes.q_lora_rank)
-            self.q_layernorm = norm(config, sizes.q_lora_rank, EPSILON)
+            self.q_layernorm = Norm(config, sizes.q_lora_rank, EPSILON)
             self.linear_q_up_proj = of("linear_q_up_proj", sizes.q_lora_rank, heads * model.head_size)
         self.linear_kv_down_proj = of("linear_kv_down_proj", hidden, sizes.kv_lora_rank + sizes.qk_rope_head_dim)
-        self.kv_layernorm = norm(config, sizes.kv_lora_rank, EPSILON)
+        self.kv_layernorm = Norm(config, sizes.kv_lora_rank, EPSILON)
         of_head = sizes.qk_nope_head_dim + sizes.v_head_dim
         self.linear_kv_up_proj = of("linear_kv_up_proj", sizes.kv_lora_rank, heads * of_head)
         self.linear_proj = of("linear_proj", heads * sizes.v_head_dim, hidden)

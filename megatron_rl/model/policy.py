@@ -22,7 +22,7 @@ from megatron_rl.model.activation import activation_fields
 from megatron_rl.model.experts import GroupedExperts
 from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
-from megatron_rl.model.layers import packed_block_spec
+from megatron_rl.model.layer_specs import packed_block_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.device import Device, Kernels

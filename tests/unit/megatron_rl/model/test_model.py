@@ -22,7 +22,7 @@ from published_twin import published, published_gradients, published_twin
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_rl.algorithms.logprobs import token_logprobs
-from megatron_rl.model.layers import Norm
+from megatron_rl.model.norm import Norm
 from megatron_rl.model.platform import frozen_linear
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.policy import build_policy
