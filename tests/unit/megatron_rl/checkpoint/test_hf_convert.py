@@ -15,6 +15,7 @@ import torch
 import yaml
 from checkpoint_helpers import checkpointer, outcome
 from core_helpers import full_forward, tiny_model, tiny_policy, tiny_run
+from family_shapes import DEEPSEEK
 from hf_helpers import (
     PUBLISHED,
     SENTENCE,
@@ -168,6 +169,7 @@ RUNS = {
         "shared_expert_ffn_hidden_size": 32,
         "router": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
     },
+    "DeepseekV3ForCausalLM": DEEPSEEK,
 }
 
 
