@@ -22,11 +22,7 @@ from megatron_rl.recipe.layer_sizes import head_widths, layer_kinds
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [{}, {"head_dim": 6}, EXPERTS, DEEPSEEK, QWEN3_NEXT, GEMMA],
-    ids=("dense", "head size", "experts", "DeepSeek-V3", "Qwen3-Next", "Gemma 3"),
-)
+@pytest.mark.parametrize("shape", COUNTED.values(), ids=COUNTED)
 def test_products_with_weights_are_those_that_torch_counts(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
     model = tiny_model(**shape)
     policy = tiny_policy(platform, model)
