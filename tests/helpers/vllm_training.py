@@ -86,12 +86,10 @@ alone, and reads no Qwen3.5 without torchvision."""
 
 def prepare_run(root: Path, published: Path, **sections: dict[str, Any]) -> RunDir:
     """Write the recipe of a partitioned run with one replica of vLLM that starts from published weights."""
-    model = model_of(published)
-    replay = {"router_replay": "rollout"} if model.num_experts is not None else {}
     recipe: dict[str, Any] = {
         "name": "served",
         "job": {"nodes": 2, "gpus_per_node": 1, "device": "cpu", "threads_per_rank": 1},
-        "model": model.model_dump() | replay,
+        "model": model_of(published).model_dump(),
         "tokenizer": {"type": "huggingface", "path": str(published)},
         "environment": {"name": "arithmetic"},
         "sampling": {"max_new_tokens": 24},

@@ -33,7 +33,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folders = [root / "first", root / "second"]
     for seed, folder in enumerate(folders):
         publish(folder, SERVED[request.param], seed=seed)
-    run = prepare_run(root / "run", folders[0])
+    model = model_of(folders[0])
+    replays = model.num_experts is not None
+    run = prepare_run(root / "run", folders[0], model={"router_replay": "rollout" if replays else "off"})
     with Front(run) as front:
         front.wait_until_it_answers()
         ranks = Ranks(root, 2, publish_and_ask, run, LAYOUTS[request.param], folders)
@@ -41,7 +43,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             asked = ranks.results(LIMIT_S)[0]
         except AssertionError as error:
             raise AssertionError(front.text()) from error
-    return Served(folders, asked, model_of(folders[0]))
+    return Served(folders, asked, model)
 
 
 def test_logprobs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
