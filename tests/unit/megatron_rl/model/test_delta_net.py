@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, PlainDelta
+from megatron_rl.model.platform.fla_delta import FlaDelta
 
 
 def test_the_delta_rule_in_chunks_is_that_of_single_tokens() -> None:
@@ -56,3 +57,37 @@ def test_a_convolution_continues_from_what_it_left() -> None:
     torch.testing.assert_close((torch.cat((first, then)), last), (whole, left))
     assert torch.equal(left, tokens[None, 4:])
     torch.testing.assert_close(of(tokens.repeat(2, 1), 7, 7)[0], whole.repeat(2, 1))
+
+
+def test_kernels_of_a_gpu_get_what_they_need() -> None:
+    """The stand-ins have the interfaces of flash-linear-attention and causal-conv1d, as transformers calls them."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
+
+    def rule(*heads: Tensor, initial_state: Tensor, cu_seqlens: Tensor, **same: bool) -> tuple[Tensor, Tensor]:
+        parts = [each.split(cu_seqlens.diff().tolist(), dim=1) for each in heads]
+        found = [
+            torch_chunk_gated_delta_rule(*each, initial_state=initial_state[number : number + 1], **same)
+            for number, each in enumerate(zip(*parts, strict=True))
+        ]
+        return torch.cat([out for out, _ in found], dim=1), torch.cat([left for _, left in found])
+
+    def convolve(tokens: Tensor, weight: Tensor, *, seq_idx: Tensor, activation: str) -> Tensor:
+        parts = tokens.split(seq_idx[0].bincount().tolist(), dim=2)
+        return torch.cat([causal_conv1d_fn(each, weight, activation=activation) for each in parts], dim=2)
+
+    torch.manual_seed(0)
+    plain, fast, sequences = (
+        PlainDelta(),
+        FlaDelta(rule, convolve),
+        ConsecutiveSequences([3, 70, 1], torch.device("cpu")),
+    )
+    tokens, weight = torch.randn(74, 6), torch.randn(6, 4)
+    torch.testing.assert_close(
+        fast.convolved(tokens, weight, sequences, None), plain.convolved(tokens, weight, sequences, None)
+    )
+    query, key, value = (torch.randn(74, heads, 8).bfloat16() for heads in (2, 2, 4))
+    decay, beta, memory = -torch.rand(74, 4), torch.rand(74, 4), torch.randn(3, 4, 8, 8)
+    found, expected = (
+        kernels.delta_rule((query, key, value), decay, beta, sequences, memory) for kernels in (fast, plain)
+    )
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
