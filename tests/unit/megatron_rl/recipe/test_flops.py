@@ -19,7 +19,15 @@ from megatron_rl.model.trainable import Trainable
 from megatron_rl.recipe.flops import rows_per_token, training_flops
 from megatron_rl.recipe.layer_sizes import head_widths, layer_kinds
 
-EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 20}
+COUNTED: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "heads of another size": {"head_dim": 6},
+    "experts": EXPERTS,
+    "DeepSeek-V3": DEEPSEEK,
+    "Qwen3-Next": QWEN3_NEXT,
+    "Gemma 3": GEMMA,
+}
 
 
 @pytest.mark.parametrize("shape", COUNTED.values(), ids=COUNTED)
