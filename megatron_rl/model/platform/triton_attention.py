@@ -59,11 +59,10 @@ def _attend(
         start = tl.maximum(start, tl.maximum(length - new + begin + 1 - WINDOW, 0) // KEYS * KEYS)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     token = begin + row // GROUP
-    inside = (token < new) & (row < ROWS // GROUP * GROUP)
+    inside, last = (token < new) & (row < ROWS // GROUP * GROUP), length - new + token  # last key that it sees, its own
     head = (first + token) * kv_heads * GROUP + group * GROUP + row % GROUP  # of all heads of all new tokens
     of_query = inside[:, None] & (column < SIZE)[None, :]
     q = tl.load(query + head[:, None] * SIZE + column[None, :], mask=of_query, other=0.0)
-    last = length - new + token  # key of the token itself, the last one it sees
 
     most, total = _first_sums(sinks + group * GROUP + row % GROUP, (part == 0) | (SPLITS == 1), SINKS, ROWS)
     attended = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -84,7 +83,8 @@ def _attend(
         total = total * shrink + tl.sum(weight, 1)
         attended = tl.dot(weight.to(v.dtype), v, attended * shrink[:, None], input_precision="ieee")
         most = higher
-    attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]  # a split may have no keys
+    total = tl.where(total == 0.0, 1.0, total)  # of a split without keys
+    attended = attended / total[:, None]
     if SPLITS == 1:
         tl.store(out + head[:, None] * SIZE + column[None, :], attended.to(out.dtype.element_ty), mask=of_query)
     else:
