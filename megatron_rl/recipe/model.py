@@ -346,6 +346,9 @@ class ModelConfig(Section):
                 raise ValueError(f"{name} belongs to layers of type {kind}: give both or neither")
         if self.latent_attention and kinds - {"full_attention"}:
             raise ValueError("latent_attention needs layers of type full_attention")
+        apart = ("qkv_bias", "qk_norm", "output_bias", "attention_sinks", "attention_gate")
+        if self.latent_attention and (given := next((name for name in apart if getattr(self, name)), None)):
+            raise ValueError(f"{given} is not built for latent_attention: set false")
         if self.latent_attention and self.num_query_groups != self.num_attention_heads:
             raise ValueError(
                 f"num_query_groups {self.num_query_groups} must equal num_attention_heads {self.num_attention_heads}: "

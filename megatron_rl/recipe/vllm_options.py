@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.recipe.model import ModelConfig
+if TYPE_CHECKING:  # commands that read records need no schema of recipes
+    from megatron_rl.recipe.model import ModelConfig
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head for which vLLM has attention on a CPU. On GPUs multiples of 8 work."""

@@ -75,7 +75,13 @@ def a_model(dtype: str, tied: bool = False) -> ModelConfig:
 
 
 EXPERTS = tiny_model(dtype="bf16", tied_embeddings=False, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=20)
-UNLIKE = EXPERTS.model_dump() | {
+SHARING = EXPERTS.model_dump() | {
+    "dense_layers": 1,
+    "expert_ffn_hidden_size": 32,
+    "shared_expert_ffn_hidden_size": 32,
+    "router": {"score": "sigmoid", "correction_bias": True},
+}
+LATENT = SHARING | {
     "num_query_groups": 4,
     "qkv_bias": False,
     "latent_attention": {
@@ -85,16 +91,14 @@ UNLIKE = EXPERTS.model_dump() | {
         "qk_rope_head_dim": 16,
         "v_head_dim": 8,
     },
-    "dense_layers": 1,
-    "expert_ffn_hidden_size": 32,
-    "shared_expert_ffn_hidden_size": 32,
+}
+UNLIKE = SHARING | {
     "shared_expert_gate": True,
     "expert_bias": True,
     "num_attention_heads": 32,
     "head_dim": 4,
     "attention_sinks": True,
     "output_bias": True,
-    "router": {"score": "sigmoid", "correction_bias": True},
 }
 MODELS = {
     "fp32": a_model("fp32"),
@@ -111,7 +115,8 @@ MODELS = {
         norms_around=True,
     ),
     "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
-    "unlike adapters": ModelConfig.model_validate(UNLIKE | {"lora": {"rank": 16}}),
+    "latent": ModelConfig.model_validate(LATENT),
+    "latent adapters": ModelConfig.model_validate(LATENT | {"lora": {"rank": 16}}),
 }
 """The parts of adapters, biases and sinks are multiples of any vector: Adam may round the rest of a vector in another
 way."""
@@ -170,7 +175,7 @@ QUICK = (
     *(Continued("experts", "tp2-ep2", layout) for layout in ("one", "dp4-ep2-plain")),
     *(Continued("adapters", "tp2-ep2", layout) for layout in ("one", "pp2")),
     Continued("unlike layers", "tp2-ep2", "pp2"),
-    Continued("unlike adapters", "tp2-ep2", "pp2"),
+    *(Continued(name, "tp2-ep2", "pp2") for name in ("latent", "latent adapters")),
     *(Continued("delta nets", *pair) for pair in (("tp2-pp2", "one"), ("dp2", "tp2"))),
 )
 """Each way to cut a model, from it and to it. Other pairs combine these."""

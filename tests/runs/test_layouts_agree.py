@@ -527,7 +527,7 @@ def test_gradients_and_a_step_of_sgd_agree(name: str, in_layout: Any, alone: Any
 def test_losses_of_adam_agree_over_two_steps(name: str, in_layout: Any, alone: Any) -> None:
     expected = alone(plain_model(name))
     for step, (ours, theirs) in enumerate(zip(in_layout(name).losses, expected.losses, strict=True)):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), f"step {step + 1}"
+        assert ours == pytest.approx(theirs, rel=3e-5, abs=1e-5), f"step {step + 1}"
     assert distance(expected.after_adam, in_layout(name).after_adam) < 1e-4
 
 

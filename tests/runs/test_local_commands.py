@@ -128,7 +128,7 @@ def test_shells_complete_commands_options_recipes_and_runs(call, monkeypatch):
     for words, expected in {
         "mrl ca": ["cancel"],
         "mrl status fi": ["first"],
-        "mrl-submit de": ["demo", "demo-distilled", "demo-program", "demo-supervised"],
+        "mrl-submit de": ["deepseek-v3.1-dapo", "demo", "demo-distilled", "demo-program", "demo-supervised"],
         "mrl-submit demo --in-al": ["--in-allocation"],
         "mrl fork fi": ["first"],
     }.items():

@@ -160,6 +160,8 @@ LEARNING: dict[str, Metric] = {
         _replay_differing,
         unit="share",
         good="below 0.1 in bf16; larger with `async.max_lag` and several updates per step",
+        advice="Look at `inference_logprob_difference`: if it is large too, the engine rounds weights "
+        "(`inference.vllm.args`). Else the policy moves much between versions: lower `optimizer.learning_rate`.",
     ),
     "router_replay_missing": Metric(
         "tokens that trained by their router's own choices, because no engine returned any: those of answers of an "
@@ -167,6 +169,7 @@ LEARNING: dict[str, Metric] = {
         lambda step: int(step.stats.router.missing) if step.stats.router else None,
         unit="tokens",
         good="0, or few after a replica was lost",
+        advice="Look for replicas that restart (`mrl logs`).",
     ),
     "nonfinite_tokens": Metric(
         "tokens left out of the loss because a log-prob of the policy or the engine, or the entropy, is not finite "
