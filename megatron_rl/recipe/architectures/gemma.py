@@ -56,6 +56,7 @@ GEMMA3 = Architecture(
         heads(256),
         _rotations(),
         layer_types(every=6, window=4096),
+        only("sliding_window_pattern", 6, None),
         _scores(),
         only("attention_bias", False),
         only("attn_logit_softcapping", None),
@@ -70,7 +71,7 @@ GEMMA3 = Architecture(
             activation="gelu_tanh",
         ),
     ),
-    inert=frozenset({"cache_implementation", "_sliding_window_pattern", "sliding_window_pattern"}),
+    inert=frozenset({"cache_implementation"}),
     names=HfNames(
         norms=(
             ("input_layernorm", "input_layernorm"),

@@ -98,14 +98,7 @@ _INERT = frozenset(
         "transformers_version",
         "torch_dtype",
         "dtype",
-        "_name_or_path",
-        "_attn_implementation",
         "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
         "is_encoder_decoder",
         "is_decoder",
         "initializer_range",
@@ -138,6 +131,12 @@ _INERT = frozenset(
 """Keys of config.json that do not change the forward pass of a model."""
 
 
+def _is_inert(key: str) -> bool:
+    """Whether a key does not change the forward pass of any model. Keys with an underscore are notes of libraries, such
+    as _model_name_or_path of weights that were read from GGUF."""
+    return key in _INERT or key.startswith("_") or key.endswith("_token_id")
+
+
 _OUTSIDE = ("tie_word_embeddings", "quantization_config")
 """Keys that stand beside `Architecture.inside`."""
 
@@ -166,8 +165,10 @@ class Architecture:
         Raises Unsupported if a key is missing, unknown, or has a value without a counterpart here.
         """
         raw = self._unwrapped(raw)
-        known = {key for part in self.parts for key in part.keys} | self.inert | _INERT
-        if unknown := sorted(key for key, value in raw.items() if key not in known and value is not None):
+        known = {key for part in self.parts for key in part.keys} | self.inert
+        if unknown := sorted(
+            key for key, value in raw.items() if key not in known and not _is_inert(key) and value is not None
+        ):
             raise Unsupported(
                 f"{unknown[0]} {shown(raw[unknown[0]])} is not known for {self.name}, and may change the model: remove "
                 "the key if it does not"
@@ -200,7 +201,7 @@ class Architecture:
         if not isinstance(part, dict):
             raise Unsupported(f"{self.inside}: missing, or not an object")
         outside = {key: value for key, value in raw.items() if key != self.inside and key not in self.inert_outside}
-        if unknown := sorted(key for key in outside if key not in _INERT and key not in _OUTSIDE):
+        if unknown := sorted(key for key in outside if not _is_inert(key) and key not in _OUTSIDE):
             raise Unsupported(f"{unknown[0]} {shown(outside[unknown[0]])} is not known for {self.name}")
         return part | {key: value for key, value in outside.items() if key in _OUTSIDE}
 
