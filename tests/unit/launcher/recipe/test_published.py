@@ -124,6 +124,6 @@ def test_an_unsupported_config_is_refused(tmp_path: Path, values: dict[str, Any]
 
 
 def test_keys_that_leave_the_model_as_it_is_are_accepted(tmp_path: Path) -> None:
-    """As in the folder that transformers makes of a GGUF file."""
+    """The folder that transformers makes of a GGUF file has them."""
     folder = weights(tmp_path / "w", _model_name_or_path="Smollm2 135M 8k", unk_token_id=0, attention_dropout=0.1)
     assert load_recipe(recipe(tmp_path, huggingface=str(folder))).config.model.num_layers == 30
