@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
 from core_helpers import batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run, with_choices
-from family_shapes import GPT_OSS
+from family_shapes import GEMMA, GPT_OSS
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
@@ -117,6 +117,7 @@ MODELS = {
     "experts": EXPERTS,
     "unlike layers": UNLIKE,
     "gpt-oss": tiny_model(**GPT_OSS),
+    "gemma": tiny_model(**GEMMA),
     "delta nets": DELTA,
     "delta experts": ModelConfig.model_validate(DELTA.model_dump() | SHARING),
     "delta adapters": ModelConfig.model_validate(DELTA.model_dump() | {"lora": LORA}),
@@ -189,6 +190,9 @@ LAYOUTS = {
     "EP2 TP2 grouped unlike layers": ("grouped unlike layers", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "CP2 EP2 gpt-oss": ("gpt-oss", Layout(cp=2, ep=2)),
     "TP2 PP2 gpt-oss": ("gpt-oss", Layout(tp=2, pp=2, sequence_parallel=True)),
+    "TP2 SP Gemma": ("gemma", Layout(tp=2, sequence_parallel=True)),
+    "CP2 Gemma": ("gemma", Layout(cp=2)),
+    "PP2 Gemma": ("gemma", Layout(pp=2)),
     "TP4 gpt-oss": ("gpt-oss", Layout(tp=4, sequence_parallel=True)),
     "TP2 grouped unlike adapters": ("grouped unlike adapters", Layout(tp=2, sequence_parallel=True)),
     "TP2 delta nets": ("delta nets", Layout(tp=2)),
