@@ -239,9 +239,10 @@ class ModelConfig(Section):
     """Layers of multi-token prediction of the published weights (num_nextn_predict_layers), which exports contain
     unchanged."""
     router_replay: Literal["off", "old", "rollout"] = "off"
-    """Choices of experts in training. off: the router's own. old: those of the pass that computed old log-probs, in all
-    passes of the update. rollout: those of the engine that sampled each token (R3, arXiv 2510.11370), without which
-    rounding makes rollouts and training choose different experts."""
+    """Choices of experts in training. off (in quotes, since YAML takes the bare word for false): the router's own. old:
+    those of the pass that computed old log-probs, in all passes of the update. rollout: those of the engine that
+    sampled each token (R3, arXiv 2510.11370), without which rounding makes rollouts and training choose different
+    experts."""
     router_bias_update_rate: NonNegativeFloat = 0.0
     """After each update, raise the router's correction bias of experts with fewer tokens than the mean by this number,
     and lower that of the others (auxiliary-loss-free balancing, arXiv 2408.15664). DeepSeek-V3 pretrained with 0.001.
