@@ -15,7 +15,8 @@ from megatron_rl.recipe.layer_sizes import (
     layer_kinds,
     replica_layers,
 )
-from megatron_rl.recipe.model import LoraConfig, ModelConfig
+from megatron_rl.recipe.lora_section import LoraConfig
+from megatron_rl.recipe.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,9 @@ from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.origin import contradictions as contradictions_of_checkpoint
 from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.contract.manifest import CheckpointError
-from megatron_rl.model.hf_mapping import (
-    EMBEDDING,
-    HF_OUTPUT,
-    OUTPUT,
-    TensorPiece,
-    Weight,
-    sources,
-    weights,
-)
+from megatron_rl.model.hf_mapping import TensorPiece, Weight, sources
 from megatron_rl.model.hf_parts import held_weights
+from megatron_rl.model.hf_weights import EMBEDDING, HF_OUTPUT, OUTPUT, weights
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank.control import Control

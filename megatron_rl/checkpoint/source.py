@@ -19,7 +19,8 @@ from megatron_rl.recipe.config import RunConfig, read_config
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE, UnusableWeights, read_hf_config
 from megatron_rl.recipe.hub import local_folder
-from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 Precision = Literal["fp32", "bf16"]
 

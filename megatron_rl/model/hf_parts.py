@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.model.hf_mapping import TensorPiece, Weight, pieces, weights
+from megatron_rl.model.hf_mapping import TensorPiece, Weight, pieces
+from megatron_rl.model.hf_weights import weights
 from megatron_rl.model.lora_mapping import adapters, is_adapter
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.model import ModelConfig

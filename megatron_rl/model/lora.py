@@ -38,7 +38,8 @@ from torch.nn.functional import linear, pad
 
 from megatron_rl.model.hf_mapping import Weight, pieces
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, is_target, layer_adapters, module_of
-from megatron_rl.recipe.model import LoraConfig, ModelConfig
+from megatron_rl.recipe.lora_section import LoraConfig
+from megatron_rl.recipe.model import ModelConfig
 
 
 class Adapters:

@@ -17,9 +17,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from megatron_rl.model.hf_mapping import HfTensor, Source, Weight, layer_weights, pieces
+from megatron_rl.model.hf_mapping import HfTensor, Source, Weight, pieces
+from megatron_rl.model.hf_weights import layer_weights
 from megatron_rl.recipe.hf_config import names_of
-from megatron_rl.recipe.model import LoraConfig, ModelConfig
+from megatron_rl.recipe.lora_section import LoraConfig
+from megatron_rl.recipe.model import ModelConfig
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_rl.model.core_config import transformer_config
 from megatron_rl.model.layer_specs import plain_block_spec
-from megatron_rl.model.policy import Policy, transformer_config
+from megatron_rl.model.policy import Policy
 from megatron_rl.model.rotation import frequencies
 from megatron_rl.recipe.model import ModelConfig
 

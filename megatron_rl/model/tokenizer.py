@@ -15,7 +15,7 @@ from megatron_rl.model.control_tokens import MARK, ControlTokens
 from megatron_rl.model.token_bytes import TokenBytes
 from megatron_rl.recipe.extras import needed
 from megatron_rl.recipe.hub import local_folder
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

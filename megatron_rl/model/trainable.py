@@ -15,7 +15,8 @@ from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import LORA_A, is_adapter
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.router import is_correction
-from megatron_rl.recipe.model import LoraConfig, ModelConfig
+from megatron_rl.recipe.lora_section import LoraConfig
+from megatron_rl.recipe.model import ModelConfig
 
 Item = TypeVar("Item")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.model import LoraConfig, ModelConfig
+from megatron_rl.recipe.lora_section import LoraConfig
+from megatron_rl.recipe.model import ModelConfig
 
 KEY = "adapters"  # key of the record in a manifest's meta
 _MERGED = {

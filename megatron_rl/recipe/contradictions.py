@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.recipe.architectures.rows import ARCHITECTURES
 from megatron_rl.recipe.engine_limits import against_engine
 from megatron_rl.recipe.grpo import GrpoConfig
-from megatron_rl.recipe.hf_config import names_of
+from megatron_rl.recipe.hf_config import architecture_of, features, names_of
 from megatron_rl.recipe.inference import pages_of
-from megatron_rl.recipe.model import EXPERT_LINEARS
+from megatron_rl.recipe.lora_section import EXPERT_LINEARS
 from megatron_rl.recipe.sections import Sections
 
 
 def contradictions(config: Sections) -> Iterator[str]:
     """Yield the reason for each contradiction, with its keys and what to do. Later ones rely on earlier ones."""
     yield from _of_environments(config)
+    yield from _of_architecture(config)
     yield from _of_transformer_engine(config)
     yield from _of_overlap(config)
     yield from _of_adapters(config)
@@ -34,6 +36,17 @@ def _of_environments(config: Sections) -> Iterator[str]:
         yield "environment is missing: give one, or a list of several under environments"
     if config.environment is not None and config.environments is not None:
         yield "environments and environment are both given: set one of them to null"
+
+
+def _of_architecture(config: Sections) -> Iterator[str]:
+    asked = config.model.architecture
+    if asked is None or architecture_of(config.model) is not None:
+        return
+    known = sorted({kind for row in ARCHITECTURES for kind in (row.model_type, *row.also)})
+    if asked not in known:
+        yield f"model.architecture {asked} is not one of {', '.join(known)}"
+    else:
+        yield f"model.architecture is {asked}, which has no model with {features(config.model)}"
 
 
 def _of_transformer_engine(config: Sections) -> Iterator[str]:

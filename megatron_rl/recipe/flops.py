@@ -11,7 +11,8 @@ from megatron_rl.recipe.layer_sizes import (
     layer_kinds,
     token_linears,
 )
-from megatron_rl.recipe.model import LoraConfig, ModelConfig
+from megatron_rl.recipe.lora_section import LoraConfig
+from megatron_rl.recipe.model import ModelConfig
 
 
 def fullest_microbatch(config: RunConfig, replicas: int) -> list[int]:

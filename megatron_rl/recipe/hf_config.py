@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.contract.files import read_bytes
-from megatron_rl.recipe.architectures.row import Architecture, HfNames, Unsupported
+from megatron_rl.recipe.architectures.row import Architecture, HfNames, UnusableConfig
 from megatron_rl.recipe.architectures.rows import ARCHITECTURES
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import ModelConfig
@@ -65,12 +65,12 @@ def read_hf_config(folder: Path) -> PublishedConfig:
         raise UnusableWeights(f"{path} is not a JSON object")
     try:
         return published_config(raw)
-    except Unsupported as error:
+    except UnusableConfig as error:
         raise UnusableWeights(f"{path}: {error}") from error
 
 
 def published_config(raw: Mapping[str, Any]) -> PublishedConfig:
-    """Interpret the keys of a config.json. Raises Unsupported."""
+    """Interpret the keys of a config.json. Raises UnusableConfig."""
     row = _row(raw)
     shape = row.read(raw)
     try:
@@ -78,7 +78,7 @@ def published_config(raw: Mapping[str, Any]) -> PublishedConfig:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "".join(f"{row.their_key(str(key))}: " for key in first["loc"][:1])
-        raise Unsupported(f"{where}{first['msg'].removeprefix('Value error, ')}") from error
+        raise UnusableConfig(f"{where}{first['msg'].removeprefix('Value error, ')}") from error
     if names_of(model) != row.names:
         shape["architecture"] = row.model_type
     fp32 = (raw.get("dtype") or raw.get("torch_dtype")) == "float32"
@@ -92,7 +92,7 @@ def _row(raw: Mapping[str, Any]) -> Architecture:
             return row
     found = ", ".join(map(str, names)) if isinstance(names, list) and names else f"model_type {kind!r}"
     known = ", ".join(row.name for row in ARCHITECTURES)
-    raise Unsupported(f"the architecture {found} is not supported: {known} are")
+    raise UnusableConfig(f"the architecture {found} is not supported: {known} are")
 
 
 def contradictions(model: ModelConfig, config: PublishedConfig, path: Path) -> list[str]:
@@ -131,7 +131,7 @@ def _expresses(row: Architecture, model: ModelConfig) -> bool:
     model = model.model_copy(update={"vocab_size": model.vocab_size or 1})  # any would do
     try:
         other = ModelConfig(**row.read(row.write(model)), init="from-scratch")
-    except ValueError:  # Unsupported, or the keys are those of no model
+    except ValueError:  # UnusableConfig, or the keys are those of no model
         return False
     return not differences(model, other, Path(), str)
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from megatron_rl.recipe.model import LoraConfig, ModelConfig
+from megatron_rl.recipe.lora_section import LoraConfig
+from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.model_parts import LayerType
 
 

@@ -1,8 +1,7 @@
-"""Recipe keys of the model: shape, initial weights, tokenizer."""
+"""Recipe keys of the model: shape and initial weights."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.recipe.job import StageEnds
+from megatron_rl.recipe.lora_section import EXPERT_LINEARS, LORA_TARGETS, LoraConfig, latent_linears
 from megatron_rl.recipe.model_parts import DeltaNet, LatentAttention, LayerType, RopeScaling, RouterConfig
 from megatron_rl.recipe.section import (
-    Day,
     FilePath,
     HubPath,
     NonNegativeFloat,
@@ -76,50 +75,6 @@ def too_small_head(size: int) -> str | None:
         f"model.head_dim is {size} (by default model.hidden_size / model.num_attention_heads), and attention on a GPU "
         f"needs {LEAST_GPU_HEAD} or more"
     )
-
-
-EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
-"""Linears of a feed-forward network, or of each expert, by their names in transformers."""
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *EXPERT_LINEARS)
-"""Linears of a layer that have an adapter by default, by their names in transformers and PEFT."""
-
-
-def latent_linears(two_of_queries: bool) -> tuple[str, ...]:
-    """Linears of latent attention. two_of_queries: whether queries are computed from a short vector."""
-    queries = ("q_a_proj", "q_b_proj") if two_of_queries else ("q_proj",)
-    return (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-
-
-class LoraConfig(Section):
-    """Low-rank adapters (LoRA, arXiv 2106.09685). Training changes them alone: for the weight W of each target, which
-    stays as it is, the product is (W + scale B A) x with A [rank, inputs] and B [outputs, rank]."""
-
-    rank: PositiveInt
-    """Rows of A and columns of B."""
-    alpha: PositiveFloat = 32.0
-    """Numerator of the scale, alpha / rank."""
-    targets: list[str] = list(LORA_TARGETS)
-    """Linears with an adapter, by their names in transformers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj. With experts, the last three are those of every expert, shared ones included, and of dense layers. Latent
-    attention has q_a_proj, q_b_proj (or q_proj alone), kv_a_proj_with_mqa, kv_b_proj and o_proj; gated delta
-    nets have none. Default: all of the model."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that is set to 0 in the passes of an update. Generation, scoring and the KL penalty
-    drop nothing. GRPO then scores each batch before its updates, which costs a forward pass where a step has a single
-    update: the ratio of new to old probability compares a pass that drops inputs with the policy that sampled."""
-    rs: bool = False
-    """Rank-stabilised scale (arXiv 2312.03732): alpha / sqrt(rank)."""
-
-    @model_validator(mode="after")
-    def _targets_differ(self) -> LoraConfig:
-        if len({*self.targets}) < len(self.targets) or not self.targets:
-            raise ValueError("targets: name each linear once, and at least one")
-        return self
-
-    @property
-    def scale(self) -> float:
-        """Factor of the product of both matrices."""
-        return self.alpha / (math.sqrt(self.rank) if self.rs else self.rank)
 
 
 SPECIAL = (
@@ -454,35 +409,3 @@ def _unstaged(layers: int, pp: int, stage_ends: StageEnds) -> Iterator[str]:
             f"{named} of model.num_layers {layers} leave {rest} layers for the other {max(0, others)} of {pp} stages "
             "(pp)"
         )
-
-
-class TokenizerConfig(Section):
-    """Tokenizer of prompts and answers."""
-
-    type: Literal["characters", "huggingface"] = "huggingface"
-    """huggingface: a tokenizer of the transformers library. characters: one token per character of `alphabet`."""
-    alphabet: str = ""
-    """Characters that are tokens (`type: characters`); end-of-text and padding are added."""
-    path: HubPath | None = None
-    """Name on the hub, directory, or package:NAME as in `model.huggingface` (`type: huggingface`); default:
-    model.huggingface."""
-    end_tokens: list[str] = []
-    """Names of further tokens that end an answer, such as <|im_end|> for a base model with a chat template (`type:
-    huggingface`). Default: the end-of-text token of the tokenizer, and those in generation_config.json."""
-    date: Day | None = None
-    """Day, as YYYY-MM-DD, that chat templates use as today, for example in the system message of Llama 3. Default: the
-    day of the first submission, so that prompts stay the same for the whole run."""
-    renderer: str = "auto"
-    """Code that continues conversations token for token and reads tool calls and reasoning from answers. auto: the
-    renderer of the library `renderers` that reproduces the model's chat template, else template. template: the chat
-    template itself. Any other value names a renderer of the library, such as qwen3 or llama-3."""
-
-    @model_validator(mode="after")
-    def _complete(self) -> TokenizerConfig:
-        if self.type == "characters" and (not self.alphabet or len(set(self.alphabet)) != len(self.alphabet)):
-            raise ValueError("type: characters needs alphabet, a string of distinct characters")
-        if self.type == "characters" and self.end_tokens:
-            raise ValueError("end_tokens: a tokenizer of characters has one end token")
-        if self.type == "huggingface" and self.path is None:
-            raise ValueError("type: huggingface needs path, the tokenizer's name on the hub or directory")
-        return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,6 +12,24 @@ from megatron_rl.recipe.section import NonNegativeFloat, PositiveFloat, Positive
 
 LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
 """Attention of a layer, as in `layer_types` of config.json."""
+
+
+KEYS_OF_SCALING: Mapping[str, tuple[str, ...]] = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+}
+"""Type of scaled rotary positions -> its keys."""
 
 
 class RopeScaling(Section):
@@ -51,6 +70,15 @@ class RopeScaling(Section):
         if isinstance(values, dict) and values.get("type", "llama3") == "llama3" and values.get(key) is None:
             return values | {key: 8192}
         return values
+
+    @model_validator(mode="after")
+    def _keys_of_type(self) -> RopeScaling:
+        for key, field in type(self).model_fields.items():
+            known = key == "type" or key in KEYS_OF_SCALING[self.type]
+            if not known and getattr(self, key) != field.default:
+                others = ", ".join(kind for kind, keys in KEYS_OF_SCALING.items() if key in keys)
+                raise ValueError(f"{key} has no effect with type {self.type}: it belongs to {others}")
+        return self
 
     @model_validator(mode="after")
     def _ordered(self) -> RopeScaling:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megatron_rl.recipe.environment_section import EnvironmentConfig
-from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.section import PositiveInt, Section
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 
 class Trial(Section):

@@ -17,7 +17,8 @@ from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.flops import training_flops
 from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config
 from megatron_rl.recipe.hub import local_folder
-from megatron_rl.recipe.model import ModelConfig, TokenizerConfig
+from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 from megatron_rl.recipe.vllm_options import heads_beyond_cpu
 
 VOCABULARY_FILE = "tokenizer.json"

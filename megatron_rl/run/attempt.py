@@ -17,11 +17,11 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.generate.engine.decode_graphs import why_not_recorded
+from megatron_rl.model.core_config import DTYPES
 from megatron_rl.model.experts import experts_one_by_one
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.platform.implementation import Implementation, choose_implementation
 from megatron_rl.model.platform.select import select
-from megatron_rl.model.policy import DTYPES
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener, fits, leave_early
 from megatron_rl.rank.groups import connect, disconnect

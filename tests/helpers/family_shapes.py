@@ -22,7 +22,7 @@ LARGER_GLM = GLM | {
     "shared_expert_ffn_hidden_size": 40,
     "router": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
 }
-DEEPSEEK: dict[str, Any] = {
+LATENT: dict[str, Any] = {
     "latent_attention": {
         "q_lora_rank": 12,
         "kv_lora_rank": 10,
@@ -33,7 +33,6 @@ DEEPSEEK: dict[str, Any] = {
     "num_query_groups": 4,
     "qkv_bias": False,
     "tied_embeddings": False,
-    "architecture": "deepseek_v3",
     "rope_scaling": {
         "type": "yarn",
         "factor": 4.0,
@@ -41,6 +40,9 @@ DEEPSEEK: dict[str, Any] = {
         "mscale": 1.0,
         "mscale_all_dim": 0.8,
     },
+}
+DEEPSEEK: dict[str, Any] = LATENT | {
+    "architecture": "deepseek_v3",
     "num_experts": 8,
     "experts_per_token": 2,
     "expert_ffn_hidden_size": 20,

@@ -7,12 +7,14 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from core_helpers import VOCAB, answer_of, packed, prompt_of, random_groups
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.model.hf_mapping import Assembly
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.policy import Policy
@@ -65,3 +67,33 @@ def published_gradients(twin: PreTrainedModel) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         twin.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
+
+
+class Compared(NamedTuple):
+    logprobs: Tensor  # [trained] of packed answers
+    their_logprobs: Tensor
+    gradients: dict[str, Tensor]  # of a random sum of them, by published names
+    their_gradients: dict[str, Tensor]
+
+
+def packed_beside_twin(policy: Policy, model: ModelConfig) -> Compared:
+    """Compute answers of mixed lengths that share prompts in one packed pass, and one after the other by the twin."""
+    twin = published_twin(policy, model)
+    trajectories = [trajectory for made in random_groups(4, 4) for trajectory in made.trajectories]
+    (micro,) = packed(trajectories)
+    logits = policy(micro.tokens, micro.positions, policy.layout(micro), micro.select)
+    logprobs, _ = token_logprobs(logits, micro.targets, 1.0)
+    alone = []
+    for trajectory in trajectories:
+        start, answer = len(prompt_of(trajectory)) - 1, torch.tensor(answer_of(trajectory))
+        tokens = torch.tensor([[*prompt_of(trajectory), *answer_of(trajectory)]])
+        their_logits = twin(tokens).logits[0, start:-1, :VOCAB]
+        alone.append(torch.log_softmax(their_logits, -1).gather(1, answer[:, None]).squeeze(1))
+    expected = torch.cat(alone)[micro.trained]
+    spread = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0))
+    (logprobs * spread).sum().backward()
+    (expected * spread).sum().backward()
+    gradients = published(
+        policy, model, lambda weight: torch.zeros_like(weight) if weight.grad is None else weight.grad
+    )
+    return Compared(logprobs, expected, gradients, published_gradients(twin))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.engine.scheduler import Scheduler, StepPlan
-from megatron_rl.generate.engine.transcript import Held, RowAnswer
+from megatron_rl.generate.engine.transcript import Amount, RowAnswer
 
 END = 0
 
@@ -77,7 +77,7 @@ class ScriptedRunner:
             return None
         return [place for place in range(plan.rows.stop) if self.rows[place].ended]
 
-    def answers(self, known: Mapping[int, Held]) -> list[RowAnswer]:
+    def answers(self, known: Mapping[int, Amount]) -> list[RowAnswer]:
         found = []
         for place, held in known.items():
             tokens = self.rows[place].answer[held.tokens :]

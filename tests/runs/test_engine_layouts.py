@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_helpers import run_ranks
 from core_helpers import END, VOCAB, tiny_model, tiny_run
+from family_shapes import LATENT
 from layout_helpers import fill, wrong_weights
 from megatron.core import parallel_state
 
@@ -129,18 +130,6 @@ EXPERTS = {
     "attention_gate": True,
 }
 """Shape with unlike layers of both kinds."""
-LATENT = {
-    "latent_attention": {
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 5,
-    },
-    "num_query_groups": 4,
-    "qkv_bias": False,
-    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "mscale_all_dim": 0.8},
-}
 
 
 def recipe(layout: Layout, ranks: int) -> RunConfig:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
 from core_helpers import batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run, with_choices
-from family_shapes import GEMMA, GPT_OSS
+from family_shapes import DEEPSEEK, GEMMA, GPT_OSS, LATENT
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
@@ -69,27 +69,6 @@ UNLIKE = ModelConfig.model_validate(
     }
 )
 """Layers that differ, with all parts of experts."""
-LATENT: dict[str, Any] = {
-    "latent_attention": {
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 5,
-    },
-    "num_query_groups": 4,
-    "qkv_bias": False,
-    "tied_embeddings": False,
-    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "mscale_all_dim": 0.8},
-}
-DEEPSEEK = LATENT | {
-    "num_experts": 8,
-    "experts_per_token": 2,
-    "expert_ffn_hidden_size": 20,
-    "dense_layers": 1,
-    "shared_expert_ffn_hidden_size": 20,
-    "router": {"score": "sigmoid", "scale": 2.5, "groups": 4, "groups_per_token": 2, "correction_bias": True},
-}
 DELTA = tiny_model(
     num_layers=4,
     layer_types=["linear_attention", "full_attention"] * 2,

@@ -19,7 +19,8 @@ from megatron_rl.checkpoint.hf.mxfp4 import mxfp4_weights
 from megatron_rl.checkpoint.hf.quantised import FindQuantised, QuantisedWeight
 from megatron_rl.checkpoint.hf.stacked import stacked_experts
 from megatron_rl.contract.files import check_regular, names_in, read_bytes
-from megatron_rl.model.hf_mapping import HF_OUTPUT, HfTensor
+from megatron_rl.model.hf_mapping import HfTensor
+from megatron_rl.model.hf_weights import HF_OUTPUT
 from megatron_rl.recipe.hf_config import CONFIG_FILE, PublishedConfig, UnusableWeights, read_hf_config
 
 INDEX = "model.safetensors.index.json"

@@ -17,39 +17,40 @@ from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.checkpoint.initial_weights import checksum, checksum_text
 from megatron_rl.contract.files import make_readable, read_bytes
 from megatron_rl.contract.manifest import Manifest, read_manifest
-from megatron_rl.model.hf_mapping import OUTPUT, Weight, weights
+from megatron_rl.model.hf_mapping import Weight
+from megatron_rl.model.hf_weights import OUTPUT, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, is_target, module_of
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY, check_adapters, check_base, check_whole
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE
 from megatron_rl.recipe.hub import local_folder
-from megatron_rl.recipe.model import LoraConfig, ModelConfig, is_hub_name
+from megatron_rl.recipe.lora_section import LoraConfig
+from megatron_rl.recipe.model import ModelConfig, is_hub_name
 
 ADAPTER = "adapter"  # folder of the adapters in PEFT's format, in that of the merged weights
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # prefix of PEFT's names of tensors
 
 
-class CheckpointReader(Protocol):
+class WeightReader(Protocol):
     @property
     def names(self) -> list[str]:
         """Names of megatron-core's weights, in its order."""
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a weight as stored."""
-
     def read(self, name: str, weight: Weight) -> list[Tensor]:
         """Read the sources of a weight."""
+
+
+class CheckpointReader(WeightReader, Protocol):
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a weight as it is read."""
 
 
 class PublishedReader:
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self._files = WeightsFolder(folder)
         self.names = [name for name in weights(model) if not (name == OUTPUT and model.tied_embeddings)]
-
-    def dtype(self, name: str) -> torch.dtype:
-        raise NotImplementedError("the model's own dtypes count")
 
     def read(self, name: str, weight: Weight) -> list[Tensor]:
         boxes = [(source, source.box(0, range(source.shape[0]))) for source in weight.sources]
@@ -160,7 +161,7 @@ def published_name(base: str) -> str:
     return found if isinstance(found, str) and found and is_hub_name(found) else base
 
 
-def _base_reader(folder: Path, model: ModelConfig, platform: Device) -> CheckpointReader:
+def _base_reader(folder: Path, model: ModelConfig, platform: Device) -> WeightReader:
     if model.init == "huggingface" and model.huggingface:
         try:
             return PublishedReader(local_folder(model.huggingface, "model.huggingface", CONFIG_FILE), model)

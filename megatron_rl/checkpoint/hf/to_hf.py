@@ -20,7 +20,8 @@ from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, CheckpointRea
 from megatron_rl.checkpoint.hf.staging import carry, staged
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.contract.manifest import find_corruption, read_manifest
-from megatron_rl.model.hf_mapping import EMBEDDING, HF_OUTPUT, Assembly, Weight, bundles, weights
+from megatron_rl.model.hf_mapping import Assembly, Weight, bundles
+from megatron_rl.model.hf_weights import EMBEDDING, HF_OUTPUT, weights
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY
 from megatron_rl.recipe.errors import ConfigurationError

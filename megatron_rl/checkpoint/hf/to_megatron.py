@@ -19,7 +19,8 @@ from megatron_rl.checkpoint.initial_weights import fill, has_equal_output
 from megatron_rl.checkpoint.source import check_tokenizer
 from megatron_rl.contract.manifest import Manifest, hash_file, write_manifest
 from megatron_rl.contract.paths import CARRIED
-from megatron_rl.model.hf_mapping import Weight, pieces, sources, weights
+from megatron_rl.model.hf_mapping import Weight, pieces, sources
+from megatron_rl.model.hf_weights import weights
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.hf_config import UnusableWeights
 

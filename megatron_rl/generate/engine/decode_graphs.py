@@ -18,9 +18,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 
+from megatron_rl.model.core_config import DTYPES
 from megatron_rl.model.experts import experts_one_by_one
 from megatron_rl.model.platform.device import GraphRecorder, Kernels
-from megatron_rl.model.policy import DTYPES, Policy
+from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import InferenceConfig, without_graphs
 from megatron_rl.recipe.model import ModelConfig
 

@@ -27,7 +27,7 @@ from megatron_rl.generate.engine.interface import PromptScores
 from megatron_rl.generate.engine.row_state import DrawWork, RowState, to_device
 from megatron_rl.generate.engine.scheduler import StepPlan
 from megatron_rl.generate.engine.top_logprobs import prompt_scores
-from megatron_rl.generate.engine.transcript import Held, RowAnswer
+from megatron_rl.generate.engine.transcript import Amount, RowAnswer
 from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.frozen import FrozenPolicy
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
@@ -115,7 +115,7 @@ class ModelRunner:
         self._tokens_until_sync = self.policy.kernels.tokens_between_syncs
         return self._rows.ended(rows.stop)
 
-    def answers(self, held: Mapping[int, Held]) -> list[RowAnswer]:
+    def answers(self, held: Mapping[int, Amount]) -> list[RowAnswer]:
         return self._rows.answers(held, self._choices)
 
     def _prefill(self, rows: slice, prefills: Sequence[Prefill], cache: KeyValueCache) -> None:

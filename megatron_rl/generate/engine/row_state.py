@@ -23,7 +23,7 @@ from megatron_rl.generate.engine.admission import Prefill
 from megatron_rl.generate.engine.choice_cache import ChoiceCache
 from megatron_rl.generate.engine.sampling import SamplingRows, SamplingWork, sample, uniforms
 from megatron_rl.generate.engine.top_logprobs import TopLogprobsRows
-from megatron_rl.generate.engine.transcript import Held, RowAnswer
+from megatron_rl.generate.engine.transcript import Amount, RowAnswer
 from megatron_rl.model.choices import Choices
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.inference import Sampling
@@ -206,7 +206,7 @@ class RowState:
         found: list[int] = np.flatnonzero(_read(self._ended[:rows])).tolist()
         return found
 
-    def answers(self, held: Mapping[int, Held], choices: ChoiceCache | None = None) -> list[RowAnswer]:
+    def answers(self, held: Mapping[int, Amount], choices: ChoiceCache | None = None) -> list[RowAnswer]:
         """Return the sampled tokens of rows, and their choices of experts if there is a cache of them.
 
         held: row -> what to leave out.

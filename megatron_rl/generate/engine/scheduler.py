@@ -29,7 +29,7 @@ from megatron_rl.generate.engine.interface import (
 )
 from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
-from megatron_rl.generate.engine.transcript import Held, RowAnswer, Transcript
+from megatron_rl.generate.engine.transcript import Amount, RowAnswer, Transcript
 from megatron_rl.model.text_stream import Decode
 from megatron_rl.recipe.inference import InferenceConfig, ends_of
 
@@ -168,7 +168,7 @@ class Scheduler:
 
     # Answers
 
-    def wanted(self, ended: Iterable[int]) -> dict[int, Held]:
+    def wanted(self, ended: Iterable[int]) -> dict[int, Amount]:
         """Return the rows whose tokens `retire` needs, with what the host has of each: rows that have ended, and rows
         whose tokens are needed before they end."""
         return {row: self.rows[row].answer.held for row in sorted({*ended, *self.rows.followed})}

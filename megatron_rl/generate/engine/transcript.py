@@ -28,14 +28,14 @@ class RowAnswer(NamedTuple):
     """Entries of `Completion.choices` from `Transcript.held` on."""
 
 
-class Held(NamedTuple):
+class Amount(NamedTuple):
     """Numbers of a sample's tokens, and of entries of `Completion.choices`, that a reader has."""
 
     tokens: int = 0
     choices: int = 0
 
 
-NOTHING = Held()
+NOTHING = Amount()
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Transcript:
     """Known entries of `Completion.choices`."""
     stop: str | None = None
     """The stop string that was completed; later tokens are ignored."""
-    reported: Held = NOTHING
+    reported: Amount = NOTHING
     _known_choices: int = 0  # entries of `choices` from the first on that are known
 
     @classmethod
@@ -77,8 +77,8 @@ class Transcript:
         return transcript
 
     @property
-    def held(self) -> Held:
-        return Held(len(self.tokens), self._known_choices)
+    def held(self) -> Amount:
+        return Amount(len(self.tokens), self._known_choices)
 
     @property
     def followed(self) -> bool:
@@ -129,7 +129,7 @@ class Transcript:
         return Completion(self.tokens, self.logprobs, reason, self.versions, self.stop, top, prompt, self.choices)
 
     def delta(self, prompt: PromptScores | None = None) -> Delta:
-        (first, first_choice), self.reported = self.reported, Held(len(self.tokens), len(self.choices))
+        (first, first_choice), self.reported = self.reported, Amount(len(self.tokens), len(self.choices))
         return Delta(
             self.sample,
             self.tokens[first:],

@@ -16,7 +16,7 @@ from megatron_rl.generate.engine.broadcast import PlanBroadcast
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.engine_thread import EngineThread
 from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, Delta, EngineLoad, GenerationRequest
-from megatron_rl.generate.engine.transcript import NOTHING, Held
+from megatron_rl.generate.engine.transcript import NOTHING, Amount
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
 from megatron_rl.generate.replica.driver_inbox import OpenRequest
@@ -107,7 +107,7 @@ class Leader:
         self._transfer: Future[None] | None = None  # of weights for which the engine pauses
         self._next_by = 0.0  # when their swap must have been requested
         self._followed = False  # whether the other ranks follow the engine
-        self._reported: dict[str, list[Held]] = {}  # what was reported of each sample
+        self._reported: dict[str, list[Amount]] = {}  # what was reported of each sample
         self._reported_at = time.monotonic()
 
     @property
@@ -138,7 +138,7 @@ class Leader:
 
     def submit(self, request: GenerationRequest, *, streamed: bool = False) -> str:
         self._engine.submit(request)
-        known = {sample: Held(len(one.tokens), len(one.choices)) for sample, one in request.known.items()}
+        known = {sample: Amount(len(one.tokens), len(one.choices)) for sample, one in request.known.items()}
         self._reported[request.id] = [known.get(sample, NOTHING) for sample in range(request.num_samples)]
         return request.id
 
@@ -174,7 +174,7 @@ class Leader:
             reported, found = self._reported.get(part.request_id), part.prefix
             if reported is None or (first := reported[part.sample]).tokens >= len(found.tokens):
                 continue
-            reported[part.sample] = Held(len(found.tokens), len(found.choices))
+            reported[part.sample] = Amount(len(found.tokens), len(found.choices))
             deltas.append((part.request_id, _delta(part.sample, found, first)))
         return deltas
 
@@ -219,7 +219,7 @@ class Leader:
             self._commands.send(command)
 
 
-def _delta(sample: int, answer: AnswerPrefix | Completion, first: Held) -> Delta:
+def _delta(sample: int, answer: AnswerPrefix | Completion, first: Amount) -> Delta:
     """Return the part of an answer that a reader who has `first` of it lacks."""
     start = first.tokens
     lists = answer.tokens[start:], answer.logprobs[start:], answer.versions[start:]

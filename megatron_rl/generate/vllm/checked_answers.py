@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.generate.engine.interface import Delta, GenerationRequest
-from megatron_rl.generate.engine.transcript import Held, RowAnswer, Transcript
+from megatron_rl.generate.engine.transcript import Amount, RowAnswer, Transcript
 from megatron_rl.generate.vllm.client import NewTokens
 from megatron_rl.generate.vllm.process import VllmGone
 from megatron_rl.model.text_stream import Decode
@@ -125,6 +125,6 @@ def begun(request: GenerationRequest, end_ids: Collection[int], decode: Decode) 
     answers = []
     for sample in range(request.num_samples):
         transcript = Transcript.begin(request, sample, ends, decode)
-        transcript.reported = Held(len(transcript.tokens), len(transcript.choices))  # the driver has them
+        transcript.reported = Amount(len(transcript.tokens), len(transcript.choices))  # the driver has them
         answers.append(VllmAnswer(transcript, len(transcript.tokens)))
     return answers

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.generate.refit.plan import Box, ModelStage
-from megatron_rl.model.hf_mapping import OUTPUT, matrices_of, weights
+from megatron_rl.model.hf_mapping import matrices_of
+from megatron_rl.model.hf_weights import OUTPUT, weights
 from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, matrices
 from megatron_rl.model.sharded_names import leading_axes, weight_name
 from megatron_rl.recipe.model import ModelConfig

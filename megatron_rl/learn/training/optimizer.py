@@ -22,8 +22,9 @@ from torch import Tensor
 from megatron_rl.learn.training import overlap
 from megatron_rl.learn.training.adam_state import adam_tensors, begin, get_step, set_step, sharded_adam_state
 from megatron_rl.learn.training.offload import HostState, Unused
+from megatron_rl.model.core_config import DTYPES
 from megatron_rl.model.platform.megatron_patches import skip_copies
-from megatron_rl.model.policy import DTYPES, Policy
+from megatron_rl.model.policy import Policy
 from megatron_rl.model.router import balance_experts, forget_tokens
 from megatron_rl.recipe.job import Offload
 from megatron_rl.recipe.model import ModelConfig

@@ -21,9 +21,9 @@ from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.choice_form import ChoiceForm
+from megatron_rl.model.core_config import DTYPES
 from megatron_rl.model.platform.device import Kernels
 from megatron_rl.model.platform.host_tensors import floats, int64
-from megatron_rl.model.policy import DTYPES
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.metrics.stats import BatchStats, EnvironmentStats
 from megatron_rl.recipe.config import RunConfig

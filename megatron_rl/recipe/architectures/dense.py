@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.recipe.architectures.parts import attention_bias, decoder, rotation
-from megatron_rl.recipe.architectures.row import Architecture, Part, Unsupported, always, only
+from megatron_rl.recipe.architectures.row import Architecture, ConfigKeys, UnusableConfig, always, only
 from megatron_rl.recipe.model import ModelConfig
 
 
-def _positions(window: int | None, *, switch: bool) -> Part:
+def _positions(window: int | None, *, switch: bool) -> ConfigKeys:
     """Positions, of which a sliding window limits the number: within its length it makes no difference.
 
     window: what transformers takes for a missing sliding_window.
@@ -23,19 +23,21 @@ def _positions(window: int | None, *, switch: bool) -> Part:
         if width is None or not raw.get("use_sliding_window", True) or not isinstance(most, int):
             return {}
         if not isinstance(width, int):
-            raise Unsupported(f"sliding_window {width} is not a number")
+            raise UnusableConfig(f"sliding_window {width} is not a number")
         return {"max_position_embeddings": min(most, width)}
 
-    return Part(keys | ({"use_sliding_window": False} if switch else {}), read, lambda _: {"use_sliding_window": False})
+    return ConfigKeys(
+        keys | ({"use_sliding_window": False} if switch else {}), read, lambda _: {"use_sliding_window": False}
+    )
 
 
-def _all_experts() -> tuple[Part, ...]:
+def _all_experts() -> tuple[ConfigKeys, ...]:
     """Experts in every layer."""
 
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         several = raw["num_experts_per_tok"] != 1
         if raw["norm_topk_prob"] and not several:
-            raise Unsupported(
+            raise UnusableConfig(
                 "norm_topk_prob true is not supported with one expert per token: its weight is its probability here"
             )
         return {
@@ -69,7 +71,7 @@ def _all_experts() -> tuple[Part, ...]:
     }
     everywhere = ": layers without experts beside those with are not supported"
     return (
-        Part(keys, read, write, names),
+        ConfigKeys(keys, read, write, names),
         only("decoder_sparse_step", 1, written=True, why=everywhere),
         only("mlp_only_layers", [], None, written=True, why=everywhere),
     )

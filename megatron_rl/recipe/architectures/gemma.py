@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.recipe.architectures.parts import heads, layer_types, scaling, undivided, written_scaling
-from megatron_rl.recipe.architectures.row import Architecture, HfNames, Part, Unsupported, always, only
+from megatron_rl.recipe.architectures.row import Architecture, ConfigKeys, HfNames, UnusableConfig, always, only
 from megatron_rl.recipe.model import ModelConfig
 
 
-def _rotations() -> Part:
+def _rotations() -> ConfigKeys:
     """Rotary positions of both kinds of layers, in `rope_parameters` by kind since transformers 5."""
     keys = {"rope_parameters": None, "rope_scaling": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
 
@@ -18,7 +18,7 @@ def _rotations() -> Part:
         kinds = raw["rope_parameters"] or {}
         full, sliding = kinds.get("full_attention") or {}, kinds.get("sliding_attention") or {}
         if scaling(sliding, "rope_parameters of sliding_attention"):
-            raise Unsupported("rope_parameters: scaled positions of layers with windows are not supported")
+            raise UnusableConfig("rope_parameters: scaled positions of layers with windows are not supported")
         return {
             "rope_base": float(full.get("rope_theta", raw["rope_theta"])),
             "rope_scaling": scaling(full or raw["rope_scaling"] or {}, "rope_parameters"),
@@ -33,14 +33,14 @@ def _rotations() -> Part:
         }
 
     names = {"rope_base": "rope_theta", "rope_scaling": "rope_scaling", "sliding_rope_base": "rope_local_base_freq"}
-    return Part(keys, read, write, names)
+    return ConfigKeys(keys, read, write, names)
 
 
-def _scores() -> Part:
+def _scores() -> ConfigKeys:
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"query_pre_attn_scalar": None if model.attention_scale is None else round(model.attention_scale**-2)}
 
-    return Part(
+    return ConfigKeys(
         {"query_pre_attn_scalar": 256},
         lambda raw: {"attention_scale": raw["query_pre_attn_scalar"] ** -0.5},
         write,

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.recipe.architectures.parts import heads, rotation, undivided
-from megatron_rl.recipe.architectures.row import REQUIRED, Architecture, HfNames, Part, Unsupported, always, only
+from megatron_rl.recipe.architectures.row import (
+    REQUIRED,
+    Architecture,
+    ConfigKeys,
+    HfNames,
+    UnusableConfig,
+    always,
+    layers_of,
+    only,
+)
 from megatron_rl.recipe.model import ModelConfig
 
 _SIZES = {
@@ -19,14 +28,14 @@ _SIZES = {
 """Keys of DeltaNet, each with its key of config.json and what transformers takes for a missing one."""
 
 
-def _layers() -> Part:
+def _layers() -> ConfigKeys:
     """Full attention in every fourth layer and delta nets in the others, unless config.json says otherwise."""
 
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         types = raw["layer_types"]
         if types is None:
-            every, count = raw["full_attention_interval"], raw["num_hidden_layers"]
-            types = ["linear_attention" if number % every else "full_attention" for number in range(1, count + 1)]
+            every = raw["full_attention_interval"]
+            types = ["linear_attention" if number % every else "full_attention" for number in layers_of(raw)]
         if "linear_attention" not in types:
             return {}
         return {"layer_types": types, "delta_net": {ours: raw[theirs] for ours, (theirs, _) in _SIZES.items()}}
@@ -38,10 +47,10 @@ def _layers() -> Part:
 
     keys = {"num_hidden_layers": REQUIRED, "layer_types": None, "full_attention_interval": 4}
     names = {"layer_types": "layer_types", "delta_net": "linear_num_key_heads, linear_num_value_heads and their sizes"}
-    return Part(keys | dict(_SIZES.values()), read, write, names)
+    return ConfigKeys(keys | dict(_SIZES.values()), read, write, names)
 
 
-def _gated_experts(per_token: int) -> Part:
+def _gated_experts(per_token: int) -> ConfigKeys:
     """Experts in every layer, and one with a gate that processes every token.
 
     per_token: what transformers takes for a missing num_experts_per_tok.
@@ -55,7 +64,9 @@ def _gated_experts(per_token: int) -> Part:
 
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         if raw["num_experts_per_tok"] == 1:
-            raise Unsupported("num_experts_per_tok 1 is not supported: its weight is its probability here, and there 1")
+            raise UnusableConfig(
+                "num_experts_per_tok 1 is not supported: its weight is its probability here, and there 1"
+            )
         sizes = {key: raw[name] for key, name in theirs.items()}
         return {**sizes, "shared_expert_gate": True, "router": {"normalised": raw["norm_topk_prob"]}}
 
@@ -70,10 +81,10 @@ def _gated_experts(per_token: int) -> Part:
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     }
-    return Part(keys, read, write, theirs | {"router": "norm_topk_prob"})
+    return ConfigKeys(keys, read, write, theirs | {"router": "norm_topk_prob"})
 
 
-def _hybrid(ffn: str) -> tuple[Part, ...]:
+def _hybrid(ffn: str) -> tuple[ConfigKeys, ...]:
     """Keys that Qwen3-Next and Qwen3.5 share. ffn: key of the width of feed-forward networks."""
     return (
         *undivided(ffn=ffn),

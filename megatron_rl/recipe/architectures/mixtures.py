@@ -10,9 +10,9 @@ from megatron_rl.recipe.architectures.row import (
     NULL,
     REQUIRED,
     Architecture,
+    ConfigKeys,
     HfNames,
-    Part,
-    Unsupported,
+    UnusableConfig,
     always,
     only,
     same,
@@ -22,7 +22,7 @@ from megatron_rl.recipe.model import ModelConfig
 
 def _read_routed(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw["num_experts_per_tok"] == 1 and raw["norm_topk_prob"]:
-        raise Unsupported("norm_topk_prob true is not supported with one expert per token")
+        raise UnusableConfig("norm_topk_prob true is not supported with one expert per token")
     shared, width = raw["n_shared_experts"], raw["moe_intermediate_size"]
     router = {
         "score": "sigmoid",
@@ -55,7 +55,7 @@ def _write_routed(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _routed_by_bias(scale: float, groups: int, groups_per_token: int, dense_layers: int) -> tuple[Part, ...]:
+def _routed_by_bias(scale: float, groups: int, groups_per_token: int, dense_layers: int) -> tuple[ConfigKeys, ...]:
     """Experts that are chosen by sigmoid scores with a correction bias, shared ones, and first layers without experts.
     The arguments are transformers' for missing keys."""
 
@@ -77,7 +77,7 @@ def _routed_by_bias(scale: float, groups: int, groups_per_token: int, dense_laye
         "router": "n_group, topk_group, routed_scaling_factor, norm_topk_prob",
     }
     return (
-        Part(keys, _read_routed, _write_routed, names),
+        ConfigKeys(keys, _read_routed, _write_routed, names),
         same("dense_layers", "first_k_dense_replace", dense_layers),
         same("prediction_layers", "num_nextn_predict_layers", 0),
         only("scoring_func", "sigmoid", written=True),
@@ -86,14 +86,14 @@ def _routed_by_bias(scale: float, groups: int, groups_per_token: int, dense_laye
     )
 
 
-def _latent() -> Part:
+def _latent() -> ConfigKeys:
     """Latent attention. Each head has its own keys and values."""
     parts = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         count = raw["num_attention_heads"]
         if raw["num_key_value_heads"] not in (None, count):
-            raise Unsupported(f"num_key_value_heads {raw['num_key_value_heads']} is not num_attention_heads {count}")
+            raise UnusableConfig(f"num_key_value_heads {raw['num_key_value_heads']} is not num_attention_heads {count}")
         return {
             "num_attention_heads": count,
             "num_query_groups": count,
@@ -114,7 +114,7 @@ def _latent() -> Part:
         "num_key_value_heads": None,
     }
     names = {key: key for key in ("num_attention_heads", "num_query_groups")}
-    return Part(keys, read, write, names | {"latent_attention": "kv_lora_rank, q_lora_rank and sizes of heads"})
+    return ConfigKeys(keys, read, write, names | {"latent_attention": "kv_lora_rank, q_lora_rank and sizes of heads"})
 
 
 DEEPSEEK_V3 = Architecture(
@@ -138,7 +138,7 @@ GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     (
-        *decoder(),
+        *decoder(epsilon=1e-5),
         rotation(partial=0.5),
         attention_bias(qkv_bias=True),
         same("qk_norm", "use_qk_norm", False),
@@ -148,7 +148,7 @@ GLM4_MOE = Architecture(
 )
 
 
-def _clamped_experts() -> tuple[Part, ...]:
+def _clamped_experts() -> tuple[ConfigKeys, ...]:
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "num_experts": raw["num_local_experts"],
@@ -174,17 +174,18 @@ def _clamped_experts() -> tuple[Part, ...]:
         "expert_ffn_hidden_size": "intermediate_size",
         "swiglu_limit": "swiglu_limit",
     }
-    return Part(keys, read, write, names), only("swiglu_alpha", 1.702)
+    return ConfigKeys(keys, read, write, names), only("swiglu_alpha", 1.702)
 
 
 GPT_OSS = Architecture(
     "GptOssForCausalLM",
     "gpt_oss",
     (
-        *undivided(quantised=("mxfp4",)),
+        *undivided(quantised=("mxfp4",), epsilon=1e-5),
         heads(64),
         rotation(
-            scaled={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+            scaled={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+            base=150000.0,
         ),
         layer_types(every=2, window=128),
         only("attention_bias", True, written=True),

@@ -14,23 +14,25 @@ from megatron_rl.recipe.model import ModelConfig
 
 REQUIRED: Any = object()
 """Default of a key that config.json must have."""
+MOST_LAYERS = 10_000
+"""Layers of a model at most: a list with an entry for each is made before anything else is checked."""
 
 
 NULL: Any = object()
 """Value of a key that config.json has as null, because transformers takes something else for a missing one."""
 
 
-class Unsupported(ValueError):
+class UnusableConfig(ValueError):
     """A config.json describes a model that cannot be built here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ConfigKeys:
     """Keys of config.json that are read and written together."""
 
     keys: Mapping[str, Any]  # key -> what transformers takes for a missing one
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Values of all keys -> keys of ModelConfig. Raises Unsupported."""
+    """Values of all keys -> keys of ModelConfig. Raises UnusableConfig."""
     write: Callable[[ModelConfig], dict[str, Any]]
     """Model -> keys of config.json. A key that is None is left out, and one that is NULL is null. If the part cannot
     express the model, `read` gives another one."""
@@ -38,14 +40,14 @@ class Part:
     """Key of ModelConfig -> key with the same meaning, for messages."""
 
 
-def same(ours: str, theirs: str, default: Any = REQUIRED) -> Part:
+def same(ours: str, theirs: str, default: Any = REQUIRED) -> ConfigKeys:
     """A key of config.json that means what a key of ModelConfig means."""
-    return Part(
+    return ConfigKeys(
         {theirs: default}, lambda raw: {ours: raw[theirs]}, lambda model: {theirs: getattr(model, ours)}, {ours: theirs}
     )
 
 
-def only(theirs: str, *supported: Any, written: bool = False, why: str = "") -> Part:
+def only(theirs: str, *supported: Any, written: bool = False, why: str = "") -> ConfigKeys:
     """A key of config.json of which some values are supported; the first is the default.
 
     written: whether an exported config.json has the key.
@@ -54,15 +56,23 @@ def only(theirs: str, *supported: Any, written: bool = False, why: str = "") -> 
     def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         if raw[theirs] not in supported:
             known = " and ".join(map(shown, supported)) + (" are" if len(supported) > 1 else " is")
-            raise Unsupported(f"{theirs} {shown(raw[theirs])} is not supported: {known}{why}")
+            raise UnusableConfig(f"{theirs} {shown(raw[theirs])} is not supported: {known}{why}")
         return {}
 
-    return Part({theirs: supported[0]}, read, lambda _: {theirs: supported[0]} if written else {})
+    return ConfigKeys({theirs: supported[0]}, read, lambda _: {theirs: supported[0]} if written else {})
 
 
-def always(**fixed: Any) -> Part:
+def always(**fixed: Any) -> ConfigKeys:
     """Keys of ModelConfig that the architecture alone determines."""
-    return Part({}, lambda _: fixed, lambda _: {}, dict.fromkeys(fixed, "architectures"))
+    return ConfigKeys({}, lambda _: fixed, lambda _: {}, dict.fromkeys(fixed, "architectures"))
+
+
+def layers_of(raw: Mapping[str, Any]) -> range:
+    """Numbers of the layers, from 1. Raises UnusableConfig."""
+    count = raw["num_hidden_layers"]
+    if type(count) is not int or not 0 < count <= MOST_LAYERS:
+        raise UnusableConfig(f"num_hidden_layers {shown(count)} is not a number from 1 to {MOST_LAYERS}")
+    return range(1, count + 1)
 
 
 def shown(value: Any) -> str:
@@ -146,7 +156,7 @@ class Architecture:
     name: str
     """Class in transformers, as in `architectures` of config.json."""
     model_type: str
-    parts: tuple[Part, ...]
+    parts: tuple[ConfigKeys, ...]
     inert: frozenset[str] = frozenset()
     """Keys of config.json, beside those of all architectures, that do not change the forward pass."""
     names: HfNames = HfNames()
@@ -162,14 +172,14 @@ class Architecture:
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of ModelConfig that follow from a config.json.
 
-        Raises Unsupported if a key is missing, unknown, or has a value without a counterpart here.
+        Raises UnusableConfig if a key is missing, unknown, or has a value without a counterpart here.
         """
         raw = self._unwrapped(raw)
         known = {key for part in self.parts for key in part.keys} | self.inert
         if unknown := sorted(
             key for key, value in raw.items() if key not in known and not _is_inert(key) and value is not None
         ):
-            raise Unsupported(
+            raise UnusableConfig(
                 f"{unknown[0]} {shown(raw[unknown[0]])} is not known for {self.name}, and may change the model: remove "
                 "the key if it does not"
             )
@@ -177,8 +187,14 @@ class Architecture:
         for part in self.parts:
             values = {key: raw.get(key, default) for key, default in part.keys.items()}
             if missing := [key for key, value in values.items() if value is REQUIRED]:
-                raise Unsupported(f"{missing[0]}: missing")
-            found |= part.read(values)
+                raise UnusableConfig(f"{missing[0]}: missing")
+            try:
+                found |= part.read(values)
+            except UnusableConfig:
+                raise
+            except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                given = ", ".join(f"{key} {shown(raw[key])}" for key in part.keys if key in raw)
+                raise UnusableConfig(f"{given}: not of the types that config.json has ({error})") from error
         return found
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -199,10 +215,10 @@ class Architecture:
             return raw
         part = raw.get(self.inside)
         if not isinstance(part, dict):
-            raise Unsupported(f"{self.inside}: missing, or not an object")
+            raise UnusableConfig(f"{self.inside}: missing, or not an object")
         outside = {key: value for key, value in raw.items() if key != self.inside and key not in self.inert_outside}
         if unknown := sorted(key for key in outside if not _is_inert(key) and key not in _OUTSIDE):
-            raise Unsupported(f"{unknown[0]} {shown(outside[unknown[0]])} is not known for {self.name}")
+            raise UnusableConfig(f"{unknown[0]} {shown(outside[unknown[0]])} is not known for {self.name}")
         return part | {key: value for key, value in outside.items() if key in _OUTSIDE}
 
     def their_key(self, ours: str) -> str:

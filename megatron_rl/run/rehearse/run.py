@@ -135,7 +135,7 @@ def growth(model: ModelConfig, layout: TrainingLayout, stage: int, depths: tuple
 
 def few_experts(model: ModelConfig, ep: int) -> int | None:
     """Experts of a layer in the first rehearsal; the second has twice that number. Enough for every token and every
-    group, and two for every rank, since a rank with one need not sort its tokens; all experts if there are no more;
+    group, and two for every rank, because a rank with one does not sort its tokens; all experts if the model has fewer;
     None for a dense model."""
     if not model.num_experts or not model.experts_per_token:
         return None

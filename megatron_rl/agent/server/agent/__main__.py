@@ -21,7 +21,7 @@ from megatron_rl.agent.server.serving import allow_connections, refused, run_ser
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.extras import install_command
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 STALL_S = 60.0
 KEEP_ALIVE_S = 60

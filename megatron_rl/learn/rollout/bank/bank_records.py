@@ -24,7 +24,7 @@ import numpy as np
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationRequest
-from megatron_rl.generate.engine.transcript import Held
+from megatron_rl.generate.engine.transcript import Amount
 from megatron_rl.learn.rollout.bank.file import Entry, Record
 from megatron_rl.learn.rollout.encoding import LOG_PROB, TOKEN, VERSION, BodyReader, Head, encode_group
 from megatron_rl.model.choices import Choices, split
@@ -104,7 +104,13 @@ def prompt_checksum(request: GenerationRequest) -> int:
 
 
 def part_record(
-    ordinal: int, version: int, newest: int, answer: AnswerKey, start: Held, prefix: AnswerPrefix, lineage: Lineage
+    ordinal: int,
+    version: int,
+    newest: int,
+    answer: AnswerKey,
+    start: Amount,
+    prefix: AnswerPrefix,
+    lineage: Lineage,
 ) -> Record:
     """Record the tokens of `prefix` from `start` on. `version` and `newest` are as for `group_record`."""
     key, prompt, sample = answer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest, ResumableInference
-from megatron_rl.generate.engine.transcript import NOTHING, Held
+from megatron_rl.generate.engine.transcript import NOTHING, Amount
 from megatron_rl.learn.rollout.bank.bank_records import (
     AnswerKey,
     Lineage,
@@ -86,7 +86,7 @@ class _OpenRequest:
     request: GenerationRequest
     ordinal: int
     prompt: int  # checksum of the prompt
-    written: dict[int, Held]  # sample -> what is on disk or being written
+    written: dict[int, Amount]  # sample -> what is on disk or being written
     completions: list[Completion] | None = None
 
 
@@ -131,7 +131,7 @@ class Recording:
         prefixes = ((sample, earlier.prefix(answer)) for sample, answer in answers)
         known = {sample: prefix for sample, prefix in prefixes if prefix is not None}
         request = replace(request, known=known)
-        written = {sample: Held(len(prefix.tokens), len(prefix.choices)) for sample, prefix in known.items()}
+        written = {sample: Amount(len(prefix.tokens), len(prefix.choices)) for sample, prefix in known.items()}
         work = self._open[request.id] = _OpenRequest(request, ordinal, prompt, written)
         work.completions = await self._inference.generate(request)
         return work.completions
@@ -176,7 +176,7 @@ class Recording:
                     self._lineage,
                 )
             )
-            work.written[sample] = Held(len(prefix.tokens), len(prefix.choices))
+            work.written[sample] = Amount(len(prefix.tokens), len(prefix.choices))
         return records
 
     def _newest(self, versions: Iterable[int]) -> int:

@@ -109,9 +109,10 @@ def test_unsupported_weights_are_refused(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rotary positions of type longrope are not supported"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has factor and no rope_type"),
         (
-            {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}},
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}, "rope_scaling": None},
             "rope_parameters has factor, low_freq_factor and no rope_type",
         ),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "rope_parameters and rope_scaling differ"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling has no low_freq_factor, high_freq"),
         ({"mlp_bias": True}, "mlp_bias true is not supported"),
         ({"logit_scale": 0.5}, "logit_scale 0.5 is not known for LlamaForCausalLM, and may change the model"),

@@ -96,6 +96,12 @@ def test_an_error_names_the_line_and_what_is_expected(write, old, new, said):
         ("environment.args.nope=1", "environment.args.nope: unknown key"),
         ("evaluate.k=4", "evaluate.k: was removed: `mrl evaluate CHECKPOINT`"),
         ("image.reference=5", "image.reference: expected text or null, got 5 (put it in quotes)"),
+        ("model.architecture=qwen9", "model.architecture qwen9 is not one of deepseek_v3, gemma3_text"),
+        ("model.architecture=glm4_moe", "model.architecture is glm4_moe, which has no model with qkv_bias true"),
+        (
+            "model.rope_scaling={type: yarn, factor: 4, low_freq_factor: 2}",
+            "model.rope_scaling: low_freq_factor has no effect with type yarn: it belongs to llama3",
+        ),
     ],
 )
 def test_an_error_names_the_override_that_caused_it(override, said):

@@ -18,8 +18,8 @@ from megatron_rl.rank.metrics.names import TIMED, check_name, metrics_of
 from megatron_rl.rank.metrics.stats import Tally
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig
-from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.registry import entry_points_of, required_datasets
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 SMALL = {"evaluation_problems": 3}
 PLUS = {"name": "arithmetic", "id": "plus", "args": {**SMALL, "seed": 1}, "weight": 3.0}

@@ -17,8 +17,8 @@ from megatron_rl.generate.engine.interface import Completion, FinishReason, Gene
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
-from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.section import Section
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 TOKENIZER = build_tokenizer(TokenizerConfig(type="characters", alphabet="0123456789="))
 SAMPLING = Sampling(max_new_tokens=4)

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.checkpoint.hf.folder import INDEX, WeightsFolder
 from megatron_rl.checkpoint.initial_weights import load_pretrained
 from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.recipe.architectures.row import NULL, REQUIRED, Architecture
+from megatron_rl.recipe.architectures.rows import ARCHITECTURES
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import read_hf_config
 
@@ -163,7 +165,8 @@ def test_an_incomplete_directory_is_refused(
     harm(folder)
     with pytest.raises(ConfigurationError, match=said):
         files = WeightsFolder(folder)
-        from megatron_rl.model.hf_mapping import sources, weights
+        from megatron_rl.model.hf_mapping import sources
+        from megatron_rl.model.hf_weights import weights
 
         files.check(sources(weights(model_of(folder))).values(), tied=False)
 
@@ -189,3 +192,17 @@ def test_a_window_limits_the_positions(tmp_path: Path) -> None:
     config = AutoConfig.for_model("mistral", **SIZES, sliding_window=16, architectures=["MistralForCausalLM"])
     config.save_pretrained(tmp_path)
     assert read_hf_config(tmp_path).shape["max_position_embeddings"] == 16
+
+
+@pytest.mark.parametrize("row", [row for row in ARCHITECTURES if row.inside is None], ids=lambda row: row.model_type)
+def test_a_missing_key_means_what_it_means_to_transformers(row: Architecture) -> None:
+    """Except a window without use_sliding_window, and prediction layers, of which transformers has none."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(row.model_type)
+    ours = {key: default for part in row.parts for key, default in part.keys.items()}
+    usual = {key for key, default in ours.items() if default not in (None, REQUIRED, NULL) and hasattr(theirs, key)}
+    differing = {key for key in usual if getattr(theirs, key) != ours[key]}
+    assert differing <= {"sliding_window", "num_nextn_predict_layers"}
+    rotation = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert ours["rope_theta"] == rotation["rope_theta"]

@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 WEIGHTS = "model-00001-of-00005.safetensors"
 

@@ -18,7 +18,8 @@ from megatron_rl.checkpoint.hf.mxfp4 import unpacked
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
 from megatron_rl.checkpoint.hf.to_megatron import to_megatron
 from megatron_rl.checkpoint.initial_weights import load_pretrained
-from megatron_rl.model.hf_mapping import sources, weights
+from megatron_rl.model.hf_mapping import sources
+from megatron_rl.model.hf_weights import weights
 from megatron_rl.model.policy import build_policy
 from megatron_rl.recipe.hf_config import UnusableWeights
 

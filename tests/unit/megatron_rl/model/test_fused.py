@@ -15,7 +15,7 @@ from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.platform.cpu import CpuDevice, CpuKernels
 from megatron_rl.model.platform.layer_kernels import LayerKernels, TorchKernels
 from megatron_rl.model.policy import Policy
-from megatron_rl.recipe.model import LoraConfig
+from megatron_rl.recipe.lora_section import LoraConfig
 
 LENGTHS = [5, 1, 9]
 

@@ -18,7 +18,7 @@ from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.trainable import Trainable, fill_adapters
 from megatron_rl.recipe.adapters import check_adapters, check_whole
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.model import LoraConfig
+from megatron_rl.recipe.lora_section import LoraConfig
 
 SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
 LORA = {"rank": 4, "alpha": 6.0}

@@ -9,19 +9,16 @@ import torch
 from core_helpers import (
     PADDED_VOCAB,
     VOCAB,
-    answer_of,
     full_forward,
     packed,
-    prompt_of,
     random_groups,
     tiny_model,
     tiny_policy,
 )
 from family_shapes import QWEN35
-from published_twin import published, published_gradients, published_twin
+from published_twin import packed_beside_twin, published_twin
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.model.norm import Norm
 from megatron_rl.model.platform import frozen_linear
 from megatron_rl.model.platform.attention import whole_sequences
@@ -103,29 +100,9 @@ def test_packed_answers_have_the_logprobs_and_gradients_of_the_published_model(
 ) -> None:
     """Compares answers of mixed lengths that share prompts in one packed forward with one sequence at a time."""
     model = tiny_model(**shape)
-    policy = tiny_policy(platform, model, recompute=recompute)
-    twin = published_twin(policy, model)
-    trajectories = [trajectory for made in random_groups(4, 4) for trajectory in made.trajectories]
-    (micro,) = packed(trajectories)
-
-    logits = policy(micro.tokens, micro.positions, policy.layout(micro), micro.select)
-    logprobs, _ = token_logprobs(logits, micro.targets, 1.0)
-    alone = []
-    for trajectory in trajectories:
-        start = len(prompt_of(trajectory)) - 1
-        tokens = torch.tensor([[*prompt_of(trajectory), *answer_of(trajectory)]])
-        their_logits = twin(tokens).logits[0, start:-1, :VOCAB]
-        alone.append(
-            torch.log_softmax(their_logits, -1).gather(1, torch.tensor(answer_of(trajectory))[:, None]).squeeze(1)
-        )
-    expected = torch.cat(alone)[micro.trained]
-    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
-
-    spread = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0))
-    (logprobs * spread).sum().backward()
-    (expected * spread).sum().backward()
-    gradients = published(policy, model, lambda weight: weight.grad)
-    torch.testing.assert_close(gradients, published_gradients(twin), rtol=1e-4, atol=1e-4)
+    compared = packed_beside_twin(tiny_policy(platform, model, recompute=recompute), model)
+    torch.testing.assert_close(compared.logprobs, compared.their_logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compared.gradients, compared.their_gradients, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_rows_of_the_embedding_have_no_logits(platform: Any, groups: Any) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.prompts import PromptConfig, render_prompt
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 ALPHABET = "0123456789+-="
 

@@ -12,13 +12,13 @@ from megatron_rl.agent.api import build_environment
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe import registry
 from megatron_rl.recipe.environment_section import EnvironmentConfig
-from megatron_rl.recipe.model import TokenizerConfig
 from megatron_rl.recipe.registry import (
     describe_environments,
     environment_arguments,
     environment_class,
     environment_names,
 )
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 PLUGIN = """
     from megatron_rl.agent.trajectories import Problem

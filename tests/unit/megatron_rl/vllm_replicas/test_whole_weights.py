@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron_rl.generate.refit.model_tensors import model_tensors, parts_by_box
 from megatron_rl.generate.refit.plan import Box
 from megatron_rl.generate.vllm.whole_weights import WholeWeights, by_name
-from megatron_rl.model.hf_mapping import OUTPUT, pieces, sources
+from megatron_rl.model.hf_mapping import pieces, sources
 from megatron_rl.model.hf_parts import global_names, held_weights
+from megatron_rl.model.hf_weights import OUTPUT
 from megatron_rl.model.lora import Adapter
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.model import ModelConfig

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from megatron_rl.agent.environments.arithmetic import ArithmeticConfig, ArithmeticEnvironment, _chain_sum
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 if importlib.util.find_spec("reasoning_gym") is None:
     pytest.skip("reasoning-gym is not installed", allow_module_level=True)

@@ -18,7 +18,7 @@ from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 pytestmark = needs("datasets")
 

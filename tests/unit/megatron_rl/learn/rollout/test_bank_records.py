@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest
-from megatron_rl.generate.engine.transcript import Held
+from megatron_rl.generate.engine.transcript import Amount
 from megatron_rl.learn.rollout.bank.bank_records import (
     fingerprint,
     group_record,
@@ -96,7 +96,13 @@ def whole_answer(length: int, shift: int = 0) -> AnswerPrefix:
 
 def part(start: int, end: int, attempt: int = 1, shift: int = 0) -> Record:
     return part_record(
-        5, 0, shift, (11, 22, 3), Held(start, start + 1 if start else 0), whole_answer(end, shift), lineage(attempt)
+        5,
+        0,
+        shift,
+        (11, 22, 3),
+        Amount(start, start + 1 if start else 0),
+        whole_answer(end, shift),
+        lineage(attempt),
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix
-from megatron_rl.generate.engine.transcript import Held
+from megatron_rl.generate.engine.transcript import Amount
 from megatron_rl.learn.rollout.bank.bank_records import (
     answer_key,
     attempt_record,
@@ -34,7 +34,7 @@ def group_entry(attempt: int, restored: int, newest: int, ordinal: int = 50, rec
 def part_entry(attempt: int, restored: int, newest: int, ordinal: int = 50, sample: int = 0, size: int = 9) -> Entry:
     answer = AnswerPrefix([1, 2, 3], [-1.0] * 3, [newest] * 3)
     return entry(
-        part_record(ordinal, newest, newest, (1, 2, sample), Held(0), answer, lineage(attempt, restored))[0], size
+        part_record(ordinal, newest, newest, (1, 2, sample), Amount(0), answer, lineage(attempt, restored))[0], size
     )
 
 

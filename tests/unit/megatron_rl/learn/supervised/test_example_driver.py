@@ -16,7 +16,7 @@ from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.learn.supervised.example_driver import ExampleDriver
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 CHARACTERS = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
 

@@ -24,7 +24,7 @@ from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from megatron_rl.recipe.data import DataConfig
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 pytestmark = needs("datasets")
 

@@ -39,7 +39,7 @@ from megatron_rl.rank.control import Control
 from megatron_rl.rank.metrics.stats import StepStats, Tally
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.flops import training_flops
-from megatron_rl.recipe.model import LoraConfig
+from megatron_rl.recipe.lora_section import LoraConfig
 from megatron_rl.run.state import Run
 
 GROUPS = random_groups(4, 4)

@@ -16,7 +16,7 @@ from megatron_rl.model.chat.conversation import conversation_of
 from megatron_rl.model.chat.messages import ToolCall
 from megatron_rl.model.chat.probes import TOOL
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 USER = {"role": "user", "content": "1+1"}
 MORE = {"role": "user", "content": "And 2+2?"}

@@ -19,7 +19,7 @@ from megatron_rl.model.chat.turn_end import turn_end, unknown_end
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.data import DataConfig
-from megatron_rl.recipe.model import TokenizerConfig
+from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 from megatron_rl.run.standalone.first_rows import Lesson, unknown_end_of
 
 TURNS = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]

@@ -250,7 +250,7 @@ def test_flex_gradients_are_those_of_the_formula(
 @pytest.mark.parametrize("part", [None, torch.arange(150, 500)])
 @pytest.mark.parametrize("window", [1, 128, 200, 10**6])
 def test_a_window_skips_blocks_that_nothing_in_it_sees(window: int, part: Tensor | None) -> None:
-    """No block that torch finds token by token is missing. In a sequence there are no others; in a tree a block counts
+    """No block that torch finds token by token is missing. A sequence has just these; in a tree a block counts
     whose shallow queries and deep keys are of different branches."""
     for packed, exact in (
         (whole_sequences([700]), True),
