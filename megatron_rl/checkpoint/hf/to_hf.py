@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import time
@@ -30,6 +31,8 @@ from megatron_rl.recipe.model import ModelConfig
 
 GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ def published_kept(origin: CheckpointOrigin) -> WeightsFolder | None:
         return WeightsFolder(folder)
     if row.inside is not None:
         raise ConfigurationError(f"{folder} no longer holds weights: an export needs the other parts of {row.name}")
+    logger.warning("%s no longer holds weights: the export has no layers that predict further tokens", folder)
     return None
 
 
