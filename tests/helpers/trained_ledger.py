@@ -106,10 +106,11 @@ def trained(group: TrajectoryGroup, position: int) -> Trained:
 
 def is_right(group: Trained, problem: Problem, config: RunConfig, versions: range) -> bool:
     """Whether the answers are those to the problem under one key, and the tokens are of these versions. A prompt that
-    is begun while a version is on its way has the key of the previous version, and waits for the new one."""
+    is begun while a version is on its way has the key of the previous version, and waits for the new one. Before the
+    first version of an attempt that is -1."""
     prompt, longest = prompt_of(problem), config.sampling.max_new_tokens
     tokens = [tokens_of(prompt, sample, longest) for sample in range(config.grpo.group_size)]
-    begun = range(versions.start - 1, versions.stop)
+    begun = {-1, *range(versions.start - 1, versions.stop)}
     keys = [group_key(config.training.seed, group.ordinal, 0, version) for version in begun]
     possible = [[logprobs_of(key, sample, len(its)) for sample, its in enumerate(tokens)] for key in keys]
     return (
