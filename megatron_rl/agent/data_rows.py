@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import model_validator
-
 from megatron_rl.agent.arrow_rows import arrow_rows, file_batches, file_columns
 from megatron_rl.agent.text_rows import as_text, holds_lines, text_rows, value_at
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
@@ -44,11 +42,6 @@ class DataSource(Section):
 
     def text_of(self, row: Mapping[str, Any]) -> str | None:
         return as_text(value_at(row, self.question.split(".")))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_path(cls, values: Any) -> Any:
-        return {"path": values} if isinstance(values, str) else values
 
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -55,6 +55,11 @@ class Section(BaseModel):
 
     shorthand: ClassVar[str | None] = None
     """Key that a text in place of the section gives, if any: FILE is short for {path: FILE}."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_shorthand(cls, values: Any) -> Any:
+        return {cls.shorthand: values} if cls.shorthand and isinstance(values, str) else values
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from optional import needs
 from server_helpers import byte_tokenizer
+from small_root import make_small_root
 
 from megatron_rl.agent.api import EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.environments.program.arguments import ProgramConfig
@@ -48,7 +49,7 @@ def rolled_out(
             return await environment.evaluate(
                 EvaluationRequest(
                     problems=environment.training_problems(),
-                    sampling=Sampling(max_new_tokens=200),
+                    sampling=Sampling(max_new_tokens=600),
                     samples_per_problem=samples,
                     key=1,
                     inference=ScriptedInference(tokenizer, answers),
@@ -169,3 +170,44 @@ def test_a_function_that_does_not_exist_ends_the_run(tmp_path: Path) -> None:
     arguments = {"function": "agent:rollout", "code": [str(tmp_path / "agent.py")]}
     with pytest.raises(ConfigurationError, match="agent:rollout: the module defines no rollout"):
         rolled_out(CodePoints(), ["2"], [{"prompt": "1"}], tmp_path, **arguments)
+
+
+MENDS = "printf 'from statistics import median\\n' > median.py && python3 test_median.py"
+CHEATS = """python3 - <<'END'
+import glob, os
+print(len(os.environ.get("OPENAI_API_KEY", "")), "characters of the key")
+open("test_slug.py", "w").write("")
+for output in glob.glob("/proc/[0-9]*/fd/1"):
+    try:
+        if os.readlink(output) != os.readlink("/proc/self/fd/1"):
+            open(output, "w").write('{"reward": 1.0}\\n')
+            print("wrote", output)
+    except OSError:
+        pass
+END"""
+
+
+def mends_or_cheats(prompt: str, sample: int) -> str:
+    if "[exit code 0]" in prompt:
+        return "done"
+    return f"```sh\n{MENDS if 'test_median' in prompt else CHEATS}\n```"
+
+
+def test_an_agent_mends_a_repository_in_a_container_and_its_commands_cannot_report_its_reward(tmp_path: Path) -> None:
+    tasks = [json.loads(line) for line in (EXAMPLES / "repair/tasks.jsonl").read_text().splitlines()][:2]
+    found = rolled_out(
+        byte_tokenizer(),
+        mends_or_cheats,
+        tasks,
+        tmp_path,
+        command=["python3", "agent.py"],
+        code=[str(EXAMPLES / "repair/agent.py")],
+        container={"image": str(make_small_root(tmp_path / "image"))},
+    )
+    assert not found.failures
+    [mended], [not_mended] = found.trajectories
+    assert (mended.reward, not_mended.reward) == (1.0, 0.0)
+    assert len(mended.turns) == 2
+    shown = byte_tokenizer().decode(not_mended.tokens).split("[user]")[2]
+    assert shown.startswith("0 characters of the key\n[exit code 0]"), shown
+    assert '"reward": 0.0' in not_mended.output

@@ -178,14 +178,21 @@ INHERITED = (
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def program_environment(variables: Mapping[str, str | None]) -> dict[str, str]:
+OF_ANY_MACHINE = ("LANG", "LC_ALL", "TZ", "http_proxy", "https_proxy", "no_proxy")
+"""Variables among them that mean the same in a container."""
+
+
+def program_environment(variables: Mapping[str, str | None], *, contained: bool = False) -> dict[str, str]:
     """Return all environment variables of a program on this machine.
 
-    variables: those of a recipe; None: the value in the environment of this process.
+    Args:
+        variables: those of a recipe; None: the value in the environment of this process.
+        contained: whether the program runs in a container, whose image has its own files.
 
     Raises ValueError if a variable is not set.
     """
-    found = {name: os.environ[name] for name in INHERITED if name in os.environ} | ONE_THREAD
+    inherited = OF_ANY_MACHINE if contained else INHERITED
+    found = {name: os.environ[name] for name in inherited if name in os.environ} | ONE_THREAD
     for name, value in variables.items():
         if value is None and name not in os.environ:
             raise ValueError(f"environment.args.variables: {name} is not set in the environment of the run")

@@ -7,16 +7,17 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.agent.data_rows import DataSource
 from megatron_rl.agent.datasets import DataSet, data_extras, hub_names
+from megatron_rl.agent.sandbox.image_root import UnusableImage, check_image
 from megatron_rl.agent.text_rows import as_text
 from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.own_code import defined_names
-from megatron_rl.recipe.section import NonNegativeInt, PathMark
+from megatron_rl.recipe.section import FilePath, NonNegativeInt, PathMark, PositiveFloat, PositiveInt, Section
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -43,6 +44,25 @@ class Examples(DataSet):
     """Column of the prompt, exactly as the program sends it."""
 
 
+class ContainerConfig(Section):
+    """Container of each rollout. PATH alone is short for {image: PATH}."""
+
+    shorthand: ClassVar[str | None] = "image"
+
+    image: FilePath
+    """Root file system: a squashfs file, as `enroot import -o agent.sqsh docker://python:3.12` makes, or a directory. A
+    node unpacks a file once, into its folder of temporary files (TMPDIR)."""
+    network: Literal["endpoint", "node"] = "endpoint"
+    """endpoint: the program reaches the policy's endpoint and nothing else. node: all that the node reaches."""
+    memory_gb: PositiveFloat = 4.0
+    """Memory of all processes of a rollout together, in GiB. A rollout that exceeds this or the next two limits is
+    lost, or the program sees the error."""
+    disk_gb: PositiveFloat = 1.0
+    """Size of the files that a rollout writes, in GiB. They lie in the node's memory and are gone at its end."""
+    processes: PositiveInt = 256
+    """Processes and threads of a rollout at a time."""
+
+
 OwnFile = Annotated[str, PathMark(read=False)]  # a run has its own copy and does not need the file
 
 
@@ -57,6 +77,9 @@ class ProgramConfig(EndpointConfig):
     code: list[OwnFile] = []
     """Files of the program, relative to the recipe. A run keeps copies of them; each rollout finds them, executable, in
     its working directory."""
+    container: ContainerConfig | None = None
+    """Container in which each rollout runs its command; default: none, so that the program has the rights of the run.
+    Needs a Linux that lets users create namespaces."""
     problems: ProgramRows
     """Rows to train on."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], ProgramRows] = {}
@@ -90,6 +113,8 @@ class ProgramConfig(EndpointConfig):
         names = [Path(file).name for file in self.code]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"code: two files are named {twice[0]}: a working directory can hold one")
+        if self.container is not None:
+            self._fits_into_container()
         first = self.command[0] if self.command else ""
         own = first.removeprefix("./")
         if "/" in first and not first.startswith("/") and not (first.startswith("./") and own in names):
@@ -98,6 +123,15 @@ class ProgramConfig(EndpointConfig):
                 f"and write ./{Path(first).name}"
             )
         return self
+
+    def _fits_into_container(self) -> None:
+        if self.function is not None:
+            raise ValueError("container: a function runs in a process of the rank: give a command instead")
+        if "{python}" in self.command:
+            raise ValueError(
+                "command: {python} is the interpreter of the ranks, which the container does not have: name the one of "
+                "its image, such as python3"
+            )
 
     def _sources(self) -> list[DataSource | None]:
         return [self.problems, *self.evaluate.values(), self.demonstrations]
@@ -112,7 +146,13 @@ class ProgramConfig(EndpointConfig):
         return self.code
 
     def check_files(self) -> None:
-        """Raise ValueError if a file cannot be read, is not valid Python, or lacks the function. Runs none of them."""
+        """Raise ValueError if a file cannot be read, is not valid Python, or lacks the function, or if the image is
+        not one. Runs none of them."""
+        if self.container is not None:
+            try:
+                check_image(Path(self.container.image).expanduser())
+            except UnusableImage as error:
+                raise ValueError(f"container: {error}") from error
         module, _, function = (self.function or "").partition(":")
         for file in (Path(each).expanduser() for each in self.code):
             if file.suffix == ".py":

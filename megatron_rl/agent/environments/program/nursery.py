@@ -18,9 +18,11 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -30,10 +32,13 @@ from megatron_rl.agent.environments.program.nursery_wire import (
     READY,
     PreparedProgram,
     Program,
+    ProgramImage,
     Rollout,
     place,
 )
 from megatron_rl.agent.environments.program.supervisor import END_S, supervise
+from megatron_rl.agent.sandbox.container import Container, ContainerLimits, why_not_contained
+from megatron_rl.agent.sandbox.image_root import UnusableImage, root_of
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
 from megatron_rl.recipe.errors import note_task_code
 
@@ -49,13 +54,16 @@ def main() -> None:
     control = socket.socket(fileno=number)
     try:
         try:
-            program = prepare(Program(*json.loads(control.recv(MESSAGE_BYTES))), folder)
+            program = Program(*json.loads(control.recv(MESSAGE_BYTES)))
+            image = None if program.image is None else ProgramImage(*program.image)
+            with _container(image, folder) as container:
+                variables = {} if image is None else image.variables
+                prepared = prepare(program, folder)._replace(container=container, variables=variables)
+                death_with_parent(parent, 0)()  # from here on it leaves cleanly when the control socket closes
+                control.send(READY)
+                _serve(control, prepared)
         except UnusableProgram as error:
             control.send(str(error).encode()[:MESSAGE_BYTES])
-            return
-        death_with_parent(parent, 0)()  # from here on it leaves cleanly when the control socket closes
-        control.send(READY)
-        _serve(control, program)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # the rank may be dead
 
@@ -113,6 +121,22 @@ def _reap(supervisors: set[int]) -> None:
 
 class UnusableProgram(Exception):
     """The program can never run; the message says why."""
+
+
+@contextmanager
+def _container(image: ProgramImage | None, folder: str) -> Iterator[Container | None]:
+    """Unpack the image, and try a container of it. Raises UnusableProgram."""
+    if image is None:
+        yield None
+        return
+    try:
+        with root_of(Path(image.path)) as root, tempfile.TemporaryDirectory(dir=folder) as empty:
+            container = Container(str(root), ContainerLimits(*image.limits), image.network)
+            if why := why_not_contained(container, Path(empty)):
+                raise UnusableProgram(f"environment.args.container: this node cannot make one: {why}")
+            yield container
+    except UnusableImage as error:
+        raise UnusableProgram(f"environment.args.container: {error}") from error
 
 
 def prepare(program: Program, folder: str) -> PreparedProgram:

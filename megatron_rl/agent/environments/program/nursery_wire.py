@@ -5,9 +5,10 @@ NamedTuples of the standard library, because the processes are forked by the hun
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
+from megatron_rl.agent.sandbox.container import Container, ContainerLimits
 from megatron_rl.recipe.errors import task_location
 
 OUTPUT_CHARACTERS = 4000
@@ -19,11 +20,23 @@ READY = b"ready"
 """Message of a nursery that has prepared the program; any other message says why it cannot."""
 
 
+class ProgramImage(NamedTuple):
+    """Container of a program, as `environment.args.container` asks for it."""
+
+    path: str
+    limits: ContainerLimits
+    network: bool
+    variables: dict[str, str]
+    """All environment variables of the program but those of the image and of a job."""
+
+
 class Program(NamedTuple):
     command: list[str] | None
     function: str | None
     files: list[str]
     """Files that are copied into every working directory under their own names."""
+    image: ProgramImage | None = None
+    """Image of its container; None: it runs without one."""
 
 
 class ProgramJob(NamedTuple):
@@ -34,6 +47,8 @@ class ProgramJob(NamedTuple):
     limit_s: float
     grace_s: float = 5.0
     """Seconds from there until it is killed."""
+    reaches: tuple[str, int] | None = None
+    """Host and port that the program reaches in a container without a network, there as 127.0.0.1."""
 
 
 class ProgramEnd(NamedTuple):
@@ -48,6 +63,8 @@ class ProgramEnd(NamedTuple):
     """Kind of the error of a function, with its place; empty if it returned."""
     unstarted: str = ""
     """Reason why the program could not be started; empty if it was."""
+    exceeded: str = ""
+    """Limit of its container that the program exceeded; empty if none."""
 
 
 Rollout = Callable[[Any, Any], Awaitable[Any]]
@@ -60,6 +77,9 @@ class PreparedProgram(NamedTuple):
     files: dict[str, bytes]
     folder: str
     """Parent of all working directories."""
+    container: Container | None = None
+    variables: Mapping[str, str] = {}
+    """Environment variables within the container."""
 
 
 def place(error: BaseException) -> str:

@@ -12,7 +12,7 @@ OPENAI_API_KEY and OPENAI_MODEL in its environment; the last line that it prints
 function is a coroutine, `async def rollout(client, problem) -> float | dict`, whose client is an openai.AsyncOpenAI.
 
 Each run of the program is one rollout, in its own process and working directory (nursery.py, supervisor.py). It
-runs with the rights of the user.
+runs with the rights of the user, or in a container (sandbox/container.py).
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.data_rows import DataRow
 from megatron_rl.agent.datasets import Question, distinct, question_of, read_questions
 from megatron_rl.agent.endpoint.agent import EndpointAgent, RolloutLost, RunResult, program_environment
 from megatron_rl.agent.environments.program.arguments import ProgramConfig, ProgramRows
-from megatron_rl.agent.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
+from megatron_rl.agent.environments.program.nursery_wire import Program, ProgramEnd, ProgramImage, ProgramJob
 from megatron_rl.agent.environments.program.reward_line import NoReward, reward_in, reward_of
 from megatron_rl.agent.hf_dataset import HELD_OUT, TRAINED, divided, words_digest
 from megatron_rl.agent.indexed_problems import Choice, Chosen, select
+from megatron_rl.agent.sandbox.container import ContainerLimits
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.children import how_ended
@@ -73,7 +75,8 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
     def __init__(self, config: ProgramConfig, tokenizer: Tokenizer) -> None:
         super().__init__(config, tokenizer)
         self._variables = program_environment(config.variables)
-        self._program = Program(_command(config, self._variables) or None, config.function, config.code)
+        command = _command(config, self._variables) or None
+        self._program = Program(command, config.function, config.code, _image(config))
         self._runner: ProgramRunner | None = None
         evaluated = {name: _questions(rows) for name, rows in config.evaluate.items()}
         own = _of_train(config, [*evaluated.values()])
@@ -108,10 +111,12 @@ class ProgramEnvironment(EndpointAgent, Demonstrator):
             from megatron_rl.agent.environments.program.runner import ProgramRunner
 
             self._runner = ProgramRunner(self._program, self._variables)
+        base_url, reaches = _address(session.base_url, self.config)
         job = ProgramJob(
             json.dumps(problem.golden, default=str),
-            {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model},
+            {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model},
             self.config.timeout_s,
+            reaches=reaches,
         )
         ended = await self._runner.run(job)
         if ended.code == -signal.SIGTERM and not ended.over_limit:
@@ -140,6 +145,8 @@ def why_lost(ended: ProgramEnd, timeout_s: float) -> str:
     all runs with the same fault: the output of the program has the details."""
     if ended.unstarted:
         return f"program: it could not be started: {ended.unstarted}"
+    if ended.exceeded:
+        return f"program: {ended.exceeded} (environment.args.container)"
     if ended.over_limit:
         return f"program: not done within {timeout_s:g} s (environment.args.timeout_s)"
     if ended.raised:
@@ -162,7 +169,28 @@ def _unusable_command(output: str) -> str:
     return _POSITION.sub("", said.strip())[:LONGEST_COMPLAINT]
 
 
+def _image(config: ProgramConfig) -> ProgramImage | None:
+    if (asked := config.container) is None:
+        return None
+    limits = ContainerLimits(int(asked.memory_gb * 2**30), int(asked.disk_gb * 2**30), asked.processes)
+    variables = program_environment(config.variables, contained=True)
+    return ProgramImage(asked.image, limits, asked.network == "node", variables)
+
+
+def _address(base_url: str, config: ProgramConfig) -> tuple[str, tuple[str, int] | None]:
+    """Return the URL by which the program reaches the endpoint, and the endpoint's host and port if a relay passes its
+    calls on."""
+    if config.container is None or config.container.network == "node":
+        return base_url, None
+    parts = urlsplit(base_url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts._replace(netloc=f"127.0.0.1:{parts.port}").geturl(), (parts.hostname, parts.port)
+
+
 def _command(config: ProgramConfig, variables: Mapping[str, str]) -> list[str]:
+    if config.container is not None:
+        return config.command
     words = [sys.executable if word == PYTHON else word for word in config.command]
     if words and not words[0].startswith("./") and shutil.which(words[0], path=variables.get("PATH")) is None:
         where = "is not an executable file" if "/" in words[0] else "is not in PATH"

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "mrl-programs-"
 NURSERY = "megatron_rl.agent.environments.program.nursery"
 START_S = 300.0
-"""Seconds for a nursery to import the user's module, perhaps from a slow shared file system."""
+"""Seconds for a nursery to import the user's module, perhaps from a slow shared file system, or to unpack an image."""
 HAND_OVER_S = 10.0
 """Seconds for a nursery, which only forks, to take a job."""
 LEAVE_S = 15.0
@@ -118,7 +118,8 @@ class ProgramRunner:
                 await loop.sock_sendall(control, json.dumps(self._program).encode())
                 answer = await loop.sock_recv(control, MESSAGE_BYTES)
         except TimeoutError:
-            return f"environment.args.function: it is not imported after {START_S:g} s"
+            slow = "function: it is not imported" if self._program.image is None else "container: it is not unpacked"
+            return f"environment.args.{slow} after {START_S:g} s"
         except OSError:
             return ""
         control.settimeout(HAND_OVER_S)

@@ -32,6 +32,7 @@ from megatron_rl.agent.environments.program.nursery_wire import (
     Rollout,
     place,
 )
+from megatron_rl.agent.sandbox.container import PATH, CannotContain, Container, become_contained
 from megatron_rl.contract.children import adopt_orphans, collect, death_with_parent, end_descendants, yield_memory
 from megatron_rl.rank.processes.printed import LastBytes
 
@@ -55,7 +56,9 @@ def be_program(
         death_with_parent(supervisor)()
         yield_memory()  # not the rank, which loses far more
         _enter(job, folder, output)
-        if program.command is not None:
+        if program.container is not None and program.command is not None:
+            _be_contained(job, program, program.container, folder, report)
+        elif program.command is not None:
             _execute(program.command, report)
         else:
             assert program.rollout is not None  # one of both is given
@@ -96,6 +99,35 @@ def _execute(command: list[str], report: int) -> None:
         os.execvp(command[0], command)
     except OSError as error:
         os.write(report, json.dumps({"unstarted": f"{command[0]}: {error.strerror or error}"}).encode())
+
+
+def _be_contained(
+    job: ProgramJob, program: PreparedProgram, container: Container, folder: Path, report: int
+) -> NoReturn:
+    def run() -> NoReturn:
+        os.environ.clear()
+        os.environ.update({"PATH": PATH, "HOME": "/root", **image_variables(), **program.variables, **job.variables})
+        _execute(program.command or [], report)
+        os._exit(1)
+
+    def exceeded(limit: str) -> None:
+        os.write(report, json.dumps({"exceeded": limit}).encode())
+
+    try:
+        become_contained(container, folder, job.reaches, run, exceeded)
+    except CannotContain as error:
+        os.write(report, json.dumps({"unstarted": f"its container: {error}"}).encode())
+        os._exit(1)
+
+
+def image_variables() -> dict[str, str]:
+    """Return the variables that the image sets: NAME=VALUE lines of /etc/environment, where enroot writes them."""
+    try:
+        lines = Path("/etc/environment").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in lines if not line.lstrip().startswith("#"))
+    return {name.strip(): value.strip().strip("'\"") for name, given, value in pairs if given and name.strip()}
 
 
 def _call(rollout: Rollout, job: ProgramJob, report: int) -> int:

@@ -45,6 +45,12 @@ def environment(**arguments: Any) -> ProgramEnvironment:
         ("{problems: p.jsonl, command: [x], code: [missing.sh]}", "missing.sh: no such file"),
         ("{problems: p.jsonl, command: [x], code: [broken.py]}", "broken.py:1: not valid Python"),
         ("{problems: p.jsonl, function: 'agent:rollout', code: [agent.py]}", "agent.py: defines no rollout"),
+        ("{problems: p.jsonl, function: 'agent:rollout', container: .}", "container: a function runs in a process of"),
+        ("{problems: p.jsonl, command: ['{python}'], container: .}", "python} is the interpreter of the ranks"),
+        ("{problems: p.jsonl, command: [x], container: missing.sqsh}", r"container: .*missing.sqsh: No such file"),
+        ("{problems: p.jsonl, command: [x], container: broken.py}", r"broken.py: not a squashfs file: make one with"),
+        ("{problems: p.jsonl, command: [x], container: .}", "not a root file system: it has neither usr nor bin"),
+        ("{problems: p.jsonl, command: [x], container: {image: ., memory_gb: 0}}", "memory_gb"),
     ],
 )
 def test_a_submission_refuses_arguments_that_cannot_work(
