@@ -6,7 +6,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
@@ -80,18 +80,30 @@ class RewardOnlyAgent(Environment):
         except RolloutTimeout as error:
             return [], Counter({str(error): request.num_samples})
         spent_s = time.monotonic() - began
+        results = await self._results(problem, request, completions, inference, limits, spent_s)
+        trajectories = [result for result in results if isinstance(result, Trajectory)]
+        return trajectories, Counter(result for result in results if isinstance(result, str))
+
+    async def _results(
+        self,
+        problem: Problem,
+        request: GenerationRequest,
+        completions: Sequence[Completion],
+        inference: InferenceInterface,
+        limits: RolloutLimits,
+        spent_s: float,
+    ) -> list[Trajectory | str]:
+        """Return each answer with its score, or the reason why it is lost. spent_s: seconds of its limit that are spent
+        already."""
         rollouts = [
             partial(self._rollout, problem, request, sample, completion, inference, limits)
             for sample, completion in enumerate(completions)
         ]
-        if self._waits():
-            import asyncio  # slow import; the launcher imports this module to check a recipe
+        if not self._waits():
+            return [await rollout() for rollout in rollouts]  # scoring is synchronous: tasks would only cost time
+        import asyncio  # slow import; the launcher imports this module to check a recipe
 
-            results = await asyncio.gather(*(_or_why_not(rollout, limits, spent_s) for rollout in rollouts))
-        else:
-            results = [await rollout() for rollout in rollouts]  # scoring is synchronous: tasks would only cost time
-        trajectories = [result for result in results if isinstance(result, Trajectory)]
-        return trajectories, Counter(result for result in results if isinstance(result, str))
+        return await asyncio.gather(*(or_why_not(rollout, limits, spent_s) for rollout in rollouts))
 
     def _waits(self) -> bool:
         """Whether a rollout awaits anything after its first turn."""
@@ -163,7 +175,7 @@ def of_answer(problem: Problem, text: str) -> str:
     return f"(for the answer {text!r:.{SHOWN}} to {problem.prompt!r:.{SHOWN}})"
 
 
-async def _or_why_not(
+async def or_why_not(
     rollout: Callable[[], Awaitable[Trajectory | str]], limits: RolloutLimits, spent_s: float
 ) -> Trajectory | str:
     try:

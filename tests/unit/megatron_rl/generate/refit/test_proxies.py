@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.agent.environments.judge import Judge, JudgeConfig, is_inside
+from megatron_rl.agent.environments.judged.judged_arguments import JudgeConfig
+from megatron_rl.agent.environments.judged.judges import Judge
+from megatron_rl.agent.environments.judged.scoring_server import is_inside
 from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.generate.engine.openai import Endpoint, EndpointError, ScoringServers
 
