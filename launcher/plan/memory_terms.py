@@ -134,7 +134,8 @@ def kept_bytes(config: RunConfig, sizes: Sizes, recompute: str, kind: LayerKind)
         return size * model.hidden_size // split
     selective = recompute == "selective"
     wide = (2 if model.lora is None else 1) * FP32_BYTES
-    norms = (4 if model.norms_around else 2) * ((1 + fused) * size if selective else wide + size) * model.hidden_size
+    count = 4 if model.norms == "around" else 2
+    norms = count * ((1 + fused) * size if selective else wide + size) * model.hidden_size
     activations, (always, routed) = 3 if selective else 4, feed_forward_widths(model, kind.has_experts)
     feed_forward = (2 if selective else 4) * always // tp
     if kind.has_experts and model.experts_per_token:

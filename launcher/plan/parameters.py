@@ -50,7 +50,7 @@ def weights(model: ModelConfig, vocab: int, tp: int = 1, ep: int = 1, layers: ra
         layers: of the rank's pipeline stage, from 0; default: all.
     """
     layers = range(model.num_layers) if layers is None else layers
-    norms, experts = (4 if model.norms_around else 2) * model.hidden_size, 0
+    norms, experts = (4 if model.norms == "around" else 2) * model.hidden_size, 0
     dense = of_ends(model, vocab, tp, layers)
     for kind, count in layer_kinds(model, layers).items():
         linears = (*attention_linears(model, kind.attention), *feed_forward_linears(model, kind.has_experts))

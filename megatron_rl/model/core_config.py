@@ -52,7 +52,8 @@ def transformer_config(
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
-        qk_layernorm=model.qk_norm,
+        # megatron-core takes gradients of norms of queries and keys for parts of a sum over tensor-parallel ranks.
+        qk_layernorm=model.qk_norm and model.qk_norm_of == "head",
         layernorm_zero_centered_gamma=model.zero_centered_norms,
         attention_output_gate=model.attention_gate,
         hidden_dropout=0.0,

@@ -66,8 +66,10 @@ def _attention(model: ModelConfig, ours: str, theirs: str) -> dict[str, Weight]:
     for kind, width in [("weight", (hidden,)), *([("bias", ())] if model.qkv_bias else [])]:
         qkv = tuple(_whole(f"{theirs}.{x}_proj.{kind}", rows, *width) for x, rows in sizes.items())
         found[f"{ours}.linear_qkv.{kind}"] = Weight(qkv, split=0, blocks=groups)
-    for x in ("q", "k") if model.qk_norm else ():
-        found[f"{ours}.{x}_layernorm.weight"] = Weight((_whole(f"{theirs}.{x}_norm.weight", head),))
+    for x, count in (("q", heads), ("k", groups)) if model.qk_norm else ():
+        joint = model.qk_norm_of == "layer"
+        of_norm = _whole(f"{theirs}.{x}_norm.weight", count * head if joint else head)
+        found[f"{ours}.{x}_layernorm.weight"] = Weight((of_norm,), split=0 if joint else None)
     found[f"{ours}.linear_proj.weight"] = Weight((_whole(f"{theirs}.o_proj.weight", hidden, heads * head),), split=1)
     if model.output_bias:
         found[f"{ours}.linear_proj.bias"] = Weight((_whole(f"{theirs}.o_proj.bias", hidden),))

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
@@ -19,7 +20,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_rl.model.delta_net import delta_spec
 from megatron_rl.model.experts import build_experts, submodules_of
 from megatron_rl.model.latent_attention import latent_spec
-from megatron_rl.model.layers import NormsAround, PackedLayer, RecomputedLayer, SelectiveLayer
+from megatron_rl.model.layers import NormsBehind, PackedLayer, RecomputedLayer, SelectiveLayer
 from megatron_rl.model.lora import Adapters
 from megatron_rl.model.norm import Norm
 from megatron_rl.model.packed_attention import NoCoreAttention, PackedAttention, with_bias
@@ -52,8 +53,10 @@ def packed_block_spec(
             made.submodules.self_attention = latent_spec(model, linears, adapters)
         if attention == "linear_attention" and model.delta_net:
             made.submodules.self_attention = delta_spec(model.delta_net, kernels.delta_kernels, linears)
-        if model.norms_around:
-            made.submodules = NormsAround(**vars(made.submodules))
+        if model.norms != "before":
+            made.submodules = NormsBehind(**vars(made.submodules))
+        if model.norms == "behind":
+            made.submodules.input_layernorm = made.submodules.pre_mlp_layernorm = IdentityOp
         if has_experts:
             build_experts(submodules_of(made.submodules.mlp), config, model, kernels)
         made.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
@@ -79,6 +82,7 @@ def layer_spec(
     self_attention = spec.submodules.self_attention
     self_attention.module = PackedAttention
     self_attention.params["sinks"] = model.attention_sinks
+    self_attention.params["joint_norms"] = model.qk_norm_of == "layer"
     self_attention.params["form"] = AttentionForm(
         model.sliding_window if attention == "sliding_attention" else None, model.attention_scale
     )

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -30,14 +31,14 @@ from megatron_rl.model.router import Replay
 
 
 @dataclass
-class NormsAround(TransformerLayerSubmodules):
-    """Submodules of a layer that also has norms behind its attention and its feed-forward network."""
+class NormsBehind(TransformerLayerSubmodules):
+    """Submodules of a layer that has norms behind its attention and its feed-forward network."""
 
 
 class PackedLayer(TransformerLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if isinstance(self.submodules_config, NormsAround):
+        if isinstance(self.submodules_config, NormsBehind):
             self.post_self_attn_layernorm, self.post_mlp_layernorm = (
                 Norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon) for _ in range(2)
             )
@@ -49,7 +50,7 @@ class PackedLayer(TransformerLayer):
             (self.input_layernorm, input_linear),
             (self.pre_mlp_layernorm, getattr(self.mlp, "linear_fc1", None)),
         ):
-            if not isinstance(norm, Norm):  # a placeholder: the linear computes the norm
+            if not isinstance(norm, Norm | IdentityOp):  # a placeholder: the linear computes the norm
                 norm.take_weight(linear)
         if isinstance(getattr(self.mlp, "experts", None), GroupedExperts):
             sort_on_device(self.mlp)
@@ -74,11 +75,11 @@ class PackedLayer(TransformerLayer):
         if isinstance(self.mlp, MoELayer):
             self.mlp.router.begin(len(rotation.cosines), len(hidden_states), attention_bias)
         attended = self.through(self.input_layernorm, hidden_states, attention)
-        if around := isinstance(self.submodules_config, NormsAround):
+        if behind := isinstance(self.submodules_config, NormsBehind):
             attended = self.post_self_attn_layernorm(attended)
         hidden_states = hidden_states + attended
         out = self.through(self.pre_mlp_layernorm, hidden_states, self.feed_forward)
-        return hidden_states + (self.post_mlp_layernorm(out) if around else out), None
+        return hidden_states + (self.post_mlp_layernorm(out) if behind else out), None
 
     def feed_forward(self, normed: Tensor) -> Tensor:
         if isinstance(self.mlp, MoELayer):

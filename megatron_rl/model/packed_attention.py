@@ -16,18 +16,26 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import pad
 
+from megatron_rl.model.norm import JointNorm
 from megatron_rl.model.platform.attention import AttentionForm, Layout
 from megatron_rl.model.rotation import Rotation
 
 
 class PackedAttention(SelfAttention):
-    def __init__(self, *args: Any, form: AttentionForm, sinks: bool, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, form: AttentionForm, sinks: bool, joint_norms: bool, **kwargs: Any) -> None:
         """
         form: of the layer, without sinks.
         sinks: whether the layer has them, as a weight.
+        joint_norms: whether queries and keys are normalised over all heads together.
         """
         super().__init__(*args, **kwargs)
         self.form = form
+        if joint_norms:
+            ranks, size = self.pg_collection.tp, self.hidden_size_per_attention_head
+            for name, heads in (("q", self.config.num_attention_heads), ("k", self.config.num_query_groups)):
+                weight = self.linear_proj.weight.new_empty(heads // ranks.size() * size)
+                norm = JointNorm(weight, heads, self.config.layernorm_epsilon, ranks)
+                setattr(self, f"{name}_layernorm", norm)
         self.sinks: Parameter | None = None
         if sinks:
             heads = self.config.num_attention_heads // self.pg_collection.tp.size()

@@ -119,7 +119,8 @@ def attention_vectors(model: ModelConfig, attention: LayerType, tp: int = 1) -> 
     sinks = model.num_attention_heads // tp * model.attention_sinks
     if latent := model.latent_attention:
         return sinks + latent.kv_lora_rank + (latent.q_lora_rank or 0)
-    return sinks + 2 * model.head_size * model.qk_norm
+    normed = (model.num_attention_heads + model.num_query_groups) // tp if model.qk_norm_of == "layer" else 2
+    return sinks + normed * model.head_size * model.qk_norm
 
 
 def convolved(model: ModelConfig) -> int:

@@ -88,7 +88,8 @@ SPECIAL = (
     "sliding_rope_base",
     "output_bias",
     "zero_centered_norms",
-    "norms_around",
+    "norms",
+    "qk_norm_of",
     "activation",
     "swiglu_limit",
     "scaled_embedding",
@@ -158,12 +159,15 @@ class ModelConfig(Section):
     """Biases on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm on each query and key head before rotation (Qwen3)."""
+    qk_norm_of: Literal["head", "layer"] = "head"
+    """Part over which a norm of queries and keys has its mean: each head, or all heads of the layer (OLMo 3)."""
     output_bias: bool = False
     """Bias on the output projection of attention (gpt-oss)."""
     zero_centered_norms: bool = False
     """Norms whose weights are stored minus 1 (Gemma, Qwen3-Next), except the norm inside a delta net."""
-    norms_around: bool = False
-    """Norms before and behind attention and feed-forward network (Gemma 3); default: before them."""
+    norms: Literal["before", "around", "behind"] = "before"
+    """Place of the norms of attention and feed-forward network. around: before and behind them (Gemma 3); behind: only
+    there, before the sum (OLMo 3)."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Activation of the gate of feed-forward networks and experts."""
     swiglu_limit: PositiveFloat | None = None
@@ -300,6 +304,8 @@ class ModelConfig(Section):
         for kind, name in (("sliding_attention", "sliding_window"), ("linear_attention", "delta_net")):
             if (kind in kinds) != (getattr(self, name) is not None):
                 raise ValueError(f"{name} belongs to layers of type {kind}: give both or neither")
+        if self.qk_norm_of == "layer" and not self.qk_norm:
+            raise ValueError("qk_norm_of: layer needs qk_norm: true")
         if self.latent_attention and kinds - {"full_attention"}:
             raise ValueError("latent_attention needs layers of type full_attention")
         apart = ("qkv_bias", "qk_norm", "output_bias", "attention_sinks", "attention_gate")
@@ -377,6 +383,8 @@ class ModelConfig(Section):
                 f"tp {tp} is more than model.num_query_groups {self.num_query_groups}: ranks share a key/value head "
                 f"only as in training, where tp is {training_tp}"
             )
+        if self.qk_norm_of == "layer" and tp > self.num_query_groups:
+            yield f"tp {tp} is more than model.num_query_groups {self.num_query_groups}, whose norm is over all heads"
         counts = [(key, size, name, getattr(self, name)) for key, size, name in sizes]
         if self.delta_net is not None:
             counts += [("tp", tp, f"delta_net.{name}", getattr(self.delta_net, name)) for name in _DELTA_HEADS]

@@ -193,6 +193,8 @@ class Sections(Section):
             return "model.num_experts is set, and experts use megatron-core's own layers"
         if self.model.latent_attention is not None:
             return "model.latent_attention is set, whose down projections share a norm"
+        if self.model.norms == "behind":
+            return "model.norms is behind, and Transformer Engine's linears have a norm before them"
         if self.model.lora is not None:
             return (
                 "model.lora is set, and adapters need the output of each norm, which Transformer Engine's linears hide"

@@ -85,10 +85,23 @@ GEMMA: dict[str, Any] = {
     "qkv_bias": False,
     "qk_norm": True,
     "zero_centered_norms": True,
-    "norms_around": True,
+    "norms": "around",
     "activation": "gelu_tanh",
     "scaled_embedding": True,
     "head_dim": 12,
+}
+OLMO: dict[str, Any] = {
+    "architecture": "olmo3",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "sliding_rope_base": 1e4,
+    "rope_base": 1e4,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "attention_factor": 1.2},
+    "qkv_bias": False,
+    "qk_norm": True,
+    "qk_norm_of": "layer",
+    "norms": "behind",
+    "tied_embeddings": False,
 }
 GPT_OSS: dict[str, Any] = {
     "head_dim": 12,

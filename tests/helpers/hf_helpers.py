@@ -121,6 +121,24 @@ GEMMA: dict[str, Any] = SIZES | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+OLMO: dict[str, Any] = SIZES | {
+    "model_type": "olmo3",
+    "eos_token_id": 0,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "max_position_embeddings": 64,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "attention_factor": 1.2,
+            "rope_theta": 5e5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    },
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2": SIZES | {"model_type": "qwen2", "tie_word_embeddings": False, "rms_norm_eps": 1e-5},
     "Qwen2, tied": SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -155,6 +173,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3.5": DELTA | {"tie_word_embeddings": True},
     "Qwen3.5 MoE": DELTA_EXPERTS | {"model_type": "qwen3_5_moe_text"},
     "Gemma 3": GEMMA,
+    "OLMo 3": OLMO,
 }
 """Name -> contents of config.json."""
 

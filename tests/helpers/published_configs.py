@@ -378,6 +378,42 @@ def _qwen35(kind: str, name: str, layers: int, **text: Any) -> Config:
     }
 
 
+def _olmo_types(layers: int) -> list[str]:
+    return ["sliding_attention" if (number + 1) % 4 else "full_attention" for number in range(layers)]
+
+
+_OLMO: Config = _SAVED | {
+    "architectures": ["Olmo3ForCausalLM"],
+    "model_type": "olmo3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "layer_types": _olmo_types(32),
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0",
+    "vocab_size": 100278,
+}
+
+
 def _gemma(layers: int, **sizes: int) -> Config:
     return _SAVED | {
         "architectures": ["Gemma3ForCausalLM"],
@@ -561,6 +597,8 @@ PUBLISHED_CONFIGS: dict[str, Config] = {
     "openai/gpt-oss-20b": _gpt_oss(24, 32),
     "openai/gpt-oss-120b": _gpt_oss(36, 128),
     "google/gemma-3-1b-it": _gemma(26, hidden_size=1152, intermediate_size=6912),
+    "allenai/Olmo-3-7B-Think": _OLMO,
+    "allenai/Olmo-3-32B-Think": _OLMO | _sized(5120, 27648, 64, 40, 8) | {"layer_types": _olmo_types(64)},
 }
 """Configurations with YaRN have the change that their cards describe for long texts."""
 
@@ -580,4 +618,6 @@ PARAMETERS: dict[str, tuple[float, float | None]] = {
     "openai/gpt-oss-20b": (20.9, 3.6),
     "openai/gpt-oss-120b": (116.8, 5.1),
     "google/gemma-3-1b-it": (1.0, None),
+    "allenai/Olmo-3-7B-Think": (7.3, None),
+    "allenai/Olmo-3-32B-Think": (32.2, None),
 }

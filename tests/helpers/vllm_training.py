@@ -79,6 +79,7 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "gpt-oss": PUBLISHED["gpt-oss"] | SIZES | {"intermediate_size": 64},
     "Gemma 3": PUBLISHED["Gemma 3"] | SIZES | {"num_hidden_layers": 3, "tie_word_embeddings": False},
+    "OLMo 3": PUBLISHED["OLMo 3"] | SIZES | {"num_hidden_layers": 3},
 }
 """Name -> contents of config.json. vLLM serves all of them on a CPU in fp32. It computes gated delta nets there in bf16
 alone, and reads no Qwen3.5 without torchvision."""
@@ -120,6 +121,7 @@ LAYOUTS = {
     "DeepSeek-V3": Layout(tp=2),
     "gpt-oss": Layout(ep=2, dp=2),
     "Gemma 3": Layout(tp=2),
+    "OLMo 3": Layout(tp=2),
 }
 """Layout of two training ranks for each model."""
 

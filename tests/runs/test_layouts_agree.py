@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_helpers import Ranks
 from core_helpers import batch_of, grouped_products, here_of, random_groups, tiny_model, tiny_run, with_choices
-from family_shapes import DEEPSEEK, GEMMA, GPT_OSS, LATENT
+from family_shapes import DEEPSEEK, GEMMA, GPT_OSS, LATENT, OLMO
 from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, whole
 from torch import Tensor
 
@@ -97,6 +97,7 @@ MODELS = {
     "unlike layers": UNLIKE,
     "gpt-oss": tiny_model(**GPT_OSS),
     "gemma": tiny_model(**GEMMA),
+    "olmo": tiny_model(**OLMO),
     "delta nets": DELTA,
     "delta experts": ModelConfig.model_validate(DELTA.model_dump() | SHARING),
     "delta adapters": ModelConfig.model_validate(DELTA.model_dump() | {"lora": LORA}),
@@ -172,6 +173,9 @@ LAYOUTS = {
     "TP2 SP Gemma": ("gemma", Layout(tp=2, sequence_parallel=True)),
     "CP2 Gemma": ("gemma", Layout(cp=2)),
     "PP2 Gemma": ("gemma", Layout(pp=2)),
+    "TP2 SP OLMo": ("olmo", Layout(tp=2, sequence_parallel=True)),
+    "CP2 OLMo": ("olmo", Layout(cp=2)),
+    "PP2 OLMo": ("olmo", Layout(pp=2)),
     "TP4 gpt-oss": ("gpt-oss", Layout(tp=4, sequence_parallel=True)),
     "TP2 grouped unlike adapters": ("grouped unlike adapters", Layout(tp=2, sequence_parallel=True)),
     "TP2 delta nets": ("delta nets", Layout(tp=2)),

@@ -66,7 +66,7 @@ GEMMA3 = Architecture(
             qk_norm=True,
             qkv_bias=False,
             zero_centered_norms=True,
-            norms_around=True,
+            norms="around",
             scaled_embedding=True,
             activation="gelu_tanh",
         ),

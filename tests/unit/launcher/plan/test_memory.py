@@ -81,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qkv_bias": False,
         "zero_centered_norms": True,
     },
-    "norms around": {"norms_around": True, "qk_norm": True, "qkv_bias": False},
+    "norms around": {"norms": "around", "qk_norm": True, "qkv_bias": False},
 }
 
 

@@ -100,7 +100,7 @@ HARM: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
     "another architecture": (
         in_config(architectures=["GPT2LMHeadModel"]),
-        "GPT2LMHeadModel is not supported: Qwen2ForCausalLM, .*Gemma3ForCausalLM are",
+        "GPT2LMHeadModel is not supported: Qwen2ForCausalLM, .*Olmo3ForCausalLM are",
     ),
     "a config without a key": (
         lambda folder: changed(folder / "config.json", lambda document: document.pop("hidden_size")),

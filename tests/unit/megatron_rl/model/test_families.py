@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import tiny_model, tiny_policy
-from family_shapes import DEEPSEEK, DENSE_QUERIES, GEMMA, GLM, GPT_OSS, LARGER_GLM, QWEN3_NEXT, QWEN35, QWEN35_MOE
+from family_shapes import DEEPSEEK, DENSE_QUERIES, GEMMA, GLM, GPT_OSS, LARGER_GLM, OLMO, QWEN3_NEXT, QWEN35, QWEN35_MOE
 from published_twin import packed_beside_twin
 
 from megatron_rl.recipe.model import Recompute
@@ -22,6 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3.5": QWEN35,
     "Qwen3.5 with experts": QWEN35_MOE,
     "Gemma 3": GEMMA,
+    "OLMo 3": OLMO,
 }
 
 

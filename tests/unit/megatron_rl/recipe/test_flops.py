@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import tiny_model, tiny_policy
-from family_shapes import DEEPSEEK, GEMMA, QWEN3_NEXT
+from family_shapes import DEEPSEEK, GEMMA, OLMO, QWEN3_NEXT
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.plan.memory_terms import WEIGHT_BYTES, kept_bytes
@@ -27,6 +27,7 @@ COUNTED: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": DEEPSEEK,
     "Qwen3-Next": QWEN3_NEXT,
     "Gemma 3": GEMMA,
+    "OLMo 3": OLMO,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import END, tiny_model, tiny_policy
-from family_shapes import DEEPSEEK, GEMMA, GPT_OSS, LARGER_GLM, QWEN35
+from family_shapes import DEEPSEEK, GEMMA, GPT_OSS, LARGER_GLM, OLMO, QWEN35
 from published_twin import published_twin
 from streams import answer_all
 
@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": DEEPSEEK,
     "Qwen3.5": QWEN35,
     "Gemma 3": GEMMA | {"tied_embeddings": False},
+    "OLMo 3": OLMO,
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "as it comes": {},
