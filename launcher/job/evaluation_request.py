@@ -234,7 +234,7 @@ def refuse_ranks(asked: Evaluation, config: RunConfig, profile: Profile) -> None
         )
     if undivided := next(model.undivided(asked.tp), None):
         raise BadInput(f"--{undivided}")
-    held = WEIGHT_BYTES[asked.dtype or model.dtype] * weights(model, vocabulary(config) or 0, asked.tp).all
+    held = WEIGHT_BYTES[asked.dtype or model.dtype] * weights(model.trunk, vocabulary(config) or 0, asked.tp).all
     if (limit := gpu_bytes(config, profile)) is not None and held > limit:
         raise BadInput(
             f"--tp {asked.tp}: {held / 2**30:.0f} GiB of weights do not fit in a GPU's {limit / 2**30:.0f} GiB; a "

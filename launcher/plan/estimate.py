@@ -80,7 +80,8 @@ def estimate_costs(
     seen = min(model.sliding_window or 0, round(work.prompt_tokens + work.lengths.mean) // 2)  # in a window
     per_token = training_flops(model, vocab, tokens=1, pairs=0, predictions=1, windowed=seen) * passes / flops
     per_square = training_flops(model, vocab, tokens=0, pairs=1, predictions=0) / 2 * passes / flops
-    forward_flops = training_flops(model, vocab, tokens=1, pairs=0, predictions=0) / 3  # training takes three passes
+    # Training takes three passes.
+    forward_flops = training_flops(model.trunk, vocab, tokens=1, pairs=0, predictions=0) / 3
     saved = checkpoint_bytes(config, vocab)
     return Costs(
         decode=decode_speed(config, sizes, engine, card, work),
@@ -193,7 +194,7 @@ def _refit_s(config: RunConfig, sizes: Sizes, vocab: int, card: Card) -> float:
         return sum(turn_seconds(config, sizes, vocab, card).values())
     if not sizes.partitioned and sizes.inference_tp == sizes.tp and sizes.pp == sizes.ep == 1:
         return 0.0
-    whole = WEIGHT_BYTES[config.model.dtype] * weights(config.model, vocab).all
+    whole = WEIGHT_BYTES[config.model.dtype] * weights(config.model.trunk, vocab).all
     busiest = whole / min(sizes.tp * sizes.pp, sizes.replica_gpus)
     if sizes.partitioned:
         chains = min(sizes.replicas, max(1, sizes.training_world // sizes.replica_gpus))

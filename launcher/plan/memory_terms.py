@@ -21,6 +21,7 @@ from megatron_rl.recipe.layer_sizes import (
     feed_forward_widths,
     head_widths,
     layer_kinds,
+    prediction_kind,
     replica_layers,
     token_linears,
 )
@@ -75,10 +76,19 @@ def activations(config: RunConfig, sizes: Sizes, stage: int) -> Term:
     feed-forward   first output, activated gate and product. Selective: the first output; of experts all except the
                    activated gate
     adapters       the input times A of each target; the input of its linear is among the above, unless some is dropped
+
+    A prediction layer that is trained keeps a layer's, and those of three norms and of the projection.
     """
     tokens, in_flight = _tokens(config, sizes), sizes.pp - stage
     parts, kept = [], 0
-    for kind, layers in layer_kinds(config.model, sizes.stages(config.model)[stage]).items():
+    kinds = layer_kinds(config.model, sizes.stages(config.model)[stage])
+    if config.model.trains_prediction and stage == sizes.pp - 1:
+        kinds[prediction_kind(config.model)] += 1
+        size = WEIGHT_BYTES[config.model.dtype]
+        around = (3 * (2 * FP32_BYTES + size) + 2 * size) * config.model.hidden_size
+        kept = around // (sizes.tp if sizes.sequence_parallel else 1)
+        parts.append(f"{in_words(kept)} bytes around the prediction layer")
+    for kind, layers in kinds.items():
         of_kind = kept_bytes(config, sizes, config.training.recompute, kind)
         parts.append(f"{layers} layers x {in_words(of_kind)} bytes")
         kept += layers * of_kind
@@ -181,12 +191,15 @@ def _kept_by_adapters(model: ModelConfig, sizes: Sizes, kind: LayerKind) -> int:
 def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
     """Memory of the backward pass of the log-probs: the gradient of the output layer in fp32, unless only adapters are
     trained, and that of one chunk of tokens; the logits of the chunk in fp32, and their gradient; for all tokens the
-    output of the last layer, the part of it that predicts, and its gradient; and the activations of the last norm."""
+    output of the last layer, the part of it that predicts, and its gradient; and the activations of the last norm.
+    Twice with a prediction layer that is trained."""
     model, size, tokens = config.model, WEIGHT_BYTES[config.model.dtype], _tokens(config, sizes)
     of_weight = FP32_BYTES + size if model.lora is None else 0
     rows, split = vocab // sizes.tp, sizes.tp if sizes.sequence_parallel else 1
     predicted = _predicted(config, sizes)
     whole = predicted * rows * FP32_BYTES
+    if model.trains_prediction:
+        predicted, tokens = 2 * predicted, 2 * tokens
     if sizes.tp == 1 and whole <= CHUNK_BYTES:
         each = size + LOGIT_BYTES
         formula = f"{in_words(predicted)} predicted tokens x {in_words(rows)} of the vocabulary x {each} bytes"
@@ -204,7 +217,7 @@ def engine_weights(config: RunConfig, sizes: Sizes, vocab: int, held: Weights) -
     """Weights that a rank generates with and does not train. If both use the same tp, its trained weights are among
     those that it generates with."""
     size = WEIGHT_BYTES[config.model.dtype]
-    needed = weights(config.model, vocab, sizes.inference_tp).all
+    needed = weights(config.model.trunk, vocab, sizes.inference_tp).all
     if missing := needed - held.all * (sizes.inference_tp == sizes.tp):
         formula = f"{size} bytes x {in_words(missing)} parameters: another layout"
         yield Term("inference weights", size * missing, formula)

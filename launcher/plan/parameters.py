@@ -13,6 +13,8 @@ from megatron_rl.recipe.layer_sizes import (
     expert_linears,
     feed_forward_linears,
     layer_kinds,
+    prediction_kind,
+    projection_ahead,
     replica_layers,
 )
 from megatron_rl.recipe.lora_section import LoraConfig
@@ -43,7 +45,8 @@ def vocabulary(config: RunConfig) -> int | None:
 
 
 def weights(model: ModelConfig, vocab: int, tp: int = 1, ep: int = 1, layers: range | None = None) -> Weights:
-    """Count the parameters of one rank, adapters included, or of the whole model if both sizes are 1.
+    """Count the parameters of one rank, adapters and a trained prediction layer included, or of the whole model if both
+    sizes are 1.
 
     Args:
         vocab: rows of the embedding, padding included.
@@ -51,8 +54,11 @@ def weights(model: ModelConfig, vocab: int, tp: int = 1, ep: int = 1, layers: ra
     """
     layers = range(model.num_layers) if layers is None else layers
     norms, experts = (4 if model.norms == "around" else 2) * model.hidden_size, 0
-    dense = of_ends(model, vocab, tp, layers)
-    for kind, count in layer_kinds(model, layers).items():
+    dense, kinds = of_ends(model, vocab, tp, layers), layer_kinds(model, layers)
+    if model.trains_prediction and layers.stop == model.num_layers:
+        kinds[prediction_kind(model)] += 1
+        dense += projection_ahead(model).of_rank(tp) + 3 * model.hidden_size
+    for kind, count in kinds.items():
         linears = (*attention_linears(model, kind.attention), *feed_forward_linears(model, kind.has_experts))
         of_linears = sum(linear.of_rank(tp) for linear in linears)
         dense += count * (of_linears + attention_vectors(model, kind.attention, tp) + norms)
@@ -75,7 +81,7 @@ def of_ends(model: ModelConfig, vocab: int, tp: int, layers: range) -> int:
 def generating(model: ModelConfig, vocab: int, sizes: Sizes) -> tuple[Weights, int]:
     """Count the parameters of the fullest GPU of an inference replica, and those of embedding, output layer and last
     norm among them. All its GPUs of a stage share the experts."""
-    tp, found = sizes.inference_tp, []
+    model, tp, found = model.trunk, sizes.inference_tp, []
     for layers in replica_layers(model.num_layers, sizes.inference_pp):
         held = weights(model, vocab, tp, sizes.inference_dp, layers)
         found.append((held, of_ends(model, vocab, tp, layers)))

@@ -62,7 +62,7 @@ def rank_terms(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> RankT
         memory_terms.adam_states(config, sizes, updated),
         (widened,) if each != FP32_BYTES else (),
         (memory_terms.activations(config, sizes, stage), fullest),
-        tuple(_reference(config, held)),
+        tuple(_reference(config, weights(model.trunk, vocab, sizes.tp, sizes.ep, layers))),
         tuple(_teacher(config, sizes)),
         (moved,) if config.optimizer.distributed else (),
         _first_step(config, sizes, vocab, updated),

@@ -53,8 +53,8 @@ def turn_seconds(config: RunConfig, sizes: Sizes, vocab: int, card: Card) -> dic
 def gathered_s(config: RunConfig, sizes: Sizes, vocab: int) -> float:
     """Seconds in which a rank gets the parts of its worker's weights that other ranks hold. The workers of a vLLM take
     whole weights, each an equal part of them, whatever they compute with."""
-    whole = weights(config.model, vocab).all
-    own = weights(config.model, vocab, sizes.tp, sizes.ep, sizes.stages(config.model)[0]).all
+    whole = weights(config.model.trunk, vocab).all
+    own = weights(config.model.trunk, vocab, sizes.tp, sizes.ep, sizes.stages(config.model)[0]).all
     apart = sizes.training_nodes > 1 and sizes.tp * sizes.ep * sizes.pp > sizes.gpus_per_node
     far = apart or (sizes.training_nodes > 1 and sizes.pp > 1)  # stages are furthest apart
     link = NETWORK_BYTES_PER_S if far else LINK_BYTES_PER_S
@@ -64,5 +64,5 @@ def gathered_s(config: RunConfig, sizes: Sizes, vocab: int) -> float:
 
 def exchanged_s(config: RunConfig, sizes: Sizes, vocab: int) -> float:
     """Seconds in which a worker gets the weights that the other workers of its vLLM have taken."""
-    whole, tp = weights(config.model, vocab).all, sizes.inference_tp
+    whole, tp = weights(config.model.trunk, vocab).all, sizes.inference_tp
     return WEIGHT_BYTES[config.model.dtype] * whole * (tp - 1) / tp / (LINK_BYTES_PER_S * NETWORK_SHARE)

@@ -125,6 +125,18 @@ def supervised_loss(tokens: TrainedTokens) -> tuple[Tensor, LossStats]:
     return loss, loss_statistics(loss.detach(), per_token)
 
 
+def prediction_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weighted sum of the prediction layer's negative log-probs of trained tokens, and its fields of
+    `LossStats`. A log-prob that is not finite is left out.
+
+    logprobs, weights: [tokens], weights as in `TrainedTokens`.
+    """
+    learned = (weights != 0) & logprobs.isfinite()
+    known = torch.where(learned, logprobs, 0.0)
+    loss = -(known * torch.where(learned, weights, 0.0)).sum()
+    return loss, {"prediction": -known.detach().sum(), "predicted": learned.sum()}
+
+
 def _kl(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
     if tokens.ref_logprobs is None:
         raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")

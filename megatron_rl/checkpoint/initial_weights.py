@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.origin import contradictions as contradictions_of_checkpoint
+from megatron_rl.checkpoint.hf.origin import origin_of
 from megatron_rl.checkpoint.load import read_weights, verify
+from megatron_rl.checkpoint.stored_shards import StoredShards
 from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.hf_mapping import TensorPiece, Weight, sources
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.hf_weights import EMBEDDING, HF_OUTPUT, OUTPUT, weights
 from megatron_rl.model.policy import Policy
+from megatron_rl.model.sharded_names import PREDICTION
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.rank.control import Control
 from megatron_rl.rank.groups import Groups
@@ -58,7 +62,10 @@ def read_initial_weights(policy: Policy, model: ModelConfig, groups: Groups, key
     try:
         checkpoint = verify(Path(model.checkpoint), groups.control)
         check_whole(checkpoint.folder, checkpoint.manifest.meta, key)
-        initial = Trainable.of(model).initial
+        initial: Callable[[dict[str, Any]], dict[str, Any]] = Trainable.of(model).initial
+        if model.trains_prediction and not has_prediction(checkpoint.folder):
+            _load_published_prediction(policy, model, checkpoint.folder)
+            initial = _without_prediction
         read_weights(policy, checkpoint, initial, groups.data_context, groups.expert_data)
     except CheckpointError as error:
         raise ConfigurationError(f"{key}: {error}") from error
@@ -84,6 +91,35 @@ def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:
                 for piece in held.pieces():
                     has_equal_output(files, piece.index)
     return files.digest
+
+
+def has_prediction(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds a prediction layer. Others were not trained with one."""
+    return StoredShards(checkpoint).holds(f"{PREDICTION}enorm.weight")
+
+
+def _without_prediction(sharded_state: dict[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in sharded_state.items() if not name.startswith(PREDICTION)}
+
+
+def _load_published_prediction(policy: Policy, model: ModelConfig, checkpoint: Path) -> None:
+    """Load the prediction layer from the published files that a checkpoint without one comes from.
+
+    Raises ConfigurationError if they are not on this machine.
+    """
+    origin = origin_of(checkpoint)
+    if origin.published is None:
+        raise ConfigurationError(
+            f"{checkpoint} holds no prediction layer, and model.prediction_loss_coefficient trains one: start from the "
+            "published files (model.init: huggingface), or set 0"
+        )
+    files = WeightsFolder(origin.published)
+    for held in held_weights(policy, model):
+        if held.name.startswith(PREDICTION):
+            for source in held.weight.sources:
+                if source.tensor.name not in files.tensors:
+                    raise UnusableWeights(f"{origin.published} holds no tensor {source.tensor.name}")
+            fill(held.tensor, held.weight, held.pieces(), files)
 
 
 def has_equal_output(files: WeightsFolder, index: tuple[slice, ...] = (slice(None),)) -> bool:

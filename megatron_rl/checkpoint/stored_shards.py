@@ -48,6 +48,9 @@ class StoredShards:
             raise ValueError(f"it has no tensor {name}")
         return found
 
+    def holds(self, name: str) -> bool:
+        return name in self._described
+
     def read(self, items: Sequence[ShardedBase]) -> list[Any]:
         """Fill the tensors in place. Returns the data of each item.
 

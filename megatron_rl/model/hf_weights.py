@@ -8,8 +8,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron_rl.model.hf_mapping import HfTensor, Source, Weight
+from megatron_rl.model.sharded_names import PREDICTION
 from megatron_rl.recipe.architectures.row import HfNames
 from megatron_rl.recipe.hf_config import names_of
+from megatron_rl.recipe.layer_sizes import LayerKind, prediction_kind
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.model_parts import LatentAttention
 
@@ -34,23 +36,55 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
     }
     for number in range(model.num_layers):
         found |= layer_weights(model, number, names)
-    return found
+    return found | prediction_weights(model, names) if model.trains_prediction else found
+
+
+def prediction_weights(model: ModelConfig, names: HfNames) -> dict[str, Weight]:
+    """Return the weights of the prediction layer by megatron-core's names."""
+    theirs, hidden = names.prediction, model.hidden_size
+
+    def named(name: str, *shape: int) -> Weight:
+        return Weight((_whole(f"{name.format(number=model.num_layers)}.weight", *shape),))
+
+    found = {
+        "enorm": named(theirs.token_norm, hidden),
+        "hnorm": named(theirs.hidden_norm, hidden),
+        "eh_proj": named(theirs.projection, hidden, 2 * hidden),
+        "final_layernorm": named(theirs.norm, hidden),
+    }
+    inside = theirs.layer.format(number=model.num_layers)
+    return {f"{PREDICTION}{name}.weight": weight for name, weight in found.items()} | _layer(
+        model, prediction_kind(model), names, f"{PREDICTION}transformer_layer", inside
+    )
+
+
+def prediction_copies(model: ModelConfig) -> dict[str, str]:
+    """Tensors of published files that repeat a weight for the prediction layer, each with the weight's name in
+    megatron-core; none unless that layer is trained."""
+    theirs = names_of(model).prediction
+    output = EMBEDDING if model.tied_embeddings else OUTPUT
+    copies = [(theirs.embedding, EMBEDDING), (theirs.output, output)] if model.trains_prediction else []
+    return {f"{name.format(number=model.num_layers)}.weight": ours for name, ours in copies if name is not None}
 
 
 def layer_weights(model: ModelConfig, number: int, names: HfNames) -> dict[str, Weight]:
     """Return the weights of a layer by megatron-core's names, with experts numbered over the whole model."""
-    ours, theirs = f"decoder.layers.{number}", f"{names.body}.layers.{number}"
+    kind = LayerKind(model.layer_type(number), model.has_experts(number))
+    return _layer(model, kind, names, f"decoder.layers.{number}", f"{names.body}.layers.{number}")
+
+
+def _layer(model: ModelConfig, kind: LayerKind, names: HfNames, ours: str, theirs: str) -> dict[str, Weight]:
     found = {
         f"{ours}.{norm}.weight": Weight((_whole(f"{theirs}.{their_norm}.weight", model.hidden_size),))
         for norm, their_norm in names.norms
     }
     if model.latent_attention:
         found |= _latent_attention(model, model.latent_attention, f"{ours}.self_attention", f"{theirs}.self_attn")
-    elif model.layer_type(number) == "linear_attention":
+    elif kind.attention == "linear_attention":
         found |= _delta_net(model, names, f"{ours}.self_attention", f"{theirs}.linear_attn")
     else:
         found |= _attention(model, f"{ours}.self_attention", f"{theirs}.self_attn")
-    if model.has_experts(number):
+    if kind.has_experts:
         return found | _experts(model, names, f"{ours}.mlp", f"{theirs}.mlp")
     return found | _feed_forward(f"{ours}.mlp", f"{theirs}.mlp", model.hidden_size, model.ffn_hidden_size)
 

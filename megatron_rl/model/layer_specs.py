@@ -27,6 +27,7 @@ from megatron_rl.model.packed_attention import NoCoreAttention, PackedAttention,
 from megatron_rl.model.platform.attention import AttentionForm
 from megatron_rl.model.platform.device import Kernels, Linears
 from megatron_rl.model.platform.megatron_patches import patch_router
+from megatron_rl.recipe.layer_sizes import LayerKind
 from megatron_rl.recipe.model import ModelConfig, Recompute
 from megatron_rl.recipe.model_parts import LayerType
 
@@ -46,24 +47,35 @@ def packed_block_spec(
     numbers = range(first, first + get_num_layers_to_build(config, pp_rank=stage))
 
     @cache
-    def spec(attention: LayerType, has_experts: bool) -> Any:
-        made = layer_spec(config, model, attention, has_experts, kernels, adapters)
-        linears = kernels.linears(config) or Linears(ColumnParallelLinear, RowParallelLinear)
-        if model.latent_attention:
-            made.submodules.self_attention = latent_spec(model, linears, adapters)
-        if attention == "linear_attention" and model.delta_net:
-            made.submodules.self_attention = delta_spec(model.delta_net, kernels.delta_kernels, linears)
-        if model.norms != "before":
-            made.submodules = NormsBehind(**vars(made.submodules))
-        if model.norms == "behind":
-            made.submodules.input_layernorm = made.submodules.pre_mlp_layernorm = IdentityOp
-        if has_experts:
-            build_experts(submodules_of(made.submodules.mlp), config, model, kernels)
-        made.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
-        return made
+    def spec(kind: LayerKind) -> Any:
+        return packed_layer_spec(config, model, kind, recompute, kernels, adapters)
 
-    specs = [spec(model.layer_type(number), model.has_experts(number)) for number in numbers]
+    specs = [spec(LayerKind(model.layer_type(number), model.has_experts(number))) for number in numbers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def packed_layer_spec(
+    config: TransformerConfig,
+    model: ModelConfig,
+    kind: LayerKind,
+    recompute: Recompute,
+    kernels: Kernels,
+    adapters: Adapters | None,
+) -> Any:
+    made = layer_spec(config, model, kind.attention, kind.has_experts, kernels, adapters)
+    linears = kernels.linears(config) or Linears(ColumnParallelLinear, RowParallelLinear)
+    if model.latent_attention:
+        made.submodules.self_attention = latent_spec(model, linears, adapters)
+    if kind.attention == "linear_attention" and model.delta_net:
+        made.submodules.self_attention = delta_spec(model.delta_net, kernels.delta_kernels, linears)
+    if model.norms != "before":
+        made.submodules = NormsBehind(**vars(made.submodules))
+    if model.norms == "behind":
+        made.submodules.input_layernorm = made.submodules.pre_mlp_layernorm = IdentityOp
+    if kind.has_experts:
+        build_experts(submodules_of(made.submodules.mlp), config, model, kernels)
+    made.module = {"none": PackedLayer, "selective": SelectiveLayer, "full": RecomputedLayer}[recompute]
+    return made
 
 
 def layer_spec(

@@ -20,15 +20,17 @@ from megatron_rl.model.core_config import DTYPES, transformer_config
 from megatron_rl.model.experts import GroupedExperts
 from megatron_rl.model.frozen import FrozenPolicy, freezes
 from megatron_rl.model.fused import FusedPolicy, why_not_fused
-from megatron_rl.model.layer_specs import packed_block_spec
+from megatron_rl.model.layer_specs import packed_block_spec, packed_layer_spec
 from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.attention import Layout, PackedSequences
 from megatron_rl.model.platform.device import Device, Kernels
 from megatron_rl.model.platform.paths import PathLayout, Paths
+from megatron_rl.model.prediction import PredictionBlock, with_prediction
 from megatron_rl.model.rotation import Rotations, rotation_tables
 from megatron_rl.model.router import Replay
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.job import StageEnds
+from megatron_rl.recipe.layer_sizes import prediction_kind
 from megatron_rl.recipe.model import ModelConfig, Recompute
 
 FP8_ROWS = 16
@@ -85,7 +87,7 @@ class Policy(GPTModel):
         """
         multiple = self.kernels.rows_multiple
         hidden = self.hidden(tokens, positions, layout, multiple=multiple, replay=replay)
-        predictors = self._whole(hidden)[:, 0] if select is None else self.predictors(hidden, select)
+        predictors = self.whole(hidden)[:, 0] if select is None else self.predictors(hidden, select)
         count = len(tokens) if select is None else len(select)
         return self.output().logits(pad(predictors, (0, 0, 0, -len(predictors) % multiple)))[:count]
 
@@ -145,18 +147,21 @@ class Policy(GPTModel):
         if received is not None:
             self.decoder.set_input_tensor(received)
         else:
-            if padding := self._padding(len(tokens), multiple):
-                tokens = pad(tokens, (0, padding))
-            # Make the strides those of a new tensor. megatron-core's embedding is transposed, and torch multiplies such
-            # a tensor by a copy of the weight per token if the weight needs no gradient.
-            embedded = self.embedding(tokens[None], positions[None])[:, 0].unsqueeze(1)
-            if self.embedding_scale is not None:
-                embedded = embedded * self.embedding_scale
+            embedded = self.embedded(tokens, positions, multiple)
         rotations = self.rotations.at(positions)
         arguments = {"rotary_pos_emb": rotations, "packed_seq_params": layout, "attention_bias": replay}
         output: Tensor = self.decoder(embedded, attention_mask=None, **arguments)
         self.decoder.set_input_tensor(None)
         return output
+
+    def embedded(self, tokens: Tensor, positions: Tensor, multiple: int = 1) -> Tensor:
+        """Embed packed tokens on the first stage. Arguments and result as of `hidden`."""
+        if padding := self._padding(len(tokens), multiple):
+            tokens = pad(tokens, (0, padding))
+        # Make the strides those of a new tensor. megatron-core's embedding is transposed, and torch multiplies such a
+        # tensor by a copy of the weight per token if the weight needs no gradient.
+        embedded: Tensor = self.embedding(tokens[None], positions[None])[:, 0].unsqueeze(1)
+        return embedded if self.embedding_scale is None else embedded * self.embedding_scale
 
     def hidden_shape(self, tokens: int) -> tuple[int, int, int]:
         rows = tokens + self._padding(tokens)
@@ -166,9 +171,9 @@ class Policy(GPTModel):
         """Select [selected, hidden] from `hidden` of the last stage, on every tensor-parallel rank. `output` turns them
         into logits. Their gradient is summed over those ranks, each with its part of the vocabulary."""
         if self.config.sequence_parallel:
-            return self.kernels.gather(self._whole(hidden), select).squeeze(1)
+            return self.kernels.gather(self.whole(hidden), select).squeeze(1)
         selected = self.kernels.gather(hidden, select)  # answers with a common prefix select the same token
-        return self._whole(selected).squeeze(1)
+        return self.whole(selected).squeeze(1)
 
     def output(self) -> OutputPart:
         tied = self.share_embeddings_and_output_weights
@@ -193,7 +198,8 @@ class Policy(GPTModel):
         dist.all_gather(parts, part, group=self._tensor)
         return torch.cat(parts, dim=1)[:, : self.vocabulary]
 
-    def _whole(self, hidden: Tensor) -> Tensor:
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Gather the parts of `hidden` that ranks have under sequence parallelism, padding included."""
         if self.config.sequence_parallel:
             gathered: Tensor = gather_from_sequence_parallel_region(hidden, group=self._tensor)
             return gathered
@@ -201,11 +207,24 @@ class Policy(GPTModel):
             return copy_to_tensor_model_parallel_region(hidden, group=self._tensor)
         return hidden
 
+    def part(self, rows: Tensor) -> Tensor:
+        """Pad [tokens, 1, hidden], which all tensor-parallel ranks have, to this rank's part of it: `hidden_shape`."""
+        if padding := self._padding(len(rows)):
+            rows = pad(rows, (0, 0, 0, 0, 0, padding))
+        return rows.chunk(self._tensor.size())[self._tensor.rank()] if self.config.sequence_parallel else rows
+
     def _padding(self, tokens: int, multiple: int = 1) -> int:
         """Number of tokens to add so that the tensor-parallel ranks of sequence parallelism have equal parts, and FP8
         products supported sizes."""
         parts = self._tensor.size() if self.config.sequence_parallel else 1
         return -tokens % (parts * (FP8_ROWS if self.config.fp8 else multiple))
+
+    @property
+    def prediction(self) -> PredictionBlock | None:
+        """The prediction layer on the last stage, if it is trained."""
+        found = self._modules.get("mtp")
+        assert found is None or isinstance(found, PredictionBlock)
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -276,6 +295,9 @@ def build_policy(
         position_embedding_type="none",  # layers rotate by Policy.rotations
         pg_collection=groups,
     )
+    if model.trains_prediction:
+        spec = packed_layer_spec(config, model, prediction_kind(model), recompute, platform.kernels, None)
+        make = partial(with_prediction, make, spec)
     policy = platform.build(make, DTYPES[model.dtype])
     for module in policy.modules():
         if isinstance(module, GroupedExperts):

@@ -10,6 +10,8 @@ Layers that differ (`ModelConfig.equal_layers`) share none:
 
     decoder.layers.3.mlp.experts.experts.linear_fc2.weight  [expert, ...]         at expert 5
         -> decoder.layers.3.mlp.experts.local_experts.5.linear_fc2.weight
+
+The prediction layer, which no engine gets, begins with `mtp.`
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 
 EMBEDDING = "embedding."
 LAYERS = "decoder.layers."
+PREDICTION = "mtp.layers.0."
 EXPERTS = "mlp.experts.experts."
 _NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",

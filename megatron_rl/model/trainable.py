@@ -15,6 +15,7 @@ from megatron_rl.model.lora import Adapter
 from megatron_rl.model.lora_mapping import LORA_A, is_adapter
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.router import is_correction
+from megatron_rl.model.sharded_names import PREDICTION
 from megatron_rl.recipe.lora_section import LoraConfig
 from megatron_rl.recipe.model import ModelConfig
 
@@ -45,6 +46,8 @@ class Trainable:
         """Make gradients those of the trained weights only, and name the adapters."""
         for name, weight in policy.named_parameters():
             weight.requires_grad_(self.includes(name) and not is_correction(name))
+            if name.startswith(PREDICTION):
+                weight.shared = True  # megatron-core then leaves it out of the gradient's norm: it has another one
         for name, global_name in global_names(policy).items():
             linear, _, kind = name.rpartition(".")
             if kind == LORA_A:

@@ -9,6 +9,8 @@ from megatron_rl.recipe.layer_sizes import (
     feed_forward_widths,
     head_widths,
     layer_kinds,
+    prediction_kind,
+    projection_ahead,
     token_linears,
 )
 from megatron_rl.recipe.lora_section import LoraConfig
@@ -41,6 +43,8 @@ def training_flops(
         weights = of the linears of all layers that a token is multiplied with, of experts those chosen for it
         query, result = numbers of all heads, such as heads head_size; each pair takes a product of both
 
+    A prediction layer that is trained adds a layer, its projection and the output layer, which has no gradient then.
+
     A delta net reads, corrects and writes its state for each token, heads key_head_dim value_head_dim each.
 
     Args:
@@ -65,6 +69,11 @@ def training_flops(
         else:
             seen = windowed if kind.attention == "sliding_attention" else pairs
             of_attention += 2 * layers * (wide.query + wide.result) * seen
+    if model.trains_prediction:
+        linears = [projection_ahead(model), *token_linears(model, prediction_kind(model))]
+        products += 2 * sum(linear.weights for linear in linears) * tokens
+        products += 4 * model.hidden_size * vocabulary * predictions // 3
+        of_attention += 2 * (wide.query + wide.result) * pairs
     if model.lora is None:
         return 3.0 * (products + of_attention)
     return 2.0 * products + 3.0 * (of_attention + of_adapters)

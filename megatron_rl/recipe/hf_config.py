@@ -20,7 +20,13 @@ from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import ModelConfig
 
 CONFIG_FILE = "config.json"
-_NOT_OF_WEIGHTS = {"architecture", "vocab_multiple", "router_replay", "router_bias_update_rate"}
+_NOT_OF_WEIGHTS = {
+    "architecture",
+    "vocab_multiple",
+    "prediction_loss_coefficient",
+    "router_replay",
+    "router_bias_update_rate",
+}
 _FIELDS = list(ModelConfig.model_fields)
 SHAPE_KEYS = tuple(key for key in _FIELDS[: _FIELDS.index("fp32_output")] if key not in _NOT_OF_WEIGHTS)
 """Keys of ModelConfig that published weights determine."""

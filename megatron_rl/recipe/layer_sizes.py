@@ -62,6 +62,12 @@ def layer_kinds(model: ModelConfig, layers: range | None = None) -> Counter[Laye
     return Counter(LayerKind(model.layer_type(number), model.has_experts(number)) for number in numbers)
 
 
+def prediction_kind(model: ModelConfig) -> LayerKind:
+    """Kind of the decoder layer in a prediction layer: all published ones attend fully, with experts if there are
+    any."""
+    return LayerKind("full_attention", model.num_experts is not None)
+
+
 def stage_layers(layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[range]:
     """Layers of each pipeline stage, from 0.
 
@@ -151,6 +157,11 @@ def feed_forward_widths(model: ModelConfig, has_experts: bool) -> tuple[int, int
     return model.shared_expert_ffn_hidden_size or 0, (model.experts_per_token or 0) * (
         model.expert_ffn_hidden_size or 0
     )
+
+
+def projection_ahead(model: ModelConfig) -> LinearSize:
+    """Linear of a prediction layer before its decoder layer; each tensor-parallel rank has all of it."""
+    return LinearSize(2 * model.hidden_size, {"eh_proj": model.hidden_size}, None)
 
 
 def token_linears(model: ModelConfig, kind: LayerKind) -> list[LinearSize]:

@@ -195,8 +195,14 @@ class ModelConfig(Section):
     router: RouterConfig = RouterConfig()
     """Choice of each token's experts (with `num_experts`)."""
     prediction_layers: NonNegativeInt = 0
-    """Layers of multi-token prediction of the published weights (num_nextn_predict_layers), which exports contain
-    unchanged."""
+    """Layers of multi-token prediction (MTP) of the published weights (num_nextn_predict_layers), which exports contain
+    unchanged unless `prediction_loss_coefficient` trains them."""
+    prediction_loss_coefficient: NonNegativeFloat = 0.0
+    """Train the prediction layer of the weights (MTP training) with this factor of its loss, the cross-entropy of the
+    token after the next one, over the trained tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2); elsewhere called
+    mtp_loss_scaling_factor, 0.1 or 0.2. Default: it stays as published, and engines that draft with it find fewer of
+    its drafts right as the policy moves away. Its gradient ends at the layer's inputs and at the output layer, and is
+    clipped by its own norm, so that the policy learns as without it. Needs one prediction layer, and full weights."""
     router_replay: Literal["off", "old", "rollout"] = "off"
     """Choices of experts in training. off (in quotes, since YAML takes the bare word for false): the router's own. old:
     those of the pass that computed old log-probs, in all passes of the update. rollout: those of the engine that
@@ -257,6 +263,7 @@ class ModelConfig(Section):
             raise ValueError(f"head size {self.rotated_size} ({origin}) must be even: rotary positions turn pairs")
         self._experts_fit()
         self._layers_fit()
+        self._prediction_fits()
         linears: tuple[str, ...] = LORA_TARGETS
         if self.latent_attention:
             linears = (*latent_linears(self.latent_attention.q_lora_rank is not None), *EXPERT_LINEARS)
@@ -320,6 +327,29 @@ class ModelConfig(Section):
             raise ValueError(
                 f"dense_layers {self.dense_layers} leave no layer with experts: num_layers is {self.num_layers}"
             )
+
+    def _prediction_fits(self) -> None:
+        if not self.trains_prediction:
+            return
+        if self.prediction_layers != 1:
+            why = "the weights have none" if not self.prediction_layers else "training is built for one"
+            raise ValueError(
+                f"prediction_loss_coefficient needs prediction_layers 1, not {self.prediction_layers}: {why}"
+            )
+        if self.lora:
+            raise ValueError(
+                "prediction_loss_coefficient trains the prediction layer's weights, and lora adapters alone: set 0"
+            )
+
+    @property
+    def trains_prediction(self) -> bool:
+        """Whether training changes the prediction layer, of which the policy then consists as well."""
+        return self.prediction_loss_coefficient > 0
+
+    @property
+    def trunk(self) -> ModelConfig:
+        """The model without a prediction layer, as engines, references and teachers run it."""
+        return self.model_copy(update={"prediction_loss_coefficient": 0.0})
 
     @property
     def head_size(self) -> int:

@@ -22,6 +22,7 @@ from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.sharded_names import PREDICTION
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.model.trainable import Trainable, fill_adapters, load_part
 from megatron_rl.rank.groups import Groups
@@ -106,8 +107,9 @@ def build_models(
     if penalised:
         reference = policy
         if trainable.everything:
-            reference = build_part(config, tokenizer, platform)
-            reference.load_state_dict(policy.state_dict())
+            reference = build_part(config, tokenizer, platform, model=config.model.trunk)
+            state = policy.state_dict()
+            load_part(reference, {name: held for name, held in state.items() if not name.startswith(PREDICTION)})
             reference.requires_grad_(False)
     trainable.mark(policy)
     updates = config.training.steps * config.grpo.updates_per_step
@@ -213,7 +215,7 @@ def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teache
     own = config.model
     model = files.model.model_copy(
         update={"dtype": own.dtype, "vocab_multiple": own.vocab_multiple, "lora": None, **source}
-    )
+    ).trunk
     policy = build_part(config, tokenizer, here.platform, model=model)
     read_initial_weights(policy, model, groups, "distill.teacher")
     safe_points.agree()

@@ -116,6 +116,7 @@ MODELS = {
         zero_centered_norms=True,
         norms="around",
     ),
+    "predicting": ModelConfig.model_validate(SHARING | {"prediction_layers": 1, "prediction_loss_coefficient": 0.1}),
     "adapters": ModelConfig.model_validate(EXPERTS.model_dump() | {"lora": {"rank": 16}}),
     "latent": ModelConfig.model_validate(LATENT),
     "latent adapters": ModelConfig.model_validate(LATENT | {"lora": {"rank": 16}}),
@@ -178,6 +179,7 @@ QUICK = (
     *(Continued("adapters", "tp2-ep2", layout) for layout in ("one", "pp2")),
     Continued("unlike layers", "tp2-ep2", "pp2"),
     *(Continued(name, "tp2-ep2", "pp2") for name in ("latent", "latent adapters")),
+    Continued("predicting", "pp2", "tp2-ep2"),
     *(Continued("delta nets", *pair) for pair in (("tp2-pp2", "one"), ("dp2", "tp2"))),
 )
 """Each way to cut a model, from it and to it. Other pairs combine these."""

@@ -113,6 +113,8 @@ MODELS = {
     ),
     "latent adapters": tiny_model(**LATENT, lora={"rank": 4, "alpha": 4.0, "dropout": 0.3}),
     "deepseek": tiny_model(**DEEPSEEK),
+    "predicting": tiny_model(**DEEPSEEK, prediction_layers=1, prediction_loss_coefficient=0.3),
+    "predicting, tied": tiny_model(num_layers=3, prediction_layers=1, prediction_loss_coefficient=0.3),
     "unlike adapters": ModelConfig.model_validate(UNLIKE.model_dump() | {"lora": LORA, "router_bias_update_rate": 0}),
 }
 GROUPED = {
@@ -200,6 +202,15 @@ LAYOUTS = {
     "EP2 PP2 DeepSeek": ("deepseek", Layout(ep=2, dp=2, pp=2)),
     "CP2 TP2 DeepSeek": ("deepseek", Layout(cp=2, tp=2, sequence_parallel=True)),
     "EP2 TP2 DeepSeek": ("deepseek", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
+    "TP2 predicting": ("predicting, tied", Layout(tp=2)),
+    "PP2 predicting": ("predicting, tied", Layout(pp=2, first_stage_layers=2)),
+    "PP3 predicting": ("predicting, tied", Layout(pp=3)),
+    "CP2 predicting": ("predicting", Layout(cp=2)),
+    "EP2 predicting": ("predicting", Layout(ep=2, dp=2)),
+    "CP2 PP2 predicting": ("predicting", Layout(cp=2, pp=2)),
+    "TP2 PP2 predicting": ("predicting", Layout(tp=2, pp=2, sequence_parallel=True)),
+    "CP2 TP2 predicting": ("predicting", Layout(cp=2, tp=2, sequence_parallel=True)),
+    "EP2 TP2 predicting": ("predicting", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
 }
 QUICK = {
     *("TP2 bf16", "PP2", "PP2 uneven", "CP2", "EP2 CP2", "TP2 PP2 untied", "CP2 PP2 replayed", "EP2 TP2 replayed"),
@@ -210,6 +221,7 @@ QUICK = {
     *("TP2 delta nets", "CP2 EP2 delta nets", "TP2 PP2 delta nets", "TP4 delta nets"),
     *("PP2 unlike layers", "EP2 TP2 grouped unlike layers", "TP2 grouped unlike adapters"),
     *("TP2 latent", "TP2 SP latent adapters", "EP2 TP2 DeepSeek"),
+    *("PP2 predicting", "CP2 PP2 predicting", "EP2 TP2 predicting"),
 }
 """Each way to split a model, alone or with another one; `make test-slow` runs the others. DP alone is in
 test_trainer_ranks.py."""

@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from megatron_rl.checkpoint.hf.peft import ADAPTER, AdapterReader, CheckpointRea
 from megatron_rl.checkpoint.hf.staging import carry, staged
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.contract.manifest import find_corruption, read_manifest
-from megatron_rl.model.hf_mapping import Assembly, Weight, bundles
-from megatron_rl.model.hf_weights import EMBEDDING, HF_OUTPUT, weights
+from megatron_rl.model.hf_mapping import Assembly, Weight, bundles, sources
+from megatron_rl.model.hf_weights import EMBEDDING, HF_OUTPUT, prediction_copies, weights
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY
 from megatron_rl.recipe.errors import ConfigurationError
@@ -76,23 +76,23 @@ def to_hugging_face(
         first: sum(math.prod(wanted[name].shape) * reader.dtype(name).itemsize for name in names)
         for first, names in together.items()
     }
-    if read_manifest(checkpoint).meta.get(OUTPUT_STORED):
-        sizes[HF_OUTPUT] = sizes[EMBEDDING]
+    copies = _copies(checkpoint, origin.model)
+    sizes |= {name: sizes[ours] for name, ours in copies.items()}
     published = published_kept(origin)
-    further = kept_sizes(published) if published else {}
+    further = kept_sizes(published, sources(wanted).keys() | copies.keys()) if published else {}
     sizes |= further
 
     def tensors_of(first: str) -> dict[str, Tensor]:
-        if first == HF_OUTPUT:
-            (output,) = reader.read(EMBEDDING, wanted[EMBEDDING])
-            return {first: output}
+        if first in copies:
+            (copied,) = reader.read(copies[first], wanted[copies[first]])
+            return {first: copied}
         if published is not None and first in further:
             return {first: published.read(first)}
         return _assembled(reader, {name: wanted[name] for name in together[first]})
 
     with staged(target, sum(sizes.values()), replace=replace) as folder:
         write_files(folder, sizes, shard_bytes, tensors_of)
-        _describe(folder, origin, reader.dtype(EMBEDDING), predicts=bool(further))
+        _describe(folder, origin, reader.dtype(EMBEDDING), predicts=bool(further) or origin.model.trains_prediction)
         if isinstance(reader, MergedReader) and adapters is not None:
             reader.check_base()
             (folder / ADAPTER).mkdir()
@@ -110,15 +110,23 @@ def published_kept(origin: CheckpointOrigin) -> WeightsFolder | None:
         return None
     if any((folder / name).exists() for name in (INDEX, SINGLE)):
         return WeightsFolder(folder)
+    if origin.model.trains_prediction and row.inside is None:
+        return None
     if row.inside is not None:
         raise ConfigurationError(f"{folder} no longer holds weights: an export needs the other parts of {row.name}")
     logger.warning("%s no longer holds weights: the export has no layers that predict further tokens", folder)
     return None
 
 
-def kept_sizes(files: WeightsFolder) -> dict[str, int]:
-    """Bytes of the tensors that exports keep, by name."""
-    stored = {name: files.tensors[name] for name in files.kept}
+def _copies(checkpoint: Path, model: ModelConfig) -> dict[str, str]:
+    """Tensors that repeat a weight, each with the weight's name in megatron-core."""
+    output = {HF_OUTPUT: EMBEDDING} if read_manifest(checkpoint).meta.get(OUTPUT_STORED) else {}
+    return output | prediction_copies(model)
+
+
+def kept_sizes(files: WeightsFolder, trained: Collection[str] = ()) -> dict[str, int]:
+    """Bytes of the tensors that exports keep, by name, without those that training changed."""
+    stored = {name: files.tensors[name] for name in files.kept if name not in trained}
     return {name: math.prod(each.shape) * each.dtype.itemsize for name, each in stored.items()}
 
 
@@ -197,8 +205,9 @@ def _describe(folder: Path, origin: CheckpointOrigin, dtype: torch.dtype, *, pre
         shutil.copyfile(origin.published / CONFIG_FILE, folder / CONFIG_FILE)
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         changes: dict[str, Any] = {"dtype" if "dtype" in config else "torch_dtype": name}
-        if model != origin.model:
-            changes[read_hf_config(folder).architecture.their_key("prediction_layers")] = 0
+        predictions = read_hf_config(folder).architecture.their_key("prediction_layers")
+        if model != origin.model and predictions in config:
+            changes[predictions] = 0
         quantised = config.pop("quantization_config", None)  # an export is not
         if not quantised and all(config.get(key, value) == value for key, value in changes.items()):
             return  # identical to the published file

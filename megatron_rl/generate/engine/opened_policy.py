@@ -134,7 +134,7 @@ def load_policy(source: PolicySource, platform: Device, groups: Groups) -> tuple
 
     Raises UnusableWeights or CheckpointError.
     """
-    policy = build_policy(source.model, source.tokenizer.vocab_size, platform, initialize=False)
+    policy = build_policy(source.model.trunk, source.tokenizer.vocab_size, platform, initialize=False)
     policy.requires_grad_(False).eval()
     if groups.tensor.size() > 1:
         send_no_tokens(policy)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.generate.refit.plan import Box
 from megatron_rl.model.policy import Policy
+from megatron_rl.model.sharded_names import PREDICTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +22,11 @@ class ModelTensor:
 
 
 def model_tensors(policy: Policy) -> dict[tuple[Box, ...], ModelTensor]:
-    """This rank's weights, by the boxes of the model that each covers."""
+    """This rank's weights, by the boxes of the model that each covers, without the prediction layer: no engine gets
+    it."""
     found = {}
     for item in nested_values(policy.sharded_state_dict()):
-        if isinstance(item, ShardedTensor | ShardedTensorFactory):
+        if isinstance(item, ShardedTensor | ShardedTensorFactory) and not item.key.startswith(PREDICTION):
             shards = item.build() if isinstance(item, ShardedTensorFactory) else [item]
             parts = {}
             for each in shards:

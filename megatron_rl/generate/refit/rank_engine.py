@@ -55,7 +55,7 @@ def build_inference_policy(config: RunConfig, vocab_size: int, platform: Device,
     training_tp = config.placement.training.tp
     if undivided := next(config.model.undivided(ranks.tensor.size(), training_tp=training_tp), None):
         raise ConfigurationError(f"placement.inference.{undivided}")
-    policy = build_policy(config.model, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
+    policy = build_policy(config.model.trunk, vocab_size, platform, groups=ranks.model_groups(), initialize=False)
     policy.requires_grad_(False).eval()
     if not ranks.alone:
         send_no_tokens(policy)

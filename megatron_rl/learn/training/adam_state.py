@@ -113,17 +113,24 @@ def _counters(adam: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
 
 
 def _shares(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[AdamShare]:
+    replicated = not isinstance(optimizer, DistributedOptimizer)
+    for parameter, main, start in updated_weights(optimizer, parameters):
+        yield _share(optimizer, parameter, main, start, replicated=replicated)
+
+
+def updated_weights(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator[tuple[Parameter, Tensor, int]]:
+    """Yield each parameter of which Adam updates a part on this rank, with the tensor that it updates, and where that
+    begins in the flat parameter. A distributed optimizer yields all its parameters, whichever are given."""
     if not isinstance(optimizer, DistributedOptimizer):
         for parameter in parameters:
             main = getattr(parameter, "main_param", parameter)  # set if the model is not fp32
             if main in optimizer.optimizer.state:
-                yield _share(optimizer, parameter, main, 0, replicated=True)
+                yield parameter, main, 0
         return
     for bucket in chain.from_iterable(chain.from_iterable(b.values()) for b in optimizer.gbuf_ranges):
         for parameter, ranges in bucket["param_map"].items():
             group, index = optimizer.model_param_group_index_map[parameter]
-            main = optimizer.optimizer.param_groups[group]["params"][index]
-            yield _share(optimizer, parameter, main, ranges["param"].start, replicated=False)
+            yield parameter, optimizer.optimizer.param_groups[group]["params"][index], ranges["param"].start
 
 
 def _share(optimizer: Any, parameter: Parameter, main: Tensor, start: int, *, replicated: bool) -> AdamShare:

@@ -16,11 +16,19 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 
 from megatron_rl.learn.training import overlap
-from megatron_rl.learn.training.adam_state import adam_tensors, begin, get_step, set_step, sharded_adam_state
+from megatron_rl.learn.training.adam_state import (
+    adam_tensors,
+    begin,
+    get_step,
+    set_step,
+    sharded_adam_state,
+    updated_weights,
+)
 from megatron_rl.learn.training.offload import HostState, Unused
 from megatron_rl.model.core_config import DTYPES
 from megatron_rl.model.platform.megatron_patches import skip_copies
@@ -92,6 +100,7 @@ class PolicyOptimizer:
                 for group in part.optimizer.param_groups:
                     group["fused"] = True
             begin(part.optimizer)
+        self._ahead = self._updated_ahead(policy) if model.trains_prediction else None
         skip_copies(self.ddp, self._parts(), dtype)
         gradients = [buffer.grad_data for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)]
         self._gradients = Unused(gradients) if offload != "none" else None
@@ -102,6 +111,13 @@ class PolicyOptimizer:
 
     def _parts(self) -> list[Any]:
         return self.megatron.chained_optimizers
+
+    def _updated_ahead(self, policy: Policy) -> frozenset[int]:
+        """Identities of the tensors that Adam updates for the prediction layer; none on ranks without it."""
+        weights = [] if policy.prediction is None else [*policy.prediction.parameters()]
+        known, parts = {*map(id, weights)}, self._parts()
+        found = chain.from_iterable(updated_weights(part, weights) for part in parts)
+        return frozenset(id(updated) for weight, updated, _ in found if id(weight) in known)
 
     @property
     def host_bytes(self) -> int:
@@ -134,11 +150,16 @@ class PolicyOptimizer:
         rate = learning_rate(updates_done, self.total_updates, self.config)
         overflow = self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
-        if overflow or not math.isfinite(grad_norm):
-            return Update(grad_norm, rate, applied=False)
+        ahead_norm = 0.0 if self._ahead is None else self._norm_ahead(self._ahead)
+        if overflow or not math.isfinite(grad_norm + ahead_norm):
+            return Update(grad_norm if math.isfinite(ahead_norm) else ahead_norm, rate, applied=False)
         if self.config.clip_grad > 0:
             for part in self._parts():
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.clip_grad, grad_norm)
+                ahead = [weight for weight in part.get_parameters() if id(weight) in (self._ahead or ())]
+                own = [weight for weight in part.get_parameters() if id(weight) not in (self._ahead or ())]
+                for weights, norm in ((own, grad_norm), (ahead, ahead_norm)):
+                    if weights:
+                        clip_grad_by_total_norm_fp32(weights, self.config.clip_grad, norm)
         for group in self.megatron.param_groups:
             group["lr"] = rate
             # megatron-core leaves this to its scheduler, which is not used: norms and biases do not decay.
@@ -146,6 +167,21 @@ class PolicyOptimizer:
         self.megatron.step_with_ready_grads()
         balance_experts(self.ddp.module)
         return Update(grad_norm, rate, applied=True)
+
+    def _norm_ahead(self, ahead: frozenset[int]) -> float:
+        """Gradient norm of the prediction layer, which `get_grad_norm` leaves out, over all ranks. Collective."""
+        squares = 0.0
+        for part in self._parts():
+            gradients = [
+                weight.grad
+                for weight in part.get_parameters()
+                if id(weight) in ahead
+                and weight.grad is not None
+                and param_is_not_tensor_parallel_duplicate(weight, getattr(part, "tp_group", None))
+            ]
+            group = part.get_grad_stats_parallel_group()
+            squares += float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=group)) ** 2
+        return math.sqrt(squares)
 
     def sharded_state(
         self, model_state: dict[str, Any], weight_held: Callable[[Tensor], Tensor] = lambda weight: weight

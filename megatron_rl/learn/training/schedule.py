@@ -15,17 +15,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.context import ContextPart, context_part
+from megatron_rl.algorithms.context import ContextPart
 from megatron_rl.algorithms.packing import MicroBatch
+from megatron_rl.learn.training.ahead import AheadInput
+from megatron_rl.learn.training.context_layout import part_of
 from megatron_rl.learn.training.router_replays import RouterReplays
-from megatron_rl.model.platform.attention import PLAIN, AttentionForm, Layout, widened
-from megatron_rl.model.platform.paths import PathLayout, Recurrence
+from megatron_rl.model.platform.attention import Layout
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.router import Replay
 from megatron_rl.rank.groups import Groups
@@ -47,7 +47,7 @@ class Pipeline:
         self._groups = groups
         self._ranks = dist.get_process_group_ranks(groups.pipeline) if groups else [0]
         self._stage = stage
-        self._sent: dict[dist.ProcessGroup, tuple[dist.Work, Tensor]] = {}
+        self._sent: dict[tuple[dist.ProcessGroup, int], tuple[dist.Work, Tensor]] = {}
 
     def send_forward(self, hidden: Tensor) -> None:
         assert self._groups is not None
@@ -71,19 +71,33 @@ class Pipeline:
         assert self._groups is not None
         return self._receive(torch.empty_like(output), self._stage + 1, self._groups.model)
 
+    def from_first(self, make: Callable[[], Tensor], empty: Callable[[], Tensor]) -> Tensor | None:
+        """Return on the last stage what the first one makes; None on the others. Before its hidden states in each
+        micro-batch, so that two neighbours send and receive in one order. empty: creates the tensor to fill."""
+        if self.first:
+            made = make()
+            if self.last:
+                return made
+            assert self._groups is not None
+            self._send(made, self._stage + self.behind, self._groups.pipeline)
+        elif self.last:
+            assert self._groups is not None
+            return self._receive(empty(), 0, self._groups.pipeline)
+        return None
+
     def flush(self) -> None:
         """Wait until all sent tensors are received."""
         while self._sent:
             self._sent.popitem()[1][0].wait()
 
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
-        """Send without waiting, except for the previous send, which is usually complete."""
-        if group in self._sent:
-            self._sent.pop(group)[0].wait()
+        """Send without waiting, except for the previous send to that stage, which is usually complete."""
+        if (group, stage) in self._sent:
+            self._sent.pop((group, stage))[0].wait()
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self._ranks[stage], group=group)
         assert work is not None
-        self._sent[group] = work, tensor
+        self._sent[group, stage] = work, tensor
 
     def _receive(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> Tensor:
         dist.recv(tensor, self._ranks[stage], group=group)
@@ -102,6 +116,7 @@ class ModelInput:
     trained: Tensor  # [selected] indices of the targets among the batch's trained tokens: see `MicroBatch.trained`
     layout: Layout
     replay: Replay | None = None
+    ahead: AheadInput | None = None  # what the prediction layer reads, if it is trained
 
     @classmethod
     def of(
@@ -112,18 +127,13 @@ class ModelInput:
         replays: RouterReplays | None = None,
     ) -> ModelInput:
         """context: ranks that share the tokens; None if this rank has all. replays: None: the routers choose."""
-        part: MicroBatch | ContextPart = batch
-        indices: Tensor | None = None
-        if context is None or context.size() == 1:
-            layout = policy.layout(batch)
-        else:
-            part = context_part(batch, context.rank(), context.size())
-            indices = part.indices
-            of_part = policy.layout(part.whole, indices)
-            layout = ContextLayout(of_part, part.indices_of_ranks.to(policy.device), context)
+        part, layout = part_of(policy, batch, context)
+        indices = part.indices if isinstance(part, ContextPart) else None
         names = ("tokens", "positions", "select", "targets", "trained")
         replay = None if replays is None else replays.of(batch, indices)
-        return cls(layout=layout, replay=replay, **{name: getattr(part, name).to(policy.device) for name in names})
+        ahead = AheadInput.of(policy, batch, context) if policy.model_config.trains_prediction else None
+        of_part = {name: getattr(part, name).to(policy.device) for name in names}
+        return cls(layout=layout, replay=replay, ahead=ahead, **of_part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,7 @@ def forward_backward(
     *,
     stop: Callable[[], bool],
     partial_sums: Callable[[], AbstractContextManager[None]] = nullcontext,
+    loss_ahead: Callable[[Tensor, AheadInput], Tensor] | None = None,
 ) -> None:
     """Add the gradients of the micro-batches' losses to the model's.
 
@@ -150,6 +161,7 @@ def forward_backward(
             their input. Called only on the last stage.
         stop: called before every micro-batch; True skips the rest.
         partial_sums: context of all backward passes but the last, see `Overlap.partial`.
+        loss_ahead: the same as `loss` of the prediction layer, added to it; None: that layer does not run.
     """
     left = len(inputs)
 
@@ -172,9 +184,14 @@ def forward_backward(
         if stop():
             break
         policy.begin_microbatch(number)
+        next_tokens = _next_tokens(policy, each, pipeline) if loss_ahead else None
         received, output = _forward(policy, each, pipeline)
         if pipeline.last:
-            output = loss(policy.predictors(output, each.select), each)
+            of_policy = loss(policy.predictors(output, each.select), each)
+            if loss_ahead and each.ahead and next_tokens is not None:
+                ahead = each.ahead.predictors(policy, next_tokens, output.detach(), len(each.tokens))
+                of_policy = of_policy + loss_ahead(ahead, each.ahead)
+            output = of_policy
         else:
             pipeline.send_forward(output.detach())
         started.append((received, output))
@@ -206,6 +223,16 @@ def forward(
     pipeline.flush()
 
 
+def _next_tokens(policy: Policy, each: ModelInput, pipeline: Pipeline) -> Tensor | None:
+    """Return on the last stage the embeddings that the prediction layer reads, from the first stage, which has the
+    embedding. Without a gradient."""
+    assert each.ahead is not None
+    shape, dtype = policy.hidden_shape(len(each.ahead.tokens)), policy.config.params_dtype
+    with torch.no_grad():
+        make = partial(policy.embedded, each.ahead.tokens, each.ahead.positions)
+        return pipeline.from_first(make, partial(torch.empty, shape, dtype=dtype, device=policy.device))
+
+
 def _forward(policy: Policy, each: ModelInput, pipeline: Pipeline) -> tuple[Tensor | None, Tensor]:
     shape, dtype = policy.hidden_shape(len(each.tokens)), policy.config.params_dtype
     received = pipeline.receive_forward(partial(torch.empty, shape, dtype=dtype, device=policy.device))
@@ -219,51 +246,3 @@ def _backward(received: Tensor | None, output: Tensor, pipeline: Pipeline) -> No
     if received is not None:
         assert received.grad is not None
         pipeline.send_backward(received.grad)
-
-
-@dataclass(frozen=True, slots=True)
-class ContextLayout:
-    """Attention of this rank's tokens to the tokens of all ranks."""
-
-    part: Layout  # layout of this rank's queries and all keys
-    indices_of_ranks: Tensor
-    group: dist.ProcessGroup
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = PLAIN) -> Tensor:
-        """Attend as in `Layout.attend`, all tensors [part, ...]. Collective over the group, also in the backward
-        pass."""
-        size = value.shape[-1]
-        both = key, widened(value, key.shape[-1])  # gathered as one tensor
-        key, value = _GatherContext.apply(*both, self.indices_of_ranks.flatten(), self.group)
-        return self.part.attend(layer, query, key, value[..., :size], form)
-
-    def recur(self, layer: int, tokens: Tensor, recurrence: Recurrence) -> Tensor:
-        """Compute the tokens of all ranks on each of them, and keep this rank's, [part, ...] -> [part, outputs]: the
-        state behind a token depends on all before it. Collective as `attend`."""
-        assert isinstance(self.part, PathLayout)
-        halves = _GatherContext.apply(*tokens.chunk(2, dim=1), self.indices_of_ranks.flatten(), self.group)
-        out = self.part.recur(layer, torch.cat(halves, dim=1), recurrence)
-        return out.index_select(0, self.indices_of_ranks[self.group.rank()])
-
-
-class _GatherContext(torch.autograd.Function):
-    """Gather keys and values of all ranks in packed order, each [part, kv_heads, head_size] -> [packed, ...].
-
-    The gradient of a token is the sum over all ranks' queries, in fp32 as on a single rank.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, indices: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-        ctx.indices, ctx.group = indices, group
-        both = torch.cat((key, value), dim=1)
-        gathered = both.new_empty((len(indices), *both.shape[1:]))
-        dist.all_gather_into_tensor(gathered, both, group=group)
-        # Separate tensors: the backward pass would keep the whole of what it has a view of.
-        return tuple(torch.empty_like(each).index_copy_(0, indices, each) for each in gathered.chunk(2, dim=1))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_ranks = torch.cat(gradients, dim=1).index_select(0, ctx.indices).float()
-        mine = of_ranks.new_empty((len(of_ranks) // ctx.group.size(), *of_ranks.shape[1:]))
-        dist.reduce_scatter_tensor(mine, of_ranks, group=ctx.group)
-        return *mine.to(gradients[0].dtype).chunk(2, dim=1), None, None

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.record import RolloutRecord
+from megatron_rl.learn.training.ahead import loss_ahead
 from megatron_rl.learn.training.objective import FirstPass, Objective, Scores, trained_tokens
 from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.learn.training.router_replays import RouterReplays
@@ -219,6 +220,7 @@ class Trainer:
             weights_change: see `train`.
         """
         loss = self._loss(batch, update, scores, losses)
+        ahead = loss_ahead(self.policy, lambda of: update.per_sequence[0, batch.sequence_of_token[of]], losses)
         self.optimizer.zero_grad()
         first = unfinished_s is None  # later updates always finish: a half-done step cannot be saved
         replica = self.groups.data.rank(), self.groups.context.rank()
@@ -230,6 +232,7 @@ class Trainer:
                 self._pipeline,
                 stop=lambda: self._leaves() and first and not self.optimizer.overlap.reduces,
                 partial_sums=self.optimizer.overlap.partial,
+                loss_ahead=ahead,
             )
         self.platform.synchronize()  # a slow device must delay its own rank here, not all ranks within the update
         weights_change()
@@ -266,7 +269,10 @@ class Trainer:
         return loss
 
     def _loss_stats(self, losses: Sequence[LossStats]) -> LossStats:
-        return combined(losses) if self.groups.reports_losses else uncounted(LossStats, *self.objective.absent)
+        if self.groups.reports_losses:
+            return combined(losses)
+        predicts = self.config.model.trains_prediction
+        return uncounted(LossStats, *self.objective.absent, *(() if predicts else ("prediction", "predicted")))
 
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:
         """Return the device use of this step.

@@ -115,6 +115,14 @@ LEARNING: dict[str, Metric] = {
         advice="If it does not fall, raise `optimizer.learning_rate`; if it rises, check that the teacher has the same "
         "tokenizer and chat template.",
     ),
+    "prediction_loss": Metric(
+        "mean of -log p of the trained tokens under the prediction layer, before the factor "
+        "`model.prediction_loss_coefficient`",
+        if_trained(lambda loss: loss.prediction / loss.predicted if loss.prediction and loss.predicted else None),
+        unit="nats per token",
+        good="falls, and stays some tenths of a nat above `entropy`",
+        advice="If it does not fall, raise `model.prediction_loss_coefficient`.",
+    ),
     "importance_ratio": Metric(
         "mean of exp(log_prob - old_log_prob) of the trained tokens",
         of_tokens(lambda loss: loss.ratio),

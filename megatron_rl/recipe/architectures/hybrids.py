@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.recipe.architectures.parts import heads, rotation, undivided
@@ -11,10 +12,12 @@ from megatron_rl.recipe.architectures.row import (
     Architecture,
     ConfigKeys,
     HfNames,
+    PredictionNames,
     UnusableConfig,
     always,
     layers_of,
     only,
+    same,
 )
 from megatron_rl.recipe.model import ModelConfig
 
@@ -98,7 +101,17 @@ def _hybrid(ffn: str) -> tuple[ConfigKeys, ...]:
 
 
 # mamba_ssm_dtype is that of the states in vLLM.
-_INERT = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "use_sliding_window"})
+_INERT = frozenset({"mamba_ssm_dtype", "use_sliding_window"})
+_PREDICTION = PredictionNames(
+    layer="mtp.layers.0",
+    token_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    norm="mtp.norm",
+    embedding=None,
+    output=None,
+)
+_PREDICTS = same("prediction_layers", "mtp_num_hidden_layers", 0), only("mtp_use_dedicated_embeddings", False)
 _EVERYWHERE = ": layers without experts beside those with are not supported"
 
 QWEN3_NEXT = Architecture(
@@ -109,18 +122,26 @@ QWEN3_NEXT = Architecture(
         _gated_experts(10),
         only("decoder_sparse_step", 1, why=_EVERYWHERE),
         only("mlp_only_layers", [], None, why=_EVERYWHERE),
+        same("prediction_layers", "num_nextn_predict_layers", 1),  # the published config.json does not mention it
     ),
     inert=_INERT,
-    names=HfNames(delta_by_key_heads=True, shared_expert="shared_expert"),
+    names=HfNames(delta_by_key_heads=True, shared_expert="shared_expert", prediction=_PREDICTION),
     kept=("mtp.",),
 )
-QWEN3_5 = Architecture("Qwen3_5ForCausalLM", "qwen3_5_text", _hybrid("intermediate_size"), inert=_INERT, kept=("mtp.",))
+QWEN3_5 = Architecture(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    (*_hybrid("intermediate_size"), *_PREDICTS),
+    inert=_INERT,
+    names=HfNames(prediction=_PREDICTION),
+    kept=("mtp.",),
+)
 QWEN3_5_MOE = Architecture(
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
-    (*_hybrid("moe_intermediate_size"), _gated_experts(8)),
+    (*_hybrid("moe_intermediate_size"), _gated_experts(8), *_PREDICTS),
     inert=_INERT | {"intermediate_size"},
-    names=HfNames(shared_expert="shared_expert"),
+    names=HfNames(shared_expert="shared_expert", prediction=_PREDICTION),
     kept=("mtp.",),
 )
 
@@ -132,7 +153,7 @@ def _seeing(text: Architecture, name: str, model_type: str) -> Architecture:
         model_type,
         text.parts,
         inert=text.inert,
-        names=HfNames(body="model.language_model", shared_expert=text.names.shared_expert),
+        names=replace(text.names, body="model.language_model"),
         kept=("mtp.", "model.visual."),
         inside="text_config",
         inert_outside=frozenset(

@@ -81,6 +81,23 @@ def shown(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionNames:
+    """Names of a prediction layer, without `.weight`; {number} counts it behind the model's own layers. The defaults
+    are those of DeepSeek-V3."""
+
+    layer: str = "model.layers.{number}"
+    """Prefix of the decoder layer inside."""
+    token_norm: str = "model.layers.{number}.enorm"
+    hidden_norm: str = "model.layers.{number}.hnorm"
+    projection: str = "model.layers.{number}.eh_proj"
+    norm: str = "model.layers.{number}.shared_head.norm"
+    embedding: str | None = "model.layers.{number}.embed_tokens"
+    """Copy of the model's embedding; None: files have none."""
+    output: str | None = "model.layers.{number}.shared_head.head"
+    """Copy of the output layer; None: files have none."""
+
+
+@dataclass(frozen=True, slots=True)
 class HfNames:
     """Names of tensors that differ between architectures, below `model.layers.N.` or `mlp.`"""
 
@@ -98,6 +115,7 @@ class HfNames:
     Qwen3.5."""
     stacked_experts: bool = False
     """Whether the experts of a layer share their tensors, in the form of gpt-oss; otherwise each has its own."""
+    prediction: PredictionNames = PredictionNames()
 
 
 _INERT = frozenset(

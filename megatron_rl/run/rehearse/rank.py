@@ -190,7 +190,7 @@ class _Rank:
         trainable, reference = Trainable.of(config.model), None
         if config.grpo.kl_beta > 0:
             if trainable.everything:
-                self._reference = self._policy("reference").requires_grad_(False)
+                self._reference = self._policy("reference", of=Taught(config.model, self._vocab)).requires_grad_(False)
             reference = self._reference or policy
         trainable.mark(policy)
         with self._memory.held_by("optimizer"):
@@ -209,7 +209,7 @@ class _Rank:
 
     def _policy(self, holder: str, recompute: Recompute = "none", of: Taught | None = None) -> Policy:
         config = self._config
-        model, vocab = (of.model, of.tokens) if of else (config.model, self._vocab)
+        model, vocab = (of.model.trunk, of.tokens) if of else (config.model, self._vocab)
         parallel = config.placement.training.sequence_parallel
         return self._built(
             holder, lambda: build_policy(model, vocab, self._platform, recompute, sequence_parallel=parallel)

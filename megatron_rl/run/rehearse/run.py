@@ -127,7 +127,8 @@ def growth(model: ModelConfig, layout: TrainingLayout, stage: int, depths: tuple
             deeper = sized({**few, kind: depths[1]}, width)
             larger.append((deeper, Fraction(count - few[kind], depths[1] - few[kind])))
     if width and experts and width < experts:  # each layer has them
-        in_all, in_few = (sum(n for kind, n in held.items() if kind.has_experts) for held in (whole, few))
+        ahead = model.trains_prediction and stage == layout.pp - 1  # the prediction layer, whatever the depth
+        in_all, in_few = (sum(n for kind, n in held.items() if kind.has_experts) + ahead for held in (whole, few))
         if in_few:
             larger.append((sized(few, 2 * width), Fraction((experts - width) * in_all, width * in_few)))
     return Growth(sized(few, width), tuple(larger))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from core_helpers import tiny_model
 from torch import Tensor
 
 from megatron_rl.algorithms.packing import MicroBatch
@@ -22,7 +23,7 @@ class Stage:
         self.first, self.last, self.behind = stage == 0, stage == stages - 1, stages - 1 - stage
         self.events = ""
         self.weight = torch.ones(1, requires_grad=True)
-        self.config = self
+        self.config, self.model_config = self, tiny_model()
         self.params_dtype, self.device = torch.float32, torch.device("cpu")
 
     def begin_microbatch(self, number: int) -> None: ...
