@@ -146,6 +146,6 @@ $(READY): $(MADE_FROM)
 	echo "Installing PyTorch and some 120 packages into .venv, once: $$size. This takes minutes."; \
 	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
 	$(BIN)/python -m pip install $$quiet --no-compile --disable-pip-version-check --no-input $$index \
-	    -c containers/constraints-cpu.txt -e '.[train,huggingface,math,gym,wandb,serve,dev,bench]'
+	    -c containers/constraints-cpu.txt -e '.[train,huggingface,math,gym,wandb,mlflow,trackio,serve,dev,bench]'
 	@$(BIN)/python -W ignore -c 'import datasets, mypy.main, trl, tests.helpers.rank_server' 2>/dev/null || true
 	@touch $@

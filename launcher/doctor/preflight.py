@@ -115,9 +115,7 @@ def extras_of(config: RunConfig) -> list[str]:
         found.append("data")
     if config.tokenizer.type == "huggingface" or config.model.init == "huggingface":
         found.append("huggingface")
-    if config.logging.wandb is not None:
-        found.append("wandb")
-    return found
+    return [*found, *config.logging.trackers]
 
 
 def missing_packages(config: RunConfig) -> Packages:

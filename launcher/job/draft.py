@@ -26,6 +26,7 @@ from launcher.job.notifications import notes as notification_notes
 from launcher.job.notifications import refusals as notification_refusals
 from launcher.job.script import PlannedJob, render
 from launcher.job.steps import with_surroundings
+from launcher.job.tracker_notes import tracker_notes
 from launcher.plan.summary import make_plan, plan_json, with_offload
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.contract.paths import RunDir
@@ -121,12 +122,7 @@ def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]
 def _notes(job: PlannedJob, update_code: bool) -> list[str]:
     unset = [name for name in job.profile.secrets if not os.environ.get(name)]
     notes = [f"{name} is not set here, so the job will not have it (secrets of {job.cluster})" for name in unset]
-    wandb = job.recipe.config.logging.wandb
-    if wandb and wandb.mode == "online" and "WANDB_API_KEY" not in job.profile.secrets:
-        notes.append(
-            f"logging.wandb: WANDB_API_KEY is not among the secrets of {job.cluster}: "
-            "the job has no key, unless the nodes' ~/.netrc has one"
-        )
+    notes += tracker_notes(job.recipe.config.logging, job.profile, job.cluster, os.environ)
     notes += notification_notes(job.recipe.config.notify, job.profile, job.cluster)
     image = rank_image(job.recipe.config, job.profile)
     if image and re.match(r"(?:docker://)?(?:[^@#/]+@)?nvcr\.io[#/]nvidia/pytorch:", image):

@@ -20,7 +20,7 @@ from launcher.recipe.changes import Change, as_json
 from launcher.recipe.load import Recipe, asked_text, dump_resolved
 from launcher.recipe.located_yaml import read_text
 from megatron_rl.contract.files import write_atomic
-from megatron_rl.contract.paths import Attempt, RunDir
+from megatron_rl.contract.paths import TRACKERS, Attempt, RunDir
 from megatron_rl.contract.records import UnreadableRecord, append
 from megatron_rl.contract.run_records import RecipeChange
 
@@ -118,7 +118,7 @@ def _set_aside(found: OpenedRun) -> Iterator[None]:
 def _put_back_on_failure(found: OpenedRun) -> Iterator[None]:
     run = found.run
     files = [run.recipe, run.resolved, run.evaluation_request, run.plan, run.script]
-    files += [run.changes, run.done, run.identity, run.job, run.wandb]
+    files += [run.changes, run.done, run.identity, run.job, *map(run.tracker, TRACKERS)]
     # Three cases. A new directory holds only our lock, so it is emptied, also of files that the caller made. One with a
     # run in it gets back each of its files that has changed: the link to the code first, since files may name it. Once
     # `handed_over` is set nothing is touched, whatever fails: sbatch may have accepted a job whose answer was lost, and

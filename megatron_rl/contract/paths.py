@@ -18,6 +18,8 @@ FOLDERS = {INFER: "replicas", TEACHER: "teachers"}  # kind of replicas -> folder
 NUMBER_OPTIONS = {INFER: "--replica", TEACHER: "--teacher"}
 """Kind of replicas -> option of `megatron_rl.replica_main` with the number of one."""
 OF_REPLICAS = "-infer"  # suffix of names that belong to an image which only the inference replicas run in
+TRACKERS = ("wandb", "mlflow", "trackio")
+"""Trackers that show a run under an id, whose files a copy or fork of the run does not take over."""
 CARRIED = "huggingface"
 """Folder in a converted checkpoint: config.json, the tokenizer, and the other files that came with the weights."""
 
@@ -69,9 +71,11 @@ class RunDir:
         self.report = self.root / "report.html"  # page of the run, written by `mrl report`
         self.bank = self.root / "rollouts" / "bank"  # folder of the answers that are generated and not yet trained on
         self.tensorboard = self.root / "tensorboard"
-        self.wandb = self.root / "wandb.json"  # WandbRun
+        self.event_files = self.root / "tensorboard.json"  # EventFilesState
         self.wandb_files = self.root / "wandb"
         """Folder of wandb's own files, a copy of the record from the newest attempt."""
+        self.mlflow_store = self.root / "mlflow.db"
+        """MLflow's store, if the run is given no other."""
         self.checkpoints = self.root / "checkpoints"
         self.latest_checkpoint = self.checkpoints / "latest"
         """Text file with the name of the newest published checkpoint."""
@@ -81,6 +85,10 @@ class RunDir:
         """Output of the batch script over all attempts. It is outside the run directory, because Slurm opens it before
         the job can create anything."""
         return self.root.with_name(self.root.name + ".log")
+
+    def tracker(self, name: str) -> Path:
+        """TrackerRun of a tracker, one of TRACKERS."""
+        return self.root / f"{name}.json"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"

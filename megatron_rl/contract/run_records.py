@@ -64,12 +64,21 @@ class Fork(NamedTuple):
 
 
 @record()
-class WandbRun(NamedTuple):
-    """wandb.json: the W&B run that shows this one. Written and read by metrics.wandb.upload of one attempt after the
-    other. Not in a checkpoint: a fork begins as one and has its own."""
+class TrackerRun(NamedTuple):
+    """wandb.json, mlflow.json, trackio.json: the run of a tracker that shows this one. Written and read by
+    metrics.trackers.upload of one attempt after the other. Not in a checkpoint: a fork begins as one and has its
+    own."""
 
     id: str
-    url: str | None = None  # None: W&B does not have it yet
+    url: str | None = None  # None: the tracker does not have it yet
+
+
+@record()
+class EventFilesState(NamedTuple):
+    """tensorboard.json: how far the event files of TensorBoard are. Written and read by rank 0 of one attempt after
+    the other."""
+
+    newest: int  # newest step in them, which may still lack its evaluation
 
 
 @record()

@@ -1,4 +1,4 @@
-"""Recipe keys of logging and notifications: samples, Weights & Biases, commands and webhooks."""
+"""Recipe keys of logging and notifications: samples, trackers, commands and webhooks."""
 
 from __future__ import annotations
 
@@ -7,28 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_rl.contract.paths import TRACKERS
 from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
-
-
-class WandbConfig(Section):
-    """Weights & Biases: one W&B run per run, however often the run starts. Needs the extra `wandb` of mrl where the
-    ranks run, and WANDB_API_KEY there (`secrets` of the cluster profile)."""
-
-    project: str
-    """Project of W&B."""
-    entity: str | None = None
-    """Team or account that owns the project; default: that of the API key."""
-    group: str | None = None
-    """Group that shows this run together with others of the project."""
-    tags: list[str] = []
-    """Tags of the run."""
-    mode: Literal["online", "offline"] = "online"
-    """online: sent during the run. offline: only written to `wandb` of the run directory, for nodes without internet;
-    `wandb sync` sends it later."""
+from megatron_rl.recipe.trackers import MlflowConfig, TrackioConfig, WandbConfig
 
 
 class LoggingConfig(Section):
-    """Samples and experiment trackers."""
+    """Samples and experiment trackers. TensorBoard is always written. No tracker can stop a run or slow it down."""
 
     samples_every: NonNegativeInt = 10
     """Steps between groups that are recorded with all their tokens (`mrl rollouts`), beside those of the first and the
@@ -37,6 +22,15 @@ class LoggingConfig(Section):
     """Groups recorded with their tokens each time."""
     wandb: WandbConfig | None = None
     """Weights & Biases; default: off."""
+    mlflow: MlflowConfig | None = None
+    """MLflow; default: off."""
+    trackio: TrackioConfig | None = None
+    """trackio; default: off."""
+
+    @property
+    def trackers(self) -> list[str]:
+        """Names of the trackers that the recipe asks for, beside TensorBoard."""
+        return [name for name in TRACKERS if getattr(self, name) is not None]
 
 
 def is_due(step: int, every: int) -> bool:

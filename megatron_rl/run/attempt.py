@@ -28,7 +28,7 @@ from megatron_rl.rank.groups import connect, disconnect
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.stats import Tally
 from megatron_rl.rank.metrics.timeline import Timeline
-from megatron_rl.rank.metrics.wandb.mirror import check_installed
+from megatron_rl.rank.metrics.trackers.mirror import check_installed
 from megatron_rl.rank.safe_points import POLL_S, LeaveAgreed, SafePoints
 from megatron_rl.rank.world import World
 from megatron_rl.recipe.config import RunConfig, read_config

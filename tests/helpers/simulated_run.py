@@ -53,7 +53,7 @@ from megatron_rl.rank import safe_points as safe_points_module
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.drain import DrainListener
 from megatron_rl.rank.here import Here
-from megatron_rl.rank.metrics import tensorboard
+from megatron_rl.rank.metrics import writer as writer_module
 from megatron_rl.rank.metrics.stats import BatchStats, LossStats, StepStats, UpdateStats
 from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.world import World
@@ -150,7 +150,7 @@ class Simulation:
             patch.setattr(generation_module, "build_engine", lambda policy, *_: _engine(policy))
             patch.setattr(run_module, "Trainer", _Trainer)
             patch.setattr(asyncio, "Runner", lambda: runner)
-            patch.setattr(tensorboard, "SummaryWriter", _Silence)
+            patch.setattr(writer_module, "mirrors_of", lambda *_: [])
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "POLL_S", 0.0)
             patch.setattr(agent_loop_module, "POLL_S", 0.0)
@@ -277,14 +277,6 @@ class _Promise(Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         self._later.fulfil(self)
         return super().result(timeout)
-
-
-class _Silence:
-    """Accepts every call and does nothing."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self
 
 
 class _Policy:

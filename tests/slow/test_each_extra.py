@@ -17,6 +17,7 @@ OF_DEVELOPERS = {"bench", "browser", "dev", "verifiers"}
 """Extras for tests, and one whose packages have their own interpreter (`make test-verifiers`)."""
 MRL = "import sys; from launcher.cli.entry import mrl; sys.argv[0] = 'mrl'; sys.exit(mrl())"
 SUBMIT = "import sys; from launcher.cli.entry import mrl_submit; sys.argv[0] = 'mrl-submit'; sys.exit(mrl_submit())"
+UPLOAD = "import runpy; runpy.run_module('megatron_rl.rank.metrics.trackers.upload', run_name='__main__')"
 SHORT = ["training.steps=1", "model.supervised.steps=1", "evaluation.every=0"]
 
 PROMISES: dict[str, list[list[str]]] = {
@@ -54,6 +55,14 @@ PROMISES: dict[str, list[list[str]]] = {
     ],
     "prefetch": [[MRL, "prefetch", "demo"]],
     "serve": [["import megatron_rl.agent.server.application, megatron_rl.agent.server.serving"]],
+    "mlflow": [
+        [SUBMIT, "demo", *SHORT, "logging.mlflow={experiment: e}", "--run-dir", "run"],
+        [UPLOAD, "mlflow", "run"],
+    ],
+    "trackio": [
+        [SUBMIT, "demo", *SHORT, "logging.trackio={project: p}", "--run-dir", "run"],
+        [UPLOAD, "trackio", "run"],
+    ],
     "wandb": [[SUBMIT, "demo", *SHORT, "logging.wandb={project: p, mode: offline}", "--run-dir", "run"]],
 }
 """Least that each extra must do: programs of Python, with arguments."""

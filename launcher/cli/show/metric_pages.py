@@ -21,8 +21,8 @@ Every metric of a run: its unit, its meaning, the range in which a run learns we
     mrl explain RUN               # applies rules to all of them, and says what is wrong
     mrl help --metrics            # this page, which is generated
 
-A run writes a line per step to `metrics.jsonl`, and the same numbers to TensorBoard and W&B. A value that does not
-exist in a step is absent, never NaN. Names under `time/`, `throughput/` and `system/` may differ between two runs of a
+A run writes a line per step to `metrics.jsonl`; TensorBoard and other trackers show the same numbers. A value that does
+not exist in a step is absent, never NaN. Names under `time/`, `throughput/` and `system/` may differ between two runs of a
 recipe; on CPUs all others are the same bit for bit. *Trained tokens* are those of answers that are run through the
 model for training: none in a group whose rewards are all equal, unless the loss has other terms.
 

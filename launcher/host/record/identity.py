@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.contract.files import write_atomic
-from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.paths import TRACKERS, RunDir
 from megatron_rl.contract.records import append, if_readable, read, read_or_raise, write
 from megatron_rl.contract.run_records import Owner, RunIdentity, Submission
 
@@ -53,7 +53,7 @@ def copied_from(run: RunDir, identity: RunIdentity) -> str | None:
 
 def identify(run: RunDir) -> RunIdentity:
     """Return the identity of a run that is about to start, whose lock the caller holds. A directory without one gets
-    it. So does a copy, and its records of the original's job and W&B run are removed. Raises OSError."""
+    it. So does a copy, and its records of the original's job and of trackers' runs are removed. Raises OSError."""
     identity = read_or_raise(RunIdentity, run.identity)
     path, by = os.path.abspath(run.root), os.environ.get("USER", "")
     inode = run.root.stat().st_ino
@@ -63,7 +63,7 @@ def identify(run: RunDir) -> RunIdentity:
             write(run.identity, identity)
         return identity
     if identity is not None:
-        for file in (run.job, run.wandb):
+        for file in (run.job, *map(run.tracker, TRACKERS)):
             file.unlink(missing_ok=True)
     identity = RunIdentity(uuid.uuid4().hex, path, inode, time.time(), by)
     write(run.identity, identity)

@@ -1,7 +1,7 @@
-"""Writer of metrics.jsonl, TensorBoard, W&B and one log line per step. Rank 0 alone writes.
+"""Writer of metrics.jsonl and one log line per step. Rank 0 alone writes; trackers read what it has written.
 
-On a full disk the record waits for room: a save that fills the disk frees the space when it fails. TensorBoard and the
-timeline, which are only for people, are left out with a warning.
+On a full disk the record waits for room: a save that fills the disk frees the space when it fails. The timeline, which
+is only for people, is left out with a warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_rl.contract.records import append, encode_line
 from megatron_rl.contract.time_total import RunningTotal
 from megatron_rl.rank.metrics.cut_back import cut_back, resume_record
 from megatron_rl.rank.metrics.names import check_name
-from megatron_rl.rank.metrics.wandb.mirror import Mirror
+from megatron_rl.rank.metrics.trackers.mirror import close_all, mirrors_of
 from megatron_rl.recipe.logs import LoggingConfig
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Writer:
         """Flush the record to disk: a checkpoint must never be newer than the record."""
 
     def close(self) -> None:
-        """Close the record, after the outcome of the attempt is written."""
+        """Close the record, after the outcome of the attempt is written: trackers read it."""
 
 
 class MetricsWriter(Writer):
@@ -62,9 +62,6 @@ class MetricsWriter(Writer):
         last_step: step of the checkpoint to resume from; 0 for a new run.
         evaluated: step of the last evaluation before that checkpoint; -1 for none.
         """
-        # The import takes a tenth of a second, which the other ranks save.
-        from megatron_rl.rank.metrics.tensorboard import TensorBoard
-
         self._run_dir = run_dir
         self._timeline, self._total = attempt.timeline, RunningTotal()
         self._left_out: set[str] = set()
@@ -72,17 +69,14 @@ class MetricsWriter(Writer):
         for line, size in lines:
             self._add_to_index(line, size)
         cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
-        self._tensorboard = TensorBoard(run_dir.tensorboard, max(last_step, evaluated) + 1 if last_step else 0)
-        self._mirror = Mirror(run_dir, attempt) if config.wandb else None
+        self._mirrors = mirrors_of(run_dir, attempt, config, last_step)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = _finite(metrics)
         line = MetricsLine(step, values)
         size = _append(self._run_dir.metrics, line)
-        with self._optional("TensorBoard"):
-            self._tensorboard.add(step, values)
-        if self._mirror:
-            self._mirror.restart_if_ended()
+        for mirror in self._mirrors:
+            mirror.restart_if_ended()
         logger.info(
             "step %d  %sloss %.4f  grad norm %s  %.0f tokens/s",
             step,
@@ -96,8 +90,6 @@ class MetricsWriter(Writer):
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         _append(self._run_dir.evaluations, MetricsLine(step, _finite(metrics)))
-        with self._optional("TensorBoard"):
-            self._tensorboard.add(step, metrics)
         for name, value in metrics.items():
             logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
 
@@ -106,20 +98,13 @@ class MetricsWriter(Writer):
             append(self._timeline, self._total.add(line))
 
     def sync(self) -> None:
-        """Also flush TensorBoard's event queue: a killed run would lose events of steps that it never repeats."""
-        with self._optional("TensorBoard"):
-            self._tensorboard.flush()
         for path in (self._run_dir.metrics, self._run_dir.evaluations):
             if path.exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Also end the W&B upload, which reads the outcome."""
-        with self._optional("TensorBoard"):
-            self._tensorboard.close()
-        if self._mirror:
-            self._mirror.close()
+        close_all(self._mirrors)
 
     def _add_to_index(self, line: MetricsLine, size: int) -> list[Hindrance]:
         started = self._index.add(line, size)

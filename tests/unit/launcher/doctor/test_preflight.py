@@ -187,6 +187,7 @@ def test_without_a_measurement_the_memory_that_every_run_holds_counts():
     [
         ("demo", [], ["train"]),
         ("demo", ["logging.wandb={project: mine}"], ["train", "wandb"]),
+        ("demo", ["logging.mlflow.experiment=a", "logging.trackio.project=a"], ["train", "mlflow", "trackio"]),
         ("demo", ["environment.name=gym/FrozenLake-v1"], ["train", "gym"]),
         ("demo", ["environment=null", "environments=[{name: countdown}, {name: gsm8k}]"], ["train", "math"]),
         ("qwen2.5-32b-dapo", [], ["train", "math", "huggingface"]),

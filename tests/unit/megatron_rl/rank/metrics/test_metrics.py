@@ -19,7 +19,7 @@ from megatron_rl.contract import files, metrics_index, time_total
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine, TimeTotal
 from megatron_rl.contract.metrics_index import look_up
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import Lines, Unreadable, read_lines
+from megatron_rl.contract.records import Lines, Unreadable, append, read_lines
 from megatron_rl.rank.metrics.cut_back import cut_back
 from megatron_rl.rank.metrics.metric import StepReport
 from megatron_rl.rank.metrics.names import STEP_METRICS, TIMED, check_name, metrics_of
@@ -35,6 +35,8 @@ from megatron_rl.rank.metrics.stats import (
     reductions,
 )
 from megatron_rl.rank.metrics.timeline import Timeline
+from megatron_rl.rank.metrics.trackers.event_files import EventFiles
+from megatron_rl.rank.metrics.trackers.record_rows import RecordRow
 from megatron_rl.rank.metrics.writer import MetricsWriter
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.logs import LoggingConfig
@@ -113,13 +115,6 @@ def test_an_evaluation_before_the_first_step_is_kept(tmp_path: Path) -> None:
     assert path.read_bytes() == b"", "nothing is kept, so garbage loses nothing"
 
 
-def make_first(run_dir: RunDir) -> None:
-    """Rename the event file so that TensorBoard reads it first: it orders files by name, and the names of one second
-    and process end in a counter compared as text."""
-    (events,) = run_dir.tensorboard.iterdir()
-    events.rename(events.with_name("events.out.tfevents.0000000001.first"))
-
-
 def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
     first = writer(tmp_path)
     first.evaluation(0, {"eval/trained/greedy_accuracy": 0.0})
@@ -127,7 +122,6 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
         first.step(step, line(mean_reward=float(step)))
     first.evaluation(6, {"eval/trained/greedy_accuracy": 0.6})
     first.close()
-    make_first(RunDir(tmp_path))
     second = writer(tmp_path, resumed_from=4, evaluated=0)
     for step in range(5, 10):
         second.step(step, line(mean_reward=10.0 * step))
@@ -140,6 +134,22 @@ def test_a_resumed_record_has_no_gaps_and_no_repeats(tmp_path: Path) -> None:
         *((step, float(step)) for step in range(1, 5)),
         *((step, 10.0 * step) for step in range(5, 10)),
     ]
+
+
+def test_tensorboard_shows_steps_after_a_kill_that_the_next_attempt_does_not_repeat(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    append(run_dir.evaluations, MetricsLine(0, {"eval/trained/greedy_accuracy": 0.25}))
+    append(run_dir.metrics, MetricsLine(1, line(loss=1.0)))
+    killed = EventFiles(run_dir, last_step=0)
+    killed.log([RecordRow(0, None, {"eval/trained/greedy_accuracy": 0.25}), RecordRow(1, None, {"loss": 1.0})])
+    append(run_dir.metrics, MetricsLine(2, line(loss=2.0)))
+    append(run_dir.metrics, MetricsLine(3, line(loss=3.0)))
+    second = writer(tmp_path, resumed_from=2, evaluated=0)
+    second.step(3, line(loss=30.0))
+    second.close()
+    shown = EventAccumulator(str(run_dir.tensorboard)).Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [event.step for event in shown.Scalars("eval/trained/greedy_accuracy")] == [0]
 
 
 def test_a_warning_is_logged_when_it_begins_and_not_again_after_a_resume(

@@ -1,0 +1,1 @@
+"""Trackers that show the record of a run: TensorBoard, Weights & Biases, MLflow and trackio, behind one interface."""

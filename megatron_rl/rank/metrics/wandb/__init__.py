@@ -1,1 +1,0 @@
-"""Upload of the record to Weights & Biases by a separate process."""
