@@ -22,8 +22,8 @@ Every metric of a run: its unit, its meaning, the range in which a run learns we
     mrl help --metrics            # this page, which is generated
 
 A run writes a line per step to `metrics.jsonl`; TensorBoard and other trackers show the same numbers. A value that does
-not exist in a step is absent, never NaN. Names under `time/`, `throughput/` and `system/` may differ between two runs of a
-recipe; on CPUs all others are the same bit for bit. *Trained tokens* are those of answers that are run through the
+not exist in a step is absent, never NaN. Names under `time/`, `throughput/` and `system/` may differ between two runs
+of a recipe; on CPUs all others are the same bit for bit. *Trained tokens* are those of answers that are run through the
 model for training: none in a group whose rewards are all equal, unless the loss has other terms.
 
 Ranges are those of ordinary runs and no proof: a task may have good reasons to leave them. *Rules* have exact limits;
