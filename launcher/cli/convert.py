@@ -119,10 +119,9 @@ def _left_beside(target: Path) -> list[Path]:
     return [path for path in beside if path.name.startswith(f".{target.name}.") and path.suffix == ".tmp"]
 
 
-def _convert(
-    direction: str, source: str, target: Path, shard_size: int, force: bool, as_json: bool, *options: str
-) -> None:
-    refuse_unready(["huggingface"])
+def converted(direction: str, source: str, target: Path, shard_size: int, force: bool, *options: str) -> dict[str, Any]:
+    """Convert in a child process. Returns what it says about the result. Raises BadInput, Failed, and Abort on
+    Ctrl-C."""
     options = (*options, "--shard-bytes", str(shard_size), *["--force"] * force)
     arguments = [direction, *options, "--", source, str(target)]
     try:
@@ -134,7 +133,14 @@ def _convert(
         _warn_of_left(target)
     if not said:
         raise Failed("the conversion ended without a result")
-    done = said[-1]
+    return said[-1]
+
+
+def _convert(
+    direction: str, source: str, target: Path, shard_size: int, force: bool, as_json: bool, *options: str
+) -> None:
+    refuse_unready(["huggingface"])
+    done = converted(direction, source, target, shard_size, force, *options)
     if as_json:
         click.echo(json.dumps(done))
         return

@@ -50,6 +50,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "chat": ("Talk to a policy in the terminal.", "generate talk"),
         "serve": ("Serve a policy over HTTP with OpenAI's API, or an environment.", ""),
         "convert": ("Convert weights from and to Hugging Face's format.", "export"),
+        "push": ("Upload weights to the Hugging Face hub, with a model card.", "hub publish release upload"),
     },
     "Reference": {
         "help": ("Describe a command, a key of a recipe, or a metric.", ""),
@@ -81,6 +82,7 @@ EXAMPLES = {
     "logs": "mrl logs runs/mine -f --rank 3",
     "plan": "mrl plan qwen2.5-32b-dapo job.nodes=16",
     "prefetch": "mrl prefetch qwen2.5-32b-dapo --cluster mine",
+    "push": "mrl push runs/mine me/my-model --private",
     "rehearse": "mrl rehearse qwen2.5-32b-dapo job.nodes=4",
     "rows": "mrl rows my.yaml -n 4",
     "report": "mrl report runs/mine --open",

@@ -48,14 +48,7 @@ def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> Plan
         run_at_step: `RUN@STEP`, or RUN for its newest checkpoint.
         trusted: whether it may be a run of another user.
     """
-    name, at, number = run_at_step.rpartition("@")
-    if at and names_run(run_at_step):
-        name, at = run_at_step, ""
-    if at and not re.fullmatch(r"[0-9]{1,12}", number):
-        raise BadInput(f"{run_at_step}: expected RUN@STEP with the number of a step, such as {name}@400")
-    source = find(name if at else run_at_step)
-    refuse_others(source, trusted)
-    step = checkpoint_of(source, int(number) if at else None)
+    source, step = checkpoint_named(run_at_step, trusted)
     recipe = load_recipe(str(source.resolved), overrides)
     changed = changes(read_resolved(source.resolved), recipe.config)
     refuse_misfits(changed, step, recipe.config.training.steps)
@@ -83,6 +76,18 @@ def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
             if not found_there:
                 root.rmdir()
             raise
+
+
+def checkpoint_named(run_at_step: str, trusted: bool) -> tuple[RunDir, int]:
+    """Return the run and the step of a checkpoint. Arguments and errors as of `plan_fork`."""
+    name, at, number = run_at_step.rpartition("@")
+    if at and names_run(run_at_step):
+        name, at = run_at_step, ""
+    if at and not re.fullmatch(r"[0-9]{1,12}", number):
+        raise BadInput(f"{run_at_step}: expected RUN@STEP with the number of a step, such as {name}@400")
+    run = find(name if at else run_at_step)
+    refuse_others(run, trusted)
+    return run, checkpoint_of(run, int(number) if at else None)
 
 
 def checkpoint_of(run: RunDir, step: int | None) -> int:

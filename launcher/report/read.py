@@ -96,7 +96,7 @@ def read_report(run: RunDir, now: float) -> RunReport:
         rollouts=collected.rollouts(),
         unread_parts=unread_parts,
         evaluations=evaluation_charts(record.evaluations),
-        results=_results(run, unread),
+        results=results_of(run, unread),
         shares={name: share for name, share in (usage.as_json()["shares"] or {}).items() if share >= LEAST_SHARE},
         attempts=attempt_rows(usage, ledger, now),
         written=_written(run, unread),
@@ -162,8 +162,9 @@ def _eta(record: Record, status: RunStatus) -> float | None:
     return (status.steps - record.lines[-1].step) * sum(times) / len(times) if times and status.steps else None
 
 
-def _results(run: RunDir, unread: list[str]) -> list[ResultRow]:
-    """Scores of `mrl evaluate` for this run, or of this run if it evaluates another one."""
+def results_of(run: RunDir, unread: list[str]) -> list[ResultRow]:
+    """Return the scores of `mrl evaluate` for this run, or of this run if it evaluates another one. `unread` gets
+    the reasons for files that cannot be read."""
     files = [run.evaluation]
     try:
         names = names_in(run.evaluation_results)

@@ -68,6 +68,7 @@ class RunDir:
         """EvaluationResult of a job that evaluates another run's checkpoint; the answers are in the same folder."""
         self.evaluation_results = self.root / "evaluations"
         """Folder of the results of `mrl evaluate` for this run: an EvaluationResult and its answers for each."""
+        self.exports = self.root / "exports"  # folder of the exports that `mrl push` uploads
         self.report = self.root / "report.html"  # page of the run, written by `mrl report`
         self.bank = self.root / "rollouts" / "bank"  # folder of the answers that are generated and not yet trained on
         self.tensorboard = self.root / "tensorboard"
