@@ -163,7 +163,7 @@ def _passes(config: RunConfig) -> float:
     """Forward and backward passes over a batch. Scoring by the old weights, and by the reference of the KL penalty, is
     a third of a pass each."""
     grpo = config.grpo
-    scored = config.scores_first + (grpo.kl_beta > 0)
+    scored = config.scores_first + config.algorithms.penalise_kl
     return grpo.iterations + scored / 3
 
 

@@ -78,7 +78,7 @@ def _first_step(config: RunConfig, sizes: Sizes, vocab: int, updated: Weights) -
 
 def _reference(config: RunConfig, held: Weights) -> Iterator[Term]:
     size = WEIGHT_BYTES[config.model.dtype]
-    if config.grpo.kl_beta > 0 and config.model.lora is None:  # the base of adapters is their reference
+    if config.algorithms.penalise_kl and config.model.lora is None:  # the base of adapters is their reference
         formula = f"{size} bytes x {in_words(held.all)} parameters: the weights of the KL penalty"
         yield Term("reference", size * held.all, formula)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.environment_section import EnvironmentConfig
+from megatron_rl.recipe.grpo import GrpoConfig
 
 BINARY = frozenset({"arithmetic", "code", "countdown", "math"})
 """Environments in which a right answer earns 1, and any other at most the largest of WRONG."""
@@ -16,8 +18,11 @@ WRONG = ("format_reward", "negative_reward")
 def warnings(config: RunConfig) -> Iterator[str]:
     if config.supervised:
         return
-    yield from _of_penalties(config)
-    grpo = config.grpo
+    of_penalties = [_of_penalties(one, config.algorithms.by(getattr(one, "id", ""))) for one in _trained_on(config)]
+    yield from dict.fromkeys(chain(*of_penalties, *map(_of_terms, config.algorithms.each)))
+
+
+def _of_terms(grpo: GrpoConfig) -> Iterator[str]:
     if grpo.kl_beta > 0 and grpo.kl_in == "loss" and grpo.kl_estimator == "k1" and not grpo.kl_importance:
         yield (
             "grpo.kl_estimator is k1 and grpo.kl_in is loss: the gradient of this penalty is noise, which holds the "
@@ -30,10 +35,8 @@ def warnings(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_penalties(config: RunConfig) -> Iterator[str]:
-    grpo = config.grpo
-    difference = min((d for one in _trained_on(config) if (d := _difference(one)) is not None), default=None)
-    if difference is None:
+def _of_penalties(environment: EnvironmentConfig, grpo: GrpoConfig) -> Iterator[str]:
+    if (difference := _difference(environment)) is None:
         return
     at_limit = grpo.overlong.penalty if grpo.overlong.mode == "penalty" else 0.0
     if at_limit >= difference:

@@ -283,5 +283,17 @@ def _check_environments(config: RunConfig, locate: Locate) -> None:
             problems += [f"{problem}{of}" for problem in found]
         except ValueError as error:
             problems.append(f"{locate((*place, 'name'))[0]}: {'.'.join((*place, 'name'))}: {error}")
+            continue
+        credits = getattr(one, "trained_on", True) and not config.supervised
+        if not credits or config.algorithms.by(getattr(one, "id", "")).turn_discount is None:
+            continue
+        if not getattr(environment_class(one.name), "several_turns", True):
+            own = getattr(one, "grpo", None)
+            section = (*place, "grpo") if own and "turn_discount" in own.model_fields_set else ("grpo",)
+            problems.append(
+                f"{locate((*section, 'turn_discount'))[0]}: {'.'.join(section)}.turn_discount is set, and environment "
+                f"{one.name!r} answers in one turn: leave it out, or set it for the "
+                "environments of agents alone (environments.N.grpo.turn_discount)"
+            )
     if problems:
         raise BadInput(problems)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
-from megatron_rl.agent.reward_value import Reward
+from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder
 from megatron_rl.generate.engine.interface import (
@@ -68,8 +68,8 @@ class ConversationAgent(RewardOnlyAgent):
     def get_trajectory_reward(
         self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> Reward | Awaitable[Reward]:
-        """Return the finite score of a conversation: see `RewardOnlyAgent.get_reward`. finish_reason: of the last
-        response."""
+        """Return the finite score of a conversation: see `RewardOnlyAgent.get_reward`. As `turn_rewards` it may have
+        a reward for each response: see `megatron_rl.agent.reward_value`. finish_reason: of the last response."""
 
     def get_reward(
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
@@ -122,7 +122,11 @@ class ConversationAgent(RewardOnlyAgent):
         if isinstance(found, str):
             return found
         calls = [len(turn.calls) for turn in turns if turn.calls is not None]
-        return builder.scored("\n".join(responses), found.reward, sum(calls) if calls else None, found.components)
+        text, of_tools = "\n".join(responses), sum(calls) if calls else None
+        try:
+            return builder.scored(text, found.reward, of_tools, found.components).with_turn_scores(found.turns)
+        except WrongReward as error:
+            raise self._wrong(error, score.func, problem, text) from error
 
     def _tokens_of(self, reply: str | Sequence[Message], prompt: list[int], answer: list[int]) -> list[int]:
         if isinstance(reply, str):

@@ -123,7 +123,11 @@ class RewardOnlyAgent(Environment):
         if isinstance(found, str):
             return found
         of_score = (found.reward, found.components, found.output)
-        return Trajectory.single(request.prompt_tokens, completion, text, *of_score)
+        try:
+            single = Trajectory.single(request.prompt_tokens, completion, text, *of_score)
+            return single.with_turn_scores(found.turns)
+        except WrongReward as error:
+            raise self._wrong(error, self.get_reward, problem, text) from error
 
     async def _answer_score(
         self, problem: Problem, text: str, finish_reason: FinishReason, limits: RolloutLimits
@@ -140,9 +144,13 @@ class RewardOnlyAgent(Environment):
         try:
             found = await score_answer(score, limits)
         except WrongReward as error:
-            returned = f"{method.__name__} returned {error}"
-            raise ConfigurationError(f"{where_defined(method)}: {returned} {of_answer(problem, text)}") from error
+            raise self._wrong(error, method, problem, text) from error
         return self._reason(method.__name__, found, problem, text) if isinstance(found, Exception) else found
+
+    def _wrong(self, error: WrongReward, method: Callable[..., Any], problem: Problem, text: str) -> ConfigurationError:
+        """Return the error for what a method returned that is not a reward, with the method's place."""
+        returned = f"{method.__name__} returned {error}"
+        return ConfigurationError(f"{where_defined(method)}: {returned} {of_answer(problem, text)}")
 
     def _reason(self, method: str, error: Exception, problem: Problem, text: str) -> str:
         """Return a short reason for the record, with the location in the task's code. The first error at each location

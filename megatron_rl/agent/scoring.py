@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any, TypeVar
 
-from megatron_rl.agent.reward_value import Reward, checked_reward, total_reward
+from megatron_rl.agent.reward_value import (
+    TURN_REWARDS,
+    Reward,
+    TurnScore,
+    checked_reward,
+    scores_of_turns,
+    total_reward,
+)
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 
 Waited = TypeVar("Waited")
@@ -94,6 +101,8 @@ class CheckedReward:
     components: Mapping[str, float]
     """Components by name, excluding `reward`; empty if scoring returned a number."""
     output: str = ""
+    turns: tuple[TurnScore, ...] = ()
+    """Rewards of the model's turns, in their order; empty if scoring returned none."""
 
     @classmethod
     def of(cls, given: Reward, output: str = "") -> CheckedReward:
@@ -101,7 +110,8 @@ class CheckedReward:
         found = checked_reward(given)
         if isinstance(found, float):
             return cls(found, {}, output)
-        return cls(total_reward(found), {name: value for name, value in found.items() if name != "reward"}, output)
+        components = {name: value for name, value in found.items() if name not in ("reward", TURN_REWARDS)}
+        return cls(total_reward(found), components, output, scores_of_turns(found))
 
 
 async def score_answer(

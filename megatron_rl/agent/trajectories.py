@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_rl.agent.reward_value import LARGEST_REWARD
+from megatron_rl.agent.reward_value import LARGEST_REWARD, TurnScore, check_turns
 from megatron_rl.generate.engine.interface import Completion, FinishReason
 from megatron_rl.model.choices import Choices, merged
 
@@ -84,6 +84,8 @@ class Trajectory(Branch):
     branches: tuple[Branch, ...] = ()
     output: str = ""
     """End of what a program or a reward function printed, at most OUTPUT_LIMIT characters."""
+    turn_scores: tuple[TurnScore, ...] = ()
+    """Rewards of the turns of all sequences, in the order of the sequences; empty if the environment reports none."""
 
     @classmethod
     def single(
@@ -145,8 +147,16 @@ class Trajectory(Branch):
     def __post_init__(self) -> None:
         Branch.__post_init__(self)
         check_reward(self.reward)
+        if self.turn_scores:
+            check_turns(self.turn_scores, sum(len(each.turns) for each in self.sequences))
+            if any(each.loss_mask.count(True) > _trained_in_turns(each) for each in self.sequences):
+                raise ValueError("a token is trained on that belongs to no turn, and rewards are by turn")
         if len(self.output) > OUTPUT_LIMIT:
             raise ValueError(f"an output of {len(self.output)} characters: a trajectory keeps {OUTPUT_LIMIT} at most")
+
+    def with_turn_scores(self, scores: tuple[TurnScore, ...]) -> Trajectory:
+        """Return the trajectory with rewards by turn. Raises WrongReward if they are not as many as its turns."""
+        return replace(self, turn_scores=scores) if scores else self
 
     @property
     def sequences(self) -> tuple[Branch, ...]:
@@ -156,6 +166,10 @@ class Trajectory(Branch):
     @property
     def answer_length(self) -> int:
         return sum(map(len, self.turns)) + sum([branch.sampled_length for branch in self.branches])
+
+
+def _trained_in_turns(sequence: Branch) -> int:
+    return sum(sequence.loss_mask[turn.start : turn.stop].count(True) for turn in sequence.turns)
 
 
 def check_reward(reward: float) -> None:
@@ -240,10 +254,19 @@ class TrajectoryBuilder:
         return Branch(*lists, choices=self._choices)
 
     def scored(
-        self, text: str, reward: float, tool_calls: int | None = None, components: Mapping[str, float] | None = None
+        self,
+        text: str,
+        reward: float,
+        tool_calls: int | None = None,
+        components: Mapping[str, float] | None = None,
     ) -> Trajectory:
         """Return the trajectory; the arguments are its fields. Raises ValueError if the model has had no turn."""
         finish_reason = "stop" if self._last is None else self._last.finish_reason
         return Trajectory.of_sequences(
-            [self.branch()], text, reward, finish_reason, tool_calls=tool_calls, components=components
+            [self.branch()],
+            text,
+            reward,
+            finish_reason,
+            tool_calls=tool_calls,
+            components=components,
         )

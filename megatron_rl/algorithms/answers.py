@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.agent.reward_value import TURN_REWARDS
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.rewards import has_signal, length_rewards, overlong_penalty
 from megatron_rl.model.platform.host_tensors import floats, int64
@@ -42,6 +43,22 @@ class ScoredAnswers:
     """Name -> [answers] fp64, `environment.reward_weights` of the answer's environment; 0 where it does not name the
     component."""
 
+    @property
+    def penalties(self) -> Tensor:
+        """[answers] fp64, what `grpo.overlong` and `grpo.length_penalty` add to the rewards."""
+        weighted = torch.zeros_like(self.rewards, dtype=torch.bool)
+        before = torch.zeros_like(self.rewards)
+        for name, weights in self.component_weights.items():
+            weighted = weighted | (weights != 0)
+            before = before + torch.where(weights != 0, weights * self.components[name], 0.0)
+        return self.rewards - torch.where(weighted, before, self.scored)
+
+    def of_groups(self, kept: Tensor) -> ScoredAnswers:
+        """Return the table of some groups. kept: [groups] bool."""
+        rows, place = kept[self.group], kept.cumsum(0) - 1
+        found = self.each(lambda column: column[rows])
+        return replace(found, group=place[found.group], num_groups=int(kept.sum()))
+
     def each(self, change: Callable[[Tensor], Any]) -> ScoredAnswers:
         """Return the table with every column changed."""
 
@@ -65,17 +82,22 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
     rewards = scored
     if any(weights):
         rewards = fp64([weighted_reward(answer, its) for answer, its in zip(answers, weights, strict=True)])
-    if config.grpo.length_penalty:
-        lengths = int64([answer.answer_length for answer in answers])
-        rewards = rewards + config.grpo.length_penalty * length_rewards(lengths, accuracy >= 1, index, len(groups))
-    if (overlong := config.grpo.overlong).mode == "penalty":
-        last = [max(len(sequence.turns[-1]) for sequence in answer.sequences) for answer in answers]
-        rewards = rewards + overlong_penalty(
-            int64(last),
-            max_new_tokens=config.sampling.max_new_tokens,
-            buffer=overlong.buffer,
-            penalty=overlong.penalty,
-        )
+    algorithm = algorithms_of(groups, config)[index]
+    for number, grpo in enumerate(config.algorithms.each):
+        shaped = rewards
+        if grpo.length_penalty:
+            lengths = int64([answer.answer_length for answer in answers])
+            shaped = shaped + grpo.length_penalty * length_rewards(lengths, accuracy >= 1, index, len(groups))
+        if (overlong := grpo.overlong).mode == "penalty":
+            last = [max(len(sequence.turns[-1]) for sequence in answer.sequences) for answer in answers]
+            shaped = shaped + overlong_penalty(
+                int64(last),
+                max_new_tokens=config.sampling.max_new_tokens,
+                buffer=overlong.buffer,
+                penalty=overlong.penalty,
+            )
+        if shaped is not rewards:
+            rewards = torch.where(algorithm == number, shaped, rewards)
     return ScoredAnswers(
         group=index,
         num_groups=len(groups),
@@ -92,6 +114,11 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
             for name in sorted({name for its in weights for name in its})
         },
     )
+
+
+def algorithms_of(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Tensor:
+    """Return the algorithm of each group's environment, [groups] int64 index in `RunConfig.algorithms`."""
+    return int64([config.algorithms.index(group.problem.environment) for group in groups])
 
 
 def accuracy_of(answer: Trajectory, component: str | None) -> float:
@@ -119,7 +146,7 @@ def usable(group: TrajectoryGroup, config: RunConfig) -> bool:
     DAPO (arXiv 2503.14476) filters by accuracy, before rewards are shaped. Under a penalty on long answers, a group
     whose answers are all wrong would have a signal that teaches nothing but length.
     """
-    dynamic = config.grpo.dynamic_sampling
+    dynamic = config.algorithms.by(group.problem.environment).dynamic_sampling
     if not dynamic.enabled:
         return True
     found = accuracies(group, config)
@@ -135,6 +162,16 @@ def accuracies(group: TrajectoryGroup, config: RunConfig) -> list[float]:
     """Return how right each answer of the group is: see `environment.accuracy`."""
     component = config.environment_of(group.problem.environment).accuracy
     return [accuracy_of(answer, component) for answer in group.trajectories]
+
+
+def with_turn_rewards(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Return the group without the answers that lack rewards by turn; they are counted as lost."""
+    kept = [answer for answer in group.trajectories if answer.turn_scores]
+    if len(kept) == len(group.trajectories):
+        return group
+    reason = f"the reward has no {TURN_REWARDS} (grpo.turn_discount)"
+    failures = Counter({reason: len(group.trajectories) - len(kept)}) + Counter(group.failures)
+    return replace(group, trajectories=kept, failures=failures)
 
 
 def with_components(group: TrajectoryGroup, names: Set[str]) -> TrajectoryGroup:

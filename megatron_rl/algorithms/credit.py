@@ -31,10 +31,12 @@ from megatron_rl.algorithms.advantages import (
     over_batch_std,
     per_reward_advantages,
 )
-from megatron_rl.algorithms.answers import ScoredAnswers, scored_answers
+from megatron_rl.algorithms.answers import ScoredAnswers, algorithms_of, scored_answers
 from megatron_rl.algorithms.own_functions import as_advantages, own_baseline
 from megatron_rl.algorithms.rewards import has_signal, trained_mask
+from megatron_rl.algorithms.turn_credit import answers_of_agents, scored_turns, spread, turn_advantages
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.grpo import AdvantageStd, GrpoConfig
 from megatron_rl.recipe.own_code import is_own
 
@@ -45,11 +47,13 @@ class Credit:
 
     group: Tensor  # [trajectories] index of the group
     rewards: Tensor  # [trajectories] as scored
-    advantages: Tensor  # [trajectories]
+    advantages: Tensor  # [trajectories]; with credit by turn the mean over the trained tokens
     signal: Tensor  # [groups] whether the rewards differ: see `has_signal`
     carries_loss: Tensor  # [trajectories] 1, or 0 if masked as overlong
     has_gradient: list[bool]
     """[trajectories] whether some token has a gradient or a loss, so that it goes through the model."""
+    of_spans: Tensor | None = None
+    """[spans of all trajectories] advantages of `turn_credit.spans`; None if all tokens of an answer have one."""
 
 
 def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: Tensor | None = None) -> Credit:
@@ -59,19 +63,81 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
         them from these groups.
     """
     answers = scored_answers(groups, config)
-    cut = [each.finish_reason == "length" for group in groups for each in group.trajectories]
-    advantages = (estimate(answers, config.grpo) if known is None else known) * config.reward_weight
-    carries_loss = trained_mask(torch.tensor(cut, dtype=torch.bool), config.grpo.overlong)
+    algorithm, algorithms = algorithms_of(groups, config), config.algorithms.each
+    of_answers = algorithm[answers.group]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    cut = torch.tensor([each.finish_reason == "length" for each in trajectories], dtype=torch.bool)
+    masked = torch.stack([trained_mask(cut, each.overlong) for each in algorithms])
+    carries_loss = masked.gather(0, of_answers[None])[0]
+    signal = has_signal(answers.rewards, answers.group, len(groups))
+    advantages = estimates(answers, algorithm, algorithms) if known is None else known
+    taught, of_spans = advantages != 0, None
+    if (of_turns := credit_of_turns(groups, answers, algorithm, algorithms, advantages)) is not None:
+        of_answer, tokens, of_spans = spread(trajectories, of_turns, advantages)
+        taught = torch.zeros_like(advantages).index_add(0, of_answer, (of_spans != 0).float()) > 0
+        signal = signal | (torch.zeros(len(groups)).index_add(0, answers.group, taught.float()) > 0)
+        advantages = _means(of_spans, tokens, of_answer, advantages)
+        of_spans = of_spans * config.reward_weight
     # Without a penalty, bonus or teacher, every term of a token's loss is a multiple of its advantage.
-    learns = (advantages != 0) | config.trains_all_answers
+    all_learn = [config.distill is not None or each.trains_all_answers for each in algorithms]
+    learns = taught & (config.reward_weight != 0) | torch.tensor(all_learn)[of_answers]
     return Credit(
         group=answers.group,
         rewards=answers.scored,
-        advantages=advantages,
-        signal=has_signal(answers.rewards, answers.group, len(groups)),
+        advantages=advantages * config.reward_weight,
+        signal=signal,
         carries_loss=carries_loss,
         has_gradient=((carries_loss != 0) & learns).tolist(),
+        of_spans=of_spans,
     )
+
+
+def credit_of_turns(
+    groups: Sequence[TrajectoryGroup],
+    answers: ScoredAnswers,
+    algorithm: Tensor,
+    algorithms: Sequence[GrpoConfig],
+    advantages: Tensor,
+) -> Tensor | None:
+    """Return the advantages of the turns of all answers that have rewards by turn, [turns] fp32; None if no algorithm
+    reads these and no turn names an agent.
+
+    Args:
+        algorithm: [groups] see `algorithms_of`.
+        advantages: [answers] their own.
+
+    Raises ConfigurationError for agents under an estimator that compares over the step.
+    """
+    discounts = [algorithms[number].turn_discount for number in algorithm.tolist()]
+    scores = [(score, at) for at, each in enumerate(groups) for one in each.trajectories for score in one.turn_scores]
+    if not any(score.agent or discounts[at] is not None for score, at in scores):
+        return None
+    turns = scored_turns(groups, [1.0 if discount is None else discount for discount in discounts])
+    of_speakers = torch.zeros(len(turns.speaker_rewards))
+    if turns.named.any():
+        table = answers_of_agents(turns, answers)
+        of_groups = torch.zeros(table.num_groups, dtype=torch.long)
+        of_groups[table.group] = algorithm[answers.group[turns.speaker_answer]]
+        for number in of_groups.unique().tolist():
+            if reads_batch(grpo := algorithms[number]):
+                raise ConfigurationError(
+                    "turn_rewards name agents, whose rewards are compared within a group, and grpo.baseline "
+                    f"{grpo.baseline} with advantage_std_of {grpo.advantage_std_of} compares over the step: set "
+                    "baseline to group and leave advantage_std_of out"
+                )
+        of_speakers = estimates(table, of_groups, algorithms)
+    found = torch.zeros(len(turns.answer))
+    of_turns = algorithm[answers.group[turns.answer]]
+    for number, grpo in enumerate(algorithms):
+        found = torch.where(of_turns == number, turn_advantages(turns, advantages, of_speakers, grpo), found)
+    return found
+
+
+def _means(of_spans: Tensor, tokens: Tensor, of_answer: Tensor, advantages: Tensor) -> Tensor:
+    """Return the mean advantage over the tokens of each answer, [answers]; for one without tokens its own."""
+    sums = torch.zeros(len(advantages), dtype=torch.float64).index_add(0, of_answer, of_spans.double() * tokens)
+    counts = torch.zeros_like(sums).index_add(0, of_answer, tokens.double())
+    return torch.where(counts > 0, sums / counts.clamp(min=1), advantages.double()).float()
 
 
 def credit_of_rows(groups: Sequence[TrajectoryGroup]) -> Credit:
@@ -89,8 +155,23 @@ def credit_of_rows(groups: Sequence[TrajectoryGroup]) -> Credit:
 
 
 def reads_batch(config: GrpoConfig) -> bool:
+    """Whether the advantages depend on the answers to other prompts."""
     names = config.baseline in ("batch", "per_reward") or is_own(config.baseline)
     return names or config.advantage_std_of != "baseline"
+
+
+def estimates(answers: ScoredAnswers, algorithm: Tensor, algorithms: Sequence[GrpoConfig]) -> Tensor:
+    """Return the advantages of answers of several environments, [answers] fp32; each algorithm sees its own.
+
+    algorithm: [groups] index of each group's.
+    """
+    if len(algorithms) == 1:
+        return estimate(answers, algorithms[0])
+    found = torch.zeros(len(answers.rewards))
+    for number, grpo in enumerate(algorithms):
+        its = algorithm == number
+        found[its[answers.group]] = estimate(answers.of_groups(its), grpo)
+    return found
 
 
 def estimate(answers: ScoredAnswers, config: GrpoConfig) -> Tensor:

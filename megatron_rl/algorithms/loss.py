@@ -15,7 +15,7 @@ from megatron_rl.algorithms.loss_terms import importance_weights, kept, kl_penal
 from megatron_rl.algorithms.own_functions import as_losses, own_policy_loss
 from megatron_rl.algorithms.policy_losses import LOSSES, TokenLoss
 from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
-from megatron_rl.rank.metrics.stats import LossStats
+from megatron_rl.rank.metrics.stats import BY_ENVIRONMENT, LossStats
 from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.own_code import is_own
 
@@ -77,7 +77,7 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
     if config.entropy_coefficient > 0:
         token_loss = token_loss - config.entropy_coefficient * tokens.entropy * share
     loss = (token_loss * weights).sum()
-    return loss, loss_statistics(loss.detach(), per_token)
+    return loss, loss_statistics(loss.detach(), per_token, tokens)
 
 
 def distillation_loss(
@@ -122,7 +122,7 @@ def supervised_loss(tokens: TrainedTokens) -> tuple[Tensor, LossStats]:
         "entropy": torch.where(learned, tokens.entropy, 0.0),
         **dict.fromkeys(("ratio", "inference_difference"), none),
     }
-    return loss, loss_statistics(loss.detach(), per_token)
+    return loss, loss_statistics(loss.detach(), per_token, tokens)
 
 
 def prediction_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -163,7 +163,7 @@ def _finite(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
     return finite
 
 
-def loss_statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
+def loss_statistics(loss: Tensor, per_token: dict[str, Tensor], tokens: TrainedTokens) -> LossStats:
     """Return statistics of values that are 0 for untrained tokens, with one reduction for all of them."""
     values = torch.stack([value.to(torch.float32) for value in per_token.values()])
     sums = dict(zip(per_token, values.sum(dim=1).unbind(), strict=True))
@@ -171,8 +171,18 @@ def loss_statistics(loss: Tensor, per_token: dict[str, Tensor]) -> LossStats:
     largest = dict(zip(per_token, torch.nn.functional.pad(values, (0, 1)).amax(dim=1).unbind(), strict=True))
     absent: dict[str, Any] = dict.fromkeys(("clip_low", "clip_high", "kl", "importance_weight", "rejected"))
     return LossStats(
+        by_environment=_by_environment(per_token, tokens),
         loss=loss,
         ratio_max=largest["ratio"],
         inference_difference_max=largest["inference_difference"],
         **{**absent, **sums},
     )
+
+
+def _by_environment(per_token: dict[str, Tensor], tokens: TrainedTokens) -> Tensor | None:
+    """Return the sums of the values of BY_ENVIRONMENT for each environment, [environments, values] fp32."""
+    if tokens.environment is None:
+        return None
+    none = torch.zeros_like(tokens.weights)
+    rows = torch.stack([per_token.get(name, none).float() for name in BY_ENVIRONMENT], dim=1)
+    return rows.new_zeros(tokens.environments, len(BY_ENVIRONMENT)).index_add(0, tokens.environment, rows)

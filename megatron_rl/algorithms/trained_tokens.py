@@ -48,6 +48,9 @@ class TrainedTokens:
     """[tokens] int64, index of the token's sequence in 0..sequences-1."""
     sequences: int = 0
     """Number of sequences in the rank's part of the batch; some have no token here."""
+    environment: Tensor | None = None
+    """[tokens] int64, index of the environment whose answer has the token; None in a run with one environment."""
+    environments: int = 0
     context: dist.ProcessGroup | None = None
     """Context-parallel ranks that have the other tokens of the same sequences; None if this rank has all tokens."""
 

@@ -55,6 +55,17 @@ class AnswerLine(NamedTuple):
 
 
 @record(version=None)
+class TurnLine(NamedTuple):
+    """A turn of the model, of an environment with rewards by turn."""
+
+    reward: float
+    advantage: float
+    key: str = ""  # state before the turn; empty if the environment names none
+    agent: str = ""  # empty if there is only one
+    number: int = 0  # place among the turns of the answer, in the order of time
+
+
+@record(version=None)
 class GroupLine(NamedTuple):
     """A group: the answers to one problem in one step. The lists have an entry for each answer; lost answers have
     none."""
@@ -73,6 +84,8 @@ class GroupLine(NamedTuple):
     failures: dict[str, int] = {}  # number of lost answers by reason
     passed_over: str = ""  # why the step did not train on the group
     answers: list[AnswerLine] = []  # of a sampled group, with tokens; empty for the others
+    turns: list[list[TurnLine]] = []
+    """Turns of each answer, in the order of its sequences; empty if the environment reports no rewards by turn."""
     right: str | None = None  # right answer to the problem of a sampled group, as a model would write it, if known
 
 
@@ -90,7 +103,10 @@ def group_json(group: GroupLine) -> str:
         {**answer._asdict(), "sequences": [sequence._asdict() for sequence in answer.sequences]}
         for answer in group.answers
     ]
-    return json.dumps({**group._asdict(), "answers": answers}, allow_nan=False, separators=(",", ":"))
+    line = {**group._asdict(), "answers": answers, "turns": [[turn._asdict() for turn in its] for its in group.turns]}
+    if not group.turns:
+        del line["turns"]
+    return json.dumps(line, allow_nan=False, separators=(",", ":"))
 
 
 def member(lines: str) -> bytes:
@@ -192,9 +208,10 @@ def _groups_in(path: str) -> list[GroupLine]:
 def _flaw(group: GroupLine) -> str:
     """Return what no run writes in a group; empty if there is nothing."""
     lists: list[list[Any]] = [group.advantages, group.lengths, group.finish_reasons, group.answers or group.rewards]
-    if any(len(its) != len(group.rewards) for its in lists):
+    if any(len(its) != len(group.rewards) for its in [*lists, group.turns or group.rewards]):
         return "has lists of different lengths"
-    values = [0.0, *group.rewards, *group.advantages]
+    of_turns = [value for its in group.turns for turn in its for value in (turn.reward, turn.advantage)]
+    values = [0.0, *group.rewards, *group.advantages, *of_turns]
     if max(values) > LARGEST or min(values) < -LARGEST:
         return "has a reward or an advantage that is out of range"
     for sequence in (one for answer in group.answers for one in answer.sequences):

@@ -36,6 +36,13 @@ def _of_environments(config: Sections) -> Iterator[str]:
         yield "environment is missing: give one, or a list of several under environments"
     if config.environment is not None and config.environments is not None:
         yield "environments and environment are both given: set one of them to null"
+    for number, one in enumerate(config.environments or ()):
+        if one.grpo is not None and config.supervised:
+            yield (
+                f"environments.{number}.grpo is set, and training.objective supervised samples no answers: leave it out"
+            )
+        elif one.grpo is not None and (reason := one.grpo.against(config.grpo)):
+            yield f"environments.{number}.grpo: {reason}"
 
 
 def _of_architecture(config: Sections) -> Iterator[str]:
@@ -168,7 +175,7 @@ def _of_teacher(config: Sections) -> Iterator[str]:
             "distill is given, and training.objective is supervised: a teacher judges sampled answers; set "
             "training.objective to grpo, or leave distill out"
         )
-    if config.grpo.dynamic_sampling.enabled:
+    if any(each.dynamic_sampling.enabled for each in config.algorithms.each):
         yield (
             "distill is given, and grpo.dynamic_sampling is enabled, which passes over prompts whose rewards are "
             "equal: the teacher gives them a signal; leave one of both out"
@@ -235,13 +242,14 @@ def _of_batch(config: Sections) -> Iterator[str]:
             f"{key} {config.groups_per_step} is smaller than the {config.data_parallel_size} "
             f"data-parallel replicas (job.nodes * job.gpus_per_node / (tp * pp * cp)): each needs a {unit}"
         )
-    if config.grpo.baseline == "per_reward":
-        for one in [config.environment] if config.environment else config.environments or ():
-            if one.reward_weights is None and getattr(one, "trained_on", True):
-                yield (
-                    f"grpo.baseline per_reward needs reward_weights of environment {one.name!r}: the components of "
-                    "its reward, each with a weight"
-                )
+    for one in [config.environment] if config.environment else config.environments or ():
+        if not getattr(one, "trained_on", True) or one.reward_weights is not None:
+            continue
+        if config.algorithms.by(getattr(one, "id", "")).baseline == "per_reward":
+            yield (
+                f"grpo.baseline per_reward needs reward_weights of environment {one.name!r}: the components of "
+                "its reward, each with a weight"
+            )
 
 
 def _of_lengths(config: Sections) -> Iterator[str]:
@@ -263,8 +271,8 @@ def _of_lengths(config: Sections) -> Iterator[str]:
             f"{page_tokens}, and the longest sequence has {config.sequence_length}: raise it, or leave it out "
             "to hold inference.max_batch sequences"
         )
-    if config.grpo.overlong.buffer > config.sampling.max_new_tokens:
+    if (buffer := max(each.overlong.buffer for each in config.algorithms.each)) > config.sampling.max_new_tokens:
         yield (
-            f"grpo.overlong.buffer {config.grpo.overlong.buffer} is larger than "
+            f"grpo.overlong.buffer {buffer} is larger than "
             f"sampling.max_new_tokens {config.sampling.max_new_tokens}: even an empty answer would be penalised"
         )

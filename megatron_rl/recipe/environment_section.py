@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
+from megatron_rl.recipe.environment_grpo import EnvironmentGrpo
 from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, Section
 
 MULTI_TASK = "multi-task"
@@ -72,6 +73,8 @@ class WeightedEnvironment(EnvironmentConfig):
     none."""
     evaluation_only: bool = False
     """Evaluate on it and never train on it, whatever its weight."""
+    grpo: EnvironmentGrpo | None = None
+    """Keys of `grpo` that differ for this environment; default: none does."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,6 +91,8 @@ class WeightedEnvironment(EnvironmentConfig):
     def _check_weight(self) -> WeightedEnvironment:
         if self.weight < 0:
             raise ValueError(f"weight {self.weight:g} of environment {self.id!r} is negative; 0 trains nothing on it")
+        if self.grpo is not None and not self.trained_on:
+            raise ValueError(f"environment {self.id!r} has keys of grpo, and nothing is trained on it: leave them out")
         return self
 
     @property

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from megatron_rl.recipe.own_code import is_own, name_or_own, name_or_own_words
-from megatron_rl.recipe.section import NonNegativeFloat, NonNegativeInt, PathMark, PositiveFloat, PositiveInt, Section
+from megatron_rl.recipe.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathMark,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
 
 BASELINES = ("group", "leave_one_out", "batch", "maxrl", "pass_at_k", "per_reward")
 POLICY_LOSSES = ("clip", "gspo", "gspo_token", "cispo", "sapo", "dppo", "reinforce")
@@ -33,6 +41,8 @@ KlEstimator = Literal["k1", "k2", "k3"]
 LossReduction = Literal["token", "sequence", "constant"]
 BranchWeighting = Literal["mean", "sum"]
 AdvantageStd = Literal["population", "sample", "none"]
+AdvantageStdOf = Literal["baseline", "batch", "advantages"]
+BatchOver = Literal["answers", "tokens"]
 
 CLIP_RANGES = {
     "gspo": (0.0003, 0.0004),
@@ -87,10 +97,8 @@ class OverlongConfig(Section):
         return self
 
 
-class DynamicSamplingConfig(Section):
-    """Replace groups whose answers are all equally right by further prompts (DAPO). How right an answer is says
-    environment.accuracy, never a penalty on its length. The number of prompts drawn at once is estimated from the
-    recent share of usable groups. Surplus groups are carried into the next step."""
+class SignalFilter(Section):
+    """Groups that are replaced by further prompts."""
 
     enabled: bool = False
     """Turn dynamic sampling on."""
@@ -99,12 +107,9 @@ class DynamicSamplingConfig(Section):
     max_accuracy: float | None = None
     """Also replace groups whose mean accuracy is higher; default: no such limit. Example: 0.2 and 0.8 keep the
     problems that are neither hard nor easy."""
-    max_rounds: PositiveInt = 8
-    """Limit of the prompts drawn for a step: max_rounds * prompts_per_step. After that the step trains on what it has,
-    groups without signal included."""
 
     @model_validator(mode="after")
-    def _limits_are_used(self) -> DynamicSamplingConfig:
+    def _limits_are_used(self) -> SignalFilter:
         low, high = self.min_accuracy, self.max_accuracy
         name = "min_accuracy" if low is not None else "max_accuracy" if high is not None else None
         if name and not self.enabled:
@@ -114,6 +119,16 @@ class DynamicSamplingConfig(Section):
                 f"min_accuracy {low:g} is above max_accuracy {high:g}, so that no group would be kept: swap them"
             )
         return self
+
+
+class DynamicSamplingConfig(SignalFilter):
+    """Replace groups whose answers are all equally right by further prompts (DAPO). How right an answer is says
+    environment.accuracy, never a penalty on its length. The number of prompts drawn at once is estimated from the
+    recent share of usable groups. Surplus groups are carried into the next step."""
+
+    max_rounds: PositiveInt = 8
+    """Limit of the prompts drawn for a step: max_rounds * prompts_per_step. After that the step trains on what it has,
+    groups without signal included."""
 
 
 class RatioBounds(Section):
@@ -231,13 +246,24 @@ class GrpoConfig(Section):
     of n rewards. sample: with n - 1 instead of n, as TRL, verl, NeMo-RL and SkyRL divide: for 16 answers advantages are
     3.2% smaller, for 4 they are 13% smaller. none: not divided; with `baseline: group` and the reduction of Dr. GRPO
     that is Dr. GRPO (arXiv 2503.20783)."""
-    advantage_std_of: Literal["baseline", "batch", "advantages"] = "baseline"
+    advantage_std_of: AdvantageStdOf = "baseline"
     """Values whose standard deviation divides. baseline: the rewards that baseline is taken from. batch: the rewards of
     all answers of the step (Lite PPO, arXiv 2508.08221). advantages: the advantages of all answers of the step, whose
     mean is subtracted first (REINFORCE++-baseline with `baseline: group`)."""
-    batch_over: Literal["answers", "tokens"] = "answers"
+    batch_over: BatchOver = "answers"
     """Count of an answer in means and deviations over the step. answers: once (TRL, OpenRLHF). tokens: once for each of
     its trained tokens, so long answers count more (verl, NeMo-RL, SkyRL)."""
+    turn_discount: Probability | None = None
+    """Credit by turn, for agents whose environment reports rewards by turn (docs/advantages.md). The return of a turn
+    is its reward plus turn_discount times the return of the next one; 1: the sum of what follows. It is compared with
+    the returns of the group's turns that have the same key, or without keys the same number, as baseline and
+    advantage_std compare answers: GiGPO (arXiv 2505.10978; 0.95 in its experiments). The advantage of a turn's tokens
+    is episode_weight * A_episode + turn_weight * A_turn. Default: none; all turns have the advantage of the answer."""
+    turn_weight: NonNegativeFloat = 1.0
+    """Weight of the advantages of turns, with turn_discount."""
+    episode_weight: NonNegativeFloat = 1.0
+    """Weight of the advantage of the answer, with turn_discount; 0: turns have the advantages of their returns
+    alone."""
     length_penalty: NonNegativeFloat = 0.0
     """Weight of a reward for short answers, relative to the other answers to the prompt: up to +1/2 for a right answer,
     down to -1/2 for any (Kimi k1.5, arXiv 2501.12599). Answers with an accuracy of 1 or more are right."""
@@ -361,6 +387,27 @@ class GrpoConfig(Section):
                 f"batch_over is tokens, and nothing is taken over the step with baseline {self.baseline} and "
                 "advantage_std_of baseline: leave batch_over out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _turns_are_compared(self) -> GrpoConfig:
+        if self.turn_discount is None:
+            for key in ("turn_weight", "episode_weight"):
+                if getattr(self, key) != 1.0:
+                    raise ValueError(f"{key} is set, and turn_discount is not: set turn_discount, or leave {key} out")
+            return self
+        if self.policy_loss == "gspo":
+            raise ValueError(
+                "turn_discount gives the turns of a sequence different advantages, and policy_loss gspo has one ratio "
+                "for all of its tokens: set policy_loss to gspo_token, or leave turn_discount out"
+            )
+        if self.baseline not in ("group", "leave_one_out") or self.advantage_std_of != "baseline":
+            raise ValueError(
+                "turn_discount compares turns of the answers to one prompt: set baseline to group or leave_one_out, "
+                f"and advantage_std_of to baseline; they are {self.baseline} and {self.advantage_std_of}"
+            )
+        if not self.turn_weight and not self.episode_weight:
+            raise ValueError("turn_weight and episode_weight are both 0: no answer would have an advantage")
         return self
 
     @property

@@ -11,6 +11,7 @@ from megatron_rl.contract.paths import INFER, TEACHER
 from megatron_rl.recipe.data import DataConfig
 from megatron_rl.recipe.distill import DistillConfig, TeacherReplicas
 from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.environment_grpo import Algorithms
 from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig, Environments
 from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.inference import PAGE_TOKENS, InferenceConfig, Sampling
@@ -95,7 +96,7 @@ class Sections(Section):
         """Whether a step runs the policy once before its updates, without dropout. A single update without dropout
         needs no such pass: its own forward pass is that of the policy before the step."""
         drops = self.model.lora is not None and self.model.lora.dropout > 0
-        return not self.supervised and (drops or self.grpo.updates_per_step > 1 or self.grpo.compares_answers)
+        return not self.supervised and (drops or self.grpo.updates_per_step > 1 or self.algorithms.compare_answers)
 
     @property
     def reward_weight(self) -> float:
@@ -103,15 +104,15 @@ class Sections(Section):
         return 1.0 if self.distill is None else self.distill.reward_weight
 
     @property
-    def trains_all_answers(self) -> bool:
-        """Whether answers with an advantage of 0 are trained on too; a teacher judges every token."""
-        return self.distill is not None or self.grpo.trains_all_answers
+    def algorithms(self) -> Algorithms:
+        trained = [] if self.supervised else [one for one in self.environments or () if one.trained_on]
+        return Algorithms.of(self.grpo, {one.id: one.grpo for one in trained})
 
     @property
     def keeps_initial_weights(self) -> bool:
         """Whether each start needs the initial weights, also with a checkpoint: for the KL penalty, or below
         adapters."""
-        return self.grpo.kl_beta > 0 or self.model.lora is not None
+        return self.algorithms.penalise_kl or self.model.lora is not None
 
     @property
     def generates(self) -> bool:

@@ -96,7 +96,7 @@ def build_models(
     platform, groups = here.platform, here.groups
     platform.seed(initial_seed(config.model))
     policy = build_part(config, tokenizer, platform, config.training.recompute)
-    trainable, penalised = Trainable.of(config.model), config.grpo.kl_beta > 0
+    trainable, penalised = Trainable.of(config.model), config.algorithms.penalise_kl
     digest = None
     if not resumes or config.keeps_initial_weights:
         digest = load_initial_weights(policy, config, here, tokenizer, environment)

@@ -13,6 +13,7 @@ from server_helpers import byte_tokenizer
 
 from megatron_rl.agent.endpoint.endpoint import PolicyEndpoint
 from megatron_rl.agent.endpoint.session import RolloutSession
+from megatron_rl.agent.scoring import CheckedReward
 from megatron_rl.generate.engine.scripted import Answers, ScriptedInference
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ class Opened:
                     [token for token, own in zip(one.tokens, one.loss_mask, strict=True) if own], special=True
                 ),
             )
-            for one in self.session.trajectory(1.0).sequences
+            for one in self.session.trajectory(CheckedReward(1.0, {})).sequences
         ]
 
 

@@ -88,7 +88,7 @@ class Learner:
         if not groups.reports:
             own = {name: getattr(seen, name) for name in ("failed", "dropped", "overdue_tokens")}
             seen = replace(uncounted(BatchStats), **own)
-        record.add(step, rollouts, groups.reports, credit.advantages, None)
+        record.add(step, rollouts, credit if groups.reports else None, None)
         links = len(self._pool.starts()) if TrainingDriver.of(groups).drives else 0
         found = [trained(*each) for each in zip(rollouts.groups, rollouts.positions, strict=True)]
         self._ledger.note(step, groups, found, links)

@@ -36,6 +36,7 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.algorithms.credit import Credit
 from megatron_rl.checkpoint import save as save_module
 from megatron_rl.contract.attempt_records import Drain as DrainRequest
 from megatron_rl.contract.codes import PREEMPTED
@@ -437,7 +438,9 @@ class _Trainer:
                 grad_norm += drawn / (1 << 20)
             self.between_steps = index == UPDATES - 1
         self.policy.memory[step - 1] = torch.tensor([group.ordinal for group in batch.groups])
-        record.add(step, batch, True, torch.zeros(len(answers)), None)
+        nothing = torch.zeros(len(answers))
+        credit = Credit(nothing.long(), nothing, nothing, nothing.bool(), nothing, [])
+        record.add(step, batch, credit, None)
         seen = BatchStats(
             answers=len(answers),
             groups=len(batch.groups),

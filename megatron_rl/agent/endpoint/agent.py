@@ -158,7 +158,7 @@ def _scored(session: RolloutSession, result: RunResult) -> Trajectory:
     try:
         score = CheckedReward.of(result.score)
         output = _without_key(result.output, session)[-OUTPUT_LIMIT:]
-        return session.trajectory(score.reward, score.components, output)
+        return session.trajectory(score, output)
     except WrongReward as error:
         raise RolloutLost(f"rollout: the reward is {error}", result.output) from error
     except ValueError as error:

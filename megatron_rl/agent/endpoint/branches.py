@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_rl.agent.trajectories import Branch, TrajectoryBuilder
 from megatron_rl.generate.engine.interface import Completion
@@ -26,6 +27,8 @@ class AnswerNode:
     """Tokens between the parent and this answer; the whole prompt if there is no parent."""
     completion: Completion
     length: int
+    number: int
+    """Place among the answers of the rollout, in the order in which the model was asked for them."""
     children: list[AnswerNode] = field(default_factory=list)
 
     @property
@@ -47,17 +50,28 @@ class AnswerNode:
         return [token for turn in self.path for token in (*turn.context, *turn.completion.tokens)]
 
 
+class TreeBranch(NamedTuple):
+    leaf: AnswerNode
+    branch: Branch
+    trained: Sequence[AnswerNode]
+    """Answers that are turns of this branch; the others are context in it."""
+
+
 class AnswerTree:
     def __init__(self) -> None:
         self._roots: list[AnswerNode] = []
         self.tokens = 0
         """Number of tokens; common beginnings count once."""
 
-    def add(self, prompt: list[int], completions: Sequence[Completion]) -> list[AnswerNode]:
+    def add(self, prompt: list[int], completions: Sequence[Completion], number: int = 0) -> list[AnswerNode]:
+        """Add the answers to a prompt. number: of the first one, see `AnswerNode`."""
         parent = self.continued_by(prompt)
         known = 0 if parent is None else parent.length
         siblings = self._roots if parent is None else parent.children
-        turns = [AnswerNode(parent, prompt[known:], one, len(prompt) + len(one.tokens)) for one in completions]
+        turns = [
+            AnswerNode(parent, prompt[known:], one, len(prompt) + len(one.tokens), number + index)
+            for index, one in enumerate(completions)
+        ]
         siblings.extend(turns)
         self.tokens += sum(turn.length - known for turn in turns)
         return turns
@@ -79,8 +93,8 @@ class AnswerTree:
     def leaves(self) -> list[AnswerNode]:
         return [turn for turn in self._turns() if not turn.children]
 
-    def sequences(self) -> list[tuple[AnswerNode, Branch]]:
-        """Return the branches with their last turns: first the one in which the model has sampled most."""
+    def sequences(self) -> list[TreeBranch]:
+        """Return the branches: first the one in which the model has sampled most."""
         # Branches share beginnings, and each answer must be trained once. With the branches 1-2 and 1-3, answer 1 is
         # trained in whichever comes first here and is context in the other. The order must not depend on which parallel
         # call came back first, or two runs with one seed would differ: so the branch with most sampled tokens goes
@@ -91,7 +105,8 @@ class AnswerTree:
         trained: set[AnswerNode] = set()
         found = []
         for leaf, path in paths:
-            found.append((leaf, _branch(path, trained)))
+            new = [turn for turn in path if turn not in trained]
+            found.append(TreeBranch(leaf, _branch(path, trained), new))
             trained.update(path)
         return found
 

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from megatron_rl.agent.endpoint.branches import AnswerNode, AnswerTree
 from megatron_rl.agent.endpoint.conversations import KnownConversation
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.scoring import Overtaken, unless
+from megatron_rl.agent.reward_value import in_order
+from megatron_rl.agent.scoring import CheckedReward, Overtaken, unless
 from megatron_rl.agent.server.request_parsing import ParsedRequest
 from megatron_rl.agent.server.samples import AnswerPart
 from megatron_rl.agent.server.service import error_for_client, parts_of
@@ -79,6 +80,7 @@ class RolloutSession:
         self._texts: list[tuple[str, AnswerNode]] = []
         self._responses: dict[str, Sequence[Message]] = {}
         self._asked: Counter[bytes] = Counter()  # how often each prompt was asked
+        self._numbered = 0  # answers that the model was asked for
         self._coming = 0  # branches that unfinished calls will add
         self._extended: Counter[AnswerNode] = Counter()  # by unfinished calls
         self._tool_calls: int | None = None
@@ -140,6 +142,7 @@ class RolloutSession:
         """
         extra, extended = self._admit(asked)
         requests = [self._request(asked, request) for request in asked.requests]
+        first, self._numbered = self._numbered, self._numbered + sum(each.num_samples for each in requests)
         self._coming += extra
         self._extended.update(extended)
         try:
@@ -149,7 +152,7 @@ class RolloutSession:
             self._extended.subtract(extended)
         parts = parts_of(asked, answers, self._tokenizer)
         if not asked.reading.drops_answer:
-            self._keep(asked, answers, parts, conversation, texts)
+            self._keep(asked, answers, parts, conversation, texts, first)
         return parts
 
     async def while_open(self, work: Awaitable[T]) -> T:
@@ -245,9 +248,12 @@ class RolloutSession:
         parts: Mapping[int, AnswerPart],
         conversation: KnownConversation | None,
         texts: Sequence[str],
+        first: int,
     ) -> None:
+        """first: number of the first answer, see `AnswerNode`."""
         for number, (prompt, completions) in enumerate(zip(asked.prompts, answers, strict=True)):
-            turns = self._branches.add(prompt.tokens, completions)
+            turns = self._branches.add(prompt.tokens, completions, first)
+            first += len(completions)
             if texts:
                 self._keep_texts(texts[number], prompt.tokens, turns)
             if conversation is None:
@@ -270,27 +276,29 @@ class RolloutSession:
 
     # Results
 
-    def trajectory(self, reward: float, components: Mapping[str, float] | None = None, output: str = "") -> Trajectory:
-        """Return the rollout with its reward. Raises ValueError with the reason if it is lost: a limit was exceeded, or
-        the model has given no answer."""
+    def trajectory(self, score: CheckedReward, output: str = "") -> Trajectory:
+        """Return the rollout with its reward. Raises ValueError with the reason if it is lost: a limit was exceeded,
+        the model has given no answer, or other answers than those that are scored."""
         if self.failure is not None:
             raise ValueError(self.failure)
         found = self._branches.sequences()
         if not found:
             why = "the prompt is too long" if self._cut_off else "the program has asked the model for nothing"
             raise ValueError(why)
-        turns = [turn for leaf, _ in found for turn in leaf.path]
+        turns = [turn for each in found for turn in each.leaf.path]
         texts = [self._tokenizer.decode(turn.completion.tokens) for turn in dict.fromkeys(turns)]
-        cut_off = self._cut_off or any(leaf.completion.finish_reason == "length" for leaf, _ in found)
-        return Trajectory.of_sequences(
-            [branch for _, branch in found],
+        numbers = [turn.number for each in found for turn in each.trained]
+        cut_off = self._cut_off or any(each.leaf.completion.finish_reason == "length" for each in found)
+        made = Trajectory.of_sequences(
+            [each.branch for each in found],
             "\n".join(texts),
-            reward,
+            score.reward,
             "length" if cut_off else "stop",
             tool_calls=self._tool_calls,
-            components=components,
+            components=score.components,
             output=output,
         )
+        return made.with_turn_scores(in_order(score.turns, numbers)) if score.turns else made
 
 
 def session_ended() -> ApiError:

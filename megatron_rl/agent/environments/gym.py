@@ -21,6 +21,7 @@ from megatron_rl.agent.api import Demonstrator
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.multi_turn import MultiTurnAgent, Reply
 from megatron_rl.agent.prompts import PromptConfig, in_chat, prompt_format, render_prompt
+from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
@@ -65,14 +66,17 @@ class EpisodeState(NamedTuple):
     observation: str
     reward: float
     """Sum of the rewards so far."""
+    turns: tuple[tuple[float, str | None], ...]
+    """Reward of each turn so far, and the observation before it, if it was asked for."""
     over: bool
 
 
 class GymEnvironment(MultiTurnAgent, Demonstrator):
     """Any text-based environment of gymnasium with numbered actions.
 
-    No state is kept between turns: an episode is replayed from its seed each time, so an interrupted episode can
-    continue. A response that names no action ends it. Steps run in the rank's event loop, so they must be quick.
+    Rewards are reported by turn, with the observation before each as its key. No state is kept between turns: an
+    episode is replayed from its seed each time, so an interrupted episode can continue. A response that names no action
+    ends it. Steps run in the rank's event loop, so they must be quick.
     """
 
     Config = GymConfig
@@ -125,8 +129,12 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
 
     def get_trajectory_reward(
         self, responses: Sequence[str], golden: Mapping[str, Any], finish_reason: FinishReason
-    ) -> float:
-        return self._play(golden["seed"], responses).reward
+    ) -> Reward:
+        played = self._play(golden["seed"], responses, keyed=True)
+        return {
+            "reward": played.reward,
+            "turn_rewards": [{"reward": reward, "key": key} for reward, key in played.turns],
+        }
 
     def _problems(self, seeds: range) -> list[Problem]:
         return [Problem(self._prompt(self._play(seed, []).observation), {"seed": seed}) for seed in seeds]
@@ -135,17 +143,21 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         message = "".join(f"{part}\n" for part in (self.config.instruction, observation) if part)
         return render_prompt(self.tokenizer, message, self.config)
 
-    def _play(self, seed: int, responses: Sequence[str]) -> EpisodeState:
+    def _play(self, seed: int, responses: Sequence[str], *, keyed: bool = False) -> EpisodeState:
+        """keyed: whether the turns name the observation before them."""
         episode = self._episode
         observation, _ = episode.reset(seed=seed)
+        turns: tuple[tuple[float, str | None], ...] = ()
         total, over = 0.0, False
         for response in responses:
             found = [*self._action.finditer(response)]
+            key, invalid = _text(episode, observation) if keyed else None, self.config.invalid_action_reward
             if not found:
-                return EpisodeState("", total + self.config.invalid_action_reward, True)
+                return EpisodeState("", total + invalid, (*turns, (invalid, key)), True)
             observation, reward, ended, cut_off, _ = episode.step(self._meant[(found[-1].lastindex or 0) - 1])
+            turns = (*turns, (float(reward), key))
             total, over = total + float(reward), ended or cut_off
-        return EpisodeState(_text(episode, observation), total, over)
+        return EpisodeState(_text(episode, observation), total, turns, over)
 
 
 def _line(observation: str) -> str:

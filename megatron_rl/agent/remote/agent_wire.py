@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, Strict
 
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, FinishReason
@@ -28,7 +29,7 @@ from megatron_rl.generate.replicas.wire import Garbled, Refusal, kind_of
 from megatron_rl.model.choices import decode_choices, encode_choices
 from megatron_rl.recipe.inference import Sampling
 
-PROTOCOL = 7
+PROTOCOL = 8
 TRAINING = "training"
 """Name of the training set; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
@@ -102,9 +103,10 @@ class _Answer(_Received):
     tool_calls: int | None
     components: dict[str, float]
     output: str
+    turn_scores: list[TurnScore] = []
 
     def trajectory(self, vocab_size: int) -> Trajectory:
-        return Trajectory.of_sequences(
+        made = Trajectory.of_sequences(
             [each.branch(vocab_size) for each in self.sequences],
             self.text,
             self.reward,
@@ -113,6 +115,7 @@ class _Answer(_Received):
             components=CheckedReward.of({**self.components, "reward": self.reward}).components,
             output=self.output,
         )
+        return made.with_turn_scores(tuple(self.turn_scores))
 
 
 class _Result(_Received):
@@ -154,6 +157,7 @@ def encode_result(result: TrajectoryGroup) -> dict[str, Any]:
         {
             "sequences": [_encode_sequence(each) for each in one.sequences],
             "components": dict(one.components),
+            **({"turn_scores": one.turn_scores} if one.turn_scores else {}),
             **{name: getattr(one, name) for name in ("text", "reward", "finish_reason", "tool_calls", "output")},
         }
         for one in result.trajectories

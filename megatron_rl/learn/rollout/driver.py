@@ -103,7 +103,7 @@ class RolloutDriver:
         self._idle_s = 0.0
         with self._safe_points.phase("wait"):
             of_step = None
-            if reads_batch(self._config.grpo):
+            if any(map(reads_batch, self._config.algorithms.each)):
                 of_step = step_advantages(taken.groups, self._config, self._groups.control)
             trained = exchange(taken.groups, self._config, self._groups, self.prompts.problem, of_step)
         failures: Counter[str] = Counter()

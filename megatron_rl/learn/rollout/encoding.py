@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.choices import Choices, shared_entries, split
 
@@ -47,6 +48,8 @@ def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
         head["sequences"] = [len(trajectory.sequences) for trajectory in trajectories]
     if any(outputs):
         head["output"] = [len(output) for output in outputs]
+    if any(trajectory.turn_scores for trajectory in trajectories):
+        head["turn_scores"] = [trajectory.turn_scores for trajectory in trajectories]
     choices = [sequence.choices for sequence in sequences]
     if any(choices):
         head["choices"], of_choices = _encode_choices(choices)
@@ -71,6 +74,7 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
     counts = head.get("sequences", [1] * len(rewards))
     texts = [reader.text(length) for length in head["text"]]
     outputs = [reader.text(length) for length in head.get("output", [0] * len(rewards))]
+    of_turns = head.get("turn_scores", [()] * len(rewards))
     trajectories = [
         Trajectory.of_sequences(
             [*islice(sequences, count)],
@@ -80,7 +84,7 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
             tool_calls=head["tool_calls"][i] if "tool_calls" in head else None,  # older banks have none
             components=head["components"][i] if "components" in head else {},  # older banks have none
             output=outputs[i],
-        )
+        ).with_turn_scores(tuple(TurnScore(*score) for score in of_turns[i]))
         for i, count in enumerate(counts)
     ]
     return TrajectoryGroup(head["ordinal"], problem, trajectories, head["failures"])

@@ -11,7 +11,7 @@ from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.algorithms.answers import usable, with_components
+from megatron_rl.algorithms.answers import usable, with_components, with_turn_rewards
 from megatron_rl.generate.engine.interface import PromptTooLong, ResumableInference
 from megatron_rl.learn.rollout.bank.bank import Bank
 from megatron_rl.learn.rollout.window import State
@@ -72,8 +72,10 @@ class InFlightGroups:
         except PromptTooLong as error:
             logger.warning("prompt %d is dropped: %s", ordinal, error)
             return None
-        read = self._config.environment_of(group.problem.environment).components_read
-        group = with_components(group, read)
+        id = group.problem.environment
+        group = with_components(group, self._config.environment_of(id).components_read)
+        if self._config.algorithms.by(id).turn_discount is not None:
+            group = with_turn_rewards(group)
         self._recording.add(group)
         return group
 

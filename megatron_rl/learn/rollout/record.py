@@ -14,6 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.algorithms.credit import Credit
+from megatron_rl.algorithms.turn_credit import spans
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import Attempt
 from megatron_rl.contract.rollout_records import (
@@ -22,6 +24,7 @@ from megatron_rl.contract.rollout_records import (
     AnswerLine,
     GroupLine,
     SequenceLine,
+    TurnLine,
     group_json,
     member,
     rollouts_file,
@@ -66,18 +69,15 @@ class RolloutRecord:
         every = self._config.samples_every
         return is_due(step, every) or (every > 0 and step == self._last)
 
-    def add(
-        self, step: int, batch: RolloutBatch, trained: bool, advantages: Tensor | None, logprobs: Tensor | None
-    ) -> None:
+    def add(self, step: int, batch: RolloutBatch, credit: Credit | None, logprobs: Tensor | None) -> None:
         """Add the groups of a step.
 
         Args:
-            trained: whether this rank records the groups that its replica trains on; it records those it passed over
-                in any case.
-            advantages: [trajectories] of the groups to train on.
+            credit: of the groups to train on; None if another rank of the replica records them. Those that this rank
+                passed over are recorded in any case.
             logprobs: [trained tokens] log-probs of the trainer before the updates, if the step is sampled.
         """
-        lines = [*self._trained(step, batch, advantages, logprobs)] if trained and advantages is not None else []
+        lines = [] if credit is None else [*self._trained(step, batch, credit, logprobs)]
         if self._every_group:
             for group in batch.passed_over:
                 lines.append(_line(step, group, [0.0] * len(group.trajectories), batch.dropped[group.ordinal]))
@@ -116,10 +116,9 @@ class RolloutRecord:
             logger.warning("a part of the record of rollouts is left out: %s", error)
         self._left_out = True
 
-    def _trained(
-        self, step: int, batch: RolloutBatch, advantages: Tensor, logprobs: Tensor | None
-    ) -> Iterator[GroupLine]:
-        of_answers = iter((advantages.double() * 10**DIGITS).round().div(10**DIGITS).tolist())
+    def _trained(self, step: int, batch: RolloutBatch, credit: Credit, logprobs: Tensor | None) -> Iterator[GroupLine]:
+        of_answers = iter(_in_digits(credit.advantages))
+        of_parts = None if credit.of_spans is None else iter(_in_digits(credit.of_spans))
         token = 0
         for position, group in zip(batch.positions, batch.groups, strict=True):
             answers: list[AnswerLine] = []
@@ -130,8 +129,11 @@ class RolloutRecord:
                     scores = iter(logprobs[begin:token].tolist())
                     answers = [self._answer(answer, scores) for answer in group.trajectories]
             its = [next(of_answers) for _ in group.trajectories]
+            turns = [_turns(answer, own, of_parts) for answer, own in zip(group.trajectories, its, strict=True)]
             if answers or self._every_group:
                 line = _line(step, group, its, "", answers)
+                if any(turns):
+                    line = line._replace(turns=turns)
                 right = self._right(group.problem) if answers else None
                 yield line if right is None else line._replace(right=right[:PROMPT_LIMIT])
 
@@ -155,6 +157,25 @@ class RolloutRecord:
             trained_logprobs=_rounded(next(scores) if trained else 0.0 for trained in sequence.loss_mask),
             versions=sequence.versions,
         )
+
+
+def _turns(answer: Trajectory, advantage: float, of_spans: Iterator[float] | None) -> list[TurnLine]:
+    """Return the turns of an answer that has rewards by turn.
+
+    Args:
+        advantage: of the answer.
+        of_spans: advantages of its spans and those of the next answers; None without credit by turn.
+    """
+    parts = [advantage if of_spans is None else next(of_spans) for _ in spans(answer)]
+    return [
+        TurnLine(score.reward, part, score.key or "", score.agent, score.number)
+        for part, score in zip(parts, answer.turn_scores, strict=False)
+    ]
+
+
+def _in_digits(values: Tensor) -> list[float]:
+    rounded: list[float] = (values.double() * 10**DIGITS).round().div(10**DIGITS).tolist()
+    return rounded
 
 
 def _line(

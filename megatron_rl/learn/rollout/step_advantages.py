@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
-from megatron_rl.algorithms.answers import ScoredAnswers, fp64, scored_answers
-from megatron_rl.algorithms.credit import estimate
+from megatron_rl.algorithms.answers import ScoredAnswers, algorithms_of, fp64, scored_answers
+from megatron_rl.algorithms.credit import estimates
 from megatron_rl.rank.control import Control
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.grpo import GrpoConfig
@@ -27,16 +27,25 @@ from megatron_rl.recipe.grpo import GrpoConfig
 @dataclass(frozen=True, slots=True)
 class Table:
     positions: list[int]  # [groups] position of each group in the global batch
+    algorithms: list[int]  # [groups] see `algorithms_of`
     answers: ScoredAnswers
 
+    @classmethod
+    def of(cls, finished: Mapping[int, TrajectoryGroup], config: RunConfig) -> Table:
+        """finished: groups by position."""
+        groups = [*finished.values()]
+        return cls([*finished], algorithms_of(groups, config).tolist(), scored_answers(groups, config))
+
     def encoded(self) -> bytes:
-        return json.dumps({"positions": self.positions, **asdict(self.answers.each(Tensor.tolist))}).encode()
+        answers = asdict(self.answers.each(Tensor.tolist))
+        return json.dumps({"positions": self.positions, "algorithms": self.algorithms, **answers}).encode()
 
     @classmethod
     def decoded(cls, message: bytes) -> Table:
         content = json.loads(message)
         return cls(
             content["positions"],
+            content["algorithms"],
             ScoredAnswers(
                 group=torch.tensor(content["group"], dtype=torch.long),
                 num_groups=content["num_groups"],
@@ -55,16 +64,17 @@ def step_advantages(finished: Mapping[int, TrajectoryGroup], config: RunConfig, 
 
     finished: groups of this rank's driver, by position in the global batch; empty on a rank that does not drive.
     """
-    own = Table([*finished], scored_answers([*finished.values()], config))
+    own = Table.of(finished, config)
     parts = [Table.decoded(message) for message in control.gather(own.encoded())]
-    return of_tables(parts, config.grpo)
+    return of_tables(parts, config.algorithms.each)
 
 
-def of_tables(parts: Sequence[Table], config: GrpoConfig) -> dict[int, Tensor]:
+def of_tables(parts: Sequence[Table], algorithms: Sequence[GrpoConfig]) -> dict[int, Tensor]:
     positions = [position for part in parts for position in part.positions]
+    of_groups = [algorithm for part in parts for algorithm in part.algorithms]
     order = sorted(range(len(positions)), key=positions.__getitem__)
     whole = in_order(joined_answers([part.answers for part in parts]), order)
-    advantages = estimate(whole, config)
+    advantages = estimates(whole, torch.tensor(of_groups, dtype=torch.long)[order], algorithms)
     sizes = torch.bincount(whole.group, minlength=len(positions)).tolist()
     return dict(zip((positions[number] for number in order), advantages.split(sizes), strict=True))
 

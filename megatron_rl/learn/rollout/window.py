@@ -84,10 +84,10 @@ class Window:
     @classmethod
     def of(cls, config: RunConfig, step: int = 0, drawn: Drawn = NOTHING_DRAWN) -> Window:
         """Return the window of a new driver after this step, with the state of dynamic sampling after it."""
-        dynamic, ahead = config.grpo.dynamic_sampling, config.asynchronous
+        ahead, filters = config.asynchronous, any(each.dynamic_sampling.enabled for each in config.algorithms.each)
         return cls(
             wanted=config.grpo.prompts_per_step,
-            rounds=dynamic.max_rounds if dynamic.enabled else 1,
+            rounds=config.grpo.dynamic_sampling.max_rounds if filters else 1,
             max_lag=ahead.max_lag,
             drops=ahead.max_lag > 0 and ahead.on_overdue == "drop",
             last=config.training.steps,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,9 +22,11 @@ from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.learn.training.schedule import ModelInput
 from megatron_rl.learn.training.training_batch import TrainingBatch
+from megatron_rl.model.platform.host_tensors import int64
 from megatron_rl.model.policy import Policy
-from megatron_rl.rank.metrics.stats import LossStats
+from megatron_rl.rank.metrics.stats import LossStats, combined
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.grpo import GrpoConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,33 +139,35 @@ class Grpo(Objective):
 
         Raises ConfigurationError for an unusable policy loss or baseline of the user's.
         """
-        grpo = config.grpo
         self.reference = reference
         self.teacher = teacher
-        self._policy, self._config = policy, config
+        self._policy, self._config, self._algorithms = policy, config, config.algorithms.each
+        self._algorithm_of = int64([config.algorithms.index(id) for id in config.environment_ids])
         self.temperature = config.sampling.temperature
-        self.entropy = "gradient" if grpo.entropy_coefficient > 0 else "value"
+        self.entropy = "gradient" if any(each.entropy_coefficient > 0 for each in self._algorithms) else "value"
         absent = {
-            "clip_low": not grpo.is_bounded,
-            "clip_high": not grpo.is_bounded,
-            "kl": grpo.kl_beta == 0,
-            "importance_weight": grpo.importance is None,
-            "rejected": grpo.rejection is None,
+            "clip_low": not config.grpo.is_bounded,
+            "clip_high": not config.grpo.is_bounded,
+            "kl": not config.algorithms.penalise_kl,
+            "importance_weight": all(each.importance is None for each in self._algorithms),
+            "rejected": all(each.rejection is None for each in self._algorithms),
             "teacher_kl": teacher is None,
+            "by_environment": not config.environment_ids,
         }
         self.absent = [name for name, is_absent in absent.items() if is_absent]
-        own_policy_loss(grpo)
-        own_baseline(grpo)
+        for each in self._algorithms:
+            own_policy_loss(each)
+            own_baseline(each)
 
     def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
         return assign_credit(groups, self._config, known)
 
     def scores(self, first_pass: FirstPass) -> Scores:
-        batch, grpo = first_pass.batch, self._config.grpo
+        batch = first_pass.batch
         before, answers, answer_tokens, reference = None, None, None, None
         if self._config.scores_first:
             before = first_pass.under_trained(self._policy)
-            if grpo.compares_answers:
+            if self._config.algorithms.compare_answers:
                 ratios = before - batch.inference_logprobs
                 answers, answer_tokens = answer_log_ratios(ratios, batch.trajectory_lengths)
         if self.reference is not None:
@@ -174,14 +179,44 @@ class Grpo(Objective):
         # version 7 in step 9 is compared with the engine's log-prob at version 7, and one of version 8 with the
         # trainer's at version 8. With a correction (`grpo.importance`, `grpo.rejection`) all tokens are compared with
         # version 8, and the correction weighs the difference between 7 and 8.
-        current = None if grpo.corrects else batch.current
+        current = self._current(batch)
         return Scores(before, answers, answer_tokens, reference, teacher, current)
 
     def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
-        if scored.teacher is None:
-            return grpo_loss(tokens, self._config.grpo)
+        if len(self._algorithms) == 1:
+            return self._loss(tokens, scored.teacher, self._algorithms[0])
+        assert tokens.environment is not None  # algorithms differ between environments
+        of_tokens = self._algorithm_of.to(tokens.environment.device)[tokens.environment]
+        losses, stats = [], []
+        for number, grpo in enumerate(self._algorithms):
+            its = of_tokens == number
+            teacher = None if scored.teacher is None else scored.teacher[its]
+            # Also without a token: losses of sequences wait for those of other ranks.
+            loss, its_stats = self._loss(tokens.each(partial(_rows, its)), teacher, grpo)
+            losses.append(loss)
+            stats.append(its_stats)
+        return torch.stack(losses).sum(), combined(stats)
+
+    def _loss(self, tokens: TrainedTokens, teacher: Tensor | None, grpo: GrpoConfig) -> tuple[Tensor, LossStats]:
+        if teacher is None:
+            return grpo_loss(tokens, grpo)
         assert self._config.distill is not None
-        return distillation_loss(tokens, scored.teacher, self._config.grpo, self._config.distill.weight)
+        return distillation_loss(tokens, teacher, grpo, self._config.distill.weight)
+
+    def _current(self, batch: TrainingBatch) -> Tensor | None:
+        """Return `Scores.current` of a batch."""
+        corrects = [each.corrects for each in self._algorithms]
+        if batch.current is None or not any(corrects):
+            return batch.current
+        if all(corrects):
+            return None
+        assert batch.environments is not None  # algorithms differ between environments
+        of_environments = torch.tensor(corrects)[self._algorithm_of].to(batch.environments.device)
+        return batch.current | of_environments[batch.environments]
+
+
+def _rows(kept: Tensor, values: Tensor) -> Tensor:
+    return values[kept]
 
 
 def objective_of(
@@ -199,6 +234,7 @@ def trained_tokens(
     logprobs: Tensor,
     entropy: Tensor,
     context: dist.ProcessGroup,
+    environments: int = 0,
 ) -> TrainedTokens:
     """Return some tokens of a batch as a loss reads them.
 
@@ -208,10 +244,13 @@ def trained_tokens(
         scored: of these tokens.
         logprobs, entropy: [tokens] of the policy in training.
         context: see `TrainedTokens.context`.
+        environments: their number, where the batch has several.
     """
     inference = batch.inference_logprobs[index]
     sequence = batch.sequence_of_token[index]
     weights, advantages = per_sequence[:, sequence]
+    if batch.advantages is not None:
+        advantages = batch.advantages[index]
     old = logprobs.detach() if scored.before is None else scored.before
     if scored.current is not None:
         old = torch.where(scored.current, old, inference)
@@ -227,5 +266,7 @@ def trained_tokens(
         answer_tokens=scored.answer_tokens,
         sequence=sequence,
         sequences=len(batch.sequences),
+        environment=None if batch.environments is None else batch.environments[index],
+        environments=0 if batch.environments is None else environments,
         context=context,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,10 +29,12 @@ from megatron_rl.learn.training.training_batch import (
     training_batch,
     update_batch,
     update_part,
+    with_losses,
 )
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.stats import (
+    OF_LOSS,
     BatchStats,
     DeviceStats,
     EnvironmentStats,
@@ -123,12 +125,12 @@ class Trainer:
             self.between_steps = len(updates) == len(planned)
         self.optimizer.overlap.finish_gathering()
         device = self._device_stats(mine if self.groups.reports else [], len(planned))
-        loss = self._loss_stats(losses) if any(update.inputs for update in planned) else None
+        loss, environments = self._loss_stats(losses, environments, trained=any(each.inputs for each in planned))
         if record is not None:
             if scores.recorded is not None and self.groups.context.size() > 1:
                 dist.all_reduce(scores.recorded, group=self.groups.context)
             logprobs = scores.before if scores.recorded is None else scores.recorded
-            record.add(step, rollouts, self.groups.reports, batch.credit.advantages, logprobs if records else None)
+            record.add(step, rollouts, batch.credit if self.groups.reports else None, logprobs if records else None)
         update_stats = _update_stats(updates, self.optimizer.host_bytes)
         missing = sum(update.missing_choices for update in mine[: grpo.updates_per_pass])
         router = None if replays is None else replays.stats(missing if self.groups.reports else 0)
@@ -136,13 +138,13 @@ class Trainer:
 
     def _seen(
         self, batch: TrainingBatch, rollouts: RolloutBatch, packed_tokens: int
-    ) -> tuple[BatchStats, dict[str, EnvironmentStats]]:
+    ) -> tuple[BatchStats, Mapping[str, EnvironmentStats]]:
         seen, ids = batch_stats(batch, rollouts, self.policy_version, packed_tokens), self.config.environment_ids
         if self.groups.reports:
             return seen, environment_stats(batch, rollouts.groups, ids)
         # Each driver counts its own lost and dropped answers.
         own = {name: getattr(seen, name) for name in ("failed", "dropped", "overdue_tokens")}
-        return replace(uncounted(BatchStats), **own), dict.fromkeys(ids, uncounted(EnvironmentStats))
+        return replace(uncounted(BatchStats), **own), dict.fromkeys(ids, uncounted(EnvironmentStats, *OF_LOSS))
 
     def _chosen(self, batch: TrainingBatch, positions: Sequence[int], step: int) -> list[list[int]]:
         """Sequences of each update of the step; of a single update if all are the same.
@@ -261,18 +263,26 @@ class Trainer:
             if scores.recorded is not None:
                 scores.recorded[index] = logprobs.detach()
             scored, context = scores.at(index), self.groups.context
-            tokens = trained_tokens(batch, index, update.per_sequence, scored, logprobs, entropy, context)
+            ids = self.config.environment_ids
+            tokens = trained_tokens(batch, index, update.per_sequence, scored, logprobs, entropy, context, len(ids))
             value, stats = objective.loss(tokens, scored)
             losses.append(stats)
             return value
 
         return loss
 
-    def _loss_stats(self, losses: Sequence[LossStats]) -> LossStats:
-        if self.groups.reports_losses:
-            return combined(losses)
-        predicts = self.config.model.trains_prediction
-        return uncounted(LossStats, *self.objective.absent, *(() if predicts else ("prediction", "predicted")))
+    def _loss_stats(
+        self, losses: Sequence[LossStats], environments: Mapping[str, EnvironmentStats], *, trained: bool
+    ) -> tuple[LossStats | None, Mapping[str, EnvironmentStats]]:
+        """Return the statistics of all losses, and those of the environments with their parts of them.
+
+        trained: whether some rank had something to train on.
+        """
+        if not trained:
+            return None, environments
+        absent = (*self.objective.absent, *(() if self.config.model.trains_prediction else ("prediction", "predicted")))
+        whole = combined(losses) if self.groups.reports_losses else uncounted(LossStats, *absent)
+        return replace(whole, by_environment=None), with_losses(environments, whole, self.config)
 
     def _device_stats(self, mine: Sequence[UpdateBatch], updates: int) -> DeviceStats | None:
         """Return the device use of this step.

@@ -5,8 +5,8 @@ chosen sequences -> UpdatePart -> (all ranks agree on normaliser and number of m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, compress
 
 import numpy as np
@@ -19,13 +19,14 @@ from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
+from megatron_rl.algorithms.turn_credit import spans
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.core_config import DTYPES
 from megatron_rl.model.platform.device import Kernels
 from megatron_rl.model.platform.host_tensors import floats, int64
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.metrics.stats import BatchStats, EnvironmentStats
+from megatron_rl.rank.metrics.stats import BY_ENVIRONMENT, BatchStats, EnvironmentStats, LossStats
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.flops import rows_per_token
 
@@ -46,6 +47,9 @@ class TrainingBatch:
     current: Tensor | None
     """[trained tokens] whether the current weights sampled the token; None if they sampled all, or nothing is
     sampled."""
+    advantages: Tensor | None  # [trained tokens], with credit by turn; None: those of the trajectories
+    environments: Tensor | None
+    """[trained tokens] int64 index of the environment in `RunConfig.environment_ids`; None if there is only one."""
 
     @property
     def trajectory_lengths(self) -> Tensor:
@@ -79,7 +83,31 @@ def training_batch(
         current=None
         if set(versions) <= {policy_version, UNSAMPLED}
         else torch.tensor([version == policy_version for version in versions], device=device),
+        advantages=None if credit.of_spans is None else _of_tokens(trajectories, credit.of_spans).to(device),
+        environments=_environments(groups, credit, of, lengths, config.environment_ids, device),
     )
+
+
+def _of_tokens(trajectories: Sequence[Trajectory], of_spans: Tensor) -> Tensor:
+    """Return the advantage of each trained token. of_spans: see `Credit.of_spans`."""
+    parts = [part for trajectory in trajectories for part in spans(trajectory)]
+    return of_spans.repeat_interleave(
+        int64([sequence.loss_mask[its.start : its.stop].count(True) for sequence, its in parts])
+    )
+
+
+def _environments(
+    groups: Sequence[TrajectoryGroup],
+    credit: Credit,
+    trajectory: Tensor,
+    lengths: Tensor,
+    ids: Sequence[str],
+    device: torch.device,
+) -> Tensor | None:
+    if not ids:
+        return None
+    of_groups = int64([ids.index(group.problem.environment) for group in groups])
+    return of_groups[credit.group][trajectory].repeat_interleave(lengths).to(device)
 
 
 def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: int, packed_tokens: int) -> BatchStats:
@@ -138,6 +166,26 @@ def environment_stats(
             failed=sum(sum(group.failures.values()) for group in compress(groups, its)),
         )
     return found
+
+
+def with_losses(
+    found: Mapping[str, EnvironmentStats], loss: LossStats, config: RunConfig
+) -> dict[str, EnvironmentStats]:
+    """Return statistics of environments with their parts of the loss's. loss: of this rank, which may count nothing."""
+    of_all = (
+        loss.by_environment if isinstance(loss.by_environment, Tensor) else torch.zeros(len(found), len(BY_ENVIRONMENT))
+    )
+    complete = {}
+    for (id, stats), row in zip(found.items(), of_all.unbind() if found else (), strict=True):
+        part, grpo = dict(zip(BY_ENVIRONMENT, row.unbind(), strict=True)), config.algorithms.by(id)
+        complete[id] = replace(
+            stats,
+            tokens=part["tokens"],
+            entropy=part["entropy"],
+            clipped=part["clip_low"] + part["clip_high"] if grpo.is_bounded else None,
+            kl=part["kl"] if grpo.kl_beta > 0 else None,
+        )
+    return complete
 
 
 @dataclass(frozen=True, slots=True)

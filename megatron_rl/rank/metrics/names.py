@@ -20,7 +20,7 @@ from megatron_rl.rank.metrics.machine_metrics import MACHINES
 from megatron_rl.rank.metrics.metric import Metric, StepReport, ratio
 
 if TYPE_CHECKING:
-    from megatron_rl.rank.metrics.stats import EnvironmentStats
+    from megatron_rl.rank.metrics.stats import EnvironmentStats, Number
 
 TIMED = ("generate", "reward", "log-probs", "train", "offload", "refit", "wait")
 """Timeline categories that belong to a step; work between two steps has others."""
@@ -31,6 +31,11 @@ OVERDUE_ANSWERS = "overdue"  # reasons in `dropped_ordinals`
 SUBJECTS = {"Learning": LEARNING, "Answers and prompts": ANSWERS, "Machines": MACHINES}  # as docs/metrics.md has them
 
 STEP_METRICS: dict[str, Metric] = {name: metric for metrics in SUBJECTS.values() for name, metric in metrics.items()}
+
+
+def _of_tokens(total: Number | None, stats: EnvironmentStats) -> Any:
+    """Return the mean over an environment's trained tokens; None if there is no such value, or no token."""
+    return None if total is None else ratio(total, stats.tokens or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,18 @@ ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
         "share of its groups whose rewards differ", lambda its: ratio(its.groups_with_signal, its.groups)
     ),
     "failed_rollouts": EnvironmentMetric("answers lost", lambda its: its.failed),
+    "entropy": EnvironmentMetric(
+        "mean entropy in nats of the distributions its trained tokens were drawn from",
+        lambda its: _of_tokens(its.entropy, its),
+    ),
+    "clip_fraction": EnvironmentMetric(
+        "share of its trained tokens beyond a bound of the policy loss (absent for a loss without bounds)",
+        lambda its: _of_tokens(its.clipped, its),
+    ),
+    "kl": EnvironmentMetric(
+        "mean KL estimate of its trained tokens to the initial weights (kl_beta > 0)",
+        lambda its: _of_tokens(its.kl, its),
+    ),
 }
 
 

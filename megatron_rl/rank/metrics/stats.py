@@ -120,6 +120,14 @@ class EnvironmentStats:
     groups_with_signal: Total
     reward: Total  # sum over answers of the reward as scored
     failed: Total  # answers lost
+    tokens: Total | None = None  # as in LossStats; None if no rank had anything to train on
+    entropy: Total | None = None
+    clipped: Total | None = None  # tokens beyond one of the bounds of the policy loss; None for a loss without bounds
+    kl: Total | None = None  # None without kl_beta
+
+
+BY_ENVIRONMENT = ("tokens", "entropy", "clip_low", "clip_high", "kl")  # fields of LossStats that have parts
+OF_LOSS = ("tokens", "entropy", "clipped", "kl")  # fields of EnvironmentStats that are made of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +150,9 @@ class LossStats:
     teacher_kl: Total | None = None  # log p of the policy before the step - log p of the teacher, or None
     prediction: Total | None = None  # -log p of the prediction layer, of the tokens that it predicts; None if untrained
     predicted: Total | None = None  # tokens that the prediction layer predicts; None if it is not trained
+    by_environment: Total | None = None
+    """[environments, BY_ENVIRONMENT] parts of each environment, which become those of EnvironmentStats before ranks
+    reduce anything; None if the recipe has one environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +247,8 @@ def combined(parts: Sequence[LossStats]) -> LossStats:
         return parts[0]
     whole: dict[str, Any] = {}
     for name, reduction in reductions(LossStats).items():
-        values = [getattr(part, name) for part in parts]
-        whole[name] = None if values[0] is None else REDUCE[reduction](torch.stack(values), 0)
+        values = [value for part in parts if (value := getattr(part, name)) is not None]
+        whole[name] = REDUCE[reduction](torch.stack(values), 0) if values else None
     return LossStats(**whole)
 
 

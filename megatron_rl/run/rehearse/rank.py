@@ -188,7 +188,7 @@ class _Rank:
     def _trainer(self, policy: Policy) -> Trainer:
         config = self._config
         trainable, reference = Trainable.of(config.model), None
-        if config.grpo.kl_beta > 0:
+        if config.algorithms.penalise_kl:
             if trainable.everything:
                 self._reference = self._policy("reference", of=Taught(config.model, self._vocab)).requires_grad_(False)
             reference = self._reference or policy

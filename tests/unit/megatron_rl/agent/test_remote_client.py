@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_rl.agent.remote.agent_wire import (
     encode_result,
 )
 from megatron_rl.agent.reward_only import RewardOnlyAgent
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.server.agent.agent_service import AgentService, application
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
@@ -317,6 +319,13 @@ def test_choices_of_experts_go_to_the_agent_and_come_back() -> None:
     one = Trajectory.single([1, 2], arrived, "", 1.0)
     again = json.loads(json.dumps(encode_result(TrajectoryGroup(0, Problem("", {}), [one], {}))))
     assert decode_result(again, TOKENIZER.vocab_size).trajectories == [one]
+
+
+def test_rewards_by_turn_come_back() -> None:
+    one = Trajectory.single([1, 2], Completion([5], [-1.0], "stop", [0]), "", 1.0)
+    scored = replace(one, turn_scores=(TurnScore(0.5, "state", "solver", 0),))
+    again = json.loads(json.dumps(encode_result(TrajectoryGroup(0, Problem("", {}), [one, scored], {}))))
+    assert decode_result(again, TOKENIZER.vocab_size).trajectories == [one, scored]
 
 
 def test_silent_server_is_abandoned_at_the_time_limit() -> None:

@@ -17,7 +17,7 @@ def answer(*tokens: int) -> Completion:
 
 
 def sequences(branches: AnswerTree) -> list[Branch]:
-    return [branch for _, branch in branches.sequences()]
+    return [each.branch for each in branches.sequences()]
 
 
 def trained(branch: Branch) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 from endpoint_helpers import SAMPLING, USER, Opened, with_session
 from server_helpers import EOS, byte_tokenizer, encode
 
+from megatron_rl.agent.scoring import CheckedReward
 from megatron_rl.generate.engine.scripted import LOGPROB
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.recipe.inference import Sampling
@@ -41,7 +42,7 @@ def test_tool_loop_is_one_sequence_in_which_only_sampled_tokens_are_trained() ->
         ((whole, trained),) = one.sequences()
         assert trained == f"{CALL}<end>two<end>"
         assert one.prompts[1] + "two<end>" == whole and one.prompts[1].startswith(f"{one.prompts[0]}{CALL}<end>")
-        assert one.session.trajectory(1.0).tool_calls == 1
+        assert one.session.trajectory(CheckedReward(1.0, {})).tool_calls == 1
 
     with_session(program, in_turn(CALL, "two"))
 
@@ -50,7 +51,7 @@ def test_trajectory_has_logprobs_versions_turns_and_the_reward() -> None:
     async def program(one: Opened) -> None:
         one.engine.policy_version = 7
         await one.openai.chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
-        found = one.session.trajectory(0.5, {"style": 1.0}, "printed")
+        found = one.session.trajectory(CheckedReward(0.5, {"style": 1.0}), "printed")
         prompt = encode("[user]hi[assistant]")
         assert found.tokens == prompt + encode("hello") + [EOS]
         assert found.logprobs == [0.0] * len(prompt) + [LOGPROB] * 6
@@ -235,7 +236,7 @@ def test_prompt_that_is_too_long_cuts_the_rollout_off() -> None:
         await one.openai.completions.create(model="policy", prompt="x")
         response = await one.http.post("completions", json={"prompt": "x" * 950})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
-        assert one.session.trajectory(1.0).finish_reason == "length"
+        assert one.session.trajectory(CheckedReward(1.0, {})).finish_reason == "length"
 
     with_session(program)
 
@@ -246,7 +247,7 @@ def test_64_sessions_are_served_at_once() -> None:
             async with one.endpoint.session(one.engine, SAMPLING, number, None) as session:
                 response = await one.http.post(f"{session.base_url}/completions", json={"prompt": str(number)})
                 assert response.status_code == 200
-                return byte_tokenizer().decode(session.trajectory(1.0).tokens)
+                return byte_tokenizer().decode(session.trajectory(CheckedReward(1.0, {})).tokens)
 
         assert await asyncio.gather(*map(rollout, range(64))) == [f"{number}hello" for number in range(64)]
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from endpoint_helpers import SAMPLING, USER, Opened, with_session
 
+from megatron_rl.agent.scoring import CheckedReward
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.model.tokenizer import CharacterTokenizer
 
@@ -138,7 +139,7 @@ def test_calls_beyond_the_limit_lose_the_rollout() -> None:
         assert one.session.stopped.is_set()
         assert one.session.failure == "more than 2 calls (environment.args.max_calls)"
         with pytest.raises(ValueError, match="more than 2 calls"):
-            one.session.trajectory(1.0)
+            one.session.trajectory(CheckedReward(1.0, {}))
 
     with_session(program, max_calls=2)
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.problem_digest import ProblemDigest
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import LARGEST_REWARD, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest
 from megatron_rl.generate.engine.transcript import Amount
@@ -50,15 +51,18 @@ def sequences(draw: st.DrawFn) -> Branch:
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
+    parts = draw(st.lists(sequences(), min_size=1, max_size=3))
+    numbers = draw(st.just([]) | st.permutations(range(sum(len(each.turns) for each in parts))))
+    keys, agents = st.none() | st.text(), st.sampled_from(["", "solver"])
     return Trajectory.of_sequences(
-        draw(st.lists(sequences(), min_size=1, max_size=3)),
+        parts,
         text=draw(st.text(st.characters())),
         reward=draw(st.floats(-LARGEST_REWARD, LARGEST_REWARD)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         tool_calls=draw(st.none() | st.integers(0, 9)),
         components=draw(st.dictionaries(st.sampled_from(["format", "length"]), st.floats(-1, 1), max_size=2)),
         output=draw(st.text(st.characters(), max_size=9)),
-    )
+    ).with_turn_scores(tuple(TurnScore(draw(st.floats(-1, 1)), draw(keys), draw(agents), each) for each in numbers))
 
 
 @given(answers=st.lists(trajectories(), max_size=4), failures=st.dictionaries(st.text(), st.integers(1, 9), max_size=2))

@@ -39,7 +39,7 @@ def configured(grpo: dict[str, Any]) -> RunConfig:
 
 
 def table(groups: dict[int, TrajectoryGroup], config: RunConfig) -> Table:
-    own = Table([*groups], scored_answers([*groups.values()], config))
+    own = Table.of(groups, config)
     return Table.decoded(own.encoded())
 
 
@@ -51,7 +51,7 @@ def test_the_split_over_ranks_changes_no_bit(grpo: dict[str, Any], owners: list[
         table({position: GROUPS[position] for position in range(6) if owners[position] == rank}, config)
         for rank in range(4)
     ]
-    split = of_tables(parts, config.grpo)
+    split = of_tables(parts, config.algorithms.each)
     whole = estimate(scored_answers(GROUPS, config), config.grpo)
     assert [*split] == [*range(6)]
     assert torch.equal(torch.cat([*split.values()]), whole)
@@ -61,7 +61,7 @@ def test_the_split_over_ranks_changes_no_bit(grpo: dict[str, Any], owners: list[
 def test_a_group_without_answers_has_no_advantages_but_its_place() -> None:
     config = configured({"baseline": "batch"})
     lost = replace(GROUPS[1], trajectories=[])
-    found = of_tables([table({1: lost, 0: GROUPS[0]}, config)], config.grpo)
+    found = of_tables([table({1: lost, 0: GROUPS[0]}, config)], config.algorithms.each)
     assert [len(found[position]) for position in (0, 1)] == [len(GROUPS[0].trajectories), 0]
 
 

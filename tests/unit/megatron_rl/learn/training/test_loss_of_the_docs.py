@@ -47,5 +47,5 @@ def test_loss_of_the_page_trains(platform: Any, groups: Any, reference: str) -> 
 
 def test_page_names_every_loss_and_every_value_of_a_token() -> None:
     assert not [name for name in POLICY_LOSSES if f"| `{name}` |" not in PAGE]
-    internal = {"answer_log_ratios", "answer_tokens", "sequence", "sequences", "context"}
+    internal = {"answer_log_ratios", "answer_tokens", "sequence", "sequences", "environment", "environments", "context"}
     assert not [field.name for field in fields(TrainedTokens) if field.name not in internal and field.name not in PAGE]

@@ -19,6 +19,7 @@ from published_twin import published, published_twin
 from thread_ranks import on_threads
 from torch import Tensor
 
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.packing import MicroBatch
@@ -39,6 +40,7 @@ from megatron_rl.rank.control import Control
 from megatron_rl.rank.metrics.stats import StepStats, Tally
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.flops import training_flops
+from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.lora_section import LoraConfig
 from megatron_rl.run.state import Run
 
@@ -109,9 +111,17 @@ def padded_logprobs(twin: Any, groups: list[TrajectoryGroup], temperature: float
 
 
 def naive_loss(
-    twin: Any, reference: Any, groups: list[TrajectoryGroup], config: RunConfig, policy_version: int = 0
+    twin: Any,
+    reference: Any,
+    groups: list[TrajectoryGroup],
+    config: RunConfig,
+    policy_version: int = 0,
+    of_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Loss of one update at weights of this version, written from the papers."""
+    """Loss of one update at weights of this version, written from the papers.
+
+    of_tokens: [sequences, longest - 1] advantages; None: those of the answers.
+    """
     grpo = config.grpo
     logprobs, entropy, mask = padded_logprobs(twin, groups, config.sampling.temperature)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -139,6 +149,8 @@ def naive_loss(
     corrects = grpo.importance is not None or grpo.rejection is not None
     old = torch.where(sampled_now | corrects, logprobs.detach(), engine)
     ratio, advantage = (logprobs - old).exp(), torch.tensor(advantages)[owner, None]
+    if of_tokens is not None:
+        advantage = of_tokens
     if grpo.kl_beta:
         with torch.no_grad():
             theirs, _, _ = padded_logprobs(reference, groups, config.sampling.temperature)
@@ -238,13 +250,16 @@ def sampled_in_part_by_older_weights(groups: list[TrajectoryGroup]) -> list[Traj
     ]
 
 
+Loss = Callable[[Any, Any], Tensor]  # of the twins of the policy and of the reference
+
+
 def assert_like_padded(
-    run: Run, groups: list[TrajectoryGroup], config: RunConfig, policy_version: int = 0
+    run: Run, groups: list[TrajectoryGroup], config: RunConfig, policy_version: int = 0, loss: Loss | None = None
 ) -> StepStats:
     """Assert that one update has the loss and gradients of the padded implementation."""
     twin = published_twin(run.trainer.policy, config.model)
     reference = published_twin(run.models.reference, config.model) if run.models.reference is not None else None
-    expected = naive_loss(twin, reference, groups, config, policy_version)
+    expected = loss(twin, reference) if loss else naive_loss(twin, reference, groups, config, policy_version)
     expected.backward()
 
     run.trainer.policy_version = policy_version
@@ -442,7 +457,7 @@ def test_skipping_answers_without_advantage_does_not_change_loss_and_gradient(
     monkeypatch.setattr(Policy, "predictors", counting)
     ours = trained(spared, batch)
     found = training_batch_of(batch, config)
-    monkeypatch.setattr(RunConfig, "trains_all_answers", property(lambda _: True))
+    monkeypatch.setattr(GrpoConfig, "trains_all_answers", property(lambda _: True))
     theirs = trained(whole, batch)
 
     assert of_loss(ours).loss == pytest.approx(of_loss(theirs).loss, rel=1e-6, abs=1e-6)
@@ -462,6 +477,69 @@ def with_equal_rewards_in_every_second(groups: list[TrajectoryGroup]) -> list[Tr
         replace(each, trajectories=[replace(one, reward=0.5) for one in each.trajectories]) if number % 2 else each
         for number, each in enumerate(groups)
     ]
+
+
+def test_each_environment_has_the_loss_and_the_metrics_of_its_algorithm(platform: Any, groups: Any) -> None:
+    own = {
+        "advantage_std": "none",
+        "kl_beta": 0.3,
+        "entropy_coefficient": 0.1,
+        "importance": {"upper": 1.5},
+        "overlong": {"mode": "mask"},
+    }
+    listed = [{"name": "arithmetic", "id": "sums", "grpo": own}, {"name": "arithmetic", "id": "plain"}]
+    alone = one_update({"eps_low": 0.2})
+    config = RunConfig.model_validate(alone.model_dump() | {"environment": None, "environments": listed})
+    batch = [
+        replace(each, problem=replace(each.problem, environment=("sums", "plain")[number % 2]))
+        for number, each in enumerate(sampled_in_part_by_older_weights(GROUPS))
+    ]
+    parts = [(batch[0::2], one_update({"eps_low": 0.2} | own)), (batch[1::2], alone)]
+    tokens = [
+        sum(
+            each.loss_mask.count(True)
+            for each in sequences_of(its)
+            if settings.grpo.overlong.mode == "none" or not isinstance(each, Trajectory) or each.finish_reason == "stop"
+        )
+        for its, settings in parts
+    ]
+
+    def loss(twin: Any, reference: Any) -> Tensor:
+        of_parts = [
+            naive_loss(twin, reference, its, settings, 3) * count / sum(tokens)
+            for (its, settings), count in zip(parts, tokens, strict=True)
+        ]
+        return torch.stack(of_parts).sum()
+
+    stats = assert_like_padded(build_run(config, platform, groups), batch, config, 3, loss)
+    sums, plain = stats.environments["sums"], stats.environments["plain"]
+    assert (sums.kl or 0) > 0 and plain.kl is None
+    assert (sums.tokens or 0) + (plain.tokens or 0) == of_loss(stats).tokens
+    assert (sums.entropy or 0) + (plain.entropy or 0) == pytest.approx(of_loss(stats).entropy)
+    assert (sums.clipped or 0) + (plain.clipped or 0) == of_loss(stats).clip_low + of_loss(stats).clip_high
+
+
+def test_each_token_is_trained_with_the_advantage_of_its_turn(platform: Any, groups: Any) -> None:
+    def scored(one: Trajectory, number: int) -> Trajectory:
+        count = sum(len(each.turns) for each in one.sequences)
+        turns = [TurnScore((number + at) % 3 / 2, f"{(number + at) % 2}", number=count - at) for at in range(count)]
+        return replace(one, turn_scores=tuple(turns))
+
+    batch = [
+        replace(each, trajectories=[scored(one, number) for number, one in enumerate(each.trajectories)])
+        for each in with_branches(in_two_turns(GROUPS))
+    ]
+    config = one_update({"turn_discount": 0.9})
+    found = training_batch_of(batch, config).advantages
+    assert found is not None
+    of_turns = iter(found.tolist())
+    of_tokens = padded(batch, lambda each: [next(of_turns) if trained else 0.0 for trained in each.loss_mask])
+    assert len({round(value, 4) for value in found.tolist()}) > 10
+
+    def loss(twin: Any, reference: Any) -> Tensor:
+        return naive_loss(twin, reference, batch, config, 0, of_tokens)
+
+    assert_like_padded(build_run(config, platform, groups), batch, config, 0, loss)
 
 
 def test_a_batch_without_answers_is_no_error(platform: Any, groups: Any) -> None:
