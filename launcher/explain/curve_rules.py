@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from launcher.explain.record import Record
 from launcher.explain.trend import fall_of, rise_of
 from launcher.runs.slow_ranks import OFTEN, SHARE, STEPS
@@ -122,12 +125,18 @@ def engine_mismatch(record: Record) -> Seen | None:
 
 def stale(record: Record) -> Seen | None:
     age = record.last("staleness_mean")
-    if age is None or age < STALENESS or record.key("grpo.importance") or record.key("grpo.rejection"):
+    if age is None or age < STALENESS or all(one.get("importance") or one.get("rejection") for one in _grpo(record)):
         return None
     return Seen(
         f"The answers of the last {WINDOW} steps were sampled {age:.1f} optimizer steps before they were trained on, "
         "and grpo.importance corrects for nothing"
     )
+
+
+def _grpo(record: Record) -> list[Mapping[str, Any]]:
+    """Return the keys of `grpo` as each environment that is trained on has them."""
+    own = [one for one in record.key("environments") or () if not one.get("evaluation_only") and one.get("weight", 1.0)]
+    return [{**(record.key("grpo") or {}), **(one.get("grpo") or {})} for one in own or ({},)]
 
 
 def learning_rate_below_bf16(record: Record) -> Seen | None:

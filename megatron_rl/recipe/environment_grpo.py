@@ -21,7 +21,7 @@ from megatron_rl.recipe.grpo import (
     SignalFilter,
 )
 from megatron_rl.recipe.own_code import is_own
-from megatron_rl.recipe.section import NonNegativeFloat, PositiveInt, Probability, Section
+from megatron_rl.recipe.section import NonNegativeFloat, PositiveInt, Section
 
 
 class EnvironmentGrpo(Section):
@@ -40,7 +40,7 @@ class EnvironmentGrpo(Section):
     """Value of grpo.advantage_std_of."""
     batch_over: BatchOver | None = None
     """Value of grpo.batch_over."""
-    turn_discount: Probability | None = None
+    turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
     """Value of grpo.turn_discount; null: no credit by turn."""
     turn_weight: NonNegativeFloat | None = None
     """Value of grpo.turn_weight."""

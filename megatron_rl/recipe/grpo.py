@@ -15,7 +15,6 @@ from megatron_rl.recipe.section import (
     PathMark,
     PositiveFloat,
     PositiveInt,
-    Probability,
     Section,
 )
 
@@ -253,12 +252,13 @@ class GrpoConfig(Section):
     batch_over: BatchOver = "answers"
     """Count of an answer in means and deviations over the step. answers: once (TRL, OpenRLHF). tokens: once for each of
     its trained tokens, so long answers count more (verl, NeMo-RL, SkyRL)."""
-    turn_discount: Probability | None = None
+    turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
     """Credit by turn, for agents whose environment reports rewards by turn (docs/advantages.md). The return of a turn
-    is its reward plus turn_discount times the return of the next one; 1: the sum of what follows. It is compared with
-    the returns of the group's turns that have the same key, or without keys the same number, as baseline and
-    advantage_std compare answers: GiGPO (arXiv 2505.10978; 0.95 in its experiments). The advantage of a turn's tokens
-    is episode_weight * A_episode + turn_weight * A_turn. Default: none; all turns have the advantage of the answer."""
+    is its reward plus turn_discount times the return of the next one; 0: its reward, 1: the sum of what follows. It is
+    compared with the returns of the group's turns that have the same key, or without keys the same number, as baseline
+    and advantage_std compare answers: GiGPO (arXiv 2505.10978; 0.95 in its experiments). The advantage of a turn's
+    tokens is episode_weight * A_episode + turn_weight * A_turn. Default: none; all turns have the advantage of the
+    answer."""
     turn_weight: NonNegativeFloat = 1.0
     """Weight of the advantages of turns, with turn_discount."""
     episode_weight: NonNegativeFloat = 1.0

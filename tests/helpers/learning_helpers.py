@@ -35,12 +35,17 @@ class Shuffled({base}):
 def install_shuffled(folder: Path, base: type) -> str:
     """Install a package in `folder` that registers the environment `base` with shuffled rewards, and return its
     name."""
-    metadata = folder / "shuffled-1.0.dist-info"
+    return install(folder, "shuffled", "Shuffled", SHUFFLED.format(module=base.__module__, base=base.__name__))
+
+
+def install(folder: Path, name: str, environment: str, source: str) -> str:
+    """Install a package in `folder` that registers the environment of this class, and return its name."""
+    metadata = folder / f"{name}-1.0.dist-info"
     metadata.mkdir()
-    (folder / "shuffled.py").write_text(SHUFFLED.format(module=base.__module__, base=base.__name__))
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shuffled\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[mrl.environments]\nshuffled = shuffled:Shuffled\n")
-    return "shuffled"
+    (folder / f"{name}.py").write_text(source)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[mrl.environments]\n{name} = {name}:{environment}\n")
+    return name
 
 
 def train(recipe: str, root: Path, *overrides: str, environment: str | None = None, limit_s: float = 900) -> RunDir:

@@ -20,6 +20,7 @@ from small_root import make_small_root
 from megatron_rl.agent.api import EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.environments.program.arguments import ProgramConfig
 from megatron_rl.agent.environments.program.program_environment import ProgramEnvironment
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.scripted_trial import CodePoints
 from megatron_rl.generate.engine.scripted import ScriptedInference
@@ -91,6 +92,45 @@ def test_an_agent_of_another_library_is_trained_token_for_token(tmp_path: Path, 
     call, answer = (tokenizer.decode(right.tokens[turn.start : turn.stop]) for turn in right.turns)
     assert call == uses_the_tool("", 0) and answer == "It is 1776."
     assert right.loss_mask == [any(place in turn for turn in right.turns) for place in range(len(right.tokens))]
+
+
+def doubtful(prompt: str, sample: int) -> str:
+    """Answers of a solver that is wrong at first, and of a critic that notices."""
+    if "Is this right?" in prompt:
+        return "no"
+    return "It is 1776." if "Try again." in prompt else "It is 1."
+
+
+def test_each_agent_of_a_program_has_its_own_rewards_in_the_turns_that_it_spoke(tmp_path: Path) -> None:
+    problems = [{"prompt": "What is 37 * 48?", "answer": 1776}]
+    arguments = {"command": ["{python}", "two_agents.py"], "code": [str(EXAMPLES / "two_agents.py")]}
+    tokenizer = byte_tokenizer()
+    found = rolled_out(tokenizer, doubtful, problems, tmp_path, **arguments)
+    assert not found.failures
+    [[one]] = found.trajectories
+    said = [
+        tokenizer.decode(sequence.tokens[turn.start : turn.stop])
+        for sequence in one.sequences
+        for turn in sequence.turns
+    ]
+    assert dict(zip(said, one.turn_scores, strict=True)) == {
+        "It is 1.": TurnScore(0.0, None, "solver", 0),
+        "no": TurnScore(1.0, None, "critic", 1),
+        "It is 1776.": TurnScore(1.0, None, "solver", 2),
+    }
+    assert len(one.branches) == 1 and said != ["It is 1.", "no", "It is 1776."], "the critic's is another sequence"
+
+
+def test_a_program_that_scores_other_turns_than_it_had_is_lost_with_the_counts(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "import json, os\n"
+        "from openai import OpenAI\n"
+        "OpenAI().completions.create(model=os.environ['OPENAI_MODEL'], prompt='1+1=', max_tokens=5)\n"
+        "print(json.dumps({'reward': 1, 'turn_rewards': [0, 1]}))\n"
+    )
+    arguments = {"command": ["{python}", "agent.py"], "code": [str(tmp_path / "agent.py")]}
+    found = rolled_out(byte_tokenizer(), ["2"], [{"prompt": "?", "answer": 2}], tmp_path, **arguments)
+    assert found.failures == {"rollout: the reward is turn_rewards of 2 entries for 1 turn of the model": 1}
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

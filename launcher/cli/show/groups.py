@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from launcher.runs.rollout_selection import has_signal
-from megatron_rl.contract.rollout_records import AnswerLine, GroupLine
+from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, TurnLine
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.contract.text import printable
 
@@ -41,11 +41,19 @@ def _answer(group: GroupLine, place: int, answer: AnswerLine | None, full: bool)
         parts += [f"{printable(name)} {value:g}" for name, value in answer.components.items()]
         parts += [f"{answer.tool_calls} tool calls"] if answer.tool_calls else []
     yield "  " + click.style("  ".join(parts), fg="green" if group.advantages[place] > 0 else None)
+    yield from map(_turn, sorted(group.turns[place] if group.turns else (), key=lambda turn: turn.number))
     if answer is None:
         return
     yield from _indented("", answer.text, full)
     if answer.output.strip():
         yield from _indented("output", answer.output.rstrip(), full)
+
+
+def _turn(turn: TurnLine) -> str:
+    parts = [f"    turn {turn.number + 1}", f"reward {turn.reward:g}", f"advantage {turn.advantage:+.3g}"]
+    parts += [f"agent {turn.agent}"] if turn.agent else []
+    parts += [f"key {printable(turn.key)}"] if turn.key else []
+    return "  ".join(parts)
 
 
 def _indented(label: str, text: str, full: bool) -> Iterator[str]:

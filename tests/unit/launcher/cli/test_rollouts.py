@@ -18,6 +18,7 @@ from megatron_rl.contract.rollout_records import (
     AnswerLine,
     GroupLine,
     SequenceLine,
+    TurnLine,
     group_json,
     member,
     rollouts_file,
@@ -66,6 +67,16 @@ def run(tmp_path: Path) -> RunDir:
         path.parent.mkdir(parents=True, exist_ok=True)
         append_bytes(path, member(group_json(line) + "\n"))
     return found
+
+
+def test_turns_are_shown_in_the_order_of_time_with_their_credit(run: RunDir):
+    turns = [[TurnLine(1.0, 0.75, "a\x1b[", "solver", 1), TurnLine(0.0, -0.5, number=0)]]
+    line = group(2, 9, [1.0])._replace(turns=turns)
+    append_bytes(Path(rollouts_file(run.attempt(1), 0, 2)), member(group_json(line) + "\n"))
+    said = printed(run, "--step", "2")
+    first, second = [each for each in said.splitlines() if each.startswith("    turn ")]
+    assert first == "    turn 1  reward 0  advantage -0.5"
+    assert second == "    turn 2  reward 1  advantage +0.75  agent solver  key a\\x1b["
 
 
 def printed(run: RunDir, *options: str, code: int = 0) -> str:

@@ -86,6 +86,16 @@ GOOD = {
     "a vLLM with weights of 8 bits": run(
         recipe={**RECIPE, "inference": {"vllm": {"args": {"quantization": "fp8"}}}}, inference_logprob_difference=0.15
     ),
+    "old answers that each environment corrects": run(
+        recipe={
+            **RECIPE,
+            "environments": [
+                {"id": "a", "grpo": {"rejection": {"upper": 2.0}}},
+                {"id": "b", "evaluation_only": True, "grpo": None},
+            ],
+        },
+        staleness_mean=6.0,
+    ),
     "old answers with a correction": run(recipe=with_grpo(importance={"upper": 2.0}), staleness_mean=6.0),
     "a small learning rate in fp32": run(recipe={**RECIPE, "model": {"dtype": "fp32"}}, learning_rate=1e-9),
     "a run without an update yet": Record(RECIPE, []),
@@ -125,7 +135,16 @@ FAULTY = {
     "entropy-collapse": (run(entropy=0.05, nonzero_groups_ratio=0.3), "fell from 0.8 to 0.05 nats"),
     "clipped": (run(clip_fraction=0.45), "policy loss (clip) removed the gradient of 45%"),
     "engine-mismatch": (run(inference_logprob_difference=0.3), "differ by 0.3 nats"),
-    "stale": (run(staleness_mean=6.0), "sampled 6.0 optimizer steps before"),
+    "stale": (
+        run(
+            recipe={
+                **with_grpo(importance={"upper": 2.0}),
+                "environments": [{"id": "a", "grpo": None}, {"id": "b", "grpo": {"importance": None}}],
+            },
+            staleness_mean=6.0,
+        ),
+        "sampled 6.0 optimizer steps before",
+    ),
     "learning-rate-below-bf16": (
         Record(RECIPE, [line(step, 0.2 + step / 200, learning_rate=1e-7) for step in range(1, STEPS + 1)]),
         "All 100 steps together move a weight by 1e-05 at most",

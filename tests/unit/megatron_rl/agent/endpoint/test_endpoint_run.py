@@ -13,6 +13,7 @@ from core_helpers import build_run, tiny_run
 
 from megatron_rl.agent.endpoint.agent import EndpointAgent, RunResult
 from megatron_rl.agent.endpoint.session import RolloutSession
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.recipe.chat_section import EndpointConfig
@@ -40,7 +41,9 @@ class TwoCalls(EndpointAgent):
         self.begun += 1
         async with httpx.AsyncClient(base_url=session.base_url, timeout=60, trust_env=False, verify=False) as client:
             text = await self._answer(client, problem.prompt)
-            return RunResult(float(len(text + await self._answer(client, problem.prompt + text + self._second))))
+            more = await self._answer(client, problem.prompt + text + self._second)
+            turns = [{"reward": len(text), "key": text[:1]}, {"reward": len(more), "key": more[:1]}]
+            return RunResult({"turn_rewards": turns})
 
     async def _answer(self, client: httpx.AsyncClient, prompt: str) -> str:
         response = await client.post("completions", json={"prompt": prompt})
@@ -60,6 +63,10 @@ def sequences(groups: Sequence[TrajectoryGroup]) -> list[list[tuple[list[int], l
     return [[(one.tokens, one.loss_mask) for each in group.trajectories for one in each.sequences] for group in groups]
 
 
+def turns(groups: Sequence[TrajectoryGroup]) -> list[list[tuple[TurnScore, ...]]]:
+    return [[each.turn_scores for each in group.trajectories] for group in groups]
+
+
 def test_rollouts_that_a_drain_interrupts_are_begun_again_and_end_alike(run: Run, tmp_path: Path) -> None:
     undisturbed = collect(run, agent=TwoCalls(run))
     assert [len(group.trajectories) for group in undisturbed] == [3, 3]
@@ -68,6 +75,7 @@ def test_rollouts_that_a_drain_interrupts_are_begun_again_and_end_alike(run: Run
     again = TwoCalls(run)
     resumed = collect(run, bank_in(tmp_path, 2, keep), agent=again)
     assert sequences(resumed) == sequences(undisturbed)
+    assert turns(resumed) == turns(undisturbed) and all(len(its) == 2 for group in turns(resumed) for its in group)
     assert 0 < again.begun <= 6
 
 
