@@ -46,9 +46,9 @@ def command(
     Exit codes: as of mrl-submit
     """
     from launcher.cli.submit.launch import launch
-    from launcher.cli.submit.request import Request
     from launcher.job.forked_run import forked, plan_fork
     from launcher.recipe.changes import as_json as changes_json
+    from launcher.start.request import Request
 
     fork = plan_fork(run_at_step, overrides, trust)
     where = f"{fork.source.root.name} after step {fork.step}" + "".join(f"\n  {one}" for one in fork.changes)

@@ -92,6 +92,6 @@ Examples:
 @click.pass_context
 def main(context: click.Context, **options: Any) -> None:
     from launcher.cli.submit.launch import launch  # not needed for completion
-    from launcher.cli.submit.request import Request
+    from launcher.start.request import Request
 
     context.exit(launch(Request(**options)))

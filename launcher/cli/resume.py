@@ -36,19 +36,10 @@ Exit codes: as of mrl-submit; 2 also if a live job owns the run
 @click.pass_context
 def command(context: click.Context, run: str, overrides: tuple[str, ...], cluster: str | None, **others: Any) -> None:
     from launcher.cli.submit.launch import launch
-    from launcher.cli.submit.request import Request
     from launcher.runs.find import find, names_run
-    from launcher.runs.state import resolved_values
+    from launcher.start.request import resumption
 
     if OVERRIDE.match(run) and not names_run(run):  # no RUN was given; runs of a sweep have = in their names
         run, overrides = "-", (run, *overrides)
     found = find(None if run == "-" else run)
-    request = Request(
-        recipe=str(found.resolved),
-        overrides=overrides,
-        cluster=cluster or str(resolved_values(found).get("cluster") or "local"),
-        run_dir=found.root,
-        change=bool(overrides),
-        **others,
-    )
-    context.exit(launch(request))
+    context.exit(launch(resumption(found, overrides, cluster, **others)))

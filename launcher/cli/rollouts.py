@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import islice, starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from launcher.cli.arguments import RUN, Bounds
-from megatron_rl.contract.paths import RunDir
-
-if TYPE_CHECKING:
-    from megatron_rl.contract.rollout_records import GroupLine
 
 SHOWN = 5
 
@@ -58,53 +53,14 @@ def command(
     from launcher.cli.show.groups import group_json, group_lines
     from launcher.errors import Failed
     from launcher.runs.find import find
-    from launcher.runs.rollout_selection import Wanted, selected
+    from launcher.runs.rollout_selection import Wanted, nothing_fits, recorded_groups, selected
 
     found = find(run)
-    newest = _newest_step(found)
-    fitting = selected(_groups(found, newest, step), Wanted(**wanted))
+    fitting = selected(recorded_groups(found, step), Wanted(**wanted))
     texts = starmap(group_json if as_json else partial(group_lines, full=full), fitting)
     shown = [*islice(texts, most or None)]
     if not shown:
-        raise Failed(
-            f"{found.root.name}: no recorded group fits. --step asks for other steps, 1 to {newest}; only sampled "
-            f"groups have texts (logging.samples_every){_of_parent(found)}"
-        )
+        raise Failed(nothing_fits(found))
     click.echo("\n".join(shown))
     if len(shown) == most and next(texts, None) is not None:
         click.echo("more fit: -n 0 shows all", err=True)
-
-
-def _newest_step(run: RunDir) -> int:
-    from launcher.cli.show.history import newest_line
-    from launcher.errors import Failed
-    from megatron_rl.contract.records import Absent, Unreadable
-
-    line = newest_line(run.metrics)
-    if isinstance(line, Unreadable):
-        raise Failed(str(line))
-    if isinstance(line, Absent):
-        raise Failed(f"{run.root.name} has not finished a step yet: {run.metrics} does not exist or is empty")
-    return line.step
-
-
-def _groups(run: RunDir, newest: int, steps: tuple[float, float] | None) -> Iterator[GroupLine]:
-    """Groups of the steps from:to; by default of the newest with sampled groups. Raises Failed."""
-    from launcher.errors import Failed
-    from launcher.runs.rollout_selection import newest_sampled
-    from megatron_rl.contract.rollout_records import read_rollouts
-
-    if steps is None:
-        return iter(newest_sampled(run, newest))
-    first, last = max(1, steps[0]), min(newest, steps[1])
-    if first > last:
-        raise Failed(f"{run.root.name} has no step {steps[0]:g} yet: its newest is {newest}")
-    return read_rollouts(run, int(first), int(last))
-
-
-def _of_parent(run: RunDir) -> str:
-    from megatron_rl.contract.records import if_readable, read
-    from megatron_rl.contract.run_records import Fork
-
-    fork = if_readable(read(Fork, run.fork))
-    return f". Steps up to {fork.step} are recorded in {fork.source}, from which the run was forked" if fork else ""

@@ -118,7 +118,7 @@ def _hand_over(job: PlannedJob, run: RunDir, run_id: str, after: Sequence[str]) 
     flags.append(f"--comment={comment_of(run_id, flags_by_name(header(job)).get('comment', ''))}")
     by, slurm_cluster = os.environ.get("USER", ""), cluster_name()
     try:
-        job_id = str(sbatch.submit(run.script, flags).job_id)
+        job_id = sbatch.submit(run.script, flags)
     except (SlurmSilent, KeyboardInterrupt) as error:
         raise Unsure(
             f"cluster {job.cluster}: {str(error) or 'interrupted'}; Slurm may have accepted the job: see "

@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from launcher.errors import Failed
+from launcher.runs.step_record import newest_step
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.rollout_records import STEPS_PER_FILE, GroupLine, read_rollouts
+from megatron_rl.contract.run_records import Fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +62,25 @@ def newest_sampled(run: RunDir, last: int) -> list[GroupLine]:
     recent = [*read_rollouts(run, last - STEPS_PER_FILE, last)]
     step = max((group.step for group in recent if group.answers), default=None)
     return [group for group in recent if (group.step == last if step is None else group.step == step and group.answers)]
+
+
+def recorded_groups(run: RunDir, steps: tuple[float, float] | None) -> Iterator[GroupLine]:
+    """Groups of the steps from:to; None: of the newest with sampled groups. Raises Failed where the run has no such
+    steps."""
+    newest = newest_step(run)
+    if steps is None:
+        return iter(newest_sampled(run, newest))
+    first, last = max(1, steps[0]), min(newest, steps[1])
+    if first > last:
+        raise Failed(f"{run.root.name} has no step {steps[0]:g} yet: its newest is {newest}")
+    return read_rollouts(run, int(first), int(last))
+
+
+def nothing_fits(run: RunDir) -> str:
+    """Explain why a selection may be empty."""
+    fork = if_readable(read(Fork, run.fork))
+    parent = f". Steps up to {fork.step} are recorded in {fork.source}, from which the run was forked" if fork else ""
+    return (
+        f"{run.root.name}: no recorded group fits. --step asks for other steps, 1 to {newest_step(run)}; only sampled "
+        f"groups have texts (logging.samples_every){parent}"
+    )

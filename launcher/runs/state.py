@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.backends.slurm.reasons import wait_of
@@ -46,6 +46,8 @@ State = Literal[
 stop. stopped: saved and left. failed: crashed or wrongly configured. lost: ended without a record. unknown: Slurm does
 not answer. unreadable: the run's own record cannot be read. copy: copy of the directory of another run, to which the
 recorded job belongs."""
+
+Line = TypeVar("Line", AttemptStart, AttemptEnd)
 
 UNSURE = ("unknown", "unreadable")
 
@@ -146,6 +148,13 @@ def result_file(run: RunDir) -> Path | None:
 def last_line(run: RunDir) -> LedgerLine | None:
     found = read_lines(LEDGER, run.attempts_ledger)
     return None if isinstance(found, Unreadable) or not found.records else found.records[-1]
+
+
+def line_of(run: RunDir, attempt: int, kind: type[Line]) -> Line | None:
+    """Return the line of this kind that the ledger has of an attempt."""
+    found = read_lines(LEDGER, run.attempts_ledger)
+    lines = [] if isinstance(found, Unreadable) else found.records
+    return next((one for one in lines if isinstance(one, kind) and one.attempt == attempt), None)
 
 
 def has_left(job: JobState, last: LedgerLine | None) -> bool:

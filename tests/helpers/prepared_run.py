@@ -20,11 +20,11 @@ def prepared(words: list[str], environ: Mapping[str, str], folder: Path) -> Path
 
 def _main() -> None:
     from launcher.cli.mrl_submit import main as mrl_submit
-    from launcher.cli.submit.request import Request, plan_runs
     from launcher.cluster.choice import load_clusters
     from launcher.job.draft import draft, in_directory
     from launcher.job.run_directory import opened
     from launcher.job.submit import write_files
+    from launcher.start.request import Request, plan_runs
 
     request = Request(**mrl_submit.make_context("mrl-submit", sys.argv[1:]).params)
     clusters = load_clusters()

@@ -1,7 +1,8 @@
 """Submission to Slurm by sbatch.
 
 submitit's executor pickles a function, submits it with its own script, and waits for sbatch without a limit. Our script
-is written already and must be what runs after every requeue, so only submitit's handle of a job is used.
+is written already and must be what runs after every requeue, so nothing of submitit is used here; `launcher.api` offers
+a run's job as one of submitit's.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-
-from submitit import SlurmJob
 
 from launcher.host.slurm.call import NoSuchCommand, SlurmSilent, run, submitting_environment, unclear
 from launcher.host.slurm.formats import id_of_job
@@ -25,8 +24,8 @@ class SubmissionRefused(Exception):
     """sbatch refused the job; the text is its answer."""
 
 
-def submit(script: Path, flags: Sequence[str] = ()) -> SlurmJob[None]:
-    """Submit `script`. Returns submitit's handle of the job.
+def submit(script: Path, flags: Sequence[str] = ()) -> str:
+    """Submit `script`. Returns the id of the job.
 
     Args:
         flags: options of sbatch.
@@ -49,4 +48,4 @@ def submit(script: Path, flags: Sequence[str] = ()) -> SlurmJob[None]:
     job_id = id_of_job(answer.out)
     if job_id is None:
         raise unclear(command, answer.out)
-    return SlurmJob(folder=script.parent, job_id=job_id, tasks=[0])
+    return job_id

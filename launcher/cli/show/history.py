@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from launcher.host.record.evidence import read_replicas
+from launcher.runs.step_record import TORN
 from megatron_rl.contract.attempt_records import MetricsLine, Progress, ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_RUNNING
 from megatron_rl.contract.learning import Hindrance, numbers
 from megatron_rl.contract.metrics_index import KEPT, WatchedRecord
 from megatron_rl.contract.paths import FOLDERS, Attempt, Replica, RunDir
-from megatron_rl.contract.records import ABSENT, Absent, RecordTail, Unreadable, decode_lines, if_readable, read
+from megatron_rl.contract.records import ABSENT, RecordTail, if_readable, read
 
 ANSWERS, STARTS = "answers", "starts"  # states of replicas
-LONGEST_LINE = 65536  # bytes
-TORN = "the last line cannot be read"
 REPLICAS_EVERY_S = 1.0  # seconds between two looks at the replicas
 RECENT = KEPT  # steps averaged for means and the time left
 
@@ -107,25 +106,6 @@ def _damage(path: Path, tail: RecordTail[MetricsLine]) -> str | None:
     if b"\0" in tail.rest:  # left by a file system after a power failure; no line begins like this
         return f"{path}: {TORN}"
     return f"{path}: {tail.damaged} lines cannot be read" if tail.damaged else None
-
-
-def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
-    """Return the last complete and readable line of metrics.jsonl, reading only the end of the file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LONGEST_LINE))
-            data = file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return ABSENT
-    except OSError as error:
-        return Unreadable(str(path), str(error.strerror))
-    if b"\0" in data[data.rfind(b"\n") + 1 :]:
-        return Unreadable(str(path), TORN)
-    lines = [line for line in data[: data.rfind(b"\n") + 1].split(b"\n") if line]
-    for line in reversed(lines):
-        if found := decode_lines(MetricsLine, line).records:
-            return found[-1]
-    return Unreadable(str(path), "no line can be read") if lines else ABSENT
 
 
 def mean(values: Sequence[float]) -> float:

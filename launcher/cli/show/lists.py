@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.show.history import newest_line
 from launcher.cli.show.scores import brief, result_of, scores_json
 from launcher.cli.show.terminal import columns
 from launcher.recipe.shipped import shipped_recipes
 from launcher.runs.find import at_once, newest_first
 from launcher.runs.state import RunStatus, read_statuses
+from launcher.runs.step_record import newest_line
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.learning import number

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TypeVar
 
 from launcher.backends.local import Supervisor
 from launcher.cli.show.history import HistoryReader
 from launcher.cli.show.progress_lines import ProgressLines
 from launcher.cli.show.terminal import Interruptions, discard_output, echo
 from launcher.host.process.lock import owner_of
-from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, AttemptStart, Drain
+from launcher.runs.state import line_of
+from launcher.start.on_this_machine import NoSupervisor
+from megatron_rl.contract.attempt_records import AttemptEnd, Drain
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import Unreadable, read_lines, write
-
-Line = TypeVar("Line", AttemptStart, AttemptEnd)
+from megatron_rl.contract.records import write
 
 TICK = 0.2  # seconds between two reads of the run directory
-START_TICK = 0.05  # the same until the attempt has begun
-START_LIMIT = 60.0  # seconds for the supervisor to write its first line
 END_LIMIT = 60.0  # seconds after the deadline of a drain for the supervisor to write its last line
-
-
-class NoSupervisor(Exception):
-    """The attempt can no longer be followed."""
 
 
 class Follower:
@@ -39,29 +32,12 @@ class Follower:
         self._handled = 0
         self._give_up_at: float | None = None
 
-    def wait_for_start(self) -> AttemptStart:
-        """Wait for the attempt to start; return its line in the ledger. Raises NoSupervisor."""
-        give_up = time.monotonic() + START_LIMIT
-        while True:
-            gone = self._supervisor.ended()
-            line = self._line(AttemptStart)
-            if line is not None:
-                return line
-            if gone:
-                raise NoSupervisor(
-                    f"the supervisor did not start: {self._supervisor.complaint() or 'it gave no reason'}"
-                )
-            if time.monotonic() > give_up:
-                pid = self._supervisor.pid
-                raise NoSupervisor(f"the supervisor, pid {pid}, did not start within {START_LIMIT:.0f} s")
-            time.sleep(START_TICK)
-
     def wait_for_end(self, reader: HistoryReader, view: ProgressLines, interruptions: Interruptions) -> AttemptEnd:
         """Show the run until the attempt ends; return its line in the ledger. Raises NoSupervisor."""
         while True:
             gone = self._supervisor.ended() and self._is_free()
             view.show(reader.poll())
-            line = self._line(AttemptEnd)
+            line = line_of(self._run, self._attempt.number, AttemptEnd)
             if line is not None:
                 return line
             if gone and not self._run.root.exists():
@@ -99,8 +75,3 @@ class Follower:
             echo(f"{cause}: saving, then ending: {time_s}. Another {cause} kills it without saving.")
         else:
             echo(f"{cause}: killing the ranks")
-
-    def _line(self, kind: type[Line]) -> Line | None:
-        found = read_lines(LEDGER, self._run.attempts_ledger)
-        lines = [] if isinstance(found, Unreadable) else found.records
-        return next((one for one in lines if isinstance(one, kind) and one.attempt == self._attempt.number), None)

@@ -1,36 +1,26 @@
-"""Start runs for mrl-submit, mrl resume and mrl fork."""
+"""Start runs for mrl-submit, mrl resume and mrl fork: ask, print, and leave the work to `launcher.start`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
-from launcher.cli.submit.request import PlannedRun, Request, plan_runs, why_local
+from launcher.cli.show.terminal import at_terminal
 from launcher.cluster.choice import LOCAL, load_clusters
-from launcher.job.directories import refuse_unusable
-from launcher.plan.engine_choice import note_of
-from launcher.recipe.advice import warnings
-from megatron_rl.contract.paths import RunDir
+from launcher.errors import Failed
+from launcher.start.planned import check_directories, remarks_of
+from launcher.start.request import Request, large_sweep, plan_runs, why_local
 
 
 def launch(request: Request) -> int:
     clusters = load_clusters()
-    cluster, planned = plan_runs(request, clusters)
-    for note in dict.fromkeys(_implied(one) for one in planned if one.recipe.implied):
+    cluster, planned = plan_runs(_confirmed(request), clusters)
+    remarks = remarks_of(planned)
+    for note in remarks.notes:
         click.echo(f"note: {note}", err=True)
-    for note in dict.fromkeys(filter(None, (note_of(one.recipe) for one in planned))):
-        click.echo(f"note: {note}", err=True)
-    for warning in dict.fromkeys(text for one in planned for text in warnings(one.recipe.config)):
+    for warning in (*remarks.warnings, *check_directories(planned, request, clusters, cluster)):
         click.echo(f"warning: {warning}", err=True)
-    for one in planned:
-        if one.given is not None:
-            # Imports Slurm's client, which a new local run does not need.
-            from launcher.runs.owner import refuse_others, warning_of_readers
-
-            refuse_unusable(one.given)
-            refuse_others(RunDir(one.given), request.trust)
-            shared = cluster != LOCAL and clusters.profile(cluster).readable_by != "me"
-            if not shared and (readers := warning_of_readers(one.given)):
-                click.echo(f"warning: {readers}", err=True)
     if cluster != LOCAL:
         from launcher.cli.submit.slurm import run_on_slurm  # each of the two has imports that the other does not need
 
@@ -43,7 +33,11 @@ def launch(request: Request) -> int:
     return run_on_this_machine(planned[0], request)
 
 
-def _implied(planned: PlannedRun) -> str:
-    recipe = planned.recipe
-    texts = " ".join(override.text for override in recipe.implied)
-    return f"inference.engine={recipe.config.inference.engine} also sets {texts}"
+def _confirmed(request: Request) -> Request:
+    """Ask at the terminal whether to submit a large sweep. Raises Failed where the user declines."""
+    runs = large_sweep(request)
+    if not runs or not at_terminal():
+        return request
+    if not click.confirm(f"This is a sweep of {runs} runs. Continue?", err=True):
+        raise Failed("nothing was done")
+    return replace(request, yes=True)

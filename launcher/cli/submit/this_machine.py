@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.show.terminal import Interruptions, echo
-from launcher.cli.submit.request import PlannedRun, Request
 from launcher.cluster.choice import LOCAL
-from launcher.doctor.preflight import collect_local, findings, problems
 from launcher.errors import BadInput
-from launcher.fetch.needs import export_packages
 from launcher.job.admission import check
-from launcher.job.directories import run_directory
-from launcher.job.lesson import LessonCheck
-from launcher.job.notifications import refusals as notification_refusals
-from launcher.job.run_directory import OpenedRun, prepare
-from launcher.plan.sizes import Sizes
-from launcher.plan.summary import make_plan
 from launcher.recipe.changes import as_json
-from launcher.recipe.load import Recipe, dump_resolved, origins, refusal
+from launcher.recipe.load import Recipe, dump_resolved, origins
+from launcher.start.on_this_machine import (
+    RUNS,
+    NoSupervisor,
+    Preparation,
+    check_here,
+    prepare_here,
+    supervise,
+    wait_for_start,
+)
+from launcher.start.request import PlannedRun, Request
 from megatron_rl.contract.codes import (
     CRASHED,
     EXIT_CRASHED,
@@ -40,9 +41,6 @@ from megatron_rl.recipe.config import RunConfig
 if TYPE_CHECKING:  # slow to import, and not needed for a dry run
     from launcher.cli.submit.follow import Follower
     from megatron_rl.contract.attempt_records import AttemptStart
-
-RUNS = "runs"
-"""Folder of runs without --run-dir, in the current directory."""
 
 
 def refuse_slurm_only(request: Request, count: int) -> None:
@@ -60,37 +58,23 @@ def refuse_slurm_only(request: Request, count: int) -> None:
 
 def run_on_this_machine(planned: PlannedRun, request: Request) -> int:
     recipe = planned.recipe
-    included = [Path(path) for path in recipe.config.code.include or ()]
-    run = None if planned.given is None else RunDir(planned.given)
-    with LessonCheck(recipe, included=included, run=run, change=request.change) as lesson:
-        facts = collect_local(recipe, resumes=run is not None and bool(run.checkpoint_steps()))
-        refused = list(problems(findings(facts, recipe.config)))
-        verdict = lesson.verdict()
-    refused += verdict.problems
-    refused += refusal(recipe, notification_refusals(recipe.config.notify, os.environ)).problems
-    if recipe.config.harvest is not None:
-        refused += refusal(recipe, ["harvest.partition needs Slurm, but this run is local: remove harvest"]).problems
-    if request.dry_run and not facts.refusals:
+    checked = check_here(planned, request)
+    if request.dry_run and not checked.packages_missing:
         _show(recipe, planned.given, request)
-        for note in verdict.notes:
+        for note in checked.notes:
             click.echo(f"note: {note}", err=True)
-        for one in refused:
+        for one in checked.refused:
             click.echo(f"would be refused: {one}", err=True)
-        return EXIT_USAGE if refused else EXIT_FINISHED
-    if refused:
-        raise BadInput(refused)
-    for found in findings(facts, recipe.config):
-        if found.level == "warning":
-            click.echo(f"warning: {found.text}; {found.fix}", err=True)
-    for note in verdict.notes:
-        click.echo(f"note: {note}", err=True)
-    sizes = make_plan(recipe, None).sizes
-    export_packages(recipe.config, None)
-    with run_directory(planned.given, planned.name, Path(RUNS)) as root:
-        prepared = prepare(recipe, root, request.change)
-    if prepared.attempt is None:
-        return _report_finished(recipe.config, prepared.run)
-    return _start(recipe, sizes, prepared, prepared.attempt, request)
+        return EXIT_USAGE if checked.refused else EXIT_FINISHED
+    if not checked.refused:
+        for warning in checked.warnings:
+            click.echo(f"warning: {warning}", err=True)
+        for note in checked.notes:
+            click.echo(f"note: {note}", err=True)
+    prepared = prepare_here(planned, request, checked)
+    if prepared.opened.attempt is None:
+        return _report_finished(recipe.config, prepared.opened.run)
+    return _start(prepared, prepared.opened.attempt, request)
 
 
 def _show(recipe: Recipe, root: Path | None, request: Request) -> None:
@@ -135,38 +119,31 @@ def _resume_command(recipe: Recipe, run: RunDir) -> str:
     return shlex.join(["mrl-submit", recipe.asked, *recipe.overrides, "--run-dir", str(run.root)])
 
 
-def _start(recipe: Recipe, sizes: Sizes, prepared: OpenedRun, attempt: Attempt, request: Request) -> int:
-    # A dry run does not need these, and they are slow to import.
-    from launcher.backends.local import Supervisor, supervisor_command
-    from launcher.host.record.identity import note_submission
-    from launcher.runs.control import DRAIN_MARGIN_S
+def _start(prepared: Preparation, attempt: Attempt, request: Request) -> int:
+    from launcher.host.record.identity import note_submission  # a dry run does not need it
 
-    run, config = prepared.run, recipe.config
+    recipe, opened, run = prepared.recipe, prepared.opened, prepared.opened.run
     resume = _resume_command(recipe, run)
-    if prepared.corrected:
+    if opened.corrected:
         echo(f"nothing was trained in {run.root} yet, so it starts with the current recipe", err=request.as_json)
-    for one in prepared.changes:
+    for one in opened.changes:
         echo(f"changed: {one}", err=request.as_json)
     number = "" if attempt.number == 1 else f", attempt {attempt.number}"
-    echo(f"starting {_in_brief(config)} in {run.root}{number}", err=request.as_json)
+    echo(f"starting {_in_brief(recipe.config)} in {run.root}{number}", err=request.as_json)
     if complaint := note_submission(run, LOCAL, None):
         echo(f"note: {complaint}", err=True)
-    drain_limit_s = config.save.timeout_s + DRAIN_MARGIN_S
-    owner = None if request.detach else os.getpid()
     interruptions = Interruptions()
     with interruptions.caught():
-        notify = config.notify.model_dump_json() if config.notify else None
-        command = supervisor_command(run, attempt, config, sizes, drain_limit_s, owner, notify)
-        supervisor = Supervisor(command)
-        from launcher.cli.submit.follow import Follower, NoSupervisor  # while the supervisor starts
+        started = supervise(prepared, attempt, None if request.detach else os.getpid())
+        from launcher.cli.submit.follow import Follower  # while the supervisor starts
 
-        follower = Follower(run, attempt, supervisor, drain_limit_s)
+        follower = Follower(run, attempt, started.supervisor, started.drain_limit_s)
         try:
-            started = follower.wait_for_start()
+            begun = wait_for_start(started)
             if request.detach:
-                _report_detached(run, attempt, started, resume, request.as_json)
+                _report_detached(run, attempt, begun, resume, request.as_json)
                 return EXIT_FINISHED
-            return _follow(config, run, attempt, follower, interruptions, resume)
+            return _follow(recipe.config, run, attempt, follower, interruptions, resume)
         except NoSupervisor as error:
             echo(f"failed: {error}\nlogs: {attempt.logs}\nresume:      {resume}", err=True)
             return EXIT_CRASHED

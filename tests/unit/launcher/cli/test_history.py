@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.show.ending import result_lines
-from launcher.cli.show.history import History, HistoryReader, clock, newest_line
+from launcher.cli.show.history import History, HistoryReader, clock
 from launcher.cli.show.progress_lines import evaluation_line
+from launcher.runs.step_record import newest_line
 from megatron_rl.contract.attempt_records import MetricsLine, Progress
 from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.cli.logs import LogFollower, _start_of_last, log_files, missing
+from launcher.runs.logs import LogFollower, log_files, missing, start_of_last
 from megatron_rl.contract.paths import RunDir
 
 
@@ -85,5 +85,5 @@ def test_the_list_has_the_stacks_that_a_hang_left(tmp_path):
 def test_the_offset_of_the_last_lines(tmp_path_factory, lines, wanted):
     path: Path = tmp_path_factory.mktemp("log") / "log"
     path.write_text("".join(f"{line}\n" for line in lines))
-    text = path.read_bytes()[_start_of_last(path, wanted) :].decode()
+    text = path.read_bytes()[start_of_last(path, wanted) :].decode()
     assert text == "".join(f"{line}\n" for line in (lines[-wanted:] if wanted else []))

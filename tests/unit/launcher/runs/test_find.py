@@ -15,11 +15,11 @@ from run_helpers import make_run, submitted
 
 from launcher.cli.resume import command as resume
 from launcher.cli.submit import launch as launch_module
-from launcher.cli.submit.request import Request
 from launcher.errors import BadInput
 from launcher.host.record.identity import index_file, note_submission
 from launcher.runs import find as find_module
 from launcher.runs.find import find, is_run, newest_first, pasteable_command
+from launcher.start.request import Request
 from megatron_rl.contract.records import append
 from megatron_rl.contract.run_records import Submission
 

@@ -1,4 +1,4 @@
-"""Request of mrl-submit, and the runs that it plans: recipes, names, the cluster."""
+"""Request of a submission, and the runs that it plans: recipes, names, the cluster."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import click
-
-from launcher.cli.show.terminal import at_terminal
 from launcher.cluster.choice import LOCAL, Clusters
-from launcher.errors import BadInput, Failed
+from launcher.errors import BadInput
 from launcher.fetch.needs import known_caches
 from launcher.job.directories import run_name
 from launcher.plan.engine_choice import with_engine
@@ -24,7 +22,7 @@ LARGE_SWEEP = 100  # runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Options of mrl-submit, or those that `mrl resume` and `mrl fork` derive from theirs."""
+    """Options of mrl-submit, or those that `mrl resume`, `mrl fork` and `launcher.api` derive from theirs."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -41,6 +39,7 @@ class Request:
     max_running: int | None = None
     in_allocation: bool = False
     yes: bool = False
+    """Whether a large sweep is confirmed."""
     update_code: bool = False
     """Take a new snapshot of the code; only set by `mrl resume` and `mrl fork`."""
 
@@ -58,7 +57,8 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
     """Return the cluster and the runs of a request; more than one for a sweep. Raises BadInput: the recipe, an override
     or the cluster cannot be used, or the options contradict one another."""
     _refuse_contradictions(request)
-    _confirm_large(count(request.overrides), request.yes)
+    if unconfirmed := large_sweep(request):
+        raise BadInput(f"this is a sweep of {unconfirmed} runs; confirm it with --yes")
     found = variants(request.overrides)
     if len(found) > 1 and request.run_dir and RunDir(request.run_dir).resolved.exists():
         raise BadInput(
@@ -84,13 +84,25 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
     return cluster, planned
 
 
-def _confirm_large(runs: int, yes: bool) -> None:
-    if runs <= LARGE_SWEEP or yes:
-        return
-    if not at_terminal():
-        raise BadInput(f"this is a sweep of {runs} runs; confirm it with --yes")
-    if not click.confirm(f"This is a sweep of {runs} runs. Continue?", err=True):
-        raise Failed("nothing was done")
+def large_sweep(request: Request) -> int:
+    """Number of runs of a large sweep that nobody has confirmed; 0 for every other request."""
+    runs = count(request.overrides)
+    return runs if runs > LARGE_SWEEP and not request.yes else 0
+
+
+def resumption(run: RunDir, overrides: tuple[str, ...] = (), cluster: str | None = None, **others: Any) -> Request:
+    """Return the request that resumes a run on its cluster, or on `cluster`. Raises BadInput where its record cannot be
+    read. `others`: options of Request."""
+    from launcher.runs.state import resolved_values  # imports Slurm's client, which a new local run does not need
+
+    return Request(
+        recipe=str(run.resolved),
+        overrides=overrides,
+        cluster=cluster or str(resolved_values(run).get("cluster") or LOCAL),
+        run_dir=run.root,
+        change=bool(overrides),
+        **others,
+    )
 
 
 def _refuse_twins(recipes: Sequence[Recipe], found: Sequence[Variant]) -> None:
