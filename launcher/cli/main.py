@@ -44,6 +44,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "Show prompts and answers of a run, with their rewards.",
             "answers completions generations samples",
         ),
+        "replay": ("Answer a recorded prompt again, and score its answers anew.", "again repeat reproduce rescore"),
     },
     "Its weights": {
         "evaluate": ("Score a checkpoint on an environment's problems.", "benchmark eval score test"),
@@ -85,6 +86,7 @@ EXAMPLES = {
     "push": "mrl push runs/mine me/my-model --private",
     "rehearse": "mrl rehearse qwen2.5-32b-dapo job.nodes=4",
     "rows": "mrl rows my.yaml -n 4",
+    "replay": "mrl replay runs/mine 120 3841",
     "report": "mrl report runs/mine --open",
     "resume": "mrl resume runs/mine training.steps=1200",
     "rollouts": "mrl rollouts runs/mine --step 120 --reward 0",

@@ -17,9 +17,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.scoring import RolloutLimits, all_of
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, all_of
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.interface import InferenceInterface, PromptTooLong
+from megatron_rl.generate.engine.interface import FinishReason, InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
@@ -124,6 +124,9 @@ class EvaluationAgent(ScoringAgent):
     compares_answers: bool = False
     """Whether `final_answer` can match equivalent answers to a problem, as majority votes need."""
 
+    repeatable: bool = True
+    """Whether the same tokens of the model lead to the same rollout. A program of the user's may do anything."""
+
     several_turns: bool = False
     """Whether a rollout may be longer than a problem's prompt and one answer."""
 
@@ -182,6 +185,17 @@ class Environment(RegisteredEnvironment, GroupedRolloutGenerator, EvaluationAgen
         failures = sum((Counter(group.failures) for group in groups), Counter[str]())
         finals = {place: group.final_answers for place, group in enumerate(groups) if group.final_answers}
         return EvaluationResponse([group.trajectories for group in groups], failures, finals)
+
+    async def rescore(
+        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
+    ) -> CheckedReward | str:
+        """Score a recorded answer again, or return the reason why it has no score.
+
+        responses: texts of the model's turns, without special tokens.
+
+        Raises NotImplementedError for an environment whose answers are scored elsewhere, as by a program.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not score answers itself")
 
     def tracebacks(self) -> Mapping[str, str]:
         """Return tracebacks of errors in the environment's own code that lost answers. The keys are the prefixes of the

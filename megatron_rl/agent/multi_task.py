@@ -16,8 +16,9 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.datasets import normalised
 from megatron_rl.agent.indexed_problems import IndexedProblems
-from megatron_rl.agent.scoring import RolloutLimits
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment_section import Environments, WeightedEnvironment
 from megatron_rl.recipe.registry import check_files, required_datasets, required_extras, used_files
@@ -100,6 +101,12 @@ class WeightedMultiTask(Environment, Demonstrator):
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         id = request.problem.environment
         return await self._members[id].group_rollout(replace(request, limits=RolloutLimits.of(self._config[id])))
+
+    async def rescore(
+        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
+    ) -> CheckedReward | str:
+        id = problem.environment
+        return await self._members[id].rescore(problem, responses, finish_reason, RolloutLimits.of(self._config[id]))
 
     def tracebacks(self) -> Mapping[str, str]:
         return {kind: trace for member in self._members.values() for kind, trace in member.tracebacks().items()}

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.agent.keys import turn_key
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.reward_value import Reward, WrongReward
-from megatron_rl.agent.scoring import RolloutLimits, as_task_error, await_score
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, as_task_error, await_score
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryBuilder
 from megatron_rl.generate.engine.interface import (
     Completion,
@@ -75,6 +75,12 @@ class ConversationAgent(RewardOnlyAgent):
         self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason
     ) -> Reward | Awaitable[Reward]:
         return self.get_trajectory_reward([response], golden, finish_reason)
+
+    async def rescore(
+        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
+    ) -> CheckedReward | str:
+        score = partial(self.get_trajectory_reward, responses, problem.golden, finish_reason)
+        return await self._scored(score, problem, responses[-1], limits)
 
     def turn(self, prompt: list[int], answer: list[int]) -> Turn:
         return Turn(self.tokenizer.decode(answer))

@@ -30,6 +30,11 @@ class ProblemDigest:
         return cls(count, hashed.hexdigest()[:16])
 
 
+def name_of(problem: Problem) -> str:
+    """Return the name of a problem in the record of rollouts: a digest of its environment and prompt."""
+    return hashlib.sha256(f"{problem.environment}\n{problem.prompt}".encode("utf-8", "replace")).hexdigest()[:12]
+
+
 NONE = ProblemDigest.of([])
 
 

@@ -55,7 +55,7 @@ class RewardOnlyAgent(Environment):
         return super().gold_response(problem) if answer is None else str(answer)
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
-        trajectories, failures = await self._answer(
+        results = await self._answer(
             request.problem,
             GenerationRequest(
                 self.tokenizer.encode(request.problem.prompt),
@@ -67,22 +67,23 @@ class RewardOnlyAgent(Environment):
             request.inference,
             request.limits,
         )
-        return TrajectoryGroup(request.ordinal or 0, request.problem, trajectories, failures)
+        trajectories = [result for result in results if isinstance(result, Trajectory)]
+        failures = Counter(result for result in results if isinstance(result, str))
+        lost = [sample for sample, result in enumerate(results) if isinstance(result, str)]
+        return TrajectoryGroup(request.ordinal or 0, request.problem, trajectories, failures, lost=lost)
 
     async def _answer(
         self, problem: Problem, request: GenerationRequest, inference: InferenceInterface, limits: RolloutLimits
-    ) -> tuple[list[Trajectory], Counter[str]]:
-        """Return the scored answers in sample order, and the number of lost answers by reason. The first turns of all
-        samples share one request."""
+    ) -> list[Trajectory | str]:
+        """Return each sample's scored answer, or the reason why it is lost. The first turns of all samples share one
+        request."""
         began = time.monotonic()
         try:
             completions = await run_within_limit(lambda: inference.generate(request.again()), limits)
         except RolloutTimeout as error:
-            return [], Counter({str(error): request.num_samples})
+            return [str(error)] * request.num_samples
         spent_s = time.monotonic() - began
-        results = await self._results(problem, request, completions, inference, limits, spent_s)
-        trajectories = [result for result in results if isinstance(result, Trajectory)]
-        return trajectories, Counter(result for result in results if isinstance(result, str))
+        return await self._results(problem, request, completions, inference, limits, spent_s)
 
     async def _results(
         self,
@@ -104,6 +105,11 @@ class RewardOnlyAgent(Environment):
         import asyncio  # slow import; the launcher imports this module to check a recipe
 
         return await asyncio.gather(*(or_why_not(rollout, limits, spent_s) for rollout in rollouts))
+
+    async def rescore(
+        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
+    ) -> CheckedReward | str:
+        return await self._answer_score(problem, responses[-1], finish_reason, limits)
 
     def _waits(self) -> bool:
         """Whether a rollout awaits anything after its first turn."""

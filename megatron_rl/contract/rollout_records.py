@@ -86,6 +86,8 @@ class GroupLine(NamedTuple):
     answers: list[AnswerLine] = []  # of a sampled group, with tokens; empty for the others
     turns: list[list[TurnLine]] = []
     """Turns of each answer, in the order of its sequences; empty if the environment reports no rewards by turn."""
+    begun_version: int = -1  # of the policy when the problem was submitted, a part of its random numbers; -1: unknown
+    samples: list[int] = []  # number of each answer among the group's samples, if some were lost
     right: str | None = None  # right answer to the problem of a sampled group, as a model would write it, if known
 
 

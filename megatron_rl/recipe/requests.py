@@ -1,4 +1,4 @@
-"""Requests of `mrl environments try`, `mrl rows`, and the check before a run."""
+"""Requests of `mrl environments try`, `mrl rows`, `mrl replay`, and the check before a run."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ class RowsRequest(Section):
     """Whether the run has its own checkpoint, so that no worked examples are needed."""
     first: PositiveInt = 3
     """Rows or problems of each set to show."""
+
+
+class Replay(Section):
+    """Repetition of a recorded group."""
+
+    run: str  # directory of the run
+    group: dict[str, Any]  # the group's line of the record, with tokens
+    checkpoint: str | None = None  # checkpoint that samples the prompt again; None: only score the recorded answers
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: PositiveInt | None = None
+    """CPU threads; default: those of a rank of the run, which decide the last bits of a sum."""

@@ -63,6 +63,7 @@ class EndpointAgent(Environment):
     """An environment of problems and a `run`, which lets a program work on one problem."""
 
     several_turns = True
+    repeatable = False
 
     def __init__(self, config: EndpointConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError if the chat template refuses the variables of the recipe."""

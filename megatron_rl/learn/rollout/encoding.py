@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.agent.reward_value import TurnScore
-from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.model.choices import Choices, shared_entries, split
 
 TOKEN = np.dtype("<i4")
@@ -46,6 +46,10 @@ def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
     }
     if len(sequences) > len(trajectories):
         head["sequences"] = [len(trajectory.sequences) for trajectory in trajectories]
+    if group.lost:
+        head["lost"] = [*group.lost]
+    if group.begun_version != UNSAMPLED:
+        head["begun_version"] = group.begun_version
     if any(outputs):
         head["output"] = [len(output) for output in outputs]
     if any(trajectory.turn_scores for trajectory in trajectories):
@@ -87,7 +91,10 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
         ).with_turn_scores(tuple(TurnScore(*score) for score in of_turns[i]))
         for i, count in enumerate(counts)
     ]
-    return TrajectoryGroup(head["ordinal"], problem, trajectories, head["failures"])
+    lost, begun_version = head.get("lost", ()), head.get("begun_version", UNSAMPLED)
+    return TrajectoryGroup(
+        head["ordinal"], problem, trajectories, head["failures"], lost=lost, begun_version=begun_version
+    )
 
 
 def _sequences(head: Head, reader: BodyReader) -> Iterator[Branch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.agent.api import GroupedRolloutGenerator, GroupRolloutRequest
@@ -58,12 +59,13 @@ class InFlightGroups:
     async def _group(self, ordinal: int, scored: TrajectoryGroup | None) -> TrajectoryGroup | None:
         if scored is not None:
             return scored
+        version = self._recording.policy_version(ordinal)
         request = GroupRolloutRequest(
             ordinal=ordinal,
             problem=self._problem(ordinal),
             group_size=self._config.grpo.group_size,
             sampling=self._config.sampling,
-            key=group_key(self._config.training.seed, ordinal, 0, self._recording.policy_version(ordinal)),
+            key=group_key(self._config.training.seed, ordinal, 0, version),
             inference=self._recording,
             limits=RolloutLimits.of(self._config.task),
         )
@@ -76,6 +78,7 @@ class InFlightGroups:
         group = with_components(group, self._config.environment_of(id).components_read)
         if self._config.algorithms.by(id).turn_discount is not None:
             group = with_turn_rewards(group)
+        group = replace(group, begun_version=version)
         self._recording.add(group)
         return group
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_rl.agent.problem_digest import name_of
 from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.turn_credit import spans
@@ -80,7 +80,7 @@ class RolloutRecord:
         lines = [] if credit is None else [*self._trained(step, batch, credit, logprobs)]
         if self._every_group:
             for group in batch.passed_over:
-                lines.append(_line(step, group, [0.0] * len(group.trajectories), batch.dropped[group.ordinal]))
+                lines.append(group_line(step, group, [0.0] * len(group.trajectories), batch.dropped[group.ordinal]))
         if lines:
             path = rollouts_file(self._attempt, self._rank, step)
             self._waiting.setdefault(path, []).extend(group_json(line) + "\n" for line in lines)
@@ -127,36 +127,26 @@ class RolloutRecord:
                 begin, token = token, token + sum(one.loss_mask.count(True) for one in group.sequences)
                 if sampled:
                     scores = iter(logprobs[begin:token].tolist())
-                    answers = [self._answer(answer, scores) for answer in group.trajectories]
+                    answers = [answer_line(answer, scores, self._token_bytes) for answer in group.trajectories]
             its = [next(of_answers) for _ in group.trajectories]
             turns = [_turns(answer, own, of_parts) for answer, own in zip(group.trajectories, its, strict=True)]
             if answers or self._every_group:
-                line = _line(step, group, its, "", answers)
+                line = group_line(step, group, its, "", answers)
                 if any(turns):
                     line = line._replace(turns=turns)
                 right = self._right(group.problem) if answers else None
                 yield line if right is None else line._replace(right=right[:PROMPT_LIMIT])
 
-    def _answer(self, answer: Trajectory, scores: Iterator[float]) -> AnswerLine:
-        """scores: log-probs of the trainer for its trained tokens and further ones."""
-        return AnswerLine(
-            text=answer.text,
-            components=dict(answer.components),
-            tool_calls=answer.tool_calls,
-            output=answer.output,
-            sequences=[self._sequence(sequence, scores) for sequence in answer.sequences],
-        )
 
-    def _sequence(self, sequence: Branch, scores: Iterator[float]) -> SequenceLine:
-        return SequenceLine(
-            tokens=sequence.tokens,
-            pieces=texts_of(sequence.tokens, self._token_bytes),
-            turns=[[turn.start, turn.stop] for turn in sequence.turns],
-            trained=sequence.loss_mask,
-            logprobs=_rounded(sequence.logprobs),
-            trained_logprobs=_rounded(next(scores) if trained else 0.0 for trained in sequence.loss_mask),
-            versions=sequence.versions,
-        )
+def answer_line(answer: Trajectory, scores: Iterator[float], token_bytes: Callable[[int], bytes]) -> AnswerLine:
+    """Return the record of an answer. scores: log-probs of the trainer for its trained tokens and further ones."""
+    return AnswerLine(
+        text=answer.text,
+        components=dict(answer.components),
+        tool_calls=answer.tool_calls,
+        output=answer.output,
+        sequences=[_sequence(sequence, scores, token_bytes) for sequence in answer.sequences],
+    )
 
 
 def _turns(answer: Trajectory, advantage: float, of_spans: Iterator[float] | None) -> list[TurnLine]:
@@ -178,7 +168,19 @@ def _in_digits(values: Tensor) -> list[float]:
     return rounded
 
 
-def _line(
+def _sequence(sequence: Branch, scores: Iterator[float], token_bytes: Callable[[int], bytes]) -> SequenceLine:
+    return SequenceLine(
+        tokens=sequence.tokens,
+        pieces=texts_of(sequence.tokens, token_bytes),
+        turns=[[turn.start, turn.stop] for turn in sequence.turns],
+        trained=sequence.loss_mask,
+        logprobs=_rounded(sequence.logprobs),
+        trained_logprobs=_rounded(next(scores) if trained else 0.0 for trained in sequence.loss_mask),
+        versions=sequence.versions,
+    )
+
+
+def group_line(
     step: int,
     group: TrajectoryGroup,
     advantages: Sequence[float],
@@ -187,10 +189,11 @@ def _line(
 ) -> GroupLine:
     problem = group.problem
     versions = group.versions
+    samples = sorted({*range(len(group.trajectories) + len(group.lost))} - {*group.lost}) if group.lost else []
     return GroupLine(
         step=step,
         ordinal=group.ordinal,
-        problem=hashlib.sha256(f"{problem.environment}\n{problem.prompt}".encode("utf-8", "replace")).hexdigest()[:12],
+        problem=name_of(problem),
         prompt=problem.prompt[:PROMPT_LIMIT],
         rewards=[answer.reward for answer in group.trajectories],
         advantages=list(advantages),
@@ -202,6 +205,8 @@ def _line(
         failures=dict(group.failures),
         passed_over=passed_over,
         answers=list(answers),
+        begun_version=group.begun_version,
+        samples=samples,
     )
 
 
