@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from launcher.runs.replay import Replayed
     from launcher.runs.state import RunStatus, State
     from launcher.runs.submitit_job import LocalJobOfRun, SlurmJobOfRun
+    from launcher.start.evaluation import EvaluationOptions
     from launcher.start.request import PlannedRun, Request
     from megatron_rl.contract.evaluation_records import EvaluationResult
 
@@ -309,20 +311,18 @@ def _started_here(planned: PlannedRun, request: Request, notes: tuple[str, ...])
     return Run(run.root, notes)
 
 
-def _evaluation_options(options: Mapping[str, Any]) -> Any:
+def _evaluation_options(options: Mapping[str, Any]) -> EvaluationOptions:
     from launcher.start.evaluation import EvaluationOptions
 
-    given = dict(options)
-    if given.get("out") is not None:
-        given["out"] = Path(given["out"])
-    try:
-        return EvaluationOptions(**given)
-    except TypeError as error:
-        known = ", ".join(EvaluationOptions.__slots__)
-        raise BadInput(f"evaluate: {str(error).partition(') ')[2] or error}; the options are {known}") from error
+    known = EvaluationOptions.__slots__
+    if unknown := [name for name in options if name not in known]:
+        close = get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(known)}"
+        raise BadInput(f"evaluate: {unknown[0]}: unknown option; {hint}")
+    return EvaluationOptions(**{**options, "out": _path(options.get("out"))})
 
 
 def _path(given: str | Path | None) -> Path | None:
     if given is not None and not str(given):
-        raise BadInput("run_dir is empty; a run needs its own directory")
+        raise BadInput("the path is empty; a run needs its own directory")
     return None if given is None else Path(given)

@@ -69,7 +69,7 @@ class RewardOnlyAgent(Environment):
         )
         trajectories = [result for result in results if isinstance(result, Trajectory)]
         failures = Counter(result for result in results if isinstance(result, str))
-        lost = [sample for sample, result in enumerate(results) if isinstance(result, str)]
+        lost = tuple(sample for sample, result in enumerate(results) if isinstance(result, str))
         return TrajectoryGroup(request.ordinal or 0, request.problem, trajectories, failures, lost=lost)
 
     async def _answer(

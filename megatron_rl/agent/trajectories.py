@@ -189,11 +189,17 @@ class TrajectoryGroup:
     """Number of lost answers by reason. A lost answer has no reward and is excluded from the group."""
     final_answers: Sequence[str | None] = ()
     """One per trajectory, from an agent in another process that compares answers, in an evaluation; else empty."""
-    lost: Sequence[int] = ()
+    lost: tuple[int, ...] = ()
     """Numbers of the samples that are lost, if the agent knows them."""
     begun_version: int = UNSAMPLED
     """Policy version under which the problem was first submitted, on which its random numbers depend; UNSAMPLED outside
     the prompt stream."""
+
+    @property
+    def samples(self) -> list[int]:
+        """Number of each trajectory among the group's samples, as far as `lost` is known."""
+        lost = {*self.lost}
+        return [sample for sample in range(len(self.trajectories) + len(lost)) if sample not in lost]
 
     @property
     def sequences(self) -> list[Branch]:

@@ -184,4 +184,5 @@ def with_components(group: TrajectoryGroup, names: Set[str]) -> TrajectoryGroup:
     for missing in filter(None, lacking):
         failures[f"the reward has no component {missing[0]} (environment.reward_weights, accuracy)"] += 1
     kept = [answer for answer, missing in zip(group.trajectories, lacking, strict=True) if not missing]
-    return replace(group, trajectories=kept, failures=failures)
+    lost = [sample for sample, missing in zip(group.samples, lacking, strict=True) if missing]
+    return replace(group, trajectories=kept, failures=failures, lost=tuple(sorted([*group.lost, *lost])))

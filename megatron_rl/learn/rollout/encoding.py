@@ -91,7 +91,7 @@ def decode_group(head: Head, body: bytes, problem: Problem) -> TrajectoryGroup:
         ).with_turn_scores(tuple(TurnScore(*score) for score in of_turns[i]))
         for i, count in enumerate(counts)
     ]
-    lost, begun_version = head.get("lost", ()), head.get("begun_version", UNSAMPLED)
+    lost, begun_version = tuple(head.get("lost", ())), head.get("begun_version", UNSAMPLED)
     return TrajectoryGroup(
         head["ordinal"], problem, trajectories, head["failures"], lost=lost, begun_version=begun_version
     )

@@ -189,7 +189,6 @@ def group_line(
 ) -> GroupLine:
     problem = group.problem
     versions = group.versions
-    samples = sorted({*range(len(group.trajectories) + len(group.lost))} - {*group.lost}) if group.lost else []
     return GroupLine(
         step=step,
         ordinal=group.ordinal,
@@ -206,7 +205,7 @@ def group_line(
         passed_over=passed_over,
         answers=list(answers),
         begun_version=group.begun_version,
-        samples=samples,
+        samples=group.samples if group.lost else [],
     )
 
 
