@@ -44,7 +44,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "Show prompts and answers of a run, with their rewards.",
             "answers completions generations samples",
         ),
-        "replay": ("Answer a recorded prompt again, and score its answers anew.", "again repeat reproduce rescore"),
+        "replay": ("Answer a recorded prompt again, and score it by today's code.", "again repeat reproduce rescore"),
     },
     "Its weights": {
         "evaluate": ("Score a checkpoint on an environment's problems.", "benchmark eval score test"),

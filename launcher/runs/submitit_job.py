@@ -67,7 +67,7 @@ class RunPaths(JobPaths):
 
 
 class _JobOfRun:
-    """What a job of submitit says about a run, by the run's own record."""
+    """Answers of a job of submitit, from the run's own record."""
 
     run: RunDir
     _every_s = ASK_EVERY_S

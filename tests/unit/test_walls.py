@@ -95,7 +95,7 @@ def test_the_launcher_checks_a_recipe_without_torch():
     program = """
 import sys
 from launcher.recipe.load import load_recipe
-import launcher.cli.main, launcher.cli.mrl_submit, launcher.cli.environments, launcher.backends.local
+import launcher.cli.main, launcher.cli.mrl_submit, launcher.cli.environments, launcher.backends.local, launcher.api
 load_recipe("demo")
 heavy = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "transformers", "apex"})
 print(" ".join(heavy) or "light")

@@ -59,18 +59,23 @@ def _said(found: Replayed, place: int, pair: Pair) -> Iterator[str]:
             yield f"differs from token {differs[1] - first} of its answer on"
         else:
             yield f"identical, log-probs differ by {pair.largest_difference:g} at most"
+    yield from _scored(found, place)
+    if pair.reward is not None and pair.differs_at is not None:
+        yield f"the new answer earns {pair.reward:g}"
+
+
+def _scored(found: Replayed, place: int) -> Iterator[str]:
     reward = found.recorded.rewards[place]
     if not found.scores:
         yield f"reward {reward:g}"
         return
-    changed = changed_scores(found.recorded, place, found.scores[place])
+    score = found.scores[place]
+    changed = changed_scores(found.recorded, place, score)
     if not changed:
         yield f"reward {reward:g}, the same today"
+    lost = f" ({printable(score['lost'])})" if "lost" in score else ""
     for name, (before, now) in changed.items():
-        lost = f" ({printable(found.scores[place]['lost'])})" if "lost" in found.scores[place] else ""
         yield f"{printable(name)} {_number(before)} -> {_number(now)} by today's code{lost}"
-    if pair.reward is not None and pair.differs_at is not None:
-        yield f"the new answer earns {pair.reward:g}"
 
 
 def _number(value: Any) -> str:

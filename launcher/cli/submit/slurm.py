@@ -81,7 +81,7 @@ def _show(drafts: Sequence[Draft], request: Request) -> None:
 
 
 def _submit_all(planned: Sequence[PlannedRun], drafts: Sequence[Draft], request: Request) -> list[SubmittedJob]:
-    """Submit the runs in turn and print what is said of each."""
+    """Submit the runs in turn and print a report of each."""
     done: list[SubmittedJob] = []
     for one in submissions(planned, drafts, request):
         done.append(one.job)

@@ -80,27 +80,14 @@ def _replay(asked: Replay, output: IO[str]) -> None:
 
 def problem_of(environment: Environment, recorded: GroupLine) -> Problem:
     """Return the problem of a recorded group. Raises ValueError if the environment no longer has it."""
-    found: Problem | None = None
     for one in environment.training_sets():
         for problem in one.problems:
-            if problem.prompt.startswith(recorded.prompt[:100]) and name_of(problem) == recorded.problem:
-                if recorded.right is None or _right(environment, problem).startswith(recorded.right):
-                    return problem
-                found = found or problem  # the same prompt with another right answer
-    if found is None:
-        raise ValueError(
-            f"problem {recorded.problem} is no longer among the training problems: the data or the code that makes "
-            "them has changed since"
-        )
-    return found
-
-
-def _right(environment: Environment, problem: Problem) -> str:
-    agent = environment.agent_of(problem)
-    try:
-        return agent.gold_response(problem) if isinstance(agent, Environment) else ""
-    except NotImplementedError:
-        return ""
+            if problem.prompt.startswith(recorded.prompt) and name_of(problem) == recorded.problem:
+                return problem
+    raise ValueError(
+        f"problem {recorded.problem} is no longer among the training problems: the data or the code that makes them "
+        "has changed since"
+    )
 
 
 async def scores_now(
