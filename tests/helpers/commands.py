@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 PROGRAMS = {name: Path(sys.executable).with_name(name) for name in ("mrl", "mrl-submit")}
-ROOMS = ("launcher.cli", "launcher.backends", "launcher.doctor", "launcher.job", "launcher.runs")
+ROOMS = ("launcher.cli", "launcher.backends", "launcher.doctor", "launcher.job", "launcher.runs", "launcher.start")
 """Packages that commands import when they run, except those that need an optional library."""
 
 
