@@ -32,10 +32,11 @@ def train(run: Run) -> str:
             "the checkpoint is of step %d and training.steps is %d: nothing is left to train", run.step, last
         )
         return FINISHED
-    schedule, every = SaveSchedule(run.checkpointer, run.step, last), run.config.evaluation.every
+    schedule = SaveSchedule(run.checkpointer, run.step, last)
     with gc_between_steps() as collect_garbage, suppress(LeaveAgreed):
         while True:
-            if run.evaluated < run.step and run.environment and evaluation_due(run.step, every, last):
+            due = run.environment is not None and run.config.evaluation.any_due(run.step, last)
+            if due and run.evaluated < run.step:
                 evaluate(run)
             if run.saved < run.step and schedule.due(run.step):
                 save(run)
@@ -80,10 +81,6 @@ def train_step(run: Run) -> None:
     metrics |= batch.curriculum_metrics
     run.writer.step(step, metrics | save_metrics(run) | (run.generation.metrics() if run.generation else {}))
     run.writer.timeline(line)
-
-
-def evaluation_due(step: int, every: int, last: int) -> bool:
-    return step in (0, last) or (every > 0 and step % every == 0)
 
 
 def evaluate(run: Run) -> None:

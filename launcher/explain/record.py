@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.contract.run_records import LessonRecord, PromptCounts
 
 RECORDED_STEPS = 50
+
+GREEDY = "greedy_accuracy"  # score of an evaluation set
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +114,28 @@ def _lines(path: Path, left_out: list[str]) -> list[MetricsLine]:
     return lines
 
 
-def evaluation_values(line: MetricsLine, metric: str) -> dict[str, float]:
-    """Return {evaluation set: value} of a metric, such as greedy_accuracy, in one evaluation."""
-    parts = ((name.split("/"), number(line, name)) for name in line.values)
-    return {
-        "/".join(part[1:-1]): value
-        for part, value in parts
-        if value is not None and len(part) > 2 and part[0] == "eval" and part[-1] == metric
-    }
+def scores_of(line: MetricsLine) -> dict[str, dict[str, float]]:
+    """Return {evaluation set: {score: value}} of one evaluation, such as {"held_out": {"greedy_accuracy": 0.5}}."""
+    found: dict[str, dict[str, float]] = {}
+    for name in line.values:
+        kind, *between, score = name.split("/")
+        if kind == "eval" and between and (value := number(line, name)) is not None:
+            found.setdefault("/".join(between), {})[score] = value
+    return found
 
 
-def accuracies(evaluations: Sequence[MetricsLine]) -> dict[str, tuple[float | None, float | None]]:
-    """Greedy accuracy in the first and the last evaluation, by evaluation set; None where all answers were lost."""
+def sampled_shares(evaluations: Iterable[MetricsLine]) -> list[str]:
+    """Return the scores of sampled answers that have an interval, such as pass@8, in their order."""
+    names = dict.fromkeys(score for line in evaluations for scores in scores_of(line).values() for score in scores)
+    return [name for name in names if f"{name}_low" in names]
+
+
+def accuracies(evaluations: Sequence[MetricsLine], score: str = GREEDY) -> dict[str, tuple[float | None, float | None]]:
+    """Return a score in the first and the last evaluation of each set that has it; None where all answers were lost."""
     found: dict[str, tuple[float | None, float | None]] = {}
     for line in evaluations:
-        right = evaluation_values(line, "greedy_accuracy")
-        for name in {**right, **evaluation_values(line, "failed_rollouts")}:
-            value = right.get(name)
-            found[name] = (found[name][0] if name in found else value, value)
+        for name, scores in scores_of(line).items():
+            if score in scores or (score == GREEDY and scores.keys() == {"failed_rollouts"}):
+                value = scores.get(score)
+                found[name] = (found[name][0] if name in found else value, value)
     return found

@@ -37,6 +37,7 @@ LIMIT_S = 30.0  # seconds that the check may take; then the first rank has the l
 READ = ("code", "data", "environment", "environments", "tokenizer")
 TEACHING = (
     *((section,) for section in READ),
+    ("evaluation", "sets"),
     ("grpo", "policy_loss"),
     ("grpo", "baseline"),
     ("model", "init"),
@@ -193,7 +194,7 @@ def _key(config: RunConfig, copies: RunDir | None, included: Sequence[Path]) -> 
     own = config.grpo.model_dump(mode="json") if config.grpo.own_functions else None
     code = copies.kept_files_record.read_text(encoding="utf-8") if copies else None
     sizes = [config.sequence_length, config.sampling.max_new_tokens, config.training.objective, config.model.init]
-    return json.dumps([sections, own, code, sizes, *map(str, included)])
+    return json.dumps([sections, own, code, sizes, sorted(config.evaluation.sets), *map(str, included)])
 
 
 def rows_child(profile: Profile | None, included: Sequence[Path]) -> ModuleProcess:

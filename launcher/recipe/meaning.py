@@ -39,7 +39,7 @@ def sections_of(annotation: Any, is_item: bool = False) -> Iterator[tuple[type[S
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, is_item
     for part in get_args(annotation):
-        yield from sections_of(part, is_item or getattr(annotation, "__origin__", None) is list)
+        yield from sections_of(part, is_item or getattr(annotation, "__origin__", None) in (list, dict))
 
 
 def _texts(model: type[Section]) -> dict[str, str]:
@@ -87,4 +87,6 @@ def with_defaults(values: Mapping[str, Any], section: type[Section]) -> dict[str
 def _filled(value: Any, section: type[Section], is_item: bool) -> Any:
     if is_item and isinstance(value, list):
         return [_filled(one, section, False) for one in value]
+    if is_item and isinstance(value, Mapping):
+        return {name: _filled(one, section, False) for name, one in value.items()}
     return with_defaults(value, section) if isinstance(value, Mapping) and not is_item else value

@@ -28,15 +28,17 @@ def validation_problems(
 
 
 ITEM = "*"
-"""Stands for the index of a list item in known keys."""
+"""Stands for the index of a list item, or the name of a section in a mapping, in known keys."""
+NAMED_SECTIONS: tuple[KeyPath, ...] = (("evaluation", "sets"),)
+"""Mappings of sections, whose names are the user's."""
 
 
 def generic(path: KeyPath) -> KeyPath:
-    return tuple(ITEM if part.isdigit() else part for part in path)
+    return tuple(ITEM if part.isdigit() or path[:at] in NAMED_SECTIONS else part for at, part in enumerate(path))
 
 
 def known_keys(schema: Mapping[str, Any]) -> dict[KeyPath, Mapping[str, Any]]:
-    """Every key that a JSON schema describes, with its own schema; includes sections, also those in lists."""
+    """Every key that a JSON schema describes, with its own schema; includes sections, also in lists and mappings."""
     found: dict[KeyPath, Mapping[str, Any]] = {}
 
     def visit(node: Mapping[str, Any], path: KeyPath) -> None:
@@ -46,6 +48,9 @@ def known_keys(schema: Mapping[str, Any]) -> dict[KeyPath, Mapping[str, Any]]:
             for option in resolved.get("anyOf", [resolved]):  # the section of `section or null`
                 visit(option, (*path, name))
                 visit(_resolve(option.get("items", {}), schema), (*path, name, ITEM))
+                if (*path, name) in NAMED_SECTIONS:
+                    found[(*path, name, ITEM)] = section = _resolve(option["additionalProperties"], schema)
+                    visit(section, (*path, name, ITEM))
 
     visit(schema, ())
     return found

@@ -165,7 +165,10 @@ def numeric_names(lines: Iterable[MetricsLine]) -> list[str]:
 
 
 def evaluation_metrics(lines: Sequence[MetricsLine]) -> list[str]:
-    return [name for name in numeric_names(lines) if re.fullmatch(r"eval/.+/[^/]+", name)]
+    """Return the names of scores of evaluations, without the bounds of their intervals."""
+    names = numeric_names(lines)
+    bounds = {f"{name}_{end}" for name in names for end in ("low", "high")}
+    return [name for name in names if re.fullmatch(r"eval/.+/[^/]+", name) and name not in bounds]
 
 
 def unit_of(name: str) -> str:
@@ -193,7 +196,12 @@ def evaluation_charts(lines: Sequence[MetricsLine]) -> list[Chart]:
     for score, names in sorted(scores.items(), key=lambda one: (not one[0].startswith("greedy"), one[0])):
         metrics = [(name, name[len("eval/") : -len(score) - 1].replace("_", " ")) for name in names]
         title = score if "@" in score else score.replace("_", " ").capitalize()
-        if chart := make_chart(Spec(title, ()), metrics, lines, markers=True):
+        bounds = f"{names[0]}_low", f"{names[0]}_high"
+        if len(names) == 1 and any(bounds[0] in line.values for line in lines):
+            spec = Spec(title, (), band=(*bounds, "Band: the 95 % interval over problems."))
+        else:
+            spec = Spec(title, ())
+        if chart := make_chart(spec, metrics, lines, markers=True):
             charts.append(chart)
     return charts
 

@@ -9,6 +9,8 @@ from megatron_rl.contract.shapes import record
 SAMPLED = "sampled"  # mode of ProblemAnswers: k sampled answers
 GREEDY = "greedy"  # mode of ProblemAnswers: one answer at temperature 0
 
+ProblemKey = tuple[str, str, int]  # set, mode and number of a problem
+
 
 @record(event="evaluation")
 class EvaluationSettings(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_rl.recipe.architectures.rows import ARCHITECTURES
 from megatron_rl.recipe.engine_limits import against_engine
+from megatron_rl.recipe.evaluation_limits import against_evaluation
 from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.hf_config import architecture_of, features, names_of
 from megatron_rl.recipe.inference import pages_of
@@ -29,6 +30,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _of_placement(config)
     yield from _of_batch(config)
     yield from _of_lengths(config)
+    yield from against_evaluation(config)
 
 
 def _of_environments(config: Sections) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Recipe keys of evaluation, of asynchronous generation, and of generated work when a run is interrupted."""
+"""Recipe keys of asynchronous generation, of the curriculum, and of generated work when a run is interrupted."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
-
-
-class EvaluationConfig(Section):
-    """Evaluations during training, with greedy answers."""
-
-    every: NonNegativeInt = 0
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
-    prompts: PositiveInt | None = None
-    """Problems per evaluation set, the first ones; default: all."""
+from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, Section
 
 
 class AsyncConfig(Section):

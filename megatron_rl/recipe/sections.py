@@ -13,12 +13,13 @@ from megatron_rl.recipe.distill import DistillConfig, TeacherReplicas
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.environment_grpo import Algorithms
 from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig, Environments
+from megatron_rl.recipe.evaluation_section import EvaluationConfig
 from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.inference import PAGE_TOKENS, InferenceConfig, Sampling
 from megatron_rl.recipe.job import HarvestConfig, JobConfig, Offload, PlacementConfig, ProfileConfig, data_parallel_size
 from megatron_rl.recipe.logs import LoggingConfig, NotifyConfig
 from megatron_rl.recipe.model import ModelConfig
-from megatron_rl.recipe.rollout import AsyncConfig, CurriculumConfig, EvaluationConfig, ResumeConfig
+from megatron_rl.recipe.rollout import AsyncConfig, CurriculumConfig, ResumeConfig
 from megatron_rl.recipe.save_section import SaveConfig
 from megatron_rl.recipe.section import FilePath, PathMark, Section
 from megatron_rl.recipe.tokenizer_section import TokenizerConfig

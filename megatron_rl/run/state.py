@@ -196,12 +196,13 @@ class Run:
         )
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the greedy accuracy on each evaluation set, and the format of the prompts; nothing if nothing is
+        """Return the scores on the evaluation sets that are due, and the format of the prompts; nothing if nothing is
         sampled. Collective."""
         if self.environment is None or self.generation is None:
             return {}
+        loop = self.generation.loop
         metrics: dict[str, Any] = evaluate(
-            self.environment, self.engine, self.config, self.groups, self.generation.loop
+            self.environment, self.engine, self.config, self.groups.control, loop, self.step
         )
         if prompt_format := self.environment.prompt_format:
             metrics["eval/prompt_format"] = prompt_format

@@ -29,7 +29,7 @@ def recipe(training: dict[str, int], inference: dict[str, int], **placement: str
     return loop_recipe(
         job={"nodes": 1 + len(apart), "gpus_per_node": 2, "collective_timeout_s": 60},
         training={"steps": STEPS},
-        evaluation={"every": 2},
+        evaluation={"every": 2, "samples": 4, "pass_at": [1, 4]},
         save={"every": 2},
         placement={"training": training, "inference": inference | apart, **placement},
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from launcher.cli.show.history import RECENT, History, clock, mean, shown_accuracy
 from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
-from launcher.explain.record import accuracies
+from launcher.explain.record import accuracies, sampled_shares
 from launcher.host.judge.sentence import describe_end
 from launcher.runs.failure import RunFailure, failure_of
 from launcher.runs.state import result_file
@@ -95,4 +95,7 @@ def result_lines(history: History) -> list[str]:
     for name, (before, after) in sorted(accuracies(history.evaluations).items()):
         trained = f" -> {shown_accuracy(after)}" if len(history.evaluations) > 1 else " before training"
         lines.append(f"greedy accuracy: {shown_accuracy(before)}{trained} on {name}")
+    for score in sampled_shares(history.evaluations):
+        for name, (before, after) in sorted(accuracies(history.evaluations, score).items()):
+            lines.append(f"{f'{score}:':<16} {shown_accuracy(before)} -> {shown_accuracy(after)} on {name}")
     return lines

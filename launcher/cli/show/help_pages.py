@@ -58,7 +58,7 @@ class Keys:
             "## Top level",
             *(line for key in top if not self._is_section(key) for line in self._bullet(key)),
         ]
-        for section in (key for key in self.known if self._is_section(key)):
+        for section in (key for key in self.known if self._is_section(key) and key[-1] != ITEM):
             lines += ["", f"{'#' * (len(section) + 1)} {_name(section)}", ""]
             lines += textwrap.wrap(self.meaning(section), PAGE_WIDTH, break_on_hyphens=False)
             if section == ENVIRONMENTS:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from launcher.cli.show.history import History, clock, shown_accuracy
+from launcher.cli.show.history import History, clock
+from launcher.cli.show.scores import scores_in_words
 from launcher.cli.show.status_rows import replica_lines
 from launcher.cli.show.terminal import echo
-from launcher.explain.record import evaluation_values
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import number
 
@@ -81,12 +81,8 @@ def step_line(history: History) -> str:
 
 
 def evaluation_line(line: MetricsLine) -> str:
-    found, lost = evaluation_values(line, "greedy_accuracy"), evaluation_values(line, "failed_rollouts")
-    scores = [
-        f"{name} {shown_accuracy(found.get(name))}" + (f" ({lost[name]:.0f} answers lost)" if name in lost else "")
-        for name in sorted({*found, *lost})
-    ]
-    return f"evaluation after step {line.step}: greedy accuracy {'  '.join(scores)}" if scores else ""
+    scores = scores_in_words(line)
+    return f"evaluation after step {line.step}: {scores}" if scores else ""
 
 
 def shown(line: MetricsLine, name: str, form: str) -> str:

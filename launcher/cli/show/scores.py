@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.cli.show.history import clock
+from launcher.cli.show.history import clock, shown_accuracy
 from launcher.cli.show.terminal import echo
+from launcher.explain.record import GREEDY, accuracies, sampled_shares, scores_of
 from launcher.runs.state import result_file
+from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.evaluation_records import EvaluationResult, MeanScore, SetResult
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
@@ -79,3 +81,21 @@ def _said(name: str, score: MeanScore, found: SetResult) -> str:
     spread = "" if score.standard_error is None else f" ± {score.standard_error:.{digits}f}"
     fewer = "" if score.problems == found.problems else f"  of {score.problems} problems"
     return f"{score.value:.{digits}f}{spread}{fewer}"
+
+
+def scores_in_words(line: MetricsLine) -> str:
+    """Return the accuracy on each set, pass@k and majority votes with their intervals, and the lost answers."""
+    found, parts = scores_of(line), []
+    for score in (GREEDY, *sampled_shares([line])):
+        values = accuracies([line], score)
+        shown_here = [f"{name} {_score_in_words(found[name], score)}" for name in sorted(values)]
+        if shown_here and not score.startswith("avg@"):  # pass@1, of other problems if some have too few answers
+            parts.append(f"{score.replace('_', ' ')} {'  '.join(shown_here)}")
+    return "; ".join(parts)
+
+
+def _score_in_words(scores: Mapping[str, float], score: str) -> str:
+    said = shown_accuracy(scores.get(score))
+    if f"{score}_low" in scores:
+        return f"{said} ({scores[f'{score}_low']:.3f} to {scores[f'{score}_high']:.3f})"
+    return said + (f" ({scores['failed_rollouts']:.0f} answers lost)" if "failed_rollouts" in scores else "")

@@ -8,8 +8,9 @@ from typing import Any
 
 from launcher.cli.show.ending import once_corrected
 from launcher.cli.show.history import RECENT, HistoryReader, clock, mean, replicas_json
-from launcher.cli.show.scores import brief, result_of, scores_json
+from launcher.cli.show.scores import brief, result_of, scores_in_words, scores_json
 from launcher.errors import BadInput
+from launcher.explain.record import scores_of
 from launcher.host.attempt.start_again import excluded_since
 from launcher.host.record.accounting import USEFUL
 from launcher.host.record.goodput import read_usage
@@ -19,7 +20,7 @@ from launcher.host.slurm.queries import avoided_nodes, show_job
 from launcher.runs.find import pasteable_command
 from launcher.runs.slow_ranks import read_slow_ranks
 from launcher.runs.state import RunStatus, last_line, resolved_values
-from megatron_rl.contract.attempt_records import AttemptEnd
+from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
 from megatron_rl.contract.codes import MISCONFIGURED, REPLICA_FINISHED, REPLICA_GIVEN_UP
 from megatron_rl.contract.learning import Hindrance
 from megatron_rl.contract.paths import RunDir
@@ -35,6 +36,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     rewards = history.rewards[-RECENT:]
     unfinished = status.state in ("running", "requeued", "queued") and status.steps
     result = result_of(run)
+    newest = history.evaluations[-1] if history.evaluations else None
     return {
         "run": status.name,
         "run_dir": str(run.root.absolute()),
@@ -48,6 +50,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "step": history.step,
         "steps": status.steps or None,
         "mean_reward": mean(rewards) if rewards else None,
+        "scores": {"step": newest.step, "sets": scores_of(newest)} if newest else None,
         "warnings": [warning._asdict() for warning in history.warnings],
         "slow_ranks": [{**one._asdict(), "seen": str(one)} for one in read_slow_ranks(run)],
         "eta_s": history.eta_s() if unfinished else None,
@@ -116,6 +119,9 @@ def status_lines(data: dict[str, Any]) -> list[str]:
         rows.append(("step", f"{data['step']}{share}"))
     if data["mean_reward"] is not None:
         rows.append(("reward", f"{data['mean_reward']:.3f}, mean over the last {min(RECENT, data['step'])} steps"))
+    if scored := data["scores"]:
+        values = {f"eval/{name}/{score}": value for name, its in scored["sets"].items() for score, value in its.items()}
+        rows.append(("scores", f"after step {scored['step']}: {scores_in_words(MetricsLine(scored['step'], values))}"))
     rows += [("warning", str(Hindrance(**warning))) for warning in data["warnings"]]
     rows += [("slow rank", one["seen"]) for one in data["slow_ranks"]]
     rows += [("result", f"{name}: {brief(scores)}") for name, scores in (data["evaluation"] or {}).items()]

@@ -1,69 +1,145 @@
-"""Greedy accuracy on the environment's evaluation sets."""
+"""Scores on the environment's evaluation sets during training."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 
 import torch
 
-from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, ScoringAgent
+from megatron_rl.agent.api import EvaluationAgent, ScoringAgent
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.generate.engine.interface import ResumableInference
-from megatron_rl.learn.rollout.agent_loop import AgentLoop
+from megatron_rl.agent.trajectories import Problem
+from megatron_rl.algorithms.evaluation_scores import (
+    OF_ANSWERS,
+    average,
+    interval,
+    mean_over_problems,
+    powers_up_to,
+    problem_scores,
+    score_names,
+)
+from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers
+from megatron_rl.generate.engine.interface import InferenceInterface
+from megatron_rl.learn.rollout.agent_loop import AgentLoop, DriverRole
+from megatron_rl.learn.rollout.evaluation_answers import AnswerPlan, answer_problems
 from megatron_rl.learn.rollout.stream import shares
-from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.control import Control
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.inference import Sampling
 
 logger = logging.getLogger("megatron_rl")
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedSet:
+    """The problems of a set in one evaluation, and how they are answered."""
+
+    name: str
+    problems: Sequence[Problem]
+    plans: Sequence[AnswerPlan]
+    counts: Sequence[int]
+    """Values of k for pass@k of the sampled answers."""
+
+    @property
+    def answers(self) -> int:
+        return len(self.problems) * sum(plan.samples for plan in self.plans)
+
+    @property
+    def samples(self) -> int:
+        return sum(plan.samples for plan in self.plans if plan.mode == SAMPLED)
+
+    def share(self, role: DriverRole) -> dict[int, Problem]:
+        """Return the problems that a driver answers, by their number in the set."""
+        return {number: self.problems[number] for number in shares(0, len(self.problems), role.count)[role.index]}
+
+
+def sets_after(agent: EvaluationAgent, config: RunConfig, step: int) -> list[EvaluatedSet]:
+    """Return the sets that are evaluated after a step."""
+    found = []
+    for name, problems in agent.evaluation_problems().items():
+        asked = config.evaluation.of(name)
+        if not asked.due(step, config.training.steps):
+            continue
+        modes = {GREEDY: int(asked.greedy), SAMPLED: asked.samples}
+        sampling, seed = asked.sampling(config.sampling), config.training.seed
+        plans = [AnswerPlan(name, mode, count, sampling, seed) for mode, count in modes.items() if count]
+        counts = asked.pass_at or powers_up_to(asked.samples)
+        found.append(EvaluatedSet(name, problems[: asked.prompts], plans, counts))
+    return found
+
+
 def evaluate(
     agent: EvaluationAgent,
-    inference: ResumableInference,
+    inference: InferenceInterface,
     config: RunConfig,
-    groups: Groups,
+    control: Control,
     loop: AgentLoop,
+    step: int,
 ) -> dict[str, float]:
-    """Answer each evaluation set greedily, and return its metrics. Collective.
-
-    `eval/SET/greedy_accuracy`: share of answers with reward 1; absent without answers.
-    `eval/SET/failed_rollouts`: number of lost answers, which no share includes; absent if none is lost.
+    """Answer the sets that are due after a step, and return their metrics: see `set_metrics`. Collective.
 
     Raises LeaveAgreed if a rank is asked to leave.
     """
-    sampling = config.sampling
-    greedy = Sampling(
-        temperature=0.0, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop, stop_tokens=sampling.stop_tokens
-    )
-    sets = {name: problems[: config.evaluation.prompts] for name, problems in agent.evaluation_problems().items()}
-    counts = torch.zeros(len(sets), 2, dtype=torch.float64)  # right answers, all answers
-    role = loop.role
-    for index, (name, problems) in enumerate(sets.items()):
-        own = shares(0, len(problems), role.count)[role.index] if role.drives else range(0)
-        request = EvaluationRequest(
-            problems=[problems[i] for i in own],
-            sampling=greedy,
-            samples_per_problem=1,
-            key=0,
-            inference=inference,
-            limits=RolloutLimits.of(config.task),
-        )
-        response = loop.run(partial(agent.evaluate, request), partial(scoring_progress, agent, len(problems)))
-        if response is not None:
-            rewards = response.rewards
-            counts[index] = torch.tensor([rewards.count(1.0), len(rewards)])
-            for reason, lost in sorted(filter(itemgetter(1), response.failures.items())):
-                logger.warning("evaluation on %s: %d answers lost: %s", name, lost, reason)
     found: dict[str, float] = {}
-    for (name, problems), (right, answers) in zip(sets.items(), groups.control.reduce(counts).tolist(), strict=True):
-        if answers:
-            found[f"eval/{name}/greedy_accuracy"] = right / answers
-        if lost := len(problems) - int(answers):
-            found[f"eval/{name}/failed_rollouts"] = lost
+    limits = RolloutLimits.of(config.task)
+    for one in sets_after(agent, config, step):
+        own = one.share(loop.role) if loop.role.drives else {}
+        lines: list[ProblemAnswers] = []
+        for plan in one.plans:
+            work = partial(answer_problems, agent, own, plan, inference, limits)
+            lines += loop.run(work, partial(scoring_progress, agent, one.answers)) or ()
+        found |= set_metrics(agent, one, lines, control)
     return found
+
+
+def set_metrics(
+    agent: EvaluationAgent, one: EvaluatedSet, lines: Sequence[ProblemAnswers], control: Control
+) -> dict[str, float]:
+    """Return the metrics of a set from the answers of all drivers. Collective.
+
+    `eval/SET/greedy_accuracy`: share of greedy answers with reward 1. Of sampled answers the scores of
+    `problem_scores`, shares with the bounds of their `interval`. `eval/SET/failed_rollouts`: number of lost answers,
+    which no score includes. A value that does not exist is absent.
+
+    lines: answers of this rank's driver.
+    """
+    lost: Counter[str] = Counter()
+    for line in lines:
+        lost.update(line.failures)
+    for reason, count in sorted(lost.items()):
+        logger.warning("evaluation on %s: %d answers lost: %s", one.name, count, reason)
+    names = ["answers", GREEDY, *score_names(one.counts, one.samples)]
+    # Each problem has one driver, so the sum over drivers rounds nothing, and all layouts get the same scores.
+    table = torch.zeros(len(one.problems), len(names), 2, dtype=torch.float64)  # value, and whether there is one
+    for line in lines:
+        for name, value in _scores(agent.agent_of(one.problems[line.problem]), one, line):
+            table[line.problem, names.index(name)] += torch.tensor([value, 1.0], dtype=torch.float64)
+    columns = control.reduce(table).transpose(0, 1).tolist() if len(one.problems) else []
+    found: dict[str, float] = {}
+    answered = 0
+    for name, column in zip(names, columns, strict=False):
+        values = [value for value, known in column if known]
+        if name == "answers":
+            answered = int(sum(values))
+        elif score := mean_over_problems(values):
+            shown = f"eval/{one.name}/{'greedy_accuracy' if name == GREEDY else name}"
+            found[shown] = score.value
+            if name != GREEDY and name not in OF_ANSWERS:
+                found[f"{shown}_low"], found[f"{shown}_high"] = interval(score)
+    if missing := one.answers - answered:
+        found[f"eval/{one.name}/failed_rollouts"] = missing
+    return found
+
+
+def _scores(agent: EvaluationAgent, one: EvaluatedSet, line: ProblemAnswers) -> Iterator[tuple[str, float]]:
+    yield "answers", len(line.answers)
+    if line.mode == SAMPLED:
+        yield from problem_scores(line.answers, one.counts, one.samples, agent.compares_answers).items()
+    elif greedy := average([line.answers]):
+        yield GREEDY, greedy.value
 
 
 def scoring_progress(agent: ScoringAgent, answers: int, per: str = "") -> tuple[int, str]:

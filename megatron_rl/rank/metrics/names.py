@@ -86,8 +86,29 @@ EVALUATION_METRICS = {
         unit="share",
         good="rises with `right_ratio`, and stays near it on held-out problems",
     ),
+    "eval/SET/pass@K": Metric(
+        "unbiased pass@k of the sampled answers: probability that one of k answers to a problem is right, mean over "
+        "the problems with k answers or more (`evaluation.samples`, `pass_at`; Chen et al. 2021)",
+        unit="share",
+        good="pass@1 rises; if pass@k of the largest k falls meanwhile, the policy narrows what it can solve",
+    ),
+    "eval/SET/avg@K": Metric("share of right answers among the K sampled ones, mean over problems", unit="share"),
+    "eval/SET/maj@K": Metric(
+        "share of problems whose most frequent final answer is right, where the environment compares answers; of n "
+        "tied answers each counts 1/n",
+        unit="share",
+    ),
+    "eval/SET/SHARE_low": Metric(
+        "lower bound of the 95 % interval of a share of sampled answers, such as pass@8_low: Wilson's, for as many "
+        "problems as the standard error over problems stands for",
+        unit="share",
+    ),
+    "eval/SET/SHARE_high": Metric("upper bound of that interval", unit="share"),
+    "eval/SET/mean_reward": Metric("mean reward of the sampled answers, mean over problems"),
+    "eval/SET/tokens": Metric("mean length of the sampled answers", unit="tokens"),
+    "eval/SET/cut_off": Metric("share of sampled answers that reached `max_new_tokens`", unit="share"),
     "eval/SET/failed_rollouts": Metric(
-        "answers to the set that were lost, which no share includes (absent if none is lost)",
+        "answers to the set that were lost, greedy or sampled, which no share includes (absent if none is lost)",
         unit="answers",
         good="absent",
         advice="The log of rank 0 has the reasons.",

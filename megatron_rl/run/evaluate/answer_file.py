@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.contract.evaluation_records import EvaluationSettings, ProblemAnswers
+from megatron_rl.contract.evaluation_records import EvaluationSettings, ProblemAnswers, ProblemKey
 from megatron_rl.contract.files import append_line
 from megatron_rl.contract.records import Unreadable, encode_line, read_lines
 from megatron_rl.recipe.errors import ConfigurationError
-
-ProblemKey = tuple[str, str, int]  # set, mode and number of a problem
 
 
 class AnswerFile:

@@ -7,7 +7,6 @@ result is the same bit for bit. Replicas answer one block each at a time, and th
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,19 +14,17 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from megatron_rl.agent.api import Environment, EvaluationAgent, EvaluationRequest, EvaluationResponse
-from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.api import Environment
 from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.agent.trajectories import Problem, Trajectory
+from megatron_rl.agent.trajectories import Problem
 from megatron_rl.checkpoint.source import PolicySource
-from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
+from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ProblemKey
 from megatron_rl.generate.engine.interface import InferenceInterface
+from megatron_rl.learn.rollout.evaluation_answers import AnswerPlan, answer_problems
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.run.evaluate.answer_file import AnswerFile
 
 T = TypeVar("T")
-
-UNEXPLAINED = "the environment does not say why"
 
 Waits = Callable[[], AbstractContextManager[None]]  # context to enter while this rank waits for others
 
@@ -65,7 +62,7 @@ class _Block:
     problems: range
 
     @property
-    def keys(self) -> list[tuple[str, str, int]]:
+    def keys(self) -> list[ProblemKey]:
         return [(self.set, self.mode, problem) for problem in self.problems]
 
 
@@ -152,15 +149,11 @@ class BlockRunner:
 
     def _lines(self, block: _Block) -> list[ProblemAnswers] | None:
         """Return the answers of a block; None if it was given up."""
-        problems = [self.sets[block.set][problem] for problem in block.problems]
-        samples, engine = self._modes[block.mode], self.opened.engine
-        responses = self.run(_answer(self.evaluation, self.environment, engine, block, problems, samples), engine)
-        if responses is None:
-            return None
-        return [
-            _line(key, response, samples, self.environment.agent_of(problem))
-            for key, response, problem in zip(block.keys, responses, problems, strict=True)
-        ]
+        evaluation, engine = self.evaluation, self.opened.engine
+        problems = {number: self.sets[block.set][number] for number in block.problems}
+        plan = AnswerPlan(block.set, block.mode, self._modes[block.mode], evaluation.sampling, evaluation.seed)
+        limits = RolloutLimits.of(evaluation.environment)
+        return self.run(answer_problems(self.environment, problems, plan, engine, limits), engine)
 
     def leave(self) -> None:
         """Wait for all replicas, so that they leave together."""
@@ -182,52 +175,3 @@ class BlockRunner:
         with self.waits():
             dist.all_gather_object(found, own, group=self.opened.leaders)
         return found
-
-
-async def _answer(
-    evaluation: Evaluation,
-    environment: Environment,
-    engine: InferenceInterface,
-    block: _Block,
-    problems: Sequence[Problem],
-    samples: int,
-) -> list[EvaluationResponse]:
-    """Send one request per problem, so that its random numbers depend only on its place in the set."""
-    sampling = evaluation.sampling
-    if block.mode == GREEDY:
-        sampling = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
-    requests = [
-        EvaluationRequest(
-            problems=[problem],
-            sampling=sampling,
-            samples_per_problem=samples,
-            key=stable_key(f"evaluate:{block.set}:{block.mode}", evaluation.seed, number),
-            inference=engine,
-            limits=RolloutLimits.of(evaluation.environment),
-        )
-        for number, problem in zip(block.problems, problems, strict=True)
-    ]
-    return await asyncio.gather(*map(environment.evaluate, requests))
-
-
-def _line(
-    key: tuple[str, str, int], response: EvaluationResponse, samples: int, agent: EvaluationAgent
-) -> ProblemAnswers:
-    (trajectories,) = response.trajectories
-    failures = dict(response.failures)
-    if unexplained := samples - len(trajectories) - sum(failures.values()):
-        failures[UNEXPLAINED] = unexplained
-    finals: Sequence[str | None] = response.final_answers.get(0) or [
-        agent.final_answer(answer.text) if agent.compares_answers else None for answer in trajectories
-    ]
-    return ProblemAnswers(*key, [*map(_scored, trajectories, finals)], failures)
-
-
-def _scored(answer: Trajectory, final_answer: str | None) -> ScoredAnswer:
-    return ScoredAnswer(
-        reward=answer.reward,
-        tokens=answer.answer_length,
-        finish_reason=answer.finish_reason,
-        text=answer.text,
-        vote=final_answer,
-    )

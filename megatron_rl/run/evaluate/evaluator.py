@@ -15,6 +15,7 @@ from megatron_rl.agent.api import Environment, build_environment
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.algorithms.evaluation_scores import result
 from megatron_rl.checkpoint.source import PolicySource, find_source
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.paths import RunDir
@@ -26,7 +27,6 @@ from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.run.evaluate.answer_file import kept_answers, naming
 from megatron_rl.run.evaluate.blocks import BlockRunner, EvaluationProgress, OpenedEvaluation, RunBlock, Waits
-from megatron_rl.run.evaluate.result import result
 
 
 def evaluate(

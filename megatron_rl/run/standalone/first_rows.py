@@ -74,6 +74,7 @@ def faults(lesson: Lesson, resumes: bool = False) -> Iterator[Fault]:
 
     resumes: whether the run has a checkpoint, so that it may need no worked examples any more.
     """
+    yield from map(Fault, _unknown_sets(lesson))
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
         try:
@@ -86,6 +87,14 @@ def faults(lesson: Lesson, resumes: bool = False) -> Iterator[Fault]:
         yield from map(Fault, found)
         if not found:
             yield from _faults_of_reward(lesson, lesson.environment)
+
+
+def _unknown_sets(lesson: Lesson) -> Iterator[str]:
+    there = {} if lesson.environment is None else lesson.environment.evaluation_problems()
+    for name in lesson.config.evaluation.sets:
+        if name not in there:
+            known = f"there are {', '.join(sorted(there))}" if there else "the run has none"
+            yield f"evaluation.sets.{name}: there is no evaluation set of this name; {known}"
 
 
 def _without_examples(lesson: Lesson) -> Iterator[str]:

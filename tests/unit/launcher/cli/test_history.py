@@ -93,6 +93,15 @@ def test_the_line_of_an_evaluation_has_its_lost_answers():
     assert evaluation_line(MetricsLine(7, {})) == "", "no set, nothing to say"
 
 
+def test_scores_of_sampled_answers_are_shown_with_their_intervals():
+    share = {"eval/a/pass@8": 0.5, "eval/a/pass@8_low": 0.4, "eval/a/pass@8_high": 0.625}
+    before = MetricsLine(0, {"eval/b/greedy_accuracy": 0.25, **share, "eval/a/tokens": 3.0})
+    said = "evaluation after step 0: greedy accuracy b 0.250; pass@8 a 0.500 (0.400 to 0.625)"
+    assert evaluation_line(before) == said
+    after = MetricsLine(9, {**share, "eval/a/pass@8": 0.6})
+    assert result_lines(History(steps=9, evaluations=[before, after]))[-1] == "pass@8:          0.500 -> 0.600 on a"
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (65.9, "1:05"), (7389, "2:03:09")])
 def test_durations_are_formatted_like_a_clock(seconds, text):
     assert clock(seconds) == text

@@ -1,4 +1,4 @@
-"""Evaluation: greedy answers to the first problems of each set, of which only rewards of exactly 1 are right."""
+"""Evaluation: answers to the first problems of each set that is due, of which only rewards of exactly 1 are right."""
 
 from __future__ import annotations
 
@@ -29,19 +29,25 @@ class Scripted(EvaluationAgent):
     async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
         self.requests.append(request)
         rewards = [problem.golden["reward"] for problem in request.problems]
-        answers = [[] if reward is None else [trajectory([1], [1], reward)] for reward in rewards]
-        return EvaluationResponse(answers, {"timeout": rewards.count(None)})
+        count = request.samples_per_problem
+        answers = [[] if reward is None else [trajectory([1], [1], reward)] * count for reward in rewards]
+        return EvaluationResponse(answers, {"timeout": rewards.count(None) * count})
 
 
 def score(
-    agent: Scripted, groups: Any, limit: int | None = None, release: Callable[[], None] = lambda: None
+    agent: Scripted,
+    groups: Any,
+    limit: int | None = None,
+    release: Callable[[], None] = lambda: None,
+    step: int = 0,
+    **asked: Any,
 ) -> dict[str, float]:
-    config = tiny_run(sampling={"max_new_tokens": 7}, evaluation={"prompts": limit})
+    config = tiny_run(sampling={"max_new_tokens": 7}, evaluation={"prompts": limit, **asked})
     engine: Any = SimpleNamespace(busy_s=0.0, release_followers=release, end_phase=lambda: None)
     ranks: Any = SimpleNamespace(index=0, count=1, drives=True)
     loop = EngineInTurn(ranks, engine, quiet_safe_points())
     try:
-        return evaluate(agent, engine, config, groups, loop)
+        return evaluate(agent, engine, config, groups.control, loop, step)
     finally:
         loop.close()
 
@@ -56,7 +62,7 @@ def test_only_a_reward_of_one_is_right(groups: Any) -> None:
 def test_a_limit_selects_the_first_problems(groups: Any, limit: int, accuracy: float) -> None:
     agent = Scripted({"aime": [1.0, 1.0, 0.0, 0.0]})
     assert score(agent, groups, limit) == {"eval/aime/greedy_accuracy": pytest.approx(accuracy)}
-    assert len(agent.requests[0].problems) == min(limit, 4)
+    assert len(agent.requests) == min(limit, 4)
 
 
 def test_lost_answers_are_counted_apart_from_wrong_ones(groups: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -68,6 +74,34 @@ def test_lost_answers_are_counted_apart_from_wrong_ones(groups: Any, caplog: pyt
     }
     messages = [record.message for record in caplog.records]
     assert messages == ["evaluation on aime: 2 answers lost: timeout", "evaluation on lost: 1 answers lost: timeout"]
+
+
+def test_sampled_answers_have_their_own_settings_and_scores_with_intervals(groups: Any) -> None:
+    agent = Scripted({"aime": [1.0, 0.5], "other": [1.0]})
+    sets = {"other": {"samples": 0, "max_new_tokens": 3}}
+    found = score(agent, groups, samples=4, pass_at=[1, 4], temperature=0.6, sets=sets)
+    low, high = found["eval/aime/pass@1_low"], found["eval/aime/pass@1_high"]
+    assert 0 < low < 0.5 < high < 1
+    assert {name: value for name, value in found.items() if not name.endswith(("_low", "_high"))} == {
+        "eval/aime/greedy_accuracy": 0.5,
+        **{f"eval/aime/{name}": 0.5 for name in ("pass@1", "pass@4", "avg@4")},
+        "eval/aime/mean_reward": 0.75,
+        "eval/aime/tokens": 1.0,
+        "eval/aime/cut_off": 0.0,
+        "eval/other/greedy_accuracy": 1.0,
+    }
+    asked = [(one.samples_per_problem, one.sampling.temperature, one.sampling.max_new_tokens) for one in agent.requests]
+    assert asked == [(1, 0.0, 7), (1, 0.0, 7), (4, 0.6, 7), (4, 0.6, 7), (1, 0.0, 3)]
+    assert len({one.key for one in agent.requests}) == 5, "no two share random numbers"
+
+
+def test_each_set_is_evaluated_at_its_own_steps(groups: Any) -> None:
+    asked: dict[str, Any] = {"every": 2, "sets": {"rare": {"every": 3}, "ends": {"every": 0}}}
+    agent = Scripted({"often": [1.0], "rare": [1.0], "ends": [1.0]})
+    found = {step: {*score(agent, groups, step=step, **asked)} for step in (0, 1, 2, 3, 6)}
+    names = {name: f"eval/{name}/greedy_accuracy" for name in agent.sets}
+    everything = {*names.values()}
+    assert found == {0: everything, 1: set(), 2: {names["often"]}, 3: {names["rare"]}, 6: everything - {names["ends"]}}
 
 
 def test_error_of_an_agent_is_raised_without_another_collective(groups: Any) -> None:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.algorithms.evaluation_scores import EvaluationResult, result, set_result
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ScoredAnswer
 from megatron_rl.contract.shapes import from_json, to_json
 from megatron_rl.run.evaluate.blocks import blocks
 from megatron_rl.run.evaluate.evaluator import choose_sets
-from megatron_rl.run.evaluate.result import EvaluationResult, result, set_result
 
 SETTINGS = {"k": 2, "compares_answers": True}
 

@@ -13,12 +13,14 @@ from megatron_rl.contract.evaluation_records import (
     EvaluationResult,
     MeanScore,
     ProblemAnswers,
+    ProblemKey,
     ScoredAnswer,
     SetResult,
 )
-from megatron_rl.run.evaluate.answer_file import ProblemKey
 
 RIGHT = 1.0  # reward of a correct answer, as in a run's greedy accuracy
+
+Z_95 = 1.959964  # standard normal quantile of a two-sided interval of 95 %
 
 OF_ANSWERS: Mapping[str, Callable[[ScoredAnswer], float]] = {
     "mean_reward": lambda answer: answer.reward,
@@ -81,10 +83,6 @@ def powers_up_to(k: int) -> list[int]:
     return sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
 
 
-def pass_at(problems: Iterable[Sequence[ScoredAnswer]], k: int) -> MeanScore | None:
-    return mean_over_problems([pass_at_k(len(each), _right(each), k) for each in problems if len(each) >= k])
-
-
 def average(problems: Iterable[Sequence[ScoredAnswer]]) -> MeanScore | None:
     """Return avg@k: the mean over problems of the share of right answers."""
     return mean_over_problems([_right(each) / len(each) for each in problems if each])
@@ -115,15 +113,10 @@ def result(
 def set_result(
     sampled: Sequence[ProblemAnswers], greedy: Sequence[ProblemAnswers], k: int, compares_answers: bool
 ) -> SetResult:
-    of_problems = [each.answers for each in sampled]
     scores = {"greedy": average(each.answers for each in greedy)}
-    scores |= {f"pass@{count}": pass_at(of_problems, count) for count in powers_up_to(k)}
-    scores[f"avg@{k}"] = average(of_problems)
-    if compares_answers:
-        scores[f"maj@{k}"] = mean_over_problems([majority(each) for each in of_problems if each])
-    for name, of in OF_ANSWERS.items():
-        values = [[of(one) for one in each] for each in of_problems]
-        scores[name] = mean_over_problems([sum(each) / len(each) for each in values if each])
+    counts = powers_up_to(k)
+    problems = [problem_scores(each.answers, counts, k, compares_answers) for each in sampled]
+    scores |= mean_scores(problems, score_names(counts, k))
     return SetResult(
         problems=len(sampled),
         answers=sum(len(each.answers) for each in sampled),
@@ -131,6 +124,52 @@ def set_result(
         greedy_failures=_failures(greedy),
         scores={name: score for name, score in scores.items() if score},
     )
+
+
+def problem_scores(
+    answers: Sequence[ScoredAnswer], counts: Sequence[int], k: int, compares_answers: bool
+) -> dict[str, float]:
+    """Return the scores of the sampled answers to one problem, those that can be computed.
+
+    Args:
+        counts: values of k for which pass@k is wanted.
+        k: number of answers that were asked for, more than there are if some were lost.
+    """
+    if not answers:
+        return {}
+    found = {
+        f"pass@{count}": pass_at_k(len(answers), _right(answers), count) for count in counts if count <= len(answers)
+    }
+    found[f"avg@{k}"] = _right(answers) / len(answers)
+    if compares_answers:
+        found[f"maj@{k}"] = majority(answers)
+    return found | {name: sum(map(of, answers)) / len(answers) for name, of in OF_ANSWERS.items()}
+
+
+def score_names(counts: Sequence[int], k: int) -> list[str]:
+    """Return all names that `problem_scores` may give, in their order."""
+    return [*(f"pass@{count}" for count in counts), f"avg@{k}", f"maj@{k}", *OF_ANSWERS]
+
+
+def mean_scores(problems: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[str, MeanScore | None]:
+    """Return the mean of each score over the problems that have it, None where none has."""
+    return {name: mean_over_problems([scores[name] for scores in problems if name in scores]) for name in names}
+
+
+def interval(score: MeanScore) -> tuple[float, float]:
+    """Return the bounds of the 95 % interval of a mean of shares over problems.
+
+    Wilson's interval for as many independent problems as have the score's standard error, p (1 - p) / error^2 (the
+    effective sample size of Franco et al. 2019, doi 10.1093/jssam/smy019). So it lies within 0 and 1, and does not
+    vanish where all problems are alike, as the mean plus or minus two standard errors would.
+    """
+    p, error = score.value, score.standard_error
+    spread = p * (1 - p)
+    count = max(float(score.problems), spread / error**2 if error and spread > 0 else 0.0)
+    shrink = 1 + Z_95**2 / count
+    centre = (p + Z_95**2 / (2 * count)) / shrink
+    half = Z_95 * math.sqrt(spread / count + (Z_95 / (2 * count)) ** 2) / shrink
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
 
 
 def _failures(problems: Sequence[ProblemAnswers]) -> dict[str, int]:

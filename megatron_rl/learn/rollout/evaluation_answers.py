@@ -1,0 +1,80 @@
+"""Scored answers to the problems of an evaluation, in a run and in `mrl evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse
+from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.scoring import RolloutLimits, all_of
+from megatron_rl.agent.trajectories import Problem, Trajectory
+from megatron_rl.contract.evaluation_records import GREEDY, ProblemAnswers, ProblemKey, ScoredAnswer
+from megatron_rl.generate.engine.interface import InferenceInterface
+from megatron_rl.recipe.inference import Sampling
+
+UNEXPLAINED = "the environment does not say why"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How each problem of a set is answered in one mode."""
+
+    set: str
+    mode: str
+    """GREEDY or SAMPLED, of `evaluation_records`."""
+    samples: int
+    sampling: Sampling
+    """Of sampled answers; greedy ones have its limits and stops alone."""
+    seed: int
+
+
+async def answer_problems(
+    agent: EvaluationAgent,
+    problems: Mapping[int, Problem],
+    plan: AnswerPlan,
+    inference: InferenceInterface,
+    limits: RolloutLimits,
+) -> list[ProblemAnswers]:
+    """Answer problems, given by their numbers in the set. Each has a request, so that its random numbers depend only on
+    its place in the set."""
+    sampling = plan.sampling
+    if plan.mode == GREEDY:
+        sampling = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
+    requests = [
+        EvaluationRequest(
+            problems=[problem],
+            sampling=sampling,
+            samples_per_problem=plan.samples,
+            key=stable_key(f"evaluate:{plan.set}:{plan.mode}", plan.seed, number),
+            inference=inference,
+            limits=limits,
+        )
+        for number, problem in problems.items()
+    ]
+    responses = await all_of(map(agent.evaluate, requests))
+    return [
+        _line((plan.set, plan.mode, number), response, plan.samples, agent.agent_of(problem))
+        for (number, problem), response in zip(problems.items(), responses, strict=True)
+    ]
+
+
+def _line(key: ProblemKey, response: EvaluationResponse, samples: int, agent: EvaluationAgent) -> ProblemAnswers:
+    (trajectories,) = response.trajectories
+    failures = dict(response.failures)
+    if unexplained := samples - len(trajectories) - sum(failures.values()):
+        failures[UNEXPLAINED] = unexplained
+    finals: Sequence[str | None] = response.final_answers.get(0) or [
+        agent.final_answer(answer.text) if agent.compares_answers else None for answer in trajectories
+    ]
+    return ProblemAnswers(*key, [*map(_scored, trajectories, finals)], failures)
+
+
+def _scored(answer: Trajectory, final_answer: str | None) -> ScoredAnswer:
+    return ScoredAnswer(
+        reward=answer.reward,
+        tokens=answer.answer_length,
+        finish_reason=answer.finish_reason,
+        text=answer.text,
+        vote=final_answer,
+    )
