@@ -35,6 +35,11 @@ JOB_ONLY = ("dry_run", "script", "follow", "run_dir")
 @click.option("--k", type=click.IntRange(min=1), default=32, show_default=True, help="Answers to each problem.")
 @click.option("--prompts", type=click.IntRange(min=1), help="Use only the first N problems of each set.")
 @click.option("--greedy/--no-greedy", default=True, show_default=True, help="Also answer once at temperature 0.")
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Answer the training problems instead, and write the pass rate of each for `mrl data filter`.",
+)
 @SAMPLING_OPTIONS
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the answers.")
 @click.option(

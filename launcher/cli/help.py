@@ -7,7 +7,7 @@ import click
 from launcher.cli.main import ALIASES, COMMANDS
 from launcher.recipe.suggest import did_you_mean
 
-SECTIONS_TOO = ("environments", "resume")  # commands that have the name of a section of recipes
+SECTIONS_TOO = ("data", "environments", "resume")  # commands that have the name of a section of recipes
 
 
 @click.command("help")

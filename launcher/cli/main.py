@@ -10,6 +10,7 @@ import click
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Before a run": {
+        "data": ("Choose problems by the pass rates of a policy.", "filter"),
         "doctor": ("Check a recipe on a cluster before it runs.", ""),
         "environments": ("List the registered environments, or try one.", ""),
         "plan": (
@@ -20,7 +21,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "rehearse": ("Run a step at its true size without a GPU: shapes, devices, memory.", ""),
         "rows": (
             "Show rows of data, prompts and rewards as they are trained.",
-            "data dataset examples inspect preview",
+            "dataset examples inspect preview",
         ),
     },
     "A run": {
@@ -74,6 +75,7 @@ EXAMPLES = {
     "cancel": "mrl cancel demo-run --drain",
     "chat": "mrl chat runs/mine",
     "convert": "mrl convert megatron-to-hf runs/mine mine-hf",
+    "data": "mrl data filter evaluations/mine.json --out kept.jsonl",
     "doctor": "mrl doctor qwen2.5-32b-dapo --cluster mine --deep",
     "environments": "mrl environments try gsm8k -n 2",
     "evaluate": "mrl evaluate runs/mine --env gsm8k",

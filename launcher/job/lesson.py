@@ -34,9 +34,10 @@ from megatron_rl.recipe.registry import environment_class, required_datasets
 from megatron_rl.recipe.requests import RowsRequest
 
 LIMIT_S = 30.0  # seconds that the check may take; then the first rank has the last word
-READ = ("code", "data", "environment", "environments", "tokenizer")
+READ = ("code", "curriculum", "data", "environment", "environments", "tokenizer")
 TEACHING = (
-    *((section,) for section in READ),
+    *((section,) for section in READ if section != "curriculum"),
+    ("curriculum", "start"),
     ("evaluation", "sets"),
     ("grpo", "policy_loss"),
     ("grpo", "baseline"),
@@ -190,7 +191,7 @@ def _with_originals(fault: str, copies: RunDir | None) -> str:
 
 
 def _key(config: RunConfig, copies: RunDir | None, included: Sequence[Path]) -> str:
-    sections = config.model_dump(mode="json", include={"data", "environment", "environments", "tokenizer"})
+    sections = config.model_dump(mode="json", include={*READ})
     own = config.grpo.model_dump(mode="json") if config.grpo.own_functions else None
     code = copies.kept_files_record.read_text(encoding="utf-8") if copies else None
     sizes = [config.sequence_length, config.sampling.max_new_tokens, config.training.objective, config.model.init]

@@ -23,7 +23,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.registry import required_extras
 
-ASKED = ("k", "prompts", "greedy", "seed", "dtype", "threads", "tp", "replicas", "engine")
+ASKED = ("k", "prompts", "greedy", "keep", "seed", "dtype", "threads", "tp", "replicas", "engine")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 
 
@@ -37,6 +37,7 @@ class EvaluationOptions:
     k: int = 32
     prompts: int | None = None
     greedy: bool = True
+    keep: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -35,6 +35,11 @@ def name_of(problem: Problem) -> str:
     return hashlib.sha256(f"{problem.environment}\n{problem.prompt}".encode("utf-8", "replace")).hexdigest()[:12]
 
 
+def prompt_digest(problem: Problem) -> str:
+    """Return what stands for a problem in files of pass rates. Equal prompts have the same."""
+    return hashlib.sha256(problem.prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
 NONE = ProblemDigest.of([])
 
 

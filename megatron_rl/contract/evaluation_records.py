@@ -40,6 +40,18 @@ class ProblemAnswers(NamedTuple):
     failures: dict[str, int]  # answers lost, by reason
 
 
+@record(event="pass_rate")
+class PassRate(NamedTuple):
+    """A line of a file of pass rates, such as NAME.pass_rates.jsonl: a training problem and the share of right answers.
+    Written by `mrl evaluate --keep` and `mrl data filter`, read by the latter and by runs (`curriculum.start`)."""
+
+    environment: str  # id; empty if there is only one environment
+    prompt: str  # `agent.problem_digest.prompt_digest`
+    rate: float
+    answers: int  # scored ones, at least one
+    text: str = ""  # beginning of the prompt, for people
+
+
 @record(version=None)
 class MeanScore(NamedTuple):
     """A mean over problems, in SetResult."""
@@ -67,3 +79,4 @@ class EvaluationResult(NamedTuple):
     settings: dict[str, Any]  # EvaluationSettings.settings
     sets: dict[str, SetResult]
     answers: str  # path of the file of answers
+    pass_rates: str | None = None  # path of the file of pass rates, with --keep

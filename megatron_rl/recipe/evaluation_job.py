@@ -21,6 +21,8 @@ class Evaluation(Section):
     k: PositiveInt = 32  # answers per problem
     prompts: PositiveInt | None = None  # problems per set, the first ones; default: all
     greedy: bool = True  # also answer each problem once at temperature 0
+    keep: bool = False
+    """Write the pass rates of training problems, which are then the default of `sets`."""
     seed: NonNegativeInt = 0
     out: LaterPath | None = None
     """File of the result; default: a name made of the settings, in `evaluations/` of the run or of the current

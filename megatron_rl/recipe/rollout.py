@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, Section
+from megatron_rl.recipe.section import FilePath, NonNegativeInt, PositiveFloat, Section
 
 
 class AsyncConfig(Section):
@@ -32,6 +32,11 @@ class CurriculumConfig(Section):
     more often, the less it teaches. A problem that was not tried yet is never left out, so the first pass is complete.
     Pass rates are saved with the weights."""
 
+    start: FilePath | None = None
+    """Pass rates at the start, a file of `mrl evaluate --keep` or `mrl data filter`. Its problems count as tried, so
+    the first pass may leave them out. Default: no problem was tried."""
+    only: bool = False
+    """Whether to train on the problems of `start` alone."""
     prefer: Literal["variance", "failures"] = "variance"
     """Problems that are kept most often. variance: those with a pass rate near 1/2, whose answers differ most; the
     probability grows with p (1 - p). failures: those with a low pass rate; it grows with 1 - p (Kimi k1.5, arXiv
@@ -40,6 +45,14 @@ class CurriculumConfig(Section):
     """Probability that a pass keeps a problem that teaches nothing, so that its pass rate is renewed at times."""
     memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Weight of the earlier pass rate of a problem when a group of answers to it is scored; 0 keeps the newest only."""
+
+    @model_validator(mode="after")
+    def _only_needs_a_start(self) -> CurriculumConfig:
+        if self.only and self.start is None:
+            raise ValueError(
+                "only is true, and start names no file of problems to train on: set start, or only to false"
+            )
+        return self
 
 
 class ResumeConfig(Section):

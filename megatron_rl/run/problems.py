@@ -20,6 +20,7 @@ from megatron_rl.agent.prompts import check_characters
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord, read
 from megatron_rl.contract.run_records import Fork
+from megatron_rl.learn.rollout.known_rates import read_rates, with_known_rates
 from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer
 from megatron_rl.rank.control import Control
 from megatron_rl.rank.here import Here
@@ -75,6 +76,8 @@ def build_material(config: RunConfig, here: Here, *, resumes: bool) -> Material:
     left_out: Mapping[str, int] = {}
     if not config.supervised and lesson.environment is not None:
         sets, left_out = choose_problems(lesson.environment, config, lesson.tokenizer)
+        if (curriculum := config.curriculum) is not None and curriculum.only and curriculum.start is not None:
+            sets = with_known_rates(sets, read_rates(curriculum.start))
         lesson = replace(lesson, sets=sets)
     if warning := unknown_end_of(lesson):
         logger.warning("%s", warning)

@@ -135,6 +135,17 @@ def test_interrupted_evaluation_resumes_with_the_same_result(
     assert found(out) == undisturbed
 
 
+def test_pass_rates_of_training_problems_are_kept_for_a_curriculum(run: RunDir, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    asked = request(run.root, out) | {"keep": True, "prompts": 24, "greedy": False}
+    assert (evaluating := Evaluating(asked, tmp_path)).code() == EXIT_FINISHED, evaluating.said.read_text()
+    result = found(out)
+    rates = [json.loads(line) for line in Path(result["pass_rates"]).read_text().splitlines()]
+    assert len({one["prompt"] for one in rates}) == 24 and {one["answers"] for one in rates} == {4}
+    mean = sum(one["rate"] for one in rates) / 24
+    assert mean == pytest.approx(result["sets"]["training"]["scores"]["pass@1"]["value"])
+
+
 @pytest.mark.slow
 def test_tensor_parallel_ranks_have_the_same_result_up_to_rounding(
     run: RunDir, undisturbed: dict[str, Any], tmp_path: Path

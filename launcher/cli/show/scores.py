@@ -65,6 +65,8 @@ def lines(result: EvaluationResult, out: str) -> Iterator[str]:
                 yield f"  {count} {what}answers lost: {reason}"
     yield ""
     yield out
+    if result.pass_rates:
+        yield f"pass rates: {result.pass_rates}"
 
 
 def scores_json(result: EvaluationResult) -> dict[str, dict[str, float]]:

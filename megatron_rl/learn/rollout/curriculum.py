@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.learn.rollout.known_rates import KnownRates, rates_of, read_rates
 from megatron_rl.learn.rollout.stream import Mixture
 from megatron_rl.learn.rollout.window import NOTHING_DRAWN, Drawn
 from megatron_rl.recipe.config import RunConfig
@@ -94,10 +95,13 @@ class CurriculumState:
     """Problems of the ordinals that are assigned and not settled."""
 
     @classmethod
-    def begun(cls, stream: Mixture, next_ordinal: int, drawn_below: int) -> CurriculumState:
+    def begun(cls, stream: Mixture, next_ordinal: int, drawn_below: int, known: KnownRates) -> CurriculumState:
         """Return the state of a run that had no curriculum up to here: it visited the problems in the stream's order.
 
         drawn_below: ordinal below which problems are drawn already.
+        known: pass rates of `curriculum.start`.
+
+        Raises ConfigurationError as `rates_of`.
         """
         candidates = dict.fromkeys(range(len(stream.sets)), 0)
         assigned = {}
@@ -107,9 +111,9 @@ class CurriculumState:
             candidates[number] = place + 1
             if ordinal >= next_ordinal:
                 assigned[ordinal] = Assigned(stream.sets[number].environment, stream.streams[number].index(place))
-        unknown = (PassRates(np.full(len(each.problems), np.nan, np.float32)) for each in stream.sets)
+        rates = (PassRates(_rates_at_start(each, known)) for each in stream.sets)
         names = [each.environment for each in stream.sets]
-        return cls(dict(zip(names, map(SetState, candidates.values(), unknown), strict=True)), assigned)
+        return cls(dict(zip(names, map(SetState, candidates.values(), rates), strict=True)), assigned)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -223,8 +227,14 @@ def prompts_of(
     stream = Mixture(sets, config.training.seed, config.grpo.prompts_per_step)
     if config.curriculum is None:
         return stream
-    begun = state or CurriculumState.begun(stream, next_ordinal, drawn.below)
-    return Curriculum(stream, config.training.seed, config.curriculum, begun)
+    if state is None:
+        known = read_rates(config.curriculum.start) if config.curriculum.start else {}
+        state = CurriculumState.begun(stream, next_ordinal, drawn.below, known)
+    return Curriculum(stream, config.training.seed, config.curriculum, state)
+
+
+def _rates_at_start(each: TrainingSet, known: KnownRates) -> NDArray[np.float32]:
+    return rates_of(each, known) if known else np.full(len(each.problems), np.nan, np.float32)
 
 
 def visit_weight(rate: float, config: CurriculumConfig) -> float:

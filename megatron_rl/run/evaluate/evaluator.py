@@ -13,13 +13,14 @@ from typing import Any
 
 from megatron_rl.agent.api import Environment, build_environment
 from megatron_rl.agent.keys import stable_key
-from megatron_rl.agent.problem_digest import ProblemDigest
+from megatron_rl.agent.problem_digest import ProblemDigest, prompt_digest
 from megatron_rl.agent.trajectories import Problem
-from megatron_rl.algorithms.evaluation_scores import result
+from megatron_rl.algorithms.evaluation_scores import average, result
 from megatron_rl.checkpoint.source import PolicySource, find_source
-from megatron_rl.contract.evaluation_records import EvaluationResult
+from megatron_rl.contract.evaluation_records import SAMPLED, EvaluationResult, PassRate, ProblemAnswers, ProblemKey
+from megatron_rl.contract.files import write_atomic
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import write
+from megatron_rl.contract.records import encode_line, write
 from megatron_rl.generate.engine.opened_policy import MOST_POSITIONS, ROWS, open_policy
 from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.recipe.errors import ConfigurationError
@@ -27,6 +28,10 @@ from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
 from megatron_rl.run.evaluate.answer_file import kept_answers, naming
 from megatron_rl.run.evaluate.blocks import BlockRunner, EvaluationProgress, OpenedEvaluation, RunBlock, Waits
+
+TRAINING = "training"  # name of the set of training problems
+PASS_RATES = ".pass_rates.jsonl"  # end of the name of a file of pass rates
+SHOWN = 200  # characters of a prompt in it
 
 
 def evaluate(
@@ -58,7 +63,7 @@ def evaluate(
     source = find_source(evaluation.checkpoint, evaluation.dtype, evaluation.date)
     try:
         environment = build_environment(evaluation.environment, source.tokenizer)
-        sets = choose_sets(environment.evaluation_problems(), evaluation.sets, evaluation.prompts)
+        sets = choose_sets(sets_of(environment, evaluation), evaluation.sets, evaluation.prompts)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     inference = source.recipe.inference if source.recipe else InferenceConfig(max_batch=ROWS)
@@ -131,9 +136,32 @@ def _answered(runner: BlockRunner) -> tuple[EvaluationResult, Path] | None:
             return None
         sizes = {name: len(problems) for name, problems in sets.items()}
         found = result(settings, sizes, answers.known, str(answers.path))
+        if evaluation.keep:
+            kept = out.with_suffix(PASS_RATES)
+            found = found._replace(pass_rates=str(kept))
+            with naming(kept):
+                write_atomic(kept, "".join(f"{encode_line(line)}\n" for line in pass_rates(sets, answers.known)))
         with naming(out):
             write(out, found)
     return found, out
+
+
+def sets_of(environment: Environment, evaluation: Evaluation) -> dict[str, Sequence[Problem]]:
+    """Return the problems by the name of their set: the evaluation sets, or with `keep` the training sets, which are
+    called training or ID/training."""
+    if not evaluation.keep:
+        return dict(environment.evaluation_problems())
+    return {f"{each.environment}/{TRAINING}".lstrip("/"): each.problems for each in environment.training_sets()}
+
+
+def pass_rates(sets: Mapping[str, Sequence[Problem]], known: Mapping[ProblemKey, ProblemAnswers]) -> Iterator[PassRate]:
+    """Yield the pass rate of each problem that has sampled answers."""
+    for name, problems in sets.items():
+        for number, problem in enumerate(problems):
+            answers = known[name, SAMPLED, number].answers
+            if rate := average([answers]):
+                begin = problem.prompt[:SHOWN]
+                yield PassRate(problem.environment, prompt_digest(problem), rate.value, len(answers), begin)
 
 
 def choose_sets(
@@ -141,7 +169,7 @@ def choose_sets(
 ) -> dict[str, Sequence[Problem]]:
     """Return the problems of the requested sets. Raises ValueError if a set does not exist, or if all are empty."""
     if not there:
-        raise ValueError("the environment has no evaluation problems")
+        raise ValueError("the environment has no evaluation problems; --keep answers those to train on")
     if missing := sorted(set(names or ()) - there.keys()):
         raise ValueError(f"--set {missing[0]}: the environment has no such set; there are {', '.join(sorted(there))}")
     chosen = {name: there[name][:prompts] for name in (there if names is None else dict.fromkeys(names))}

@@ -11,6 +11,7 @@ from megatron_rl.agent.dropped_rows import CHECKED
 from megatron_rl.agent.scripted_trial import try_answers
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.learn.rollout.known_rates import rates_of, read_rates
 from megatron_rl.learn.supervised.example_rows import RowEncoder, demonstrations, read_data, rows_of, token_example
 from megatron_rl.model.chat.turn_end import unknown_end
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
@@ -74,7 +75,7 @@ def faults(lesson: Lesson, resumes: bool = False) -> Iterator[Fault]:
 
     resumes: whether the run has a checkpoint, so that it may need no worked examples any more.
     """
-    yield from map(Fault, _unknown_sets(lesson))
+    yield from map(Fault, (*_unknown_sets(lesson), *_unusable_rates(lesson)))
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
         try:
@@ -95,6 +96,18 @@ def _unknown_sets(lesson: Lesson) -> Iterator[str]:
         if name not in there:
             known = f"there are {', '.join(sorted(there))}" if there else "the run has none"
             yield f"evaluation.sets.{name}: there is no evaluation set of this name; {known}"
+
+
+def _unusable_rates(lesson: Lesson) -> Iterator[str]:
+    curriculum = lesson.config.curriculum
+    if curriculum is None or curriculum.start is None:
+        return
+    try:
+        known = read_rates(curriculum.start)
+        for each in lesson.sets:
+            rates_of(each, known)
+    except ConfigurationError as error:
+        yield str(error)
 
 
 def _without_examples(lesson: Lesson) -> Iterator[str]:

@@ -51,7 +51,7 @@ def sets(*sizes: int) -> list[TrainingSet]:
 def curriculum(
     stream: Mixture, config: CurriculumConfig = CONFIG, seed: int = 0, state: CurriculumState | None = None
 ) -> Curriculum:
-    return Curriculum(stream, seed, config, state or CurriculumState.begun(stream, 0, 0))
+    return Curriculum(stream, seed, config, state or CurriculumState.begun(stream, 0, 0, {}))
 
 
 def prompts(one: Curriculum, ordinals: range) -> list[str]:
@@ -213,7 +213,7 @@ def test_a_curriculum_that_begins_in_a_running_run_continues_its_stream(
     sizes: list[int], next_ordinal: int, surplus: int
 ) -> None:
     stream = Mixture(sets(*sizes), 1, 4)
-    one = curriculum(stream, state=CurriculumState.begun(stream, next_ordinal, next_ordinal + surplus))
+    one = curriculum(stream, state=CurriculumState.begun(stream, next_ordinal, next_ordinal + surplus, {}))
     ordinals = range(next_ordinal, next_ordinal + 20)
     assert prompts(one, ordinals) == [stream.problem(ordinal).prompt for ordinal in ordinals]
 
@@ -221,7 +221,7 @@ def test_a_curriculum_that_begins_in_a_running_run_continues_its_stream(
 def test_pass_rates_of_a_hundred_thousand_problems_are_saved_in_few_bytes() -> None:
     """The number of groups and their size make few distinct rates."""
     stream = Mixture(sets(100_000), 0, 4)
-    one = CurriculumState.begun(stream, 0, 0)
+    one = CurriculumState.begun(stream, 0, 0, {})
     rates = np.random.default_rng(0).integers(0, 17, 100_000).astype(np.float32) / 16
     saved = CurriculumState({"e0": type(one.sets["e0"])(0, PassRates(rates))}).to_json()
     assert np.array_equal(CurriculumState.from_json(saved).sets["e0"].rates.all(), rates)
