@@ -36,7 +36,9 @@ def train(run: Run) -> str:
     with gc_between_steps() as collect_garbage, suppress(LeaveAgreed):
         while True:
             due = run.environment is not None and run.config.evaluation.any_due(run.step, last)
-            if due and run.evaluated < run.step:
+            due = due and run.evaluated < run.step
+            conclude_evaluation(run, wait=due or run.step == last)
+            if due:
                 evaluate(run)
             if run.saved < run.step and schedule.due(run.step):
                 save(run)
@@ -84,10 +86,33 @@ def train_step(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
+    """Evaluate, or begin to beside training, but never the first and the last step. What goes on beside training begins
+    with a checkpoint, whose weights a resumed run needs to repeat it."""
+    if run.beside is not None and 0 < run.step < run.config.training.steps:
+        if run.saved < run.step:
+            save(run)
+        with run.safe_points.phase("evaluate"):
+            begun = run.beside.begin(run.step)
+        if begun:
+            run.evaluated = run.step
+            return
     run.safe_points.activity.enter("evaluating", run.step)
     with run.safe_points.phase("evaluate"):
         run.writer.evaluation(run.step, run.evaluate())
     run.evaluated = run.step
+
+
+def conclude_evaluation(run: Run, *, wait: bool) -> None:
+    """Record the evaluation that goes on beside training, if all its answers are there, or once they are."""
+    if (beside := run.beside) is None or (step := beside.step) is None:
+        return
+    if wait:
+        run.safe_points.activity.enter("evaluating", step)
+        with run.safe_points.phase("evaluate"):
+            beside.wait()
+    elif not beside.finished():
+        return
+    run.writer.evaluation(step, run.with_format(beside.end()))
 
 
 def save(run: Run) -> None:

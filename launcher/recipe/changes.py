@@ -38,6 +38,7 @@ FREE = (
     "placement.inference.nodes",
     "distill.replicas.nodes",
     "distill.replicas.tp",
+    "evaluation.replicas",
     "placement.offload",
     "harvest",
     "harvest.*",

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from launcher.recipe.problems import ITEM
+from launcher.recipe.problems import ITEM, NAMED_SECTIONS
 from launcher.recipe.suggest import KeyPath
 from megatron_rl.recipe.section import Section
 
@@ -29,9 +29,10 @@ def meanings(model: type[Section], path: KeyPath = ()) -> dict[KeyPath, str]:
         if name in texts:
             found[key] = texts[name]
         for section, is_item in sections_of(field.annotation):
-            if not is_item and (text := _texts(section)[""]):
-                found.setdefault(key, text)
-            found |= meanings(section, (*key, ITEM) if is_item else key)
+            inside = (*key, ITEM) if is_item else key
+            if (not is_item or key in NAMED_SECTIONS) and (text := _texts(section)[""]):
+                found.setdefault(inside, text)
+            found |= meanings(section, inside)
     return found
 
 

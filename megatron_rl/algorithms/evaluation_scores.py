@@ -159,8 +159,8 @@ def mean_scores(problems: Sequence[Mapping[str, float]], names: Iterable[str]) -
 def interval(score: MeanScore) -> tuple[float, float]:
     """Return the bounds of the 95 % interval of a mean of shares over problems.
 
-    Wilson's interval for as many independent problems as have the score's standard error, p (1 - p) / error^2 (the
-    effective sample size of Franco et al. 2019, doi 10.1093/jssam/smy019). So it lies within 0 and 1, and does not
+    Wilson's interval for the number of single answers that would have the score's standard error, p (1 - p) / error^2
+    (the effective sample size of Franco et al. 2019, doi 10.1093/jssam/smy019). So it lies within 0 and 1, and does not
     vanish where all problems are alike, as the mean plus or minus two standard errors would.
     """
     p, error = score.value, score.standard_error

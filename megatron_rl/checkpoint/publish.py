@@ -150,8 +150,8 @@ def _replaced_by(target: Path) -> Path:
 
 def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
     """Delete what the just published `newest` supersedes: in its line of training, all but the newest `keep` good
-    checkpoints and those that stay for good; and all that are newer than its parent, which were skipped when the run
-    resumed, and which the next start must not find.
+    checkpoints, those that stay for good, and that of an evaluation that is not recorded yet; and all that are newer
+    than its parent, which were skipped when the run resumed, and which the next start must not find.
 
     On a network file system a check may fail for a moment. So no check makes a checkpoint deleted; a failed one only
     does not count among the kept. The newest is not checked.
@@ -162,7 +162,8 @@ def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
         if step == newest.step:
             continue
         folder = run_dir.checkpoint(step)
-        if step > before or (kept >= config.keep and not config.stays(step)):
+        stays = config.stays(step) or step == newest.meta.get("evaluating")
+        if step > before or (kept >= config.keep and not stays):
             discard(folder)
         elif find_defect(folder) is None:
             kept += 1

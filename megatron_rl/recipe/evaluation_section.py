@@ -68,7 +68,7 @@ class EvaluationConfig(Section):
     null, has the value above."""
 
     def of(self, name: str) -> EvaluationConfig:
-        """Return the settings of a set. It has as many of the values of pass_at as its samples allow."""
+        """Return the settings of a set, with those values of pass_at that its samples allow."""
         own = self.sets[name].model_dump(exclude_none=True) if name in self.sets else {}
         asked = self.model_copy(update=own)
         counts = tuple(k for k in asked.pass_at or () if k <= asked.samples)

@@ -80,6 +80,8 @@ def carry_out(run: Run) -> str:
 
     safe_points.timeline.switch("train")
     outcome = train(run)
+    if run.beside is not None:
+        run.beside.stop()
     run.driver.stop()
     if run.generation is not None:
         run.generation.end()

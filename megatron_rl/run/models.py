@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
-from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
+from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, read_weights
 from megatron_rl.learn.training import warm_up
 from megatron_rl.learn.training.objective import FrozenTeacher, Teacher
 from megatron_rl.learn.training.offload import HostWeights
@@ -82,6 +83,21 @@ class Models:
         self.optimizer.load_state(state["optimizer"])
         if "rng" in state:
             self.platform.set_rng_state(state["rng"])
+
+    @contextmanager
+    def weights_of(self, checkpoint: VerifiedCheckpoint) -> Iterator[None]:
+        """Let the policy have the weights of another checkpoint of this run for a while. Its own wait in host memory.
+        Collective."""
+        state = self.policy.state_dict()
+        own = {name: value.to("cpu", copy=True) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        data, expert_data = self.groups.data_context, self.groups.expert_data
+        read_weights(self.policy, checkpoint, self.trainable.trained, data, expert_data)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in own.items():
+                    state[name].copy_(value)
 
 
 def build_models(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_rl.generate.refit.bucket_sender import BucketSender
 from megatron_rl.generate.refit.engine_control import EngineControl
 from megatron_rl.generate.refit.epoch import DEVICE
+from megatron_rl.generate.refit.kept_version import VersionKeeper
 from megatron_rl.generate.refit.model_tensors import weights_by_box
 from megatron_rl.generate.refit.overlapped import OverlappedRefit
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT, PoolControl
@@ -97,7 +98,11 @@ def generate_elsewhere(
         refit = TurnsRefit(transfer, engines, pool, models.weights, here, config.offload, measure)
     else:
         refit = OverlappedRefit(transfer, pool, here.platform, here.safe_points, measure)
-    loop = AgentThread(TrainingDriver.of(here.groups), pool, here.safe_points, refit)
+    role = TrainingDriver.of(here.groups)
+    loop = AgentThread(role, pool, here.safe_points, refit)
+    keeper = None
+    if config.evaluation.replicas is not None and isinstance(refit, OverlappedRefit):
+        keeper = VersionKeeper(refit, pool, here.groups.control, drives=role.drives)
 
     def end() -> None:
         refit.close()
@@ -106,4 +111,4 @@ def generate_elsewhere(
     def metrics() -> dict[str, float]:
         return pool.metrics() | refit.metrics()
 
-    return Generation(pool, refit, loop, end, metrics if dist.get_rank() == 0 else dict)
+    return Generation(pool, refit, loop, end, metrics if dist.get_rank() == 0 else dict, keeper)

@@ -18,6 +18,7 @@ from megatron_rl.run.generation import build_driver, build_generation, curriculu
 from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import build_models, build_teacher
 from megatron_rl.run.problems import build_material, check_unchanged
+from megatron_rl.run.repeated_evaluation import beside_of, repeat, unrecorded_step
 from megatron_rl.run.state import Counters, Run, restore
 
 
@@ -43,14 +44,19 @@ def set_up(config: RunConfig, here: Here) -> Run:
     trainer = Trainer(models.policy, models.optimizer, objective, config, here, *progress)
 
     generation = build_generation(config, here, lesson, models, replicas)
+    beside, repeated = None, None
+    metrics: dict[str, float] = {}
     if generation is not None:
+        if (repeated := unrecorded_step(here.run_dir, counters, here.groups.control)) is not None:
+            beside, metrics = repeat(repeated, config, here, lesson, models, generation)
+        beside = beside or beside_of(config, here, lesson, generation)
         generation.refit.publish(counters.policy_version)
     driver = build_driver(config, here, material, generation, counters)
     record_lesson(here, lesson, material.scoring, generation.loop if generation else None)
 
     rank = dist.get_rank()
     right = partial(right_answer, material.scoring)
-    return Run(
+    run = Run(
         config=config,
         here=here,
         material=material,
@@ -69,7 +75,11 @@ def set_up(config: RunConfig, here: Here) -> Run:
         curriculum=curriculum_of(config, material, counters),
         saved=counters.step,
         evaluated=counters.evaluated,
+        beside=beside,
     )
+    if metrics and repeated is not None:
+        run.writer.evaluation(repeated, run.with_format(metrics))
+    return run
 
 
 def _writer(config: RunConfig, here: Here, counters: Counters) -> Writer:

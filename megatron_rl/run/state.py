@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
@@ -16,6 +16,7 @@ from megatron_rl.learn.rollout.agent_loop import AgentLoop
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.curriculum import CurriculumState
 from megatron_rl.learn.rollout.evaluation import evaluate
+from megatron_rl.learn.rollout.evaluation_beside import EvaluationBeside
 from megatron_rl.learn.rollout.record import RolloutRecord
 from megatron_rl.learn.rollout.window import Drawn
 from megatron_rl.learn.training.trainer import Trainer
@@ -30,6 +31,9 @@ from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.run.models import Models
 from megatron_rl.run.problems import Material
 
+if TYPE_CHECKING:
+    from megatron_rl.generate.refit.kept_version import VersionKeeper  # it needs an HTTP client
+
 logger = logging.getLogger("megatron_rl")
 
 
@@ -42,6 +46,8 @@ class Counters:
     drawn_below: int = 0  # `rollout.window.Drawn.below`
     passed_over: int = 0  # `rollout.window.Drawn.passed_over`
     evaluated: int = -1  # step of the last evaluation; -1: none
+    evaluating: int | None = None
+    """Step of an evaluation that is answered beside training and not recorded yet, `evaluated`; None: none is."""
     policy_version: int = 0
     nonfinite_in_a_row: int = 0
     initial_weights: str | None = None
@@ -104,6 +110,7 @@ class Generation:
     loop: AgentLoop
     end: Callable[[], None] = lambda: None  # called after the last request
     metrics: Callable[[], dict[str, float]] = dict  # returns the metrics of the newest step, on the first rank
+    keeper: VersionKeeper | None = None  # of `evaluation.replicas`
 
 
 class NoRefit:
@@ -153,7 +160,9 @@ class Run:
     curriculum: CurriculumState | None
     """State of the curriculum after the last finished step; None without a curriculum, or before its first step."""
     saved: int  # last step whose checkpoint was begun, or from which the run was restored
-    evaluated: int  # step of the last evaluation; -1: none
+    evaluated: int  # step of the last evaluation, begun or recorded; -1: none
+    beside: EvaluationBeside | None
+    """Evaluation that replicas answer beside training; None if training waits for evaluations."""
 
     @property
     def groups(self) -> Groups:
@@ -186,6 +195,7 @@ class Run:
                 drawn_below=self.drawn.below,
                 passed_over=self.drawn.passed_over,
                 evaluated=self.evaluated,
+                evaluating=self.beside.step if self.beside else None,
                 policy_version=self.trainer.policy_version,
                 nonfinite_in_a_row=self.trainer.nonfinite_in_a_row,
                 initial_weights=self.initial_weights,
@@ -201,9 +211,10 @@ class Run:
         if self.environment is None or self.generation is None:
             return {}
         loop = self.generation.loop
-        metrics: dict[str, Any] = evaluate(
-            self.environment, self.engine, self.config, self.groups.control, loop, self.step
-        )
-        if prompt_format := self.environment.prompt_format:
-            metrics["eval/prompt_format"] = prompt_format
-        return metrics
+        metrics = evaluate(self.environment, self.engine, self.config, self.groups.control, loop, self.step)
+        return self.with_format(metrics)
+
+    def with_format(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Return the metrics of an evaluation with the format of its prompts."""
+        prompt_format = self.environment.prompt_format if self.environment else ""
+        return {**metrics, **({"eval/prompt_format": prompt_format} if prompt_format else {})}

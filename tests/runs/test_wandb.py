@@ -269,6 +269,18 @@ def test_each_step_is_one_row_in_order_however_often_the_record_is_read(
     assert [(row.step, row.values) for row in rows] == sorted(wanted.items())
 
 
+def test_an_evaluation_beside_training_is_a_late_row(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    record = RecordReader(run, run.attempt(1))
+    for step in (1, 2, 3):
+        append(run.metrics, MetricsLine(step, {"loss": float(step)}))
+    assert [(row.step, row.late) for row in record.rows(complete=False)] == [(1, False), (2, False)]
+    append(run.evaluations, MetricsLine(1, {"eval/x": 1.0}))
+    late, last = record.rows(complete=True)
+    assert (late.step, late.values, late.late) == (1, {"eval/x": 1.0}, True)
+    assert (last.step, last.late) == (3, False)
+
+
 def test_partial_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record = RecordReader(run, run.attempt(1))

@@ -32,6 +32,10 @@ class Unsupported(ValueError):
     """A request needs something that the engine cannot do; the message names the parameter and the engine."""
 
 
+class WeightsGone(RuntimeError):
+    """A request is for weights that no engine has any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptScores:
     """The policy's log-probs of a prompt's tokens, from the second token on: nothing precedes the first."""

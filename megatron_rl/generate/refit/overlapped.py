@@ -21,6 +21,7 @@ from concurrent.futures import Future, wait
 
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.transfer_refit import TransferRefit
+from megatron_rl.generate.replicas.links import Start
 from megatron_rl.generate.replicas.pool import ReplicaPool
 from megatron_rl.model.platform.device import Device
 from megatron_rl.rank.safe_points import SafePoints
@@ -98,6 +99,10 @@ class OverlappedRefit:
         self._pool.announce()
         self._begin(self._pool.policy_version)
         self.finish()
+
+    def keep(self, replicas: frozenset[Start]) -> None:
+        """Let some replicas keep their weights while others get newer ones; none: all get them again."""
+        self._transfer.kept = replicas
 
     def metrics(self) -> dict[str, float]:
         found = {} if self._seconds is None else {"time/publish_s": self._seconds}

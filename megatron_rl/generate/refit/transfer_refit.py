@@ -65,6 +65,8 @@ class TransferRefit:
         self._no_replica_timeout = no_replica_timeout
         self._number = 0
         self.moved_bytes = 0
+        self.kept: frozenset[ReplicaStart] = frozenset()
+        """Replicas that keep their weights as long as another one can take a version, on rank 0."""
         self._group: TransferGroup | BucketGroup | None = None
         self._left_out: set[ReplicaStart] = set()  # in this publication
         self._back_off = BackOff()  # over all publications, on rank 0
@@ -174,10 +176,12 @@ class TransferRefit:
         return Epoch(self._number, host, port, self._listener.secret, ranks, (*live,), self._transport)
 
     def _candidates(self) -> list[Member]:
-        """Live replicas that may still take this version; those that should skip it only if there are no others."""
+        """Live replicas that may still take this version; those that should skip it, or keep what they have, only if
+        there are no others."""
         assert self._replicas is not None
         live = sorted(Member(*each) for each in self._replicas.live() if each[:2] not in self._left_out)
-        return [member for member in live if member.started not in self._back_off.skipped] or live
+        free = [member for member in live if member.started not in self.kept] or live
+        return [member for member in free if member.started not in self._back_off.skipped] or free
 
     def _join(self, epoch: Epoch) -> None:
         listener, self._listener = self._listener, None

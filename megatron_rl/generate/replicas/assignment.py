@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from megatron_rl.generate.engine.interface import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest, WeightsGone
 from megatron_rl.generate.replicas.link import ReplicaLink
 from megatron_rl.generate.replicas.links import Start
 from megatron_rl.generate.replicas.ranking import Ranking
-from megatron_rl.generate.replicas.requests_in_flight import RequestInFlight, RequestsInFlight
+from megatron_rl.generate.replicas.requests_in_flight import KeptWeights, RequestInFlight, RequestsInFlight
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,9 @@ class Assignment:
 
     # Requests
 
-    def begin(self, request: GenerationRequest) -> RequestInFlight:
+    def begin(self, request: GenerationRequest, kept: KeptWeights | None = None) -> RequestInFlight:
         """Raises ValueError if a request with this id is in flight."""
-        work = self.requests.add(request)
+        work = self.requests.add(request, kept)
         if request.ordinal is not None:
             self._newest_ordinal = max(self._newest_ordinal, request.ordinal)
         self._assign(work)
@@ -108,6 +108,8 @@ class Assignment:
 
     def place_waiting(self) -> None:
         """Assign the requests that found no replica, if there is one now."""
+        for work in self.requests.for_kept_weights:
+            self._assign(work)
         if self.requests.any_unplaced:
             if self._first_ready() is None:
                 self._note_wait()
@@ -117,6 +119,9 @@ class Assignment:
 
     def _assign(self, work: RequestInFlight) -> None:
         """Ask a replica. Without a suitable one the request waits."""
+        if work.kept is not None:
+            self._assign_kept(work, work.kept)
+            return
         request = work.unanswered.request
         if self._is_held(request):
             self.requests.wait(work, held=True)
@@ -131,6 +136,19 @@ class Assignment:
             self._homes[request.ordinal] = link.start
         link.ask(request, self._version())  # before its tokens count, which show whether the replica was idle
         self.requests.place(work, link)
+
+    def _assign_kept(self, work: RequestInFlight, kept: KeptWeights) -> None:
+        """Ask the least busy of the replicas that keep these weights. The request fails if none is left, and waits
+        while one has not said yet that it has them."""
+        there = [self._links[start] for start in sorted(kept.starts) if start in self._links]
+        if able := [link for link in there if not link.rests and link.version == kept.version]:
+            link = min(able, key=lambda link: (link.slow, link.outstanding))
+            link.ask(work.unanswered.request, kept.version)
+            self.requests.place(work, link)
+        elif any(link.version < kept.version for link in there):
+            self.requests.wait(work, held=False)
+        else:
+            self.requests.fail(work, WeightsGone(f"the replicas that kept weights of version {kept.version} are lost"))
 
     def _is_held(self, request: GenerationRequest) -> bool:
         # While a version is on its way, prompts that nobody has begun wait for it; the others go on, or the training

@@ -18,6 +18,7 @@ from megatron_rl.generate.replicas.assignment import Assignment
 from megatron_rl.generate.replicas.link import LinkTimings, ReplicaGone, ReplicaLink
 from megatron_rl.generate.replicas.links import ReplicaLinks, Roster, Start
 from megatron_rl.generate.replicas.paces import DecodePace, too_slow
+from megatron_rl.generate.replicas.requests_in_flight import KeptWeights
 from megatron_rl.generate.replicas.shard import Shard
 from megatron_rl.generate.replicas.speeds import speeds
 from megatron_rl.generate.replicas.wire import OTHER_VERSION, News, State
@@ -112,12 +113,16 @@ class Dispatch:
             raise ReplicaGone(f"replica {start[0]} (start {start[1]}) is gone")
         return await link.call(path, body, timeout_s)
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
+    async def ready(self) -> frozenset[Start]:
+        """Return the replicas that have the newest weights."""
+        return frozenset(self._links.ready(self.policy_version))
+
+    async def generate(self, request: GenerationRequest, kept: KeptWeights | None = None) -> list[Completion]:
         if self._failure is not None:
             raise self._failure
         if not self._assignment.requests:
             self._since = time.monotonic()
-        work = self._assignment.begin(request)
+        work = self._assignment.begin(request, kept)
         try:
             return await work.answer
         finally:

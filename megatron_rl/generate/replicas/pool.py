@@ -23,6 +23,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest, PartialAnswer, Unsupported
 from megatron_rl.generate.replicas.dispatch import Dispatch
 from megatron_rl.generate.replicas.links import Start
+from megatron_rl.generate.replicas.requests_in_flight import KeptWeights
 from megatron_rl.generate.replicas.wire import State
 
 STOP_S = 10.0
@@ -72,14 +73,16 @@ class ReplicaPool:
         """Why there will be no replica any more; None if there may be one."""
         return self._dispatch.given_up
 
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
+    async def generate(self, request: GenerationRequest, kept: KeptWeights | None = None) -> list[Completion]:
         """Answer a request. Cancelling the caller cancels it.
 
-        Raises NoReplica if no replica could be asked within the limit.
+        kept: the only weights that may answer; None: any of `policy_version` or newer.
+
+        Raises NoReplica if no replica could be asked within the limit, and WeightsGone if none has kept the weights.
         """
         if request.beyond_training:
             raise Unsupported(f"{request.beyond_training}: replicas of a run do not support it")
-        return await asyncio.wrap_future(self._in_thread(self._dispatch.generate(request)))
+        return await asyncio.wrap_future(self._in_thread(self._dispatch.generate(request, kept)))
 
     def partial_answers(self) -> list[PartialAnswer]:
         return self._in_thread(self._dispatch.partial_answers()).result()
@@ -89,6 +92,10 @@ class ReplicaPool:
         """Whether requests wait for weights: there are replicas, but every replica that had this version is lost, or
         asleep. One that failed to take the version sleeps until the ranks publish again."""
         return self._dispatch.starved
+
+    def ready(self) -> frozenset[Start]:
+        """Return the replicas that have the newest weights."""
+        return self._in_thread(self._dispatch.ready()).result()
 
     def starts(self) -> dict[Start, ReplicaAddress]:
         return {start: address for start, (address, _) in self._in_thread(self._dispatch.reached()).result().items()}

@@ -6,16 +6,27 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from typing import NamedTuple
 
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
 from megatron_rl.generate.replicas.link import ReplicaLink
+from megatron_rl.generate.replicas.links import Start
 from megatron_rl.generate.replicas.unanswered import Unanswered
 
 
+class KeptWeights(NamedTuple):
+    """Weights that some replicas keep for a while, although the others get newer ones."""
+
+    version: int
+    starts: frozenset[Start]
+
+
 class RequestInFlight:
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, kept: KeptWeights | None = None) -> None:
+        """kept: the only weights that may answer it; None: any that are new enough."""
         self.unanswered = Unanswered(request)
+        self.kept = kept
         self.answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         self.link: ReplicaLink | None = None
         """Link of the replica that was asked; None while the request waits."""
@@ -44,13 +55,15 @@ class RequestInFlight:
 
 class RequestsInFlight:
     """A request is on a replica, unplaced (no replica could be asked) or held (it waits for a version). Those that are
-    done, but whose caller has not noticed yet, are in none of the lists."""
+    done, but whose caller has not noticed yet, are in none of the lists. Requests for kept weights that wait for one of
+    their replicas are in another list."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, RequestInFlight] = {}
         self._by_link: dict[ReplicaLink, set[RequestInFlight]] = {}
         self._unplaced: set[RequestInFlight] = set()
         self._held: set[RequestInFlight] = set()
+        self._kept: set[RequestInFlight] = set()
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -59,10 +72,10 @@ class RequestsInFlight:
     def __iter__(self) -> Iterator[RequestInFlight]:
         return iter(self._by_id.values())
 
-    def add(self, request: GenerationRequest) -> RequestInFlight:
+    def add(self, request: GenerationRequest, kept: KeptWeights | None = None) -> RequestInFlight:
         """Raises ValueError if a request with this id is in flight."""
         refuse_duplicate(request, self._by_id)
-        work = RequestInFlight(request)
+        work = RequestInFlight(request, kept)
         self._enter(work)
         return work
 
@@ -79,7 +92,12 @@ class RequestsInFlight:
     def wait(self, work: RequestInFlight, *, held: bool) -> None:
         self._leave(work)
         work.put(None)
-        (self._held if held else self._unplaced).add(work)
+        (self._kept if work.kept else self._held if held else self._unplaced).add(work)
+
+    def fail(self, work: RequestInFlight, error: Exception) -> None:
+        self._leave(work)
+        work.put(None)
+        work.answer.set_exception(error)
 
     def place(self, work: RequestInFlight, link: ReplicaLink) -> None:
         self._leave(work)
@@ -95,6 +113,7 @@ class RequestsInFlight:
         if work.link is None:
             self._unplaced.discard(work)
             self._held.discard(work)
+            self._kept.discard(work)
             return
         there = self._by_link[work.link]
         there.discard(work)
@@ -112,6 +131,11 @@ class RequestsInFlight:
     @property
     def unplaced(self) -> list[RequestInFlight]:
         return _in_order(self._unplaced)
+
+    @property
+    def for_kept_weights(self) -> list[RequestInFlight]:
+        """Requests for kept weights that wait."""
+        return _in_order(self._kept)
 
     @property
     def waiting(self) -> list[RequestInFlight]:

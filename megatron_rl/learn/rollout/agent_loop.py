@@ -135,23 +135,36 @@ class AgentLoop(ABC):
         self.catch_up()
         tasks = [self.do(lambda loop: loop.create_task(work()))] if self.role.drives else []
         try:
-            while True:
-                unfinished, starved = self._poll(tasks, scored)
-                if not unfinished:
-                    break
-                if starved:
-                    self.feed()
+            self.complete(tasks, scored)
         except LeaveAgreed:  # raised on all ranks; after another error, collectives with the others would only hang
-            self.advance(partial(_cancel, tasks))
+            self.cancel(tasks)
             self.pause()
             raise
         self.pause()
         return tasks[0].result() if tasks else None
 
-    def _poll(self, tasks: Sequence[asyncio.Task[Any]], scored: Scored) -> tuple[bool, bool]:
-        """Let the tasks run. Return whether any rank has unfinished tasks, and whether any rank is starved. Collective.
-        Raises the exception of a task of this rank."""
-        self.advance(partial(self.wait, tasks, scored))
+    def complete(self, tasks: Sequence[asyncio.Task[Any]], scored: Scored) -> None:
+        """Let the agents run until the tasks of all ranks are done. Collective over all ranks. Raises the exception of
+        a task of this rank, and LeaveAgreed when a rank is asked to leave."""
+        while True:
+            self.advance(partial(self.wait, tasks, scored))
+            unfinished, starved = self._look(tasks)
+            if not unfinished:
+                return
+            if starved:
+                self.feed()
+
+    def finished(self, tasks: Sequence[asyncio.Task[Any]]) -> bool:
+        """Whether the tasks of all ranks are done, without waiting. Collective and raising as `complete`."""
+        return not self._look(tasks)[0]
+
+    def cancel(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """Cancel tasks and wait for their end. Collective over the ranks that generate together."""
+        self.advance(partial(_cancel, tasks))
+
+    def _look(self, tasks: Sequence[asyncio.Task[Any]]) -> tuple[bool, bool]:
+        """Return whether any rank has unfinished tasks, and whether any rank is starved. Collective. Raises the
+        exception of a task of this rank."""
         for task in tasks:
             if task.done():
                 task.result()

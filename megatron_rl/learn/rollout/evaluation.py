@@ -24,7 +24,7 @@ from megatron_rl.algorithms.evaluation_scores import (
 )
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers
 from megatron_rl.generate.engine.interface import InferenceInterface
-from megatron_rl.learn.rollout.agent_loop import AgentLoop, DriverRole
+from megatron_rl.learn.rollout.agent_loop import AgentLoop
 from megatron_rl.learn.rollout.evaluation_answers import AnswerPlan, answer_problems
 from megatron_rl.learn.rollout.stream import shares
 from megatron_rl.rank.control import Control
@@ -51,9 +51,9 @@ class EvaluatedSet:
     def samples(self) -> int:
         return sum(plan.samples for plan in self.plans if plan.mode == SAMPLED)
 
-    def share(self, role: DriverRole) -> dict[int, Problem]:
-        """Return the problems that a driver answers, by their number in the set."""
-        return {number: self.problems[number] for number in shares(0, len(self.problems), role.count)[role.index]}
+    def share(self, index: int, count: int) -> dict[int, Problem]:
+        """Return the problems that one of `count` drivers answers, by their number in the set."""
+        return {number: self.problems[number] for number in shares(0, len(self.problems), count)[index]}
 
 
 def sets_after(agent: EvaluationAgent, config: RunConfig, step: int) -> list[EvaluatedSet]:
@@ -86,7 +86,7 @@ def evaluate(
     found: dict[str, float] = {}
     limits = RolloutLimits.of(config.task)
     for one in sets_after(agent, config, step):
-        own = one.share(loop.role) if loop.role.drives else {}
+        own = one.share(loop.role.index, loop.role.count) if loop.role.drives else {}
         lines: list[ProblemAnswers] = []
         for plan in one.plans:
             work = partial(answer_problems, agent, own, plan, inference, limits)

@@ -10,7 +10,7 @@ from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.scoring import RolloutLimits, all_of
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.contract.evaluation_records import GREEDY, ProblemAnswers, ProblemKey, ScoredAnswer
-from megatron_rl.generate.engine.interface import InferenceInterface
+from megatron_rl.generate.engine.interface import InferenceInterface, WeightsGone
 from megatron_rl.recipe.inference import Sampling
 
 UNEXPLAINED = "the environment does not say why"
@@ -25,7 +25,7 @@ class AnswerPlan:
     """GREEDY or SAMPLED, of `evaluation_records`."""
     samples: int
     sampling: Sampling
-    """Of sampled answers; greedy ones have its limits and stops alone."""
+    """Sampling of sampled answers; greedy ones have its limits and stops alone."""
     seed: int
 
 
@@ -52,11 +52,18 @@ async def answer_problems(
         )
         for number, problem in problems.items()
     ]
-    responses = await all_of(map(agent.evaluate, requests))
+    responses = await all_of(_response(agent, request) for request in requests)
     return [
         _line((plan.set, plan.mode, number), response, plan.samples, agent.agent_of(problem))
         for (number, problem), response in zip(problems.items(), responses, strict=True)
     ]
+
+
+async def _response(agent: EvaluationAgent, request: EvaluationRequest) -> EvaluationResponse:
+    try:
+        return await agent.evaluate(request)
+    except WeightsGone as error:
+        return EvaluationResponse([[]], {str(error): request.samples_per_problem})
 
 
 def _line(key: ProblemKey, response: EvaluationResponse, samples: int, agent: EvaluationAgent) -> ProblemAnswers:

@@ -90,7 +90,8 @@ EVALUATION_METRICS = {
         "unbiased pass@k of the sampled answers: probability that one of k answers to a problem is right, mean over "
         "the problems with k answers or more (`evaluation.samples`, `pass_at`; Chen et al. 2021)",
         unit="share",
-        good="pass@1 rises; if pass@k of the largest k falls meanwhile, the policy narrows what it can solve",
+        good="rises; if it falls for the largest k while pass@1 rises, the policy solves fewer problems, more surely",
+        advice="A larger `sampling.temperature`, an entropy bonus or a higher clip bound keep answers different.",
     ),
     "eval/SET/avg@K": Metric("share of right answers among the K sampled ones, mean over problems", unit="share"),
     "eval/SET/maj@K": Metric(
@@ -99,8 +100,8 @@ EVALUATION_METRICS = {
         unit="share",
     ),
     "eval/SET/SHARE_low": Metric(
-        "lower bound of the 95 % interval of a share of sampled answers, such as pass@8_low: Wilson's, for as many "
-        "problems as the standard error over problems stands for",
+        "lower bound of the 95 % interval of a share of sampled answers, such as pass@8_low: Wilson's, for the "
+        "number of single answers that would have the standard error over problems",
         unit="share",
     ),
     "eval/SET/SHARE_high": Metric("upper bound of that interval", unit="share"),

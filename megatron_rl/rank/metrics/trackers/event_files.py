@@ -30,7 +30,7 @@ class EventFiles:
         """last_step: step of the checkpoint that the attempt resumes from; 0 for none."""
         self._run = run
         known = if_readable(read(EventFilesState, run.event_files))
-        self.next_step = min(known.newest, last_step) if known else 0
+        self.next_step = self._newest = min(known.newest, last_step) if known else 0
         run.tensorboard.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
         path = run.tensorboard / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
@@ -45,7 +45,8 @@ class EventFiles:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
             self._write(Event(wall_time=row.at or time.time(), step=row.step, summary=Summary(value=values)))
         self._file.flush()
-        write(self._run.event_files, EventFilesState(rows[-1].step))
+        self._newest = max(self._newest, rows[-1].step)
+        write(self._run.event_files, EventFilesState(self._newest))
 
     def finish(self, outcome: str | None) -> None:
         self._records.close()

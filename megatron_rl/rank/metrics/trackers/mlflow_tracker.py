@@ -109,7 +109,8 @@ class MlflowTracker:
             values = {name: value for name, value in values.items() if name not in there}
         self._in_part = False
         at = int((row.at or time.time()) * 1000)
-        return [self._metric(name, value, at, row.step) for name, value in [*values.items(), (STEP, float(row.step))]]
+        shown = [] if row.late else [(STEP, float(row.step))]
+        return [self._metric(name, value, at, row.step) for name, value in [*values.items(), *shown]]
 
     def _has(self, name: str, step: int) -> bool:
         return any(one.step >= step for one in self._client.get_metric_history(self._id, name))

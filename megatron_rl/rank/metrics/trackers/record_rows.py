@@ -15,6 +15,8 @@ class RecordRow(NamedTuple):
     step: int
     at: float | None  # Unix time of the step; None if unknown
     values: dict[str, float]
+    late: bool = False
+    """Whether this step or a later one was shown before: the row is an evaluation that went on beside training."""
 
 
 class RecordReader:
@@ -32,12 +34,13 @@ class RecordReader:
             if not isinstance(lines, Unreadable):  # its steps are then shown without their time
                 self._at |= times(lines.records)
         self._rows: dict[int, dict[str, float]] = {}
-        self._newest = -1
+        self._newest = self._given = -1
 
     def rows(self, *, complete: bool) -> list[RecordRow]:
         """New rows. Holds the last step back unless the record is complete: its evaluation may still follow, perhaps in
         the next attempt."""
-        # In this order: the evaluation of a step is written before the step that follows.
+        # In this order: the evaluation of a step is written before the step that follows, unless it goes on beside
+        # training.
         steps, evaluations = self._steps.new(), self._evaluations.new()
         for line in [*steps, *evaluations]:
             if line.step >= self._first:
@@ -45,7 +48,8 @@ class RecordReader:
         self._newest = max([self._newest, *(line.step for line in steps)])
         self._at |= times(self._timeline.new())
         ready = sorted(step for step in self._rows if complete or step < self._newest)
-        return [RecordRow(step, self._at.get(step), self._rows.pop(step)) for step in ready]
+        given, self._given = self._given, max([self._given, *ready])
+        return [RecordRow(step, self._at.get(step), self._rows.pop(step), step <= given) for step in ready]
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -52,6 +52,10 @@ def config_of(tracked: TrackedRun, asked: TrackioConfig) -> dict[str, Any]:
     return tracked.recipe | tracked.fork | {"_Username": None, "_Created": created, "_Group": asked.group}
 
 
+def log_id(run: str, row: RecordRow) -> str:
+    return f"{run}-{row.step}" + "-late" * row.late
+
+
 class LocalStore:
     def __init__(self) -> None:
         from trackio.sqlite_storage import SQLiteStorage  # takes a second, and is only installed where it is asked for
@@ -77,7 +81,7 @@ class LocalStore:
             steps=[row.step for row in rows],
             timestamps=[at.isoformat() for at in times],
             config=config,
-            log_ids=[f"{name}-{row.step}" for row in rows],
+            log_ids=[log_id(name, row) for row in rows],
         )
 
 
@@ -104,7 +108,7 @@ class ServerStore:
 
     def add(self, run: dict[str, str], name: str, rows: Sequence[RecordRow], config: dict[str, Any] | None) -> None:
         logs = [
-            {**run, "metrics": row.values, "step": row.step, "config": config, "log_id": f"{name}-{row.step}"}
+            {**run, "metrics": row.values, "step": row.step, "config": config, "log_id": log_id(name, row)}
             for row in rows
         ]
         self._client.predict(logs=logs, hf_token=self._token, api_name="/bulk_log")

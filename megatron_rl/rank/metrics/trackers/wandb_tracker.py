@@ -76,6 +76,9 @@ class WandbTracker:
 
     def log(self, rows: Sequence[RecordRow]) -> None:
         for row in rows:
+            if row.late:  # W&B takes no earlier step
+                self._run.log(row.values | {"eval/step": row.step})
+                continue
             self._run.log(row.values | ({"_timestamp": row.at} if row.at else {}), step=row.step)
 
     def finish(self, outcome: str | None) -> None:
