@@ -14,6 +14,8 @@ from contextlib import suppress
 from megatron_rl.checkpoint.save import SaveFailed
 from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.contract.codes import DRAINED, FINISHED
+from megatron_rl.learn.supervised.early_stop import best_after
+from megatron_rl.learn.supervised.held_out import ALL
 from megatron_rl.rank.entry import gc_between_steps
 from megatron_rl.rank.metrics.metric import StepReport
 from megatron_rl.rank.metrics.report import step_lines
@@ -24,8 +26,8 @@ logger = logging.getLogger("megatron_rl")
 
 
 def train(run: Run) -> str:
-    """Train to the last step, or until asked to leave. Returns FINISHED or DRAINED. A run beyond its last step, because
-    `training.steps` was lowered, has finished."""
+    """Train to the last step, until `training.early_stop` ends the run, or until asked to leave. Returns FINISHED or
+    DRAINED. A run beyond its last step, because `training.steps` was lowered, has finished."""
     last = run.config.training.steps
     if run.step > last:
         logger.warning(
@@ -35,14 +37,15 @@ def train(run: Run) -> str:
     schedule = SaveSchedule(run.checkpointer, run.step, last)
     with gc_between_steps() as collect_garbage, suppress(LeaveAgreed):
         while True:
-            due = run.environment is not None and run.config.evaluation.any_due(run.step, last)
+            due = run.evaluates and run.config.evaluation.any_due(run.step, last)
             due = due and run.evaluated < run.step
             conclude_evaluation(run, wait=due or run.step == last)
             if due:
                 evaluate(run)
-            if run.saved < run.step and schedule.due(run.step):
+            best = run.best is not None and run.best.step == run.step
+            if run.saved < run.step and schedule.due(run.step, wanted=best or bool(run.why_over)):
                 save(run)
-            if run.step == last:
+            if run.step == last or run.why_over:
                 return FINISHED
             train_step(run)
             run.checkpointer.load_ahead()
@@ -77,7 +80,8 @@ def train_step(run: Run) -> None:
         refit_bytes=run.refit.moved_bytes,
         left_out=run.material.left_out,
         ahead=run.config.asynchronous.max_lag > 0,
-        rows=sum(digest.problems for digest in run.material.digests.values()) if run.config.supervised else None,
+        rows=sum(len(each.problems) for each in run.material.lesson.sets) if run.config.supervised else None,
+        passes=run.material.mix.passes(batch.next_ordinal) if run.material.mix else {},
     )
     metrics, line = step_lines(report, run.safe_points.timeline, run.groups.control)
     metrics |= batch.curriculum_metrics
@@ -98,8 +102,11 @@ def evaluate(run: Run) -> None:
             return
     run.safe_points.activity.enter("evaluating", run.step)
     with run.safe_points.phase("evaluate"):
-        run.writer.evaluation(run.step, run.evaluate())
+        metrics, early = run.evaluate(), run.config.training.early_stop
+        run.writer.evaluation(run.step, metrics)
     run.evaluated = run.step
+    if early is not None:
+        run.best = best_after(run.best, metrics[f"eval/{ALL}/loss"], run.step, early)
 
 
 def conclude_evaluation(run: Run, *, wait: bool) -> None:

@@ -75,7 +75,7 @@ def demand_of(
         images=tuple(filter(None, (rank_image(config, profile), replica_image(config, profile)))),
         save_every=config.save.every,
         checkpoint_bytes=checkpoint_bytes,
-        kept=config.save.most_kept(config.training.steps) + 1,
+        kept=config.save.most_kept(config.training) + 1,
         write_s=checkpoint_bytes / speed if checkpoint_bytes and speed else None,
         write_basis="fs_bandwidth"
         if profile.fs_bandwidth

@@ -111,7 +111,7 @@ SERVE_HELP = "leave it out or correct it; `vllm serve --help=all` lists the opti
 
 def extras_of(config: RunConfig) -> list[str]:
     found = [OF_RANKS, *(required_extras(config.task) if config.generates else [])]
-    if config.data and config.data.path and not is_text_file(config.data.path):
+    if config.data and not all(map(is_text_file, config.data.paths)):
         found.append("data")
     if config.tokenizer.type == "huggingface" or config.model.init == "huggingface":
         found.append("huggingface")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
-from launcher.explain.record import Record
+from launcher.explain.record import Record, held_out_losses
 from launcher.explain.trend import fall_of, rise_of
 from launcher.runs.slow_ranks import OFTEN, SHARE, STEPS
 from megatron_rl.contract.learning import SOLVED, TREND_STEPS, WINDOW, Rule, Seen, number
@@ -43,6 +45,8 @@ LOST = 0.3
 """Fall of the mean reward from its best window, as a share of the rise until then, that matters."""
 GAP = 0.25
 """Accuracy on trained problems less that on held-out ones where answers are memorised."""
+ROSE = 0.05
+"""Rise of the loss on held-out rows above its best value, as a share of it, where rows are memorised."""
 FALLEN = 0.05
 """Fall of the accuracy on held-out problems from its best value that goes with it."""
 
@@ -170,6 +174,25 @@ def memorised(record: Record) -> Seen | None:
     )
 
 
+def held_out_loss_rose(record: Record) -> Seen | None:
+    """The held-out loss has left its best value, while that of the rows trained on has fallen further."""
+    losses = held_out_losses(record.evaluations).get("held_out_rows", [])
+    if len(losses) < 3:
+        return None
+    (step, best), (newest, last) = min(losses, key=itemgetter(1)), losses[-1]
+    trained = [value for line in record.lines if (value := number(line, "loss")) is not None and line.step > step]
+    half = len(trained) // 2
+    if last <= best * (1 + ROSE) or not half:
+        return None
+    before, now = fmean(trained[:half]), fmean(trained[-half:])
+    if now >= before:
+        return None
+    return Seen(
+        f"The loss on held-out rows was {best:.4g} after step {step}, its best, and is {last:.4g} after step {newest}, "
+        f"while that on the rows trained on went on falling, from {before:.4g} to {now:.4g}: the policy memorises them"
+    )
+
+
 def _accuracies(record: Record, name: str) -> list[float]:
     found = []
     for line in record.evaluations:
@@ -259,6 +282,14 @@ RULES: dict[str, Rule[Record]] = {
         "that on trained ones",
         memorised,
         "Stop earlier (evaluation.every shows when), use more problems, or add grpo.kl_beta.",
+    ),
+    "held-out-loss-rose": Rule(
+        "eval/held_out_rows/loss",
+        f"the loss on held-out rows is more than {ROSE:.0%} above its best, since which that on the rows trained on "
+        "has fallen",
+        held_out_loss_rose,
+        "Take the checkpoint of that step if it is kept. training.early_stop ends a run there and keeps it; fewer "
+        "passes (training.steps, data.sets epochs), more rows or a lower optimizer.learning_rate avoid it.",
     ),
     "component-never-earned": Rule(
         "reward/NAME",

@@ -130,6 +130,16 @@ def sampled_shares(evaluations: Iterable[MetricsLine]) -> list[str]:
     return [name for name in names if f"{name}_low" in names]
 
 
+def held_out_losses(evaluations: Sequence[MetricsLine]) -> dict[str, list[tuple[int, float]]]:
+    """Step and loss of each evaluation of a set of held-out rows, by its name."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in evaluations:
+        for name, scores in scores_of(line).items():
+            if "loss" in scores:
+                found.setdefault(name, []).append((line.step, scores["loss"]))
+    return found
+
+
 def accuracies(evaluations: Sequence[MetricsLine], score: str = GREEDY) -> dict[str, tuple[float | None, float | None]]:
     """Return a score in the first and the last evaluation of each set that has it; None where all answers were lost."""
     found: dict[str, tuple[float | None, float | None]] = {}

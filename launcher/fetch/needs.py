@@ -99,7 +99,7 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
     teacher = config.distill.teacher if config.distill else None
     if teacher and is_prefetched(teacher) and teacher != model:
         found.append(Need("tokenizer" if config.distill and config.distill.server else "model", teacher))
-    sets = [config.data.path] if config.data and config.data.path and is_hub_name(config.data.path) else []
+    sets = [path for path in config.data.paths if is_hub_name(path)] if config.data else []
     sets += required_datasets(config.task) if config.generates else []
     return [*found, *(Need("dataset", name) for name in sets)]
 

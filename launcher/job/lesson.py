@@ -195,6 +195,8 @@ def _key(config: RunConfig, copies: RunDir | None, included: Sequence[Path]) -> 
     own = config.grpo.model_dump(mode="json") if config.grpo.own_functions else None
     code = copies.kept_files_record.read_text(encoding="utf-8") if copies else None
     sizes = [config.sequence_length, config.sampling.max_new_tokens, config.training.objective, config.model.init]
+    if config.rows.counted:
+        sizes.append(config.training.steps)
     return json.dumps([sections, own, code, sizes, sorted(config.evaluation.sets), *map(str, included)])
 
 
@@ -231,7 +233,7 @@ def _read_from_caches(config: RunConfig) -> Iterator[Need]:
     path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     if path and is_prefetched(path):
         yield Need("model" if package_of(path) or path == config.model.huggingface else "tokenizer", path)
-    sets = [config.data.path] if config.data and config.data.path and is_hub_name(config.data.path) else []
+    sets = [path for path in config.data.paths if is_hub_name(path)] if config.data else []
     yield from (
         Need("dataset", name) for name in [*sets, *(required_datasets(config.task) if config.generates else [])]
     )

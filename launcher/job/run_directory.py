@@ -182,7 +182,7 @@ def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> Non
     from getpass import getuser  # slow to import
 
     append(run.changes, RecipeChange(attempt, as_json(altered), time.time(), getuser()))
-    if any(one.key == "training.steps" for one in altered):
+    if any(one.key == "training.steps" or one.key.startswith("training.early_stop") for one in altered):
         run.done.unlink(missing_ok=True)  # before resolved.yaml: DONE must never stand beside unfinished steps
 
 

@@ -128,7 +128,7 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
     config = with_offload(config, plan, profile)
     rows = vocabulary(config)
     vocab = rows or ASSUMED_VOCABULARY
-    one, kept = checkpoint_bytes(config, vocab), config.save.most_kept(config.training.steps)
+    one, kept = checkpoint_bytes(config, vocab), config.save.most_kept(config.training)
     return {
         "mode": plan.mode,
         "gpus_per_node": plan.gpus_per_node,

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from launcher.explain.record import Record, evaluation_values, read_record
+from launcher.explain.record import GREEDY, Record, read_record, scores_of
 from launcher.host.code.snapshot import tree_of
 from launcher.push.card import ACCURACY, ModelCard
 from launcher.recipe.load import load_recipe
@@ -124,8 +124,9 @@ def results(run: RunDir, record: Record, step: int) -> Iterator[ResultRow]:
     """Yield the scores of the weights: those of the run's evaluation after this step, and of `mrl evaluate`."""
     for line in record.evaluations:
         if line.step == step:
-            for set_name, value in evaluation_values(line, "greedy_accuracy").items():
-                yield ResultRow(f"step {step}", set_name, "greedy_accuracy", value, None, 0)
+            for set_name, scores in scores_of(line).items():
+                if GREEDY in scores:
+                    yield ResultRow(f"step {step}", set_name, GREEDY, scores[GREEDY], None, 0)
     yield from (row for row in results_of(run, []) if row.weights == f"step {step}")
 
 
@@ -136,7 +137,7 @@ def curve_of(lines: Sequence[MetricsLine], evaluations: Sequence[MetricsLine], s
         values = {name: value for name in CURVES if (value := number(line, name)) is not None}
         points.setdefault(line.step, {"step": line.step}).update(values)
     for line in spaced([one for one in evaluations if one.step <= step], POINTS):
-        right = evaluation_values(line, "greedy_accuracy")
+        right = {name: scores[GREEDY] for name, scores in scores_of(line).items() if GREEDY in scores}
         values = {f"{ACCURACY}{set_name}": value for set_name, value in right.items()}
         points.setdefault(line.step, {"step": line.step}).update(values)
     return [points[at] for at in sorted(points)]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # --help and completion name CHANGEABLE, and pydantic is slow
 
 CHANGEABLE = (
     "training.steps",
+    "training.early_stop*",
     "evaluation.every",
     "save.*",
     "logging.*",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from launcher.report.curve import Curve, Value, downsample, smoothed
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.learning import column, number
-from megatron_rl.rank.metrics.names import STEP_METRICS
+from megatron_rl.rank.metrics.names import EVALUATION_METRICS, STEP_METRICS
 
 MOST_RAW = 3
 """Curves of a chart that are shown both as they are and smoothed; of more curves only the smoothed ones are shown."""
@@ -67,6 +67,7 @@ GROUPS: dict[str, tuple[Spec, ...]] = {
             "Share of the groups of each environment whose rewards differ.",
         ),
         Spec("Loss", (("loss", "loss"),)),
+        Spec("Passes over each set", (("sets/*/epoch", ""),), "Passes over the rows of each set."),
         Spec("Distance to the teacher", (("teacher_kl", "KL(policy || teacher)"),)),
     ),
     "Answers": (
@@ -175,6 +176,8 @@ def unit_of(name: str) -> str:
     """Unit of a metric in the page; empty for plain numbers."""
     if name.startswith("eval/"):
         score = name.rpartition("/")[2]
+        if score == "loss":
+            return EVALUATION_METRICS["eval/held_out_rows/loss"].unit
         return SHARE if re.match(r"greedy_accuracy|(pass|avg|maj)@|.*_ratio$|cut_off", score) else ""
     metric = STEP_METRICS.get(name) or STEP_METRICS.get(name.rpartition("/")[2])  # environments/ID/NAME
     return "" if metric is None or metric.unit in PLAIN else metric.unit

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.errors import BadInput
 from launcher.explain.explanation import explain
-from launcher.explain.record import Record, accuracies, read_record
+from launcher.explain.record import Record, accuracies, held_out_losses, read_record
 from launcher.host.judge.sentence import describe_end
 from launcher.host.record.accounting import LOST, GpuUsage, goodput_of, held_of
 from launcher.host.record.goodput import read_usage
@@ -83,6 +83,10 @@ def read_report(run: RunDir, now: float) -> RunReport:
         tokens=generated_tokens(record.lines),
         reward=span(record.lines, "mean_reward"),
         right=span(record.lines, "right_ratio"),
+        losses={
+            name: FirstAndLast(losses[0][1], losses[-1][1])
+            for name, losses in held_out_losses(record.evaluations).items()
+        },
         accuracies={
             name: FirstAndLast(first, last)
             for name, (first, last) in accuracies(record.evaluations).items()

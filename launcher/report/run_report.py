@@ -65,6 +65,8 @@ class RunReport:
     tokens: float
     reward: FirstAndLast | None
     right: FirstAndLast | None
+    losses: dict[str, FirstAndLast]
+    """Losses on held-out rows."""
     accuracies: dict[str, FirstAndLast]
     eta_s: float | None
     explanation: Explanation

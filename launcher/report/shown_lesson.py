@@ -4,13 +4,16 @@ with their tokens."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_rl.contract.rollout_records import GroupLine, SequenceLine
 
 MOST_ROWS = 4
+"""Rows of the first recorded step; of several sets at least one each, as far as the step has them."""
 MOST_TOKENS = 600
 """Tokens of a prompt, and of an answer; of longer ones their start and their end are shown."""
 CONTROL = re.compile(r"<[^<>\s]{1,60}>|<\uff5c[^<>]{1,60}\uff5c>|\[/?[A-Z_]{2,}\]")
@@ -48,10 +51,15 @@ class TaughtProblem:
     answers: Sequence[LessonAnswer]
 
 
+class TaughtRow(NamedTuple):
+    set: str  # id; empty if there is only one
+    passage: Passage
+
+
 @dataclass(frozen=True, slots=True)
 class ShownLesson:
     problems: Sequence[TaughtProblem]
-    rows: Sequence[Passage]
+    rows: Sequence[TaughtRow]
 
 
 def lesson_of(first: Sequence[GroupLine], last: Sequence[GroupLine]) -> ShownLesson | None:
@@ -60,10 +68,20 @@ def lesson_of(first: Sequence[GroupLine], last: Sequence[GroupLine]) -> ShownLes
     if not first:
         return None
     if all(version < 0 for answer in first[0].answers for one in answer.sequences for version in one.versions):
-        rows = [passage(answer.sequences[0]) for group in first[:MOST_ROWS] for answer in group.answers[:1]]
-        return ShownLesson([], rows)
+        turns = [of_set for _, of_set in sorted(_with_turns(first), key=itemgetter(0))]
+        sets = len({group.environment for group in first})
+        shown = [(group, answer) for group in turns[: max(MOST_ROWS, sets)] for answer in group.answers[:1]]
+        return ShownLesson([], [TaughtRow(group.environment, passage(one.sequences[0])) for group, one in shown])
     groups = [first[0], *(last[:1] if last and last[0].step > first[0].step else [])]
     return ShownLesson([_problem(group) for group in groups], [])
+
+
+def _with_turns(groups: Sequence[GroupLine]) -> Iterator[tuple[int, GroupLine]]:
+    """Yield each group with the number of earlier ones of its set."""
+    seen: Counter[str] = Counter()
+    for group in groups:
+        yield seen[group.environment], group
+        seen[group.environment] += 1
 
 
 def _problem(group: GroupLine) -> TaughtProblem:

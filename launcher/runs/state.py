@@ -169,7 +169,8 @@ def _state(run: RunDir, job: JobState | None, unread: list[str]) -> tuple[State,
     """Return (state, reason, condition that it waits for); `unread` gets messages about files. Raises OSError."""
     ledger = read_lines(LEDGER, run.attempts_ledger)
     if run.done.exists():
-        return "finished", "", ""
+        end = ledger.records[-1] if not isinstance(ledger, Unreadable) and ledger.records else None
+        return "finished", end.why if isinstance(end, AttemptEnd) else "", ""
     if isinstance(ledger, Unreadable):
         unread.append(str(ledger))
         return "unreadable", str(ledger), ""

@@ -150,19 +150,19 @@ def _replaced_by(target: Path) -> Path:
 
 def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
     """Delete what the just published `newest` supersedes: in its line of training, all but the newest `keep` good
-    checkpoints, those that stay for good, and that of an evaluation that is not recorded yet; and all that are newer
-    than its parent, which were skipped when the run resumed, and which the next start must not find.
+    checkpoints, those that stay for good, the best one, and that of an evaluation that is not recorded yet; and all
+    that are newer than its parent, which were skipped when the run resumed, and which the next start must not find.
 
     On a network file system a check may fail for a moment. So no check makes a checkpoint deleted; a failed one only
     does not count among the kept. The newest is not checked.
     """
     before = newest.step if newest.parent is None else newest.parent
-    kept = 1
+    kept, best = 1, (newest.meta.get("best") or {}).get("step")
     for step in run_dir.checkpoint_steps():
         if step == newest.step:
             continue
         folder = run_dir.checkpoint(step)
-        stays = config.stays(step) or step == newest.meta.get("evaluating")
+        stays = config.stays(step) or step in (best, newest.meta.get("evaluating"))
         if step > before or (kept >= config.keep and not stays):
             discard(folder)
         elif find_defect(folder) is None:

@@ -41,11 +41,14 @@ class SaveSchedule:
         self._checked = step, clock()
         self._saved_at = clock()
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, *, wanted: bool = False) -> bool:
         """Whether to save after `step`; the same on all ranks. Every rank must call it once per step, and save if it is
-        due. Collective in some steps if `save.every` is auto."""
+        due. Collective in some steps if `save.every` is auto.
+
+        wanted: whether it is due in any case; the same on all ranks.
+        """
         config = self._checkpointer.config
-        due = step == self._last or config.stays(step) or self._regular(step)
+        due = wanted or step == self._last or config.stays(step) or self._regular(step)
         if due:
             self._saved_at = self._clock()
         return due

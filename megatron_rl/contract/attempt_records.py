@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
 
     outcome: str  # FINISHED or DRAINED
     step: int | None = None  # of the newest checkpoint; None: there is none
+    why: str = ""  # why it finished before its last step
 
 
 @record()
@@ -293,7 +294,7 @@ class AttemptEnd(NamedTuple):
     checkpoint: int = 0  # step of the newest checkpoint at that time; 0: none
     cause: str | None = None  # one of codes; in a local run also the name of a signal; None: nobody asked it to end
     then: str | None = None  # next action on the job (launcher.host.judge.policy); None: a local run
-    why: str = ""  # why the job is held, or advice for the user
+    why: str = ""  # why the job is held, or the run finished before its last step, or advice for the user
     crashes: int = 0  # consecutive crashes without a new checkpoint, including this one
     excluded: list[str] = []  # nodes that the job should avoid
     not_before: float | None = None  # when it may start again

@@ -11,6 +11,7 @@ from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.hf_config import architecture_of, features, names_of
 from megatron_rl.recipe.inference import pages_of
 from megatron_rl.recipe.lora_section import EXPERT_LINEARS
+from megatron_rl.recipe.row_limits import against_rows
 from megatron_rl.recipe.sections import Sections
 
 
@@ -22,6 +23,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _of_overlap(config)
     yield from _of_adapters(config)
     yield from _of_objective(config)
+    yield from against_rows(config)
     yield from _of_router_replay(config)
     yield from _of_teacher(config)
     if against := against_engine(config):
@@ -139,10 +141,10 @@ def _of_objective(config: Sections) -> Iterator[str]:
                 "training.objective to supervised, or leave data out"
             )
         return
-    if config.rows.path is None and not config.generates:
+    if not config.rows.paths and not config.generates:
         yield (
-            "data.path is missing: training.objective supervised needs a data set, or an environment whose worked "
-            "examples it trains on"
+            "data.path is missing: training.objective supervised needs a data set, several in data.sets, or an "
+            "environment whose worked examples it trains on"
         )
     default = GrpoConfig()
     if changed := [name for name in GrpoConfig.model_fields if getattr(config.grpo, name) != getattr(default, name)]:

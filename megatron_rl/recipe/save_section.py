@@ -8,6 +8,7 @@ from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from megatron_rl.recipe.section import NonNegativeInt, PositiveInt, Section
+from megatron_rl.recipe.training import TrainingConfig
 
 
 def _steps_or_auto(value: Any) -> int | Literal["auto"]:
@@ -31,7 +32,7 @@ class SaveConfig(Section):
     """Steps between checkpoints; 0 saves only at the end and when interrupted. auto: the interval that loses least
     time, computed from the measured duration of saves and the failures so far (Daly 2006)."""
     keep: PositiveInt = 2
-    """Newest checkpoints that stay on disk."""
+    """Newest checkpoints that stay on disk. With training.early_stop that of the best evaluation stays beside them."""
     keep_every: NonNegativeInt = 0
     """Steps between checkpoints that are kept for good; they are saved at each multiple of this number, whatever
     `every` is. 0: none."""
@@ -41,6 +42,7 @@ class SaveConfig(Section):
     def stays(self, step: int) -> bool:
         return self.keep_every > 0 and step % self.keep_every == 0
 
-    def most_kept(self, steps: int) -> int:
-        """Largest number of checkpoints on disk in a run of `steps` steps, without the one being written."""
-        return self.keep + (steps // self.keep_every if self.keep_every else 0)
+    def most_kept(self, training: TrainingConfig) -> int:
+        """Largest number of checkpoints on disk, without the one being written."""
+        for_good = training.steps // self.keep_every if self.keep_every else 0
+        return self.keep + for_good + (training.early_stop is not None)

@@ -68,6 +68,16 @@ def learning_rate(updates_done: int, total_updates: int, config: OptimizerConfig
     return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * factor
 
 
+class EarlyStopConfig(Section):
+    """End of a supervised run when it no longer gets better on held-out rows."""
+
+    patience: PositiveInt
+    """Evaluations in a row (evaluation.every) without an improvement of the loss on the held-out rows of all sets,
+    after which the run ends as finished. The checkpoint of the best evaluation is kept beside those of `save`."""
+    improvement: NonNegativeFloat = 0.0
+    """Smallest fall of that loss below its best value that counts as an improvement, in nats per token."""
+
+
 class TrainingConfig(Section):
     """Length of the run, packing and precision."""
 
@@ -76,6 +86,9 @@ class TrainingConfig(Section):
     of `data`, as they are; nothing is sampled except in evaluations, for which an environment may be given."""
     steps: PositiveInt
     """Steps of the whole run."""
+    early_stop: EarlyStopConfig | None = None
+    """Ends a supervised run before its last step, by the loss on held-out rows (data.held_out); default: it makes all
+    steps."""
     seed: NonNegativeInt = 0
     """Seed of prompts, sampling and shuffling."""
     tokens_per_microbatch: PositiveInt = 16384

@@ -98,7 +98,8 @@ def carry_out(run: Run) -> str:
     write_timeline(run)
     if control.rank == 0:
         step = run.step if outcome == FINISHED else run.checkpointer.published
-        once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, Outcome(outcome, step)))
+        record = Outcome(outcome, step, run.why_over if outcome == FINISHED else "")
+        once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, record))
     run.writer.close()
     control.barrier()  # no rank leaves before the outcome is on disk
     return outcome

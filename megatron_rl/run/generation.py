@@ -79,7 +79,8 @@ def build_driver(
     lesson = material.lesson
     if generation is None or (agent := material.scoring) is None:
         loop = generation.loop if generation else None
-        return ExampleDriver(lesson.sets, lesson.tokenizer, config, here.groups, lesson.environment, loop)
+        assert material.mix is not None  # rows are trained on, or answers are scored
+        return ExampleDriver(material.mix, lesson.tokenizer, config, here.groups, lesson.environment, loop)
     state = curriculum_of(config, material, counters)
     prompts = prompts_of(config, lesson.sets, state, counters.next_ordinal, counters.drawn)
     in_flight, role = None, generation.loop.role

@@ -21,6 +21,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord, read
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.learn.rollout.known_rates import read_rates, with_known_rates
+from megatron_rl.learn.supervised.row_mix import RowMix
 from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer
 from megatron_rl.rank.control import Control
 from megatron_rl.rank.here import Here
@@ -51,6 +52,7 @@ class Material:
     of the user's code."""
     left_out: Mapping[str, int]  # number of problems that are too long, by environment
     digests: Mapping[str, ProblemDigest]
+    mix: RowMix | None = None  # order of the rows of supervised training
 
     @property
     def scoring(self) -> Environment | None:
@@ -83,8 +85,11 @@ def build_material(config: RunConfig, here: Here, *, resumes: bool) -> Material:
         logger.warning("%s", warning)
     check_lesson(lesson, resumes, here.groups.control)
     digests = digests_of(lesson.sets, DATA if config.supervised else config.task.name)
+    if lesson.rows is not None:
+        digests |= {f"{id or DATA}, held out": digest_of(its) for id, its in lesson.rows.held_out.items()}
     check_alike(digests, here.groups.control)
-    return Material(lesson, left_out, digests)
+    mix = RowMix(lesson.sets, config.training.seed, lesson.rows.total) if lesson.rows else None
+    return Material(lesson, left_out, digests, mix)
 
 
 def with_kept_functions(config: RunConfig, run_dir: RunDir) -> RunConfig:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.learn.rollout.record import RolloutRecord
+from megatron_rl.learn.supervised.early_stop import BestLoss
+from megatron_rl.learn.supervised.held_out import HeldOutRows
 from megatron_rl.learn.training.objective import objective_of
 from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.rank.here import Here
@@ -54,7 +56,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
     driver = build_driver(config, here, material, generation, counters)
     record_lesson(here, lesson, material.scoring, generation.loop if generation else None)
 
-    rank = dist.get_rank()
+    rank, held_out = dist.get_rank(), lesson.rows.held_out if lesson.rows else {}
     right = partial(right_answer, material.scoring)
     run = Run(
         config=config,
@@ -65,6 +67,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
         trainer=trainer,
         generation=generation,
         driver=driver,
+        held_out=HeldOutRows(held_out, tokenizer, config) if held_out else None,
         checkpointer=checkpointer,
         writer=_writer(config, here, counters),
         record=RolloutRecord(here.attempt, rank, config, tokenizer, right),
@@ -76,6 +79,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
         saved=counters.step,
         evaluated=counters.evaluated,
         beside=beside,
+        best=None if counters.best is None else BestLoss(**counters.best),
     )
     if metrics and repeated is not None:
         run.writer.evaluation(repeated, run.with_format(metrics))

@@ -19,6 +19,8 @@ from megatron_rl.learn.rollout.evaluation import evaluate
 from megatron_rl.learn.rollout.evaluation_beside import EvaluationBeside
 from megatron_rl.learn.rollout.record import RolloutRecord
 from megatron_rl.learn.rollout.window import Drawn
+from megatron_rl.learn.supervised.early_stop import BestLoss, why_over
+from megatron_rl.learn.supervised.held_out import HeldOutRows
 from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
@@ -59,6 +61,8 @@ class Counters:
     """Digests of the training problems, by environment; empty in old checkpoints, which do not record them."""
     curriculum: Mapping[str, Any] | None = None
     """`rollout.curriculum.CurriculumState` as JSON; None without a curriculum."""
+    best: Mapping[str, Any] | None = None
+    """`supervised.early_stop.BestLoss` as JSON, whose checkpoint is kept; None without training.early_stop."""
 
     @property
     def drawn(self) -> Drawn:
@@ -150,6 +154,7 @@ class Run:
     trainer: Trainer
     generation: Generation | None  # none if nothing is sampled
     driver: Driver
+    held_out: HeldOutRows | None  # none if no rows are held out
     checkpointer: Checkpointer
     writer: Writer
     record: RolloutRecord
@@ -163,6 +168,7 @@ class Run:
     evaluated: int  # step of the last evaluation, begun or recorded; -1: none
     beside: EvaluationBeside | None
     """Evaluation that replicas answer beside training; None if training waits for evaluations."""
+    best: BestLoss | None  # best evaluation of a run that may stop early; None: none yet
 
     @property
     def groups(self) -> Groups:
@@ -202,16 +208,28 @@ class Run:
                 adapters=adapter_record(self.config.model),
                 problems=self.material.digests,
                 curriculum=None if self.curriculum is None else self.curriculum.to_json(),
+                best=None if self.best is None else self.best._asdict(),
             )
         )
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return self.environment is not None or self.held_out is not None
+
+    @property
+    def why_over(self) -> str:
+        """Reason why the run ends before its last step; empty if it does not."""
+        return why_over(self.best, self.config.training.early_stop)
+
     def evaluate(self) -> dict[str, Any]:
-        """Return the scores on the evaluation sets that are due, and the format of the prompts; nothing if nothing is
-        sampled. Collective."""
+        """Return the loss on held-out rows, the scores on the evaluation sets that are due, and the format of the
+        prompts, as far as there are any. Collective."""
+        metrics: dict[str, Any] = {} if self.held_out is None else self.held_out.losses(self.trainer)
         if self.environment is None or self.generation is None:
-            return {}
+            return metrics
         loop = self.generation.loop
-        metrics = evaluate(self.environment, self.engine, self.config, self.groups.control, loop, self.step)
+        metrics |= evaluate(self.environment, self.engine, self.config, self.groups.control, loop, self.step)
         return self.with_format(metrics)
 
     def with_format(self, metrics: Mapping[str, float]) -> dict[str, Any]:

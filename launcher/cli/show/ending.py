@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 
 from launcher.cli.show.history import RECENT, History, clock, mean, shown_accuracy
 from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
-from launcher.explain.record import accuracies, sampled_shares
+from launcher.explain.record import accuracies, held_out_losses, sampled_shares
 from launcher.host.judge.sentence import describe_end
 from launcher.runs.failure import RunFailure, failure_of
 from launcher.runs.state import result_file
@@ -48,6 +49,7 @@ def ending_lines(run: RunDir, attempt: Attempt, end: AttemptEnd, history: Histor
         further = []
         took = f", this attempt took {clock(end.seconds)}" if end.seconds is not None else ""
         lines = [f"finished: {history.step} steps{took}" if out is None else f"finished{took}"]
+        lines += [f"stopped early:   {end.why}"] if end.why else []
     elif end.outcome in (DRAINED, STOPPED):
         lines = [describe_end(end, time.time())]
     else:
@@ -92,6 +94,10 @@ def result_lines(history: History) -> list[str]:
         lines.append(
             f"mean reward:     {mean(first):.3f} (first {len(first)} steps) -> {mean(last):.3f} (last {len(last)})"
         )
+    for name, losses in sorted(held_out_losses(history.evaluations).items()):
+        step, best = min(losses, key=itemgetter(1))
+        now = f" -> {losses[-1][1]:.4f}, best {best:.4f} after step {step}" if len(losses) > 1 else " before training"
+        lines.append(f"loss:            {losses[0][1]:.4f}{now} on {name}")
     for name, (before, after) in sorted(accuracies(history.evaluations).items()):
         trained = f" -> {shown_accuracy(after)}" if len(history.evaluations) > 1 else " before training"
         lines.append(f"greedy accuracy: {shown_accuracy(before)}{trained} on {name}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from launcher.plan.sizes import Sizes
 from launcher.plan.summary import TIGHT
 from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.data import RowSet
 
 
 def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str, engine: str | None = None) -> None:
@@ -137,6 +138,10 @@ def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]
     trained, answered = batch["prompts_per_replica"], batch["prompts_per_engine"]
     if config.supervised:
         yield "step", f"{batch['prompts']:,} rows of data in one update; {_share(trained)} per replica"
+        if sets := config.rows.sets:
+            yield "mix", _mix(sets)
+        if config.rows.holds_out:
+            yield "held out", _evaluated(config)
         yield "packing", _packing(batch)
         return
     shares = f"{_share(trained)} prompts x {batch['group_size']} per replica"
@@ -154,6 +159,20 @@ def _batch(config: RunConfig, batch: dict[str, Any]) -> Iterator[tuple[str, str]
         f"{batch['answers'] * config.training.steps:,} answers, if nobody stops it earlier)",
     )
     yield "packing", _packing(batch)
+
+
+def _mix(sets: Sequence[RowSet]) -> str:
+    if sets[0].epochs is not None:
+        return ", ".join(f"{one.id} {one.epochs:g}" for one in sets) + " passes in the whole run"
+    whole = sum(one.weight or 1.0 for one in sets)
+    return ", ".join(f"{one.id} {(one.weight or 1.0) / whole:.0%}" for one in sets) + " of the rows"
+
+
+def _evaluated(config: RunConfig) -> str:
+    every, early = config.evaluation.every, config.training.early_stop
+    often = f" and every {every:,} steps" if every else ""
+    stops = f"; the run ends after {early.patience} evaluations without improvement" if early else ""
+    return f"loss before the first step, after the last one{often}{stops}"
 
 
 def _packing(batch: dict[str, Any]) -> str:

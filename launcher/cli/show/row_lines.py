@@ -29,13 +29,12 @@ def row_lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _row(found: Mapping[str, Any]) -> Iterator[str]:
+    where = printable_lines(": ".join(filter(None, [found["set"], found["where"]])))
     if "dropped" in found:
-        yield click.style(
-            f"{printable_lines(found['where'])} is dropped: {printable_lines(found['dropped'])}", fg="red"
-        )
+        yield click.style(f"{where} is dropped: {printable_lines(found['dropped'])}", fg="red")
         yield from _indented(found["text"])
         return
-    yield f"{printable_lines(found['where'])}: {found['tokens']} tokens, {found['learned']} learned"
+    yield f"{where}: {found['tokens']} tokens, {found['learned']} learned"
     yield from _indented("".join(map(_span, found["spans"])), styled=True)
 
 
@@ -92,6 +91,11 @@ def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{INDENT}equal to an earlier one: {found['equal']:,} rows, {found['equal_prompts']:,} prompts"
     if found.get("learned") is not None:
         yield f"{INDENT}learned: {found['learned']:.1%} of the tokens"
+    if found.get("held_out"):
+        yield f"{INDENT}held out: {found['held_out']:,} rows"
+    if found.get("share", 1) < 1:
+        steps = f"; all epochs fill {found['steps']:,} steps" if found["steps"] else ""
+        yield f"{INDENT}share of the run: {found['share']:.1%} of the rows{steps}"
 
 
 def conversation_lines(found: Mapping[str, Any], *, boundaries: bool) -> Iterator[str]:

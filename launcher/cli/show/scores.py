@@ -86,8 +86,11 @@ def _said(name: str, score: MeanScore, found: SetResult) -> str:
 
 
 def scores_in_words(line: MetricsLine) -> str:
-    """Return the accuracy on each set, pass@k and majority votes with their intervals, and the lost answers."""
+    """Return the loss or the accuracy on each set, pass@k and majority votes with their intervals, and the lost
+    answers."""
     found, parts = scores_of(line), []
+    if losses := [f"{name} {found[name]['loss']:.4f}" for name in sorted(found) if "loss" in found[name]]:
+        parts.append(f"loss {'  '.join(losses)}")
     for score in (GREEDY, *sampled_shares([line])):
         values = accuracies([line], score)
         shown_here = [f"{name} {_score_in_words(found[name], score)}" for name in sorted(values)]

@@ -185,7 +185,8 @@ def _next(status: RunStatus) -> str | None:
         misconfigured = isinstance(newest, AttemptEnd) and newest.outcome == MISCONFIGURED
         return once_corrected(status.run, resume) if misconfigured else resume
     if status.state == "finished" and result_of(status.run) is None:
-        return f"{pasteable_command('resume', status.name, 'training.steps=N')} trains more"
+        key = "training.early_stop.patience" if status.reason else "training.steps"
+        return f"{pasteable_command('resume', status.name, f'{key}=N')} trains more"
     return None
 
 

@@ -119,7 +119,7 @@ def _line(number: int, verdict: Verdict, decision: Decision, facts: Facts, now: 
         checkpoint=facts.checkpoint,
         cause=decision.cause,
         then=decision.then,
-        why=decision.message,
+        why=decision.message or verdict.why,
         crashes=decision.crashes,
         excluded=list(decision.exclude),
         not_before=now + decision.delay_s if decision.delay_s and decision.then in policy.STARTS_AGAIN else None,
@@ -162,7 +162,8 @@ def _conclude_unseen(run: RunDir, start: AttemptStart, now: float, context: JobC
     )
     if verdict.outcome == FINISHED and _was_changed_since(run, attempt):  # the recipe has more steps now
         over = AttemptEnd(start.attempt, now, FINISHED, step=verdict.step, checkpoint=facts.checkpoint)
-        write_line(run, over._replace(host=start.host, then=policy.OVER, job_id=start.job_id))
+        over = over._replace(host=start.host, then=policy.OVER, why=verdict.why, job_id=start.job_id)
+        write_line(run, over)
         return
     conclude(run, attempt, verdict, request, facts, EndContext(now, start.job_id, start.host))
 

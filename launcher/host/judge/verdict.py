@@ -79,6 +79,7 @@ class Verdict(NamedTuple):
     node: str | None = None  # its node
     phase: str | None = None  # its phase
     hung: bool = False  # whether it was silent, and the ranks were ended for that
+    why: str = ""  # why it finished before its last step
 
 
 def verdict_of(evidence: AttemptEvidence) -> Verdict:
@@ -166,7 +167,7 @@ def _died_before_drain(evidence: AttemptEvidence) -> Verdict | None:
 
 def _left_cleanly(evidence: AttemptEvidence) -> Verdict | None:
     if evidence.outcome is not None:
-        return Verdict(evidence.outcome.outcome, evidence.outcome.step)
+        return Verdict(evidence.outcome.outcome, evidence.outcome.step, why=evidence.outcome.why)
     if evidence.unreadable_outcome is not None:  # only ranks that left cleanly record one
         return Verdict(DRAINED, None, f"what rank 0 recorded cannot be read: {evidence.unreadable_outcome}")
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -31,6 +31,8 @@ class RolloutBatch:
     drawn: Drawn = NOTHING_DRAWN
     curriculum: CurriculumState | None = None
     curriculum_metrics: Mapping[str, float] = field(default_factory=dict)
+    firsts: Collection[int] = ()
+    """Positions of the first row of each of several sets, which a sampled step records."""
     advantages: Tensor | None = None
     """[trajectories] advantages of the groups, if they depend on the whole batch; None if each group has its own."""
 

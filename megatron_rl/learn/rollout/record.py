@@ -122,7 +122,8 @@ class RolloutRecord:
         token = 0
         for position, group in zip(batch.positions, batch.groups, strict=True):
             answers: list[AnswerLine] = []
-            sampled = position % self._stride == 0 and position // self._stride < self._config.samples
+            spread = position % self._stride == 0 and position // self._stride < self._config.samples
+            sampled = spread or position in batch.firsts
             if logprobs is not None:
                 begin, token = token, token + sum(one.loss_mask.count(True) for one in group.sequences)
                 if sampled:

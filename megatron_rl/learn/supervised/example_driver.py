@@ -1,8 +1,8 @@
 """The batches of supervised training: the rows of each step, as groups that the trainer treats like answers.
 
-Every ordinal of the prompt stream is a row. The batch of step s is the ordinals [s * examples_per_step, (s + 1) *
-examples_per_step), whatever the layout, so each pass trains on every row once. All ranks know all rows, so the ranks
-agree on the batch without communication.
+Every ordinal of the mix is a row. The batch of step s is the ordinals [s * examples_per_step, (s + 1) *
+examples_per_step), whatever the layout, so each pass trains on every row once. Where the sets have epochs, the last
+step has the rows that are left. All ranks know all rows, so the ranks agree on the batch without communication.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from megatron_rl.agent.api import Environment, TrainingSet
+from megatron_rl.agent.api import Environment
 from megatron_rl.agent.trajectories import UNSAMPLED, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.balance import balance
 from megatron_rl.learn.rollout.agent_loop import AgentLoop
 from megatron_rl.learn.rollout.batch import RolloutBatch
-from megatron_rl.learn.rollout.stream import Mixture
 from megatron_rl.learn.supervised.example_rows import RowEncoder, UnusableRow, place_of
+from megatron_rl.learn.supervised.row_mix import RowMix
 from megatron_rl.model.chat.messages import Example
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.groups import Groups
@@ -35,7 +35,7 @@ class ExampleDriver:
 
     def __init__(
         self,
-        sets: Sequence[TrainingSet],
+        rows: RowMix,
         tokenizer: Tokenizer,
         config: RunConfig,
         groups: Groups,
@@ -43,10 +43,10 @@ class ExampleDriver:
         loop: AgentLoop | None,
     ) -> None:
         """
-        sets: the rows.
+        rows: in their order.
         environment, loop: of the run's evaluations, if it has any.
         """
-        self.stream = Mixture(sets, config.training.seed, config.groups_per_step)
+        self._rows = rows
         self._wanted, self._groups = config.groups_per_step, groups
         self._environment, self._loop = environment, loop
         self._tokenizer = tokenizer
@@ -55,11 +55,10 @@ class ExampleDriver:
 
     def collect(self, first_ordinal: int) -> RolloutBatch:
         """Return this rank's rows of the next step. Rows that cannot be trained on are dropped, not replaced."""
-        ordinals = range(first_ordinal, first_ordinal + self._wanted)
-        rows = [self.stream.problem(ordinal) for ordinal in ordinals]
-        replicas = self._groups.data.size()
-        costs = [_cost(row) for row in rows]
-        replica_of = balance(costs, [position * replicas // len(rows) for position in range(len(rows))], replicas)
+        end = first_ordinal + self._wanted
+        ordinals = range(first_ordinal, end if self._rows.total is None else min(end, self._rows.total))
+        rows = [self._rows.problem(ordinal) for ordinal in ordinals]
+        replica_of = replicas_of(rows, self._groups.data.size())
         found: list[TrajectoryGroup] = []
         positions: list[int] = []
         dropped: dict[int, str] = {}
@@ -72,7 +71,7 @@ class ExampleDriver:
                 dropped[ordinal] = str(error)
                 self._warn(place_of(row, ordinal), str(error))
                 continue
-            found.append(TrajectoryGroup(ordinal, row, [_trajectory(example, self._tokenizer)], {}))
+            found.append(TrajectoryGroup(ordinal, row, [as_trajectory(example, self._tokenizer)], {}))
             positions.append(position)
         return RolloutBatch(
             groups=found,
@@ -80,6 +79,7 @@ class ExampleDriver:
             first_ordinal=ordinals.start,
             next_ordinal=ordinals.stop,
             dropped=dropped if self._groups.reports else {},
+            firsts=_firsts(rows),
         )
 
     def _warn(self, where: str, reason: str) -> None:
@@ -106,13 +106,25 @@ class ExampleDriver:
             self._loop.close()
 
 
+def _firsts(rows: Sequence[Problem]) -> frozenset[int]:
+    """Return the places of the first row of each set; none for a single set."""
+    places = {row.environment: place for place, row in reversed([*enumerate(rows)])}
+    return frozenset(places.values() if "" not in places else ())
+
+
+def replicas_of(rows: Sequence[Problem], replicas: int) -> list[int]:
+    """Return the replica that reads each row, so that all have about the same work."""
+    costs = [_cost(row) for row in rows]
+    return balance(costs, [position * replicas // len(rows) for position in range(len(rows))], replicas)
+
+
 def _cost(row: Problem) -> float:
     """Rough work of a row: its tokens, and attention between them."""
     tokens = len(row.prompt) / BYTES_PER_TOKEN
     return tokens + tokens * tokens / 10_000
 
 
-def _trajectory(example: Example, tokenizer: Tokenizer) -> Trajectory:
+def as_trajectory(example: Example, tokenizer: Tokenizer) -> Trajectory:
     """The row as the trainer reads it. No policy sampled it, so its log-probs and versions mean nothing."""
     tokens, mask = example
     turns, place = [], 0

@@ -91,7 +91,8 @@ def read_data(data: DataConfig) -> DataRows:
     def choose() -> Choice:
         return _choose(source, form, chain(first, rows))
 
-    found = select(source, ["supervised", data.model_dump(mode="json")], choose, made)
+    columns = data.model_dump(mode="json", include={"messages", "tools", "prompt", "answer"})
+    found = select(source, ["supervised", source.model_dump(), columns], choose, made)
     return DataRows(form, found.sets[ROWS], found.dropped, found.lacking)
 
 
@@ -149,10 +150,11 @@ class RowEncoder:
         self._data, self._tokenizer, self._longest = data, tokenizer, longest
         self._chat = Chat(tokenizer, data.chat_template)
         self._examples = ExampleWriter(self._chat)
+        self._systems = {id: its.system for id, its in data.members.items()}
 
     def example(self, row: Problem) -> Example:
         try:
-            found = self._encoded(row.golden)
+            found = self._encoded(row.golden, self._systems[row.environment])
         except ValueError as error:
             raise UnusableRow(str(error)) from error
         if len(found.tokens) > self._longest:
@@ -180,25 +182,25 @@ class RowEncoder:
             why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
             raise ConfigurationError(f"data: {reasons.total()} of {len(tried)} rows tried cannot be trained on: {why}")
 
-    def _encoded(self, values: Mapping[str, Any]) -> Example:
+    def _encoded(self, values: Mapping[str, Any], system: str | None) -> Example:
         if values.get("plain"):  # the environment has already put the prompt into the chat template
             return token_example(values["prompt"], values["answer"], self._tokenizer)
         chat, talk = self._data.chat, "messages" in values
         if talk and chat == "never":
             raise ValueError("data.chat is never, and only the chat template can write a list of messages")
         if talk or chat == "always" or (chat == "auto" and self._chat.has_template):
-            return self._talk(values)
-        if self._data.system is not None or self._data.chat_template or "system" in values:
+            return self._talk(values, system)
+        if system is not None or self._data.chat_template or "system" in values:
             raise ValueError("there is a system message or data.chat_template, but the tokenizer has no chat template")
         return token_example(self._tokenizer.as_prompt(values["prompt"]), values["answer"], self._tokenizer)
 
-    def _talk(self, values: Mapping[str, Any]) -> Example:
+    def _talk(self, values: Mapping[str, Any], system: str | None) -> Example:
         talk = _conversation(values)
-        if self._data.system is None or any(message["role"] == "system" for message in talk.messages):
+        if system is None or any(message["role"] == "system" for message in talk.messages):
             return self._examples.example(talk)
-        system = conversation_of([{"role": "system", "content": self._data.system}], field="data.system")
+        first = conversation_of([{"role": "system", "content": system}], field="data.system")
         try:
-            return self._examples.example(system + talk)
+            return self._examples.example(first + talk)
         except ValueError as error:
             self._examples.example(talk)  # raises where the row is to blame
             raise ValueError(

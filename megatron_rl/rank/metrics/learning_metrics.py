@@ -54,11 +54,12 @@ LEARNING: dict[str, Metric] = {
         good="0.2 to 0.9",
     ),
     "epoch": Metric(
-        "passes over the rows of data at the end of the step (training.objective: supervised)",
+        "passes over the rows of data at the end of the step (training.objective: supervised); of several sets, rows "
+        "trained on divided by the rows of all sets",
         lambda step: step.next_ordinal / step.rows if step.rows else None,
         unit="passes",
         good="1 to 3",
-        advice="More passes memorise the rows: compare accuracy on held-out problems.",
+        advice="More passes memorise the rows: compare the loss on held-out rows (data.held_out), or accuracy.",
     ),
     "loss": Metric(
         "loss, mean over the step's updates; with training.objective: supervised the mean of -log p of the learned "

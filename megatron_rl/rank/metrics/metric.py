@@ -34,6 +34,7 @@ class StepReport:
     left_out: Mapping[str, int] = field(default_factory=dict)  # prompts too long, by environment
     ahead: bool = False  # whether generation runs ahead of training, so that its seconds are not counted
     rows: int | None = None  # rows of the data of supervised training; None if the run trains on sampled answers
+    passes: Mapping[str, float] = field(default_factory=dict)  # passes over each of several sets of rows, by its id
     ranks: int = 1
     seconds: Mapping[str, float] = field(default_factory=dict)  # mean over the ranks for each category in TIMED
 

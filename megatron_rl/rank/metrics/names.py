@@ -78,9 +78,18 @@ OF_SAMPLED_ANSWERS = frozenset(
 )
 """Metrics that supervised training does not have. Its answers are the learned parts of the rows."""
 
+SETS = "sets/"  # prefix of metrics of a set of rows, where there are several
+
 COMPONENTS = "reward/"  # prefix of metrics of reward components, each the mean over the answers that have the component
 
 EVALUATION_METRICS = {
+    "eval/held_out_rows/loss": Metric(
+        "mean of -log p over all learned tokens of the held-out rows (data.held_out); of several sets also "
+        "`eval/held_out_rows/ID/loss`",
+        unit="nats per token",
+        good="falls with `loss`; once it rises, more steps only memorise",
+        advice="training.early_stop ends the run there and keeps the best checkpoint.",
+    ),
     "eval/SET/greedy_accuracy": Metric(
         "share of greedy answers with reward 1 on an evaluation set (absent without answers)",
         unit="share",
@@ -124,6 +133,7 @@ def metrics_of(step: StepReport) -> dict[str, Any]:
     absent = OF_SAMPLED_ANSWERS if step.rows else ()
     values = {name: each.value(step) for name, each in STEP_METRICS.items() if each.value and name not in absent}
     values |= {f"{COMPONENTS}{name}": total / answers for name, (total, answers) in sorted(step.components.items())}
+    values |= {f"{SETS}{id}/epoch": passes for id, passes in step.passes.items()}
     for id, stats in step.stats.environments.items():
         values |= {f"environments/{id}/{name}": metric.value(stats) for name, metric in ENVIRONMENT_METRICS.items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -132,5 +142,5 @@ def metrics_of(step: StepReport) -> dict[str, Any]:
 def check_name(name: str) -> None:
     """Raise ValueError for a metric that is not registered."""
     of_environment = name.startswith("environments/") and name.rpartition("/")[2] in ENVIRONMENT_METRICS
-    if name not in STEP_METRICS and not name.startswith(("eval/", COMPONENTS)) and not of_environment:
+    if name not in STEP_METRICS and not name.startswith(("eval/", COMPONENTS, SETS)) and not of_environment:
         raise ValueError(f"metric {name!r} is not registered in megatron_rl/rank/metrics/names.py")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.agent.api import Environment, TrainingSet, build_environment
@@ -12,7 +12,8 @@ from megatron_rl.agent.scripted_trial import try_answers
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.learn.rollout.known_rates import rates_of, read_rates
-from megatron_rl.learn.supervised.example_rows import RowEncoder, demonstrations, read_data, rows_of, token_example
+from megatron_rl.learn.supervised.example_rows import RowEncoder, demonstrations, token_example
+from megatron_rl.learn.supervised.row_sets import RowSets, open_sets
 from megatron_rl.model.chat.turn_end import unknown_end
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig
@@ -27,8 +28,8 @@ class Lesson:
     config: RunConfig
     tokenizer: Tokenizer
     environment: Environment | None
-    sets: Sequence[TrainingSet]  # one of rows of data, or problems of each environment
-    unread: Mapping[str, int] = field(default_factory=dict)
+    sets: Sequence[TrainingSet]  # sets of rows of data, or problems of each environment
+    rows: RowSets | None = None  # rows of data, whose sets these are; None: problems
 
 
 def open_lesson(config: RunConfig, copies: RunDir | None = None, patience: float = 0.0) -> Lesson:
@@ -45,12 +46,9 @@ def open_lesson(config: RunConfig, copies: RunDir | None = None, patience: float
     if config.generates:
         task = config.task if copies is None else with_kept_files(config.task, copies, patience)
         environment = build_environment(task, tokenizer)
-    if config.supervised and config.rows.path is not None:
-        read = read_data(config.rows)
-        lacking = {f"it lacks {read.form.wanted}": read.lacking} if read.lacking else {}
-        return Lesson(config, tokenizer, environment, [TrainingSet("", 1.0, read.rows)], {**read.dropped, **lacking})
     if config.supervised or environment is None:
-        return Lesson(config, tokenizer, environment, [TrainingSet("", 1.0, rows_of(config.rows, environment))])
+        rows = open_sets(config.rows, environment)
+        return Lesson(config, tokenizer, environment, rows.trained, rows)
     return Lesson(config, tokenizer, environment, environment.training_sets())
 
 
@@ -78,10 +76,13 @@ def faults(lesson: Lesson, resumes: bool = False) -> Iterator[Fault]:
     yield from map(Fault, (*_unknown_sets(lesson), *_unusable_rates(lesson)))
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
-        try:
-            encoder.check(lesson.sets[0].problems)
-        except ValueError as error:
-            yield Fault(str(error))
+        assert lesson.rows is not None
+        for rows in (*(each.problems for each in lesson.sets), *lesson.rows.held_out.values()):
+            try:
+                encoder.check(rows)
+            except ValueError as error:
+                yield Fault(str(error))
+        yield from map(Fault, _too_many_steps(lesson.config, lesson.rows.total))
     elif lesson.environment is not None:
         begins = not resumes or lesson.config.keeps_initial_weights
         found = [*(_without_examples(lesson) if begins else ()), *_faults_of_problems(lesson)]
@@ -108,6 +109,16 @@ def _unusable_rates(lesson: Lesson) -> Iterator[str]:
             rates_of(each, known)
     except ConfigurationError as error:
         yield str(error)
+
+
+def _too_many_steps(config: RunConfig, rows: int | None) -> Iterator[str]:
+    """rows: of the whole run, where its sets have epochs."""
+    steps, each = config.training.steps, config.rows.examples_per_step
+    if rows is not None and steps > (most := -(-rows // each)):
+        yield (
+            f"training.steps is {steps:,}, and the epochs of data.sets have {rows:,} rows, which fill {most:,} steps "
+            f"of data.examples_per_step {each}: set training.steps to {most} or less, or raise the epochs"
+        )
 
 
 def _without_examples(lesson: Lesson) -> Iterator[str]:

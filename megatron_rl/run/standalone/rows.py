@@ -85,11 +85,12 @@ def _distinct(*texts: str | None) -> list[str]:
 
 def _opened(config: RunConfig, copies: RunDir | None, wanted: int) -> Lesson:
     """Open a lesson of about the `wanted` first rows of each data set. Where these few are not enough, because they are
-    held out or lack a column that later ones have, it has all rows."""
-    with suppress(ValueError), first_rows(CHECKED + 2 * wanted):
-        lesson = open_lesson(config, copies)
-        if all(each.problems for each in lesson.sets):
-            return lesson
+    held out, lack a column that later ones have, or are to be counted, it has all rows."""
+    if not config.rows.counted:
+        with suppress(ValueError), first_rows(CHECKED + 2 * wanted):
+            lesson = open_lesson(config, copies)
+            if all(each.problems for each in lesson.sets):
+                return lesson
     return open_lesson(config, copies)
 
 
@@ -156,14 +157,17 @@ def _functions(config: RunConfig, copies: RunDir | None) -> Iterator[dict[str, A
 def shown(lesson: Lesson, count: int) -> Iterator[dict[str, Any]]:
     """Yield the first rows or problems of each set.
 
-    A row has `row`, its number, `where`, its location, and `spans`, each the text of consecutive tokens that are all
-    `learned` or all not; or `dropped`, the reason. A problem has `problem`, its number, `set`, and `prompt`, the text
-    of the tokens; with an environment of answers also what `try_answers` yields; for a program `line`, which it reads.
+    A row has `row`, its number, `set`, empty if there is only one, `where`, its location, and `spans`, each the text of
+    consecutive tokens that are all `learned` or all not; or `dropped`, the reason. A problem has `problem`, its number,
+    `set`, and `prompt`, the text of the tokens; with an environment of answers also what `try_answers` yields; for a
+    program `line`, which it reads.
     """
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
-        for number, row in enumerate(lesson.sets[0].problems[:count], 1):
-            yield {"row": number, "where": place_of(row, number - 1), **_row(encoder, row, lesson.tokenizer)}
+        for each in lesson.sets:
+            for number, row in enumerate(each.problems[:count], 1):
+                where = {"row": number, "set": each.environment, "where": place_of(row, number - 1)}
+                yield {**where, **_row(encoder, row, lesson.tokenizer)}
         return
     assert lesson.environment is not None  # the recipe has rows or an environment
     yield from _problems(lesson, lesson.environment, count)
@@ -216,15 +220,18 @@ PERCENTILES = (50, 90, 99, 100)
 def counts(lesson: Lesson) -> Iterator[dict[str, Any]]:
     """Yield the counts of each set: `rows`; `dropped`, their number by reason; `lengths`, in tokens by percentile;
     `limit`, the longest that is trained on; `equal`, rows that repeat an earlier one, and `equal_prompts`; for rows of
-    data `learned`, the share of their tokens."""
+    data `learned`, the share of their tokens, `held_out`, the rows that evaluations read, and in a run of several sets
+    `share`, that of the run's rows, and `steps`, which all epochs fill, or None."""
     for each in lesson.sets:
         yield _of_rows(lesson, each) if lesson.config.supervised else _of_problems(lesson, each)
 
 
 def _of_rows(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
-    config = lesson.config
-    encoder = RowEncoder(config.rows, lesson.tokenizer, config.sequence_length)
-    dropped: Counter[str] = Counter(lesson.unread)
+    config, rows = lesson.config, lesson.rows
+    assert rows is not None
+    encoder, unread = RowEncoder(config.rows, lesson.tokenizer, config.sequence_length), rows.unread[of.environment]
+    its, held_out = config.rows.members[of.environment], len(rows.held_out.get(of.environment, ()))
+    dropped: Counter[str] = Counter(unread)
     examples: list[Example] = []
     for row in of.problems:
         try:
@@ -235,10 +242,13 @@ def _of_rows(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
     whole = [(*each.tokens,) for each in examples]
     prompts = [tokens[: each.loss_mask.index(True)] for tokens, each in zip(whole, examples, strict=True)]
     return {
-        "set": config.rows.path or config.task.name,
-        "rows": len(of.problems) + sum(lesson.unread.values()),
+        "set": of.environment or config.rows.path or config.task.name,
+        "rows": len(of.problems) + sum(unread.values()) + held_out * its.holds_out_share,
         **_measured(dropped, lengths, config.sequence_length, whole, prompts),
         "learned": learned / sum(lengths) if lengths else None,
+        "held_out": held_out,
+        "share": of.weight / sum(each.weight for each in lesson.sets),
+        "steps": -(-rows.total // config.rows.examples_per_step) if rows.total else None,
     }
 
 

@@ -16,14 +16,16 @@ SPANS = [{"learned": False, "tokens": 2, "text": "a\x1b[2J\nb"}, {"learned": Tru
 
 
 def test_learned_tokens_stand_in_brackets_and_controls_of_the_data_do_not_reach_the_terminal() -> None:
-    head, *text = row_lines({"row": 1, "where": "a.jsonl:1", "tokens": 3, "learned": 1, "spans": SPANS})
+    found = {"row": 1, "set": "", "where": "a.jsonl:1", "tokens": 3, "learned": 1, "spans": SPANS}
+    head, *text = row_lines(found)
     assert head == "a.jsonl:1: 3 tokens, 1 learned"
+    assert next(row_lines({**found, "set": "sums"})) == "sums: a.jsonl:1: 3 tokens, 1 learned"
     assert "\n".join(text) == "  a\\x1b[2J\n  b\x1b[32m[[c]]\x1b[0m\n"
 
 
 @pytest.mark.parametrize("text", ["\u202eabc", "\u2028", "\x9b31m", "\ud800", "\r"])
 def test_characters_that_would_mislead_a_terminal_are_escaped(text: str) -> None:
-    shown = "\n".join(row_lines({"row": 1, "where": text, "dropped": text, "text": text}))
+    shown = "\n".join(row_lines({"row": 1, "set": "", "where": text, "dropped": text, "text": text}))
     assert text[0] not in shown and shown.encode()
 
 

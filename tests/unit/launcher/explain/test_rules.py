@@ -57,6 +57,16 @@ def evaluated(*accuracies: tuple[float, float]) -> list[MetricsLine]:
     return [MetricsLine(step, dict(zip(names, pair, strict=True))) for step, pair in enumerate(accuracies)]
 
 
+def rows_trained_on(first: float, last: float) -> list[MetricsLine]:
+    """Steps of supervised training whose loss goes from one value to another."""
+    return [MetricsLine(step, {"loss": first + (last - first) * step / STEPS}) for step in range(1, STEPS + 1)]
+
+
+def held_out_losses(*losses: float) -> list[MetricsLine]:
+    steps = range(0, STEPS + 1, STEPS // (len(losses) - 1))
+    return [MetricsLine(step, {"eval/held_out_rows/loss": loss}) for step, loss in zip(steps, losses, strict=True)]
+
+
 def with_grpo(**keys: Any) -> dict[str, Any]:
     return {**RECIPE, "grpo": {**RECIPE["grpo"], **keys}}
 
@@ -153,6 +163,10 @@ FAULTY = {
         Record(RECIPE, run().lines, evaluated((0.3, 0.3), (0.6, 0.5), (0.95, 0.4))),
         "0.95 on trained problems and 0.40 on held-out ones, where it was 0.50",
     ),
+    "held-out-loss-rose": (
+        Record(RECIPE, rows_trained_on(2.0, 0.1), held_out_losses(2.1, 1.5, 1.6)),
+        "was 1.5 after step 30, its best, and is 1.6 after step 60",
+    ),
     "component-never-earned": (
         Record(RECIPE, [each._replace(values={**each.values, "reward/format": 0.0}) for each in run().lines]),
         "of the component format of the reward",
@@ -197,6 +211,12 @@ FAULTY = {
         "Rank 3 on node05 was slowest in train in 19 of 20 steps, for 20% of their time",
     ),
 }
+
+
+def test_a_held_out_loss_that_rises_with_that_of_the_rows_trained_on_is_no_memorising():
+    losses = held_out_losses(2.1, 1.5, 1.6)
+    assert not findings(Record(RECIPE, rows_trained_on(1.0, 1.5), losses))
+    assert not findings(Record(RECIPE, rows_trained_on(2.0, 0.1), held_out_losses(2.1, 1.5, 1.55)))
 
 
 def test_every_rule_has_a_faulty_record_here():

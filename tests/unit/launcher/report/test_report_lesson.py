@@ -46,7 +46,14 @@ def test_of_a_supervised_run_the_first_rows_are_shown_whole():
     lesson = lesson_of([group(1, [0.0], version=-1)] * 6, [])
     assert lesson is not None
     assert (len(lesson.rows), lesson.problems) == (MOST_ROWS, [])
-    assert [token.learned for token in lesson.rows[0].start] == [False, False, False, True, True]
+    assert [token.learned for token in lesson.rows[0].passage.start] == [False, False, False, True, True]
+
+
+def test_of_several_sets_rows_of_each_are_shown():
+    sets = ["a"] * 8 + ["b", "c", "d", "e"]
+    lesson = lesson_of([group(1, [0.0], version=-1, environment=id) for id in sets], [])
+    assert lesson is not None
+    assert [row.set for row in lesson.rows] == ["a", "b", "c", "d", "e"]
 
 
 def test_a_run_without_recorded_tokens_shows_nothing():

@@ -15,6 +15,7 @@ from supervised_helpers import sums, supervised_run
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.learn.supervised.example_driver import ExampleDriver
+from megatron_rl.learn.supervised.row_mix import RowMix
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
@@ -30,7 +31,8 @@ def driver(problems: list[Problem], replica: int = 0, replicas: int = 1, wanted:
     data = SimpleNamespace(rank=lambda: replica, size=lambda: replicas)
     groups: Any = SimpleNamespace(data=data, reports=True)
     config = supervised_run(data={"path": "/x", "examples_per_step": wanted})
-    return ExampleDriver([TrainingSet("", 1.0, problems)], CHARACTERS, config, groups, None, None)
+    mix = RowMix([TrainingSet("", 1.0, problems)], config.training.seed)
+    return ExampleDriver(mix, CHARACTERS, config, groups, None, None)
 
 
 @settings(max_examples=30, deadline=None)

@@ -37,7 +37,10 @@ def test_null_removes_the_section_of_an_extended_recipe() -> None:
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"data": None}, "data.path is missing: training.objective supervised needs a data set, or an environment"),
+        (
+            {"data": None},
+            "data.path is missing: training.objective supervised needs a data set, several in data.sets, or an",
+        ),
         ({"grpo": {"kl_beta": 0.1}}, "grpo.kl_beta is set, and training.objective supervised samples no answers"),
         ({"inference": {"engine": "vllm"}}, "inference.engine is vllm, which training.objective supervised does not"),
         ({"async": {"max_lag": 1}}, "async.max_lag is 1, and training.objective supervised generates nothing"),
