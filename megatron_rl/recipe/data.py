@@ -91,6 +91,8 @@ class RowsConfig(Section):
 class RowSet(RowsConfig):
     """One of several sets of rows that are trained on together."""
 
+    path: HubPath
+    """Name on the hub, or a local file or directory, as `data.path`."""
     id: Annotated[
         str,
         Field(
@@ -118,9 +120,7 @@ class RowSet(RowsConfig):
         return {**values, "id": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")}
 
     @model_validator(mode="after")
-    def _has_a_path(self) -> RowSet:
-        if self.path is None:
-            raise ValueError("path is missing: name the data set of each of several sets")
+    def _has_one_share(self) -> RowSet:
         if self.weight is not None and self.epochs is not None:
             raise ValueError("weight and epochs are both given: a set has a share of the rows, or a number of passes")
         return self
@@ -187,9 +187,9 @@ class DataConfig(RowsConfig, ChatConfig):
         return self.sets is not None and self.sets[0].epochs is not None
 
     @property
-    def holds_out_share(self) -> bool:
-        """Whether a share of these rows is held out."""
-        return self.held_out is not None and self.held_out.share is not None
+    def held_out_share(self) -> float:
+        """Share of these rows that is held out; 0 if none is, or if other rows are."""
+        return (self.held_out.share if self.held_out else None) or 0.0
 
     @property
     def holds_out(self) -> bool:

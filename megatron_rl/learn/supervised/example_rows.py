@@ -10,8 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b, sha256
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.agent.api import Demonstrator, Environment
 from megatron_rl.agent.data_rows import DataRow, DataSource, check_column, read_rows
@@ -35,6 +36,48 @@ TRIED = 64  # rows that are turned into tokens at the start: the first ones, and
 
 class UnusableRow(ValueError):
     """A row that cannot be trained on."""
+
+
+HELD_OUT = "held out"  # set of the rows that are held out
+
+EQUAL = "it is equal to a held-out row"
+KEY_BYTES = 8
+
+
+def key_of(row: Problem) -> bytes:
+    """Return a hash of what is learned of a row."""
+    return blake2b(row.prompt.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
+
+
+class Sides(NamedTuple):
+    """Decides which rows are held out, by their text alone."""
+
+    share: float = 0.0  # share of the rows that are held out
+    taken: frozenset[bytes] = frozenset()  # keys of rows that are held out elsewhere
+
+    def of(self, row: Problem) -> str:
+        """Return ROWS, HELD_OUT, or EQUAL if the row is used for nothing."""
+        if not self.share and not self.taken:
+            return ROWS
+        key = key_of(row)
+        if int.from_bytes(key, "big") < self.share * 2 ** (8 * KEY_BYTES):
+            return HELD_OUT
+        return EQUAL if key in self.taken else ROWS
+
+    def check(self, name: str, equal: int, rows: int) -> None:
+        """Warn of rows of a set that are equal to held-out ones. Raises ValueError if most are."""
+        what = f"{name}: {equal:,} of {rows:,} rows are equal to held-out rows of another source"
+        if 2 * equal > rows:
+            raise ValueError(f"{what}, and few are left to train on: hold out other rows")
+        if equal:
+            logger.warning("%s: they are not trained on", what)
+
+    @property
+    def as_json(self) -> list[Any]:
+        return [self.share, sha256(b"".join(sorted(self.taken))).hexdigest()] if self.share or self.taken else []
+
+
+ALL_TRAINED = Sides()
 
 
 def rows_of(data: DataConfig, environment: object) -> list[Problem]:
@@ -62,12 +105,13 @@ def rows_of(data: DataConfig, environment: object) -> list[Problem]:
 class DataRows:
     form: Form
     rows: Sequence[Problem]
+    held_out: Sequence[Problem]
     dropped: Mapping[str, int]
     lacking: int  # rows without a value in a column that is trained on
 
 
-def read_data(data: DataConfig) -> DataRows:
-    """Read the rows of `data.path`, and warn of those that are not trained on.
+def read_data(data: DataConfig, sides: Sides = ALL_TRAINED) -> DataRows:
+    """Read the rows of `data.path`, and warn of those that are not trained on. sides: which of them are held out.
 
     Raises ValueError if the data is missing or does not match the configuration, or if one of the first rows or most of
     them cannot be understood.
@@ -89,16 +133,16 @@ def read_data(data: DataConfig) -> DataRows:
         return _row(values, row.where)
 
     def choose() -> Choice:
-        return _choose(source, form, chain(first, rows))
+        return _choose(source, form, chain(first, rows), sides)
 
     columns = data.model_dump(mode="json", include={"messages", "tools", "prompt", "answer"})
-    found = select(source, ["supervised", source.model_dump(), columns], choose, made)
-    return DataRows(form, found.sets[ROWS], found.dropped, found.lacking)
+    found = select(source, ["supervised", source.model_dump(), columns, *sides.as_json], choose, made)
+    return DataRows(form, found.sets.get(ROWS, ()), found.sets.get(HELD_OUT, ()), found.dropped, found.lacking)
 
 
-def _choose(source: DataSource, form: Form, rows: Iterable[DataRow]) -> Choice:
+def _choose(source: DataSource, form: Form, rows: Iterable[DataRow], sides: Sides) -> Choice:
     columns: dict[str, None] = {}
-    kept: list[Chosen] = []
+    of_sides: dict[str, list[Chosen]] = {ROWS: [], HELD_OUT: [], EQUAL: []}
     dropped, lacking = DroppedRows(source.path), 0
     for number, row in enumerate(rows):
         columns |= dict.fromkeys(row.values)
@@ -110,20 +154,24 @@ def _choose(source: DataSource, form: Form, rows: Iterable[DataRow]) -> Choice:
         if values is None:
             lacking += 1
         else:
-            kept.append(Chosen(_row(values, row.where), row.where, row.place))
+            problem = _row(values, row.where)
+            of_sides[sides.of(problem)].append(Chosen(problem, row.where, row.place))
     name = f"data set {source.path}"
     for column in columns_of(form):
         check_column(column, columns, name)
-    count = len(kept) + lacking + sum(dropped.by_reason.values())
+    usable, equal = sum(map(len, of_sides.values())), len(of_sides.pop(EQUAL))
+    count = usable + lacking + sum(dropped.by_reason.values())
     dropped.report(count)
-    if not kept:
+    if not usable:
         raise ValueError(f"{name}, split {source.split}: no row has {form.wanted}")
     if lacking:
         logger.warning(
             "%s, split %s: %d of %d rows are skipped, because they lack %s",
             *(name, source.split, lacking, count, form.wanted),
         )
-    return Choice({ROWS: kept}, dropped=dropped.by_reason, lacking=lacking)
+    sides.check(name, equal, usable)
+    by_reason = dropped.by_reason | ({EQUAL: equal} if equal else {})
+    return Choice({id: its for id, its in of_sides.items() if its}, dropped=by_reason, lacking=lacking)
 
 
 def demonstrations(environment: object) -> Sequence[tuple[str, str]]:

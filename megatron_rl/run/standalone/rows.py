@@ -243,7 +243,7 @@ def _of_rows(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
     prompts = [tokens[: each.loss_mask.index(True)] for tokens, each in zip(whole, examples, strict=True)]
     return {
         "set": of.environment or config.rows.path or config.task.name,
-        "rows": len(of.problems) + sum(unread.values()) + held_out * its.holds_out_share,
+        "rows": len(of.problems) + sum(unread.values()) + held_out * bool(its.held_out_share),
         **_measured(dropped, lengths, config.sequence_length, whole, prompts),
         "learned": learned / sum(lengths) if lengths else None,
         "held_out": held_out,

@@ -25,6 +25,10 @@ HELD = {"then": "held", "why": "the same error at the same step twice"}
             {"outcome": "drained", "step": 40, "cause": "preempted", "then": "requeue"},
             "saved after step 40 (preempted)",
         ),
+        (
+            {"outcome": "finished", "step": 40, "then": "over", "why": "the loss has not fallen"},
+            "finished after step 40; the loss has not fallen",
+        ),
         ({"outcome": "drained", "step": None, "cause": "preempted"}, "left without a new checkpoint (preempted)"),
         (
             {**CRASH, **AGAIN, "not_before": NOW + 250},

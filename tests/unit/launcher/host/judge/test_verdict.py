@@ -107,6 +107,11 @@ def test_a_rank_that_hung_is_blamed_and_not_those_that_were_ended_for_it():
     assert verdict_of(evidence) == Verdict(CRASHED, 41, error, 3, "node05", "generating", True)
 
 
+def test_the_reason_of_an_early_end_stands_in_the_ledger():
+    verdict = verdict_of(AttemptEvidence(outcome=Outcome(FINISHED, 42, "the loss has not fallen")))
+    assert (verdict.step, verdict.why, verdict.error) == (42, "the loss has not fallen", None)
+
+
 def test_ranks_that_got_as_far_as_an_outcome_did_not_hang():
     assert verdict_of(AttemptEvidence(outcome=Outcome(FINISHED, 42), hang=HANG)).outcome == FINISHED
 

@@ -53,8 +53,8 @@ def test_rows_equal_to_held_out_ones_of_any_set_are_not_trained_on(
     ]
     assert {row.environment for row in found.held_out["other"]} == {"other"}
     assert found.unread == {id: {"it is equal to a held-out row": 2} for id in ("one", "other")}
-    assert "set 'one': 2 of 20 rows are equal to held-out rows of another source" in caplog.text
-    with pytest.raises(ValueError, match="set 'other': 10 of 10 rows are equal to held-out rows"):
+    assert "one.jsonl: 2 of 20 rows are equal to held-out rows of another source" in caplog.text
+    with pytest.raises(ValueError, match=r"other\.jsonl: 10 of 10 rows are equal to held-out rows"):
         opened(
             sets=[
                 {"path": str(one), **COLUMNS},
@@ -65,6 +65,17 @@ def test_rows_equal_to_held_out_ones_of_any_set_are_not_trained_on(
 
 def copy(file: Path) -> Path:
     return Path(file.with_suffix(".copy.jsonl").write_bytes(file.read_bytes()) and file.with_suffix(".copy.jsonl"))
+
+
+def test_a_row_of_two_sets_is_not_trained_on_if_one_holds_it_out(tmp_path: Path) -> None:
+    one, other = (str(write_rows(tmp_path / f"{name}.jsonl", sums(150))) for name in ("one", "other"))
+    sets = [{"path": path, **COLUMNS, "held_out": {"share": share}} for path, share in ((one, 0.1), (other, 0.3))]
+    for its in (sets, sets[::-1]):
+        found = opened(sets=its)
+        trained = {text for each in found.trained for text in texts(each.problems)}
+        assert [each.environment for each in found.trained] == [Path(one["path"]).stem for one in its]
+        assert not trained & {text for rows in found.held_out.values() for text in texts(rows)}
+        assert trained == {*texts(found.trained[0].problems)} == {*texts(found.trained[1].problems)}
 
 
 def test_a_large_set_is_not_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +97,7 @@ CASES = [
     ({"data": {"sets": [{"path": "/a.jsonl", "weight": 1.0, "epochs": 1.0}]}}, "weight and epochs are both given"),
     ({"data": {"sets": [{"path": "/a.jsonl", "weight": 1.0}, {"path": "/b", "epochs": 1.0}]}}, "set 'a' has none"),
     ({"data": {"sets": [{"path": "/a.jsonl"}, {"path": "/x/a.json"}]}}, "set 'a' is listed more than once"),
-    ({"data": {"sets": [{"weight": 1.0}]}}, "path is missing"),
+    ({"data": {"sets": [{"id": "a"}]}}, "Field required"),
     ({"data": {"path": "/a", "sets": [{"path": "/b"}]}}, "sets and path are both given"),
     ({"data": {"path": "/a", "held_out": {}}}, "nothing says which rows are held out"),
     ({"data": {"path": "/a", "held_out": {"share": 0.1, "split": "test"}}}, "share and split are both given"),
