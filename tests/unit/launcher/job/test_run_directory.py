@@ -181,6 +181,17 @@ def test_more_steps_reopen_a_finished_run(tmp_path):
     assert not run.done.exists()
 
 
+def test_more_patience_reopens_a_run_that_stopped_early(tmp_path):
+    def of_rows(patience: int) -> OpenedRun:
+        keys = ["data.held_out.share=0.1", f"training.early_stop.patience={patience}"]
+        return prepare(load_recipe("demo-supervised", keys), tmp_path, change=True)
+
+    of_rows(2)
+    run = finish(tmp_path, 80)
+    assert of_rows(4).attempt is not None
+    assert not run.done.exists()
+
+
 def test_fewer_steps_than_were_made_are_refused(tmp_path):
     ask(tmp_path)
     run = finish(tmp_path, 800)
