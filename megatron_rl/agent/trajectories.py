@@ -45,6 +45,9 @@ class Branch:
     """Token range of each of the model's turns; the first turn follows the prompt."""
     choices: Choices = field(default_factory=list, kw_only=True)
     """Experts that the engine chose for the tokens, at most [seq]; empty unless `model.router_replay` is rollout."""
+    grammars: list[str] = field(default_factory=list, kw_only=True)
+    """[turns] grammar into which each turn was forced, "" for none; an empty list if none was. Log-probs of a forced
+    turn are over the tokens that its grammar allows: see `model/grammar.py`."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
@@ -54,6 +57,8 @@ class Branch:
             )
         if len(self.choices) > len(self.tokens):
             raise ValueError(f"a trajectory of {len(self.tokens)} tokens has choices of {len(self.choices)}")
+        if len(self.grammars) not in (0, len(self.turns)):
+            raise ValueError(f"a trajectory of {len(self.turns)} turns has grammars of {len(self.grammars)}")
         if not self.turns:
             raise ValueError("a trajectory needs at least one turn of the model")
         if self.loss_mask[:1] == [True]:
@@ -110,6 +115,7 @@ class Trajectory(Branch):
             components=components or {},
             output=output,
             choices=completion.choices,
+            grammars=[completion.grammar] if completion.grammar else [],
         )
 
     @classmethod
@@ -142,6 +148,7 @@ class Trajectory(Branch):
             branches=tuple(branches),
             output=output,
             choices=own.choices,
+            grammars=own.grammars,
         )
 
     def __post_init__(self) -> None:
@@ -232,6 +239,7 @@ class TrajectoryBuilder:
         self._versions: list[int] = []
         self._turns: list[range] = []
         self._choices: Choices = []
+        self._grammars: list[str] = []  # of each turn
         self._last: Completion | None = None
         self.add_observation(prompt_tokens)
 
@@ -245,6 +253,7 @@ class TrajectoryBuilder:
         # earlier turn counts, because it sampled what followed.
         self._choices = merged(self._choices, completion.choices)
         self._turns.append(range(first, len(self.tokens)))
+        self._grammars.append(completion.grammar)
         self._last = completion
 
     def cut_off(self) -> Completion:
@@ -262,7 +271,8 @@ class TrajectoryBuilder:
     def branch(self) -> Branch:
         """Return the sequence so far. Raises ValueError if the model has had no turn."""
         lists = [*self.tokens], [*self._loss_mask], [*self._logprobs], [*self._versions], [*self._turns]
-        return Branch(*lists, choices=self._choices)
+        grammars = [*self._grammars] if any(self._grammars) else []
+        return Branch(*lists, choices=self._choices, grammars=grammars)
 
     def scored(
         self,

@@ -7,12 +7,15 @@ and recomputed in the backward pass. No rank sees another rank's part of the voc
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_rl.algorithms.allowed_tokens import AllowedTokens
 
 if TYPE_CHECKING:
     from megatron_rl.model.policy import OutputPart
@@ -26,10 +29,16 @@ busy."""
 
 
 def predicted_logprobs(
-    hidden: Tensor, output: OutputPart, targets: Tensor, temperature: float, *, entropy: Entropy = "value"
+    hidden: Tensor,
+    output: OutputPart,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: Entropy = "value",
+    allowed: AllowedTokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs of the targets under softmax(logits / temperature) over the whole vocabulary, and that
-    distribution's entropy in nats if requested.
+    """Return log-probs of the targets under softmax(logits / temperature) over the whole vocabulary, or over the tokens
+    that are allowed, and that distribution's entropy in nats if requested.
 
     hidden [tokens, hidden], targets [tokens] -> logprobs [tokens] fp32 with gradient, entropy [tokens] fp32. The
     gradient to `hidden` is that of this rank's part of the vocabulary: see `Policy.predictors`. Temperature 0, greedy
@@ -37,19 +46,25 @@ def predicted_logprobs(
     """
     chunk = max(1, CHUNK_BYTES // (4 * len(output.weight)))
     if output.group is None and len(targets) <= chunk:
-        return token_logprobs(output.logits(hidden), targets, temperature, entropy=entropy)
-    logprobs, entropies = _PredictedLogprobs.apply(
-        hidden, output, output.weight, targets, temperature or 1.0, chunk, entropy
-    )
+        return token_logprobs(output.logits(hidden), targets, temperature, entropy=entropy, allowed=allowed)
+    logits = _Logits(output, temperature or 1.0, allowed)
+    logprobs, entropies = _PredictedLogprobs.apply(hidden, output.weight, targets, logits, chunk, entropy)
     return logprobs, None if entropy == "none" else entropies
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float, *, entropy: Entropy = "value"
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy: Entropy = "value",
+    allowed: AllowedTokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     scaled = logits.float()
     if temperature not in (0.0, 1.0):
         scaled = scaled / temperature
+    if allowed is not None:
+        scaled = allowed.forbid(scaled, range(scaled.shape[1]))
     all_logprobs = torch.log_softmax(scaled, dim=-1)
     entropies = None
     if entropy != "none":
@@ -72,19 +87,20 @@ class _PredictedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        output: OutputPart,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
+        logits: _Logits,
         chunk: int,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
+        output = logits.output
         tokens, group = output.tokens, output.group
         of_chunks = []
         factor = weight.float() if output.in_fp32 else weight
-        for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            scaled = _scaled_logits(part, factor, len(tokens), temperature)
-            of_chunks.append(_over_part(scaled, target - tokens.start, len(tokens), entropy != "none"))
+        for first in range(0, max(1, len(targets)), chunk):
+            rows = slice(first, first + chunk)
+            scaled = logits.scaled(hidden, factor, rows)
+            of_chunks.append(_over_part(scaled, targets[rows] - tokens.start, len(tokens), entropy != "none"))
             del scaled  # before the next chunk is computed
         del factor
         largest, mass, chosen, weighted = torch.cat(of_chunks, dim=1).unbind()
@@ -103,8 +119,7 @@ class _PredictedLogprobs(torch.autograd.Function):
         entropies = mass.log() - weighted / mass
         logprobs = chosen - largest - mass.log()
         ctx.save_for_backward(hidden, weight, targets, largest + mass.log(), entropies)
-        ctx.tokens, ctx.temperature, ctx.chunk, ctx.of_entropy = tokens, temperature, chunk, entropy == "gradient"
-        ctx.in_fp32 = output.in_fp32
+        ctx.logits, ctx.chunk, ctx.of_entropy = logits, chunk, entropy == "gradient"
         if not ctx.of_entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -113,23 +128,24 @@ class _PredictedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_mass, entropies = ctx.saved_tensors
+        tokens, temperature = ctx.logits.output.tokens, ctx.logits.temperature
         of_hidden = torch.empty_like(hidden)
-        factor = weight.float() if ctx.in_fp32 else weight
+        factor = weight.float() if ctx.logits.output.in_fp32 else weight
         # Accumulated in fp32 over the chunks: one product over all tokens would do the same internally.
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, len(targets), ctx.chunk):
             rows = slice(first, first + ctx.chunk)
-            of_logits = _scaled_logits(hidden[rows], factor, len(ctx.tokens), ctx.temperature)
+            of_logits = ctx.logits.scaled(hidden, factor, rows)
             of_logits.sub_(log_mass[rows, None])  # log p
             of_entropy = of_logits + entropies[rows, None] if ctx.of_entropy else None
             of_logits.exp_()
             if of_entropy is not None:
-                of_entropy.mul_(of_logits).mul_((of_entropies[rows] / ctx.temperature)[:, None])
+                of_entropy.mul_(of_logits).mul_((of_entropies[rows] / temperature)[:, None])
             of_logits.neg_()
-            target = targets[rows] - ctx.tokens.start
-            in_part = (target >= 0) & (target < len(ctx.tokens))
+            target = targets[rows] - tokens.start
+            in_part = (target >= 0) & (target < len(tokens))
             of_logits.scatter_add_(1, target.clamp(0, len(weight) - 1)[:, None], in_part.to(of_logits.dtype)[:, None])
-            of_logits.mul_((gradient[rows] / ctx.temperature)[:, None])
+            of_logits.mul_((gradient[rows] / temperature)[:, None])
             if of_entropy is not None:
                 of_logits.sub_(of_entropy)
                 del of_entropy
@@ -138,17 +154,25 @@ class _PredictedLogprobs(torch.autograd.Function):
             if of_weight is not None:
                 of_weight += rounded.t() @ hidden[rows].to(factor.dtype)
             del of_logits, rounded
-        return of_hidden, None, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 4
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *[None] * 4
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, tokens: int, temperature: float) -> Tensor:
-    """Return logits / temperature, [tokens of the chunk, rows] fp32; the lowest value for rows that pad the
-    vocabulary."""
-    scaled = (hidden.to(weight.dtype) @ weight.t()).float()
-    if temperature != 1.0:
-        scaled.div_(temperature)
-    scaled[:, tokens:] = torch.finfo(torch.float32).min
-    return scaled
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    output: OutputPart
+    temperature: float
+    allowed: AllowedTokens | None
+
+    def scaled(self, hidden: Tensor, weight: Tensor, rows: slice) -> Tensor:
+        """Return logits / temperature of a chunk, [tokens of the chunk, rows] fp32; the lowest value for rows that pad
+        the vocabulary."""
+        scaled = (hidden[rows].to(weight.dtype) @ weight.t()).float()
+        if self.temperature != 1.0:
+            scaled.div_(self.temperature)
+        if self.allowed is not None:
+            scaled = self.allowed.at(rows).forbid(scaled, self.output.tokens)
+        scaled[:, len(self.output.tokens) :] = torch.finfo(torch.float32).min
+        return scaled
 
 
 def _over_part(scaled: Tensor, target: Tensor, tokens: int, with_entropy: bool) -> Tensor:

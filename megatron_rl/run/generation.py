@@ -66,7 +66,7 @@ def build_generation(
         here.platform,
         here.groups,
         ranks,
-        tokenizer.decode,
+        tokenizer,
     )
     engine.profiler = generation_profiler(here.attempt, config, here.platform, dist.get_rank())
     return Generation(engine, refit, EngineInTurn(ranks, engine, here.safe_points))

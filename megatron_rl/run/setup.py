@@ -12,6 +12,7 @@ from megatron_rl.learn.supervised.early_stop import BestLoss
 from megatron_rl.learn.supervised.held_out import HeldOutRows
 from megatron_rl.learn.training.objective import objective_of
 from megatron_rl.learn.training.trainer import Trainer
+from megatron_rl.model.grammar import Grammars
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.writer import MetricsWriter, Writer
 from megatron_rl.rank.profiler import StepProfiler
@@ -44,6 +45,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
     objective = objective_of(config, models.policy, models.reference, teacher)
     progress = counters.policy_version, counters.nonfinite_in_a_row
     trainer = Trainer(models.policy, models.optimizer, objective, config, here, *progress)
+    trainer.grammars = Grammars(tokenizer)
 
     generation = build_generation(config, here, lesson, models, replicas)
     beside, repeated = None, None

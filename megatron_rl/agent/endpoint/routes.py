@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from megatron_rl.agent.endpoint.responses_api import (
 from megatron_rl.agent.endpoint.session import MODEL, UNLIMITED, RolloutSession
 from megatron_rl.agent.server.bodies import Body, ChatBody, CompletionBody, Items, TokenId, parse
 from megatron_rl.agent.server.event_stream import unless_gone
+from megatron_rl.agent.server.parameters import ADVICE
 from megatron_rl.agent.server.request_parsing import ParsedRequest, ServedModel, no_template
 from megatron_rl.agent.server.response_bodies import ChoiceFormat
 from megatron_rl.agent.server.samples import AnswerPart, Prompt
@@ -104,8 +105,8 @@ class Routes:
         response = response_of(body, whole_body(asked, parts))
         session.keep_response(response["id"], [*messages, *answer_of(response)])
         if not body.stream:
-            return JSONResponse(response, headers=asked.headers)
-        return event_stream(b"".join(events_of(response)), asked.headers)
+            return JSONResponse(response)
+        return event_stream(b"".join(events_of(response)))
 
     async def _completions(self, session: RolloutSession, raw: bytes) -> Response:
         body = parse(CompletionBody, raw)
@@ -131,9 +132,9 @@ class Routes:
 
     def _response(self, asked: ParsedRequest, parts: dict[int, AnswerPart]) -> Response:
         if not asked.body.stream:
-            return JSONResponse(whole_body(asked, parts), headers=asked.headers)
+            return JSONResponse(whole_body(asked, parts))
         events = Events(asked)
-        return event_stream(events.of(parts) + events.end(), asked.headers)
+        return event_stream(events.of(parts) + events.end())
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model.card]})
@@ -153,9 +154,9 @@ def parsed(kind: type[AnyModel], raw: bytes) -> AnyModel:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def event_stream(events: bytes, headers: Mapping[str, str]) -> Response:
+def event_stream(events: bytes) -> Response:
     """Answer with all events at once, since the whole answer is there."""
-    return Response(events, headers=dict(headers), media_type="text/event-stream")
+    return Response(events, media_type="text/event-stream")
 
 
 # vLLM's /inference/v1/generate: token ids in, token ids and log-probs out
@@ -177,6 +178,8 @@ class GenerateBody(Body):
         """Return the same request for completions. Raises ApiError, and pydantic's ValidationError."""
         if self.stream:
             raise unsupported("stream")
+        if self.sampling_params.get("structured_outputs"):
+            raise unsupported("structured_outputs", ADVICE["structured_outputs"])
         if not self.token_ids:
             raise ApiError(400, "token_ids: is empty: there is nothing to answer", param="token_ids")
         params = {name: value for name, value in self.sampling_params.items() if name in FIELDS}

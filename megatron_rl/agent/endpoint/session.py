@@ -215,9 +215,12 @@ class RolloutSession:
             body.refuse_other_logits()
         end_ids = self._tokenizer.end_ids
         sampling = narrowed(self._sampling, request.sampling, body.model_fields_set, by, most=most, end_ids=end_ids)
+        if request.grammar:  # the form says where the answer ends
+            sampling = sampling.model_copy(update={"min_new_tokens": 0})
         if by == "program" and body.seed is not None:
             return replace(request, sampling=sampling, ordinal=self._ordinal)
-        prompt = blake2b(array("q", request.prompt_tokens).tobytes(), digest_size=8).digest()
+        said = array("q", request.prompt_tokens).tobytes() + request.grammar.encode()
+        prompt = blake2b(said, digest_size=8).digest()
         key = stable_key("call", self._key, int.from_bytes(prompt, "little"), self._asked[prompt])
         self._asked[prompt] += 1
         return replace(request, sampling=sampling, ordinal=self._ordinal, key=key)

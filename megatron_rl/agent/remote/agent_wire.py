@@ -36,7 +36,7 @@ EVALUATION = "evaluation/"
 POLL_S = 5.0
 """Seconds that a poll waits for something to report."""
 COMPLETION = 5
-"""Fields of a completion before its choices of experts, which few have."""
+"""Fields of a completion before its choices of experts and its grammar, which few have."""
 LISTS = ("tokens", "loss_mask", "logprobs", "versions")
 
 
@@ -84,6 +84,7 @@ class _Sequence(_Received):
     turns: list[Annotated[tuple[int, int], Strict(False)]]
     choices: list[Any] = []
     """Form of `encode_choices`; empty if there are none."""
+    grammars: list[str] = []
 
     def branch(self, vocab_size: int) -> Branch:
         if max(self.tokens, default=0) >= vocab_size:
@@ -92,7 +93,8 @@ class _Sequence(_Received):
             raise ValueError("a turn outside the tokens")
         turns = [range(*turn) for turn in self.turns]
         choices = decode_choices(self.choices) if self.choices else []
-        return Branch(self.tokens, self.loss_mask, self.logprobs, self.versions, turns, choices=choices)
+        lists = self.tokens, self.loss_mask, self.logprobs, self.versions, turns
+        return Branch(*lists, choices=choices, grammars=self.grammars)
 
 
 class _Answer(_Received):
@@ -127,7 +129,7 @@ class _Result(_Received):
 def encode_completions(completions: Sequence[Completion]) -> list[list[Any]]:
     return [
         [one.tokens, one.logprobs, one.finish_reason, one.versions, one.stop]
-        + ([encode_choices(one.choices)] if one.choices else [])
+        + ([encode_choices(one.choices), one.grammar] if one.choices or one.grammar else [])
         for one in completions
     ]
 
@@ -136,7 +138,8 @@ def decode_completions(body: Any) -> list[Completion]:
     try:
         return [
             Completion(*each[:COMPLETION])._replace(
-                choices=decode_choices(each[COMPLETION]) if each[COMPLETION:] else []
+                choices=decode_choices(each[COMPLETION]) if each[COMPLETION:] else [],
+                grammar=each[COMPLETION + 1] if each[COMPLETION:] else "",
             )
             for each in body
         ]
@@ -168,7 +171,8 @@ def encode_result(result: TrajectoryGroup) -> dict[str, Any]:
 def _encode_sequence(one: Branch) -> dict[str, Any]:
     choices = {"choices": encode_choices(one.choices)} if one.choices else {}
     turns = [(turn.start, turn.stop) for turn in one.turns]
-    return {name: getattr(one, name) for name in LISTS} | {"turns": turns} | choices
+    grammars = {"grammars": one.grammars} if one.grammars else {}
+    return {name: getattr(one, name) for name in LISTS} | {"turns": turns} | choices | grammars
 
 
 def decode_result(body: Any, vocab_size: int) -> AgentAnswers:

@@ -96,10 +96,10 @@ class Application:
         asked.body.refuse_other_logits()
         if not asked.body.stream:
             whole = await unless_gone(request.receive, self._service.whole(asked))
-            return JSONResponse(whole, headers=asked.headers)
+            return JSONResponse(whole)
         events = self._service.events(asked)
         first = await unless_gone(request.receive, anext(events))  # an error before it still gets an HTTP status
-        return EventStream(first, events, self._limits.stall_s, asked.headers)
+        return EventStream(first, events, self._limits.stall_s)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card]})

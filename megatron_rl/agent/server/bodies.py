@@ -12,15 +12,13 @@ from pydantic_core import from_json
 from megatron_rl.agent.server.parameters import ADVICE, asks_nothing
 from megatron_rl.generate.engine.interface import MOST_TOP_LOGPROBS
 from megatron_rl.generate.serving.api_errors import ApiError, invalid, invalid_conversation, unsupported
+from megatron_rl.model.chat.answer_form import AnswerForm
 from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
 from megatron_rl.recipe.inference import Sampling, ServedSampling
 
 MOST_CHOICES = 128
 CHANGE_LOGITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 """Parameters with which answers would be of another distribution than the policy's."""
-NOT_ENFORCED = ("tool_choice", "response_format")
-"""Parameters that ask for a form of the answer. They are accepted, since agents send them by default, and the response
-names them: to enforce them means to sample from another distribution than the model's."""
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -43,7 +41,8 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         said = {name: value for name, value in given.items() if value is not None}
-        known = {name: said[name] for name in cls.model_fields.keys() & said.keys()}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {name: said[name] for name in names & said.keys()}
         unknown = next((name for name in said if name not in known), None)
         return known if unknown is None else known | {unknown: said[unknown]}
 
@@ -102,10 +101,6 @@ class GenerationBody(Body):
         """Likewise, at each position of the prompt."""
         return None
 
-    @property
-    def not_enforced(self) -> tuple[str, ...]:
-        return ()
-
     def refuse_other_logits(self) -> None:
         """Raise ApiError if the request changes the policy's logits. A run's endpoint ignores that, unless programs
         choose the sampling."""
@@ -154,9 +149,23 @@ class CompletionBody(GenerationBody):
         )
 
 
+class JsonSchema(Body):
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool = False
+    """Whether a keyword that cannot be enforced is refused, instead of being ignored."""
+
+
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] = {}
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        return self
 
 
 class ChatBody(GenerationBody):
@@ -167,7 +176,6 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
     tools: Objects[Any] = []
     tool_choice: str | dict[str, Any] = "auto"
-    """Other than none and auto, it is accepted and not enforced: see `not_enforced`."""
     response_format: ResponseFormat = ResponseFormat(type="text")
     parallel_tool_calls: bool = True
     """false: only the first call of an answer is returned."""
@@ -182,10 +190,17 @@ class ChatBody(GenerationBody):
     def said(self) -> Conversation:
         return conversation_of(self.messages, None if self.tool_choice == "none" else self.tools)
 
-    @property
-    def not_enforced(self) -> tuple[str, ...]:
-        asked = (self.tool_choice not in ("none", "auto"), self.response_format.type != "text")
-        return tuple(name for name, is_asked in zip(NOT_ENFORCED, asked, strict=True) if is_asked)
+    @cached_property
+    def form(self) -> AnswerForm | None:
+        """Form into which the answer is forced; None: it is free."""
+        tools = self.said.tools
+        if self.tool_choice not in ("none", "auto"):
+            name = named_tool(self.tool_choice)
+            return AnswerForm(tools=[tool for tool in tools if name in (None, tool["function"]["name"])])
+        if self.response_format.type == "text":
+            return None
+        given = self.response_format.json_schema
+        return AnswerForm({"type": "object"} if given is None else given.schema_, tools, bool(given and given.strict))
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -242,8 +257,7 @@ def check_tool_choice(choice: str | dict[str, Any], names: Collection[str]) -> N
     """Raise ApiError unless the choice is one that OpenAI knows, of the tools with these names."""
     if choice in ("none", "auto"):
         return
-    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = named.get("name") if isinstance(named, dict) else None
+    name = named_tool(choice)
     if choice != "required" and name is None:
         raise unsupported("tool_choice", "other than none, auto, required and a function's name is not supported here")
     if not names or (name is not None and name not in names):
@@ -251,10 +265,19 @@ def check_tool_choice(choice: str | dict[str, Any], names: Collection[str]) -> N
         raise ApiError(400, f"tool_choice asks for {missing}", param="tool_choice", code="invalid_value")
 
 
+def named_tool(choice: str | dict[str, Any]) -> str | None:
+    """Return the name of the tool that a `tool_choice` asks for; None if it names none."""
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    return named.get("name") if isinstance(named, dict) else None
+
+
 def _check_chat(body: ChatBody) -> None:
     if not body.messages and not body.prompt_token_ids:
         raise ApiError(400, "messages: must not be empty", param="messages", code="invalid_value")
     check_tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.said.tools])
+    for name in ("min_tokens", "ignore_eos"):
+        if body.form is not None and getattr(body, name):
+            raise ApiError(400, f"{name}: an answer in a given form ends where the form does", param=name)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar, cast
 
@@ -38,10 +38,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, first: bytes, events: AsyncIterator[bytes], stall_s: float, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+    def __init__(self, first: bytes, events: AsyncIterator[bytes], stall_s: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events, self._stall_s = first, events, stall_s
 

@@ -38,10 +38,7 @@ REFUSED = frozenset(
 """Refused unless false or empty. Names that neither API has are refused with any value: a misspelt
 `add_special_token: false` would otherwise change nothing, in silence."""
 
-_FORCED = (
-    "is not supported here: answers cannot be forced into a grammar or a schema. Leave it out and ask for the format "
-    "in the prompt, or serve the weights with vLLM"
-)
+_FORCED = "is not supported here; ask /v1/chat/completions with response_format"
 ADVICE = {
     "best_of": "is not supported here; ask for n answers",
     "chat_template": "is not accepted from a client, since it is a program. The model's own is used",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -15,16 +14,14 @@ from megatron_rl.agent.server.response_bodies import ChatFormat, ChoiceFormat, C
 from megatron_rl.agent.server.samples import Prompt, Reading, TokenNames
 from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.serving.api_errors import MOST_SAID, ApiError, context_exceeded, invalid_conversation
+from megatron_rl.model.chat.answer_form import AnswerForm, NoForm, grammar_of
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.conversation import Conversation, ConversationError
-
-logger = logging.getLogger(__name__)
+from megatron_rl.model.grammar import GrammarError, Grammars, NoGrammars
 
 COMPLETION_TOKENS = 16
 LONG_TEXT = 20_000
 """Characters from which on text is encoded in another thread, so that other requests need not wait."""
-HEADER = "x-mrl-not-enforced"
-"""Names the parameters of a request that ask for a form of the answer and are not enforced."""
 _KEYS = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -37,11 +34,6 @@ class ParsedRequest:
     reading: Reading
     requests: list[GenerationRequest]
 
-    @property
-    def headers(self) -> dict[str, str]:
-        names = self.body.not_enforced
-        return {HEADER: ", ".join(names)} if names else {}
-
 
 class ServedModel:
     """The model as clients see it. It detects every fault of a request before the engine is asked."""
@@ -49,7 +41,7 @@ class ServedModel:
     def __init__(self, name: str, chat: Chat, max_length: int) -> None:
         self.name, self.tokenizer, self.max_length = name, chat.tokenizer, max_length
         self._chat = chat
-        self._not_enforced: set[str] = set()
+        self._grammars = Grammars(self.tokenizer)
         self._names = TokenNames(self.tokenizer)
         self.card: dict[str, Any] = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "mrl"}
 
@@ -69,7 +61,6 @@ class ServedModel:
 
     async def chat(self, body: ChatBody) -> ParsedRequest:
         tools = body.said.tools
-        self._warn_once(body.not_enforced)
         chat = await self._chat_of(body.variables)
         if tools and not chat.has_tools:
             raise ApiError(
@@ -91,17 +82,22 @@ class ServedModel:
             parallel_calls=body.parallel_tool_calls,
             reasoning=body.include_reasoning,
         )
-        return self._asked(body, [Prompt(prompt)], self._form(ChatFormat, body), reading, None, param)
+        asked = self._asked(body, [Prompt(prompt)], self._form(ChatFormat, body), reading, None, param)
+        if body.form is None:
+            return asked
+        grammar = await asyncio.to_thread(self._grammar, chat, body.form, prompt)  # compiling it may take a while
+        return replace(asked, requests=[replace(each, grammar=grammar) for each in asked.requests])
 
-    def _warn_once(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self._not_enforced:
-                self._not_enforced.add(name)
-                logger.warning(
-                    "requests ask for %s, which is not enforced: answers are sampled as the model gives them, and the "
-                    "header %s of the response says so. Ask for the form in the prompt",
-                    *(name, HEADER),
-                )
+    def _grammar(self, chat: Chat, form: AnswerForm, prompt: list[int]) -> str:
+        """Return the grammar of an answer in this form. Raises ApiError if the answer cannot have it."""
+        param = "tool_choice" if form.schema is None else "response_format"
+        try:
+            grammar = grammar_of(form, chat, prompt)
+            self._grammars.check(grammar)
+        except (NoForm, GrammarError, NoGrammars) as error:
+            code = "invalid_value" if isinstance(error, GrammarError) else "unsupported_parameter"
+            raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
+        return grammar
 
     async def _chat_of(self, variables: Mapping[str, Any]) -> Chat:
         """Return the chat with these template variables. Checking new ones takes a while, so a thread does it."""

@@ -41,6 +41,7 @@ class Prefill:
     scored: list[int] = field(default_factory=list)
     """Prompt tokens to score: the ones that follow the first tokens of this piece."""
     most_scored: int = 0
+    grammar: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -250,4 +251,5 @@ class Admission:
             top_logprobs=request.top_logprobs,
             scored=[] if branch.pending.scored else request.prompt_tokens[start + 1 : stop + 1],
             most_scored=request.prompt_logprobs or 0,
+            grammar=request.grammar,
         )

@@ -29,6 +29,7 @@ from megatron_rl.generate.engine.pages import Pages
 from megatron_rl.generate.engine.request_limits import RequestLimits
 from megatron_rl.generate.engine.scheduler import Scheduler, StepPlan
 from megatron_rl.generate.engine.transcript import RowAnswer
+from megatron_rl.model.grammar import NoGrammars
 from megatron_rl.model.policy import Policy
 from megatron_rl.model.text_stream import Decode
 from megatron_rl.rank.engine_ranks import EngineRanks
@@ -67,6 +68,8 @@ class Engine:
             config = config.model_copy(update={"prefill_tokens": max(config.prefill_tokens, self.max_length)})
         self.scheduler = Scheduler(config, self._pages, end_ids, decode, whole=policy.recurrent)
         self.runner = ModelRunner(policy, model, config, (count, page_tokens), end_ids, self.max_length)
+        self.grammars = self.runner.grammars
+        """Grammars into which answers may be forced, if its `source` is set, on every rank."""
         self.keeps_cache = True
         limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
         cache_tokens = count * page_tokens
@@ -101,6 +104,13 @@ class Engine:
     def check(self, request: GenerationRequest) -> None:
         if request.top_logprobs and request.known:
             raise Unsupported("top_logprobs: the known tokens of an interrupted answer have none")
+        if request.grammar:
+            if self.grammars.source is None:
+                raise Unsupported("tool_choice, response_format: this engine has no tokenizer, which they need")
+            try:
+                self.grammars.source.check(request.grammar)
+            except NoGrammars as missing:
+                raise Unsupported(f"tool_choice, response_format: {missing}") from missing
         self._limits.check(request)
 
     def cancel(self, request_id: str) -> None:

@@ -80,6 +80,8 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     """How many of the likeliest tokens to return at every position of the prompt, at most 20, besides the log-prob of
     the prompt's own token. None: the prompt is not scored."""
+    grammar: str = ""
+    """Grammar into which the answers are forced: see `model/grammar.py`. Empty: none."""
     id: str = field(default_factory=_new_id, compare=False)
     """Unique among all requests of an attempt, in every process."""
 
@@ -103,6 +105,9 @@ class GenerationRequest:
             raise ValueError(f"num_samples is {self.num_samples}: ask for at least one answer")
         if not 0 <= self.key < 2**64:
             raise ValueError(f"key is {self.key}: it must be a non-negative integer of 64 bits")
+        ignores = isinstance(self.sampling, ServedSampling) and self.sampling.ignore_eos
+        if self.grammar and (self.sampling.min_new_tokens or ignores):
+            raise ValueError("an answer in a given form ends where the form does: leave out min_tokens and ignore_eos")
         for name in ("top_logprobs", "prompt_logprobs"):
             if not 0 <= (getattr(self, name) or 0) <= MOST_TOP_LOGPROBS:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be between 0 and {MOST_TOP_LOGPROBS}")
@@ -112,8 +117,8 @@ class Completion(NamedTuple):
     tokens: list[int]
     """If `finish_reason` is `stop`, the last token is an end token or the one that completes the stop string."""
     logprobs: list[float]
-    """Log-probs of softmax(logits / temperature) before top-k, top-p and min-p. Temperature 0 counts
-    as 1."""
+    """Log-probs of softmax(logits / temperature) before top-k, top-p and min-p, over the tokens that the request's
+    grammar allows, or else over all. Temperature 0 counts as 1."""
     finish_reason: FinishReason
     versions: list[int]
     """Number of optimizer steps behind the weights that sampled each token."""
@@ -123,6 +128,8 @@ class Completion(NamedTuple):
     choices: Choices = []  # never changed in place
     """Experts that the engine chose for the tokens of the prompt and then of the answer, each token's in the first pass
     over it. The last token was never computed and has none. Empty unless `model.router_replay` is rollout."""
+    grammar: str = ""
+    """The request's."""
 
 
 @dataclass(frozen=True, slots=True)

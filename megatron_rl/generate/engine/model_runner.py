@@ -24,6 +24,7 @@ from megatron_rl.generate.engine.choice_cache import ChoiceCache
 from megatron_rl.generate.engine.decode_graphs import decode_graphs
 from megatron_rl.generate.engine.delta_states import DeltaStates
 from megatron_rl.generate.engine.interface import PromptScores
+from megatron_rl.generate.engine.row_grammars import RowGrammars
 from megatron_rl.generate.engine.row_state import DrawWork, RowState, to_device
 from megatron_rl.generate.engine.scheduler import StepPlan
 from megatron_rl.generate.engine.top_logprobs import prompt_scores
@@ -87,6 +88,10 @@ class ModelRunner:
             )
         self._frozen: FrozenPolicy | FusedPolicy | None = None  # built when it is first needed
         self._tokens_until_sync = policy.kernels.tokens_between_syncs
+
+    @property
+    def grammars(self) -> RowGrammars:
+        return self._rows.grammars
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[int] | None:
@@ -190,6 +195,7 @@ class ModelRunner:
             self._graphs.keep_for_weights()
 
     def _decode(self, rows: slice, cache: KeyValueCache) -> None:
+        self._rows.follow_grammars(rows)
         work = self._rows.work(rows)
         if self._graphs:
             padded = slice(0, self._graphs.size(rows.stop))

@@ -19,6 +19,7 @@ from megatron_rl.checkpoint.initial_weights import load_pretrained, read_initial
 from megatron_rl.checkpoint.load import read_weights, verify
 from megatron_rl.checkpoint.source import PolicySource
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.model.grammar import Grammars
 from megatron_rl.model.hf_parts import held_weights
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.platform.device import Device
@@ -106,6 +107,7 @@ def open_policy(
         ranks, tokenizer = engine_ranks(groups, tp), source.tokenizer
         leaders = dist.new_group([*range(0, world.size, tp)], timeout=IDLE, backend="gloo", group_desc="leaders")
         engine = Engine(policy, source.model, inference, tokenizer.end_ids, max_length, ranks, decode=tokenizer.decode)
+        engine.grammars.source = Grammars(tokenizer)
         engine.policy_version = version
         yield OpenedPolicy(engine, ranks, leaders, source, digest)
         if ranks.drives:

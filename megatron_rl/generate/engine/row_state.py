@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rl.generate.engine.admission import Prefill
 from megatron_rl.generate.engine.choice_cache import ChoiceCache
+from megatron_rl.generate.engine.row_grammars import RowGrammars
 from megatron_rl.generate.engine.sampling import SamplingRows, SamplingWork, sample, uniforms
 from megatron_rl.generate.engine.top_logprobs import TopLogprobsRows
 from megatron_rl.generate.engine.transcript import Amount, RowAnswer
@@ -35,6 +36,8 @@ class DrawWork:
 
     sampling: SamplingWork
     top_logprobs: int
+    forced: bool = False
+    """Whether a row may not draw all tokens."""
 
 
 class RowState:
@@ -72,6 +75,7 @@ class RowState:
         self._numbers = np.zeros(rows, dtype=np.int64)
         self._newest: tuple[int, Sampling | None] = (0, None)
         self._top = TopLogprobsRows(rows, policy.kernels.tokens_between_syncs, policy.vocabulary, self._device)
+        self.grammars = RowGrammars(rows, policy.vocabulary, self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
         self._tokens = torch.zeros(rows, max_length, **integers)
         self._logprobs = torch.zeros(rows, max_length, device=self._device)
@@ -94,6 +98,7 @@ class RowState:
             self._limit[target] = self._limit[source]
             self._numbers[targets] = self._numbers[sources]
         self._top.move(sources, targets, source, target)
+        self.grammars.move(sources, targets)
         for column in (
             self.token, self.position, self.pages, self._count, self._ended, self._uniforms, self._tokens,
             self._logprobs,
@@ -128,6 +133,7 @@ class RowState:
         self.pages[rows, : table.shape[1]] = to_device(table, self._device)
         self._set_answers(rows, prefills)
         self._set_sampling(rows, prefills)
+        self.grammars.begin(rows, prefills)
 
     def _set_answers(self, rows: slice, prefills: Sequence[Prefill]) -> None:
         self._count[rows] = 0
@@ -168,7 +174,11 @@ class RowState:
 
     def work(self, rows: slice) -> DrawWork:
         sampling = self._sampling.work(rows, self._most_tokens[rows])
-        return DrawWork(sampling, self._top.most(rows))
+        return DrawWork(sampling, self._top.most(rows), self.grammars.any(rows))
+
+    def follow_grammars(self, rows: slice) -> None:
+        """Before a decoding step, note which tokens the rows may draw in it."""
+        self.grammars.take(rows, self.token[rows], self._ended[rows])
 
     def draw(self, rows: slice, logits: Tensor, work: DrawWork) -> None:
         """Draw the next tokens from logits [rows, vocab]. A row that has ended does not advance: it draws the token
@@ -183,6 +193,8 @@ class RowState:
         count, advances = self._count[rows], ~self._ended[rows]
         uniform = self._uniforms[rows].gather(1, count[:, None]).squeeze(1)
         sampling = self._sampling[rows]
+        if work.forced:
+            logits = self.grammars.apply(rows, logits)
         token, log_prob, ends = sample(logits, sampling, work.sampling, uniform, count)
         if self._tensor_parallel.size() > 1:
             # All ranks draw by the same number from the same logits. But a GPU may sum in another order each time, and

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -65,14 +68,16 @@ class TopLogprobsRows:
             return [None] * len(asked)
         tokens, logprobs = read.reshape(len(asked), 2, positions, max(asked)).swapaxes(0, 1)
         return [
-            [
-                dict(zip(row_tokens[at, :count].tolist(), row_logprobs[at, :count].tolist(), strict=True))
-                for at in range(positions)
-            ]
+            [_possible(row_tokens[at, :count].tolist(), row_logprobs[at, :count].tolist()) for at in range(positions)]
             if count
             else None
             for count, row_tokens, row_logprobs in zip(asked, tokens, logprobs.view(np.float32), strict=True)
         ]
+
+
+def _possible(tokens: Sequence[int], logprobs: Sequence[float]) -> TopLogprobs:
+    """Leave out tokens that could not be drawn, of which there may be fewer than are asked for."""
+    return {token: each for token, each in zip(tokens, logprobs, strict=True) if each > -math.inf}
 
 
 def prompt_scores(logits: Tensor, targets: Tensor, most: int) -> PromptScores:

@@ -126,7 +126,17 @@ class Transcript:
         reason = self.finish_reason
         assert reason is not None
         top = self._top(0)
-        return Completion(self.tokens, self.logprobs, reason, self.versions, self.stop, top, prompt, self.choices)
+        return Completion(
+            self.tokens,
+            self.logprobs,
+            reason,
+            self.versions,
+            self.stop,
+            top,
+            prompt,
+            self.choices,
+            self.request.grammar,
+        )
 
     def delta(self, prompt: PromptScores | None = None) -> Delta:
         (first, first_choice), self.reported = self.reported, Amount(len(self.tokens), len(self.choices))

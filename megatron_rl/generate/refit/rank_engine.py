@@ -7,10 +7,11 @@ from collections.abc import Collection
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.interface import RankEngine
 from megatron_rl.generate.refit.rank_refit import Refit, ReshardedWeights, SharedWeights
+from megatron_rl.model.grammar import Grammars
 from megatron_rl.model.parallel import send_no_tokens
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.model.text_stream import Decode
+from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.config import RunConfig
@@ -26,18 +27,20 @@ def build_engine(
     platform: Device,
     groups: Groups,
     ranks: EngineRanks,
-    decode: Decode | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[RankEngine, Refit]:
     """Build the engine that `inference.engine` names. It shares the trainer's model if both have the same layout, and
     has its own model otherwise. Collective.
 
-    vocab_size, end_ids, decode: the tokenizer's; without `decode` there are no stop strings. ranks: the engine's.
+    vocab_size, end_ids: the tokenizer's. ranks: the engine's. tokenizer: for stop strings and grammars; None: there are
+    none.
     """
     layout = config.placement.training
     # The trainer's model can generate if each rank has its part of every layer, and all experts and tokens.
     shared = layout.tp == ranks.tensor.size() and layout.pp == layout.ep == 1 and not layout.sequence_parallel
     policy = trained if shared else build_inference_policy(config, vocab_size, platform, ranks)
     longest = config.training.sequence_length
+    decode = None if tokenizer is None else tokenizer.decode
     engine: RankEngine
     if capabilities_of(config.inference.engine).of_megatron_core:
         from megatron_rl.generate.engine.megatron_engine import MegatronEngine  # slow to import
@@ -45,6 +48,8 @@ def build_engine(
         engine = MegatronEngine(policy, config.model, config.inference, end_ids, longest, ranks, decode)
     else:
         engine = Engine(policy, config.model, config.inference, end_ids, longest, ranks, decode)
+        if tokenizer is not None:
+            engine.grammars.source = Grammars(tokenizer)
         engine.keeps_cache = config.offload == "none"
     return engine, SharedWeights(engine) if shared else ReshardedWeights(trained, engine, groups)
 

@@ -19,6 +19,7 @@ from megatron_rl.generate.replica.leader import Leader, LedEngineThread, command
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.replica.scoring_service import ScoringService
 from megatron_rl.generate.replica.weights import ReceivedWeights
+from megatron_rl.model.grammar import Grammars
 from megatron_rl.model.platform.device import Device
 from megatron_rl.model.platform.gpu_calls import offered
 from megatron_rl.model.platform.implementation import choose_implementation
@@ -56,6 +57,7 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
         ranks,
         decode=tokenizer.decode,
     )
+    engine.grammars.source = Grammars(tokenizer)
     engine.profiler = generation_profiler(here.replica.attempt, config, platform, world.rank, here.replica.number)
     weights = ReceivedWeights(
         engine,

@@ -92,7 +92,7 @@ class Unanswered:
         for each in self._samples:
             assert each.finish_reason is not None
             lists = each.tokens, each.logprobs, each.finish_reason, each.versions, each.stop
-            found.append(Completion(*lists, choices=each.choices))
+            found.append(Completion(*lists, choices=each.choices, grammar=self.request.grammar))
         return found
 
     def partial_answers(self) -> list[PartialAnswer]:

@@ -37,7 +37,7 @@ from megatron_rl.model.choices import Choices, decode_choices, encode_choices
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 
-PROTOCOL = 8
+PROTOCOL = 9
 FEWEST_CHARACTERS = 32
 
 Body = Mapping[str, Any]
@@ -136,6 +136,7 @@ def encode_request(request: GenerationRequest) -> dict[str, Any]:
         "sampling": request.sampling.model_dump(),
         "key": request.key,
         "ordinal": request.ordinal,
+        "grammar": request.grammar,
         "known": {str(sample): _known(prefix) for sample, prefix in request.known.items()},
     }
 
@@ -149,6 +150,7 @@ def decode_request(body: Body) -> GenerationRequest:
             sampling=Sampling.model_validate(body["sampling"]),
             key=body["key"],
             ordinal=body["ordinal"],
+            grammar=body["grammar"],
             known={int(sample): _prefix(*known) for sample, known in body["known"].items()},
             id=body["id"],
         )

@@ -57,6 +57,10 @@ def encode_group(group: TrajectoryGroup) -> tuple[Head, bytes]:
     choices = [sequence.choices for sequence in sequences]
     if any(choices):
         head["choices"], of_choices = _encode_choices(choices)
+    if grammars := dict.fromkeys(grammar for sequence in sequences for grammar in sequence.grammars):
+        number = {grammar: at for at, grammar in enumerate(grammars)}
+        of_sequences = [[number[each] for each in sequence.grammars] for sequence in sequences]
+        head["grammars"] = {"texts": [*grammars], "turns": of_sequences}
     turns = [(sequence, turn.start, turn.stop) for sequence in sequences for turn in sequence.turns]
     return head, b"".join(
         (
@@ -110,6 +114,7 @@ def _sequences(head: Head, reader: BodyReader) -> Iterator[Branch]:
     for shared, count, unknown, size in head.get("choices", [(0, 0, [], 0)] * len(lengths)):
         beginning = choices[0][:shared] if choices else []
         choices.append(beginning + split(reader.data(size), count, unknown))
+    grammars = head.get("grammars", {"texts": [], "turns": [[]] * len(lengths)})
     return iter(
         [
             Branch(
@@ -119,6 +124,7 @@ def _sequences(head: Head, reader: BodyReader) -> Iterator[Branch]:
                 versions=_spread(versions[i], turns[i], length, -1),
                 turns=turns[i],
                 choices=choices[i],
+                grammars=[grammars["texts"][number] for number in grammars["turns"][i]],
             )
             for i, length in enumerate(lengths)
         ]

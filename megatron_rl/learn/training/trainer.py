@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.balance import update_plan
+from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.logprobs import predicted_logprobs
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
@@ -31,6 +32,7 @@ from megatron_rl.learn.training.training_batch import (
     update_part,
     with_losses,
 )
+from megatron_rl.model.grammar import Grammars
 from megatron_rl.model.policy import Policy
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.stats import (
@@ -74,6 +76,8 @@ class Trainer:
         self.nonfinite_in_a_row = nonfinite_in_a_row
         self.between_steps = True  # false only within a step, when weights and optimizer are between two of its updates
         self._pipeline = Pipeline(here.groups)
+        self.grammars: Grammars | None = None
+        """Grammars over the tokenizer's tokens, for answers that were forced into one."""
 
     def train(
         self,
@@ -93,7 +97,7 @@ class Trainer:
         """
         grpo = self.config.grpo
         credit = self.objective.credit(rollouts.groups, rollouts.advantages)
-        batch = training_batch(rollouts.groups, credit, self.config, self.policy_version, self.platform.device)
+        batch = self._batch(rollouts, credit)
         chosen = self._chosen(batch, rollouts.positions, step)
         parts = [update_part(batch, each, self.config, self.platform.kernels) for each in chosen]
         with self.safe_points.phase("wait"):
@@ -135,6 +139,10 @@ class Trainer:
         missing = sum(update.missing_choices for update in mine[: grpo.updates_per_pass])
         router = None if replays is None else replays.stats(missing if self.groups.reports else 0)
         return StepStats(seen, loss, update_stats, device, environments, router)
+
+    def _batch(self, rollouts: RolloutBatch, credit: Credit) -> TrainingBatch:
+        device, version = self.platform.device, self.policy_version
+        return training_batch(rollouts.groups, credit, self.config, version, device, self.grammars)
 
     def _seen(
         self, batch: TrainingBatch, rollouts: RolloutBatch, packed_tokens: int
@@ -194,7 +202,12 @@ class Trainer:
         def receive(hidden: Tensor, read: ModelInput) -> None:
             assert output is not None
             scores[read.trained], _ = predicted_logprobs(
-                hidden, output, read.targets, self.objective.temperature, entropy="none"
+                hidden,
+                output,
+                read.targets,
+                self.objective.temperature,
+                entropy="none",
+                allowed=batch.allowed_at(read.trained),
             )
 
         forward(policy, inputs, receive, self._pipeline, stop=self._leaves)
@@ -257,7 +270,12 @@ class Trainer:
             assert output is not None
             objective, index = self.objective, read.trained
             logprobs, entropy = predicted_logprobs(
-                hidden, output, read.targets, objective.temperature, entropy=objective.entropy
+                hidden,
+                output,
+                read.targets,
+                objective.temperature,
+                entropy=objective.entropy,
+                allowed=batch.allowed_at(index),
             )
             assert entropy is not None
             if scores.recorded is not None:

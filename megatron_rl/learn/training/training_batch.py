@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.agent.scoring import UNDECIDED
 from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Trajectory, TrajectoryGroup
+from megatron_rl.algorithms.allowed_tokens import AllowedTokens, allowed_tokens
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.packing import MicroBatch, Packing
@@ -23,6 +24,7 @@ from megatron_rl.algorithms.turn_credit import spans
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.core_config import DTYPES
+from megatron_rl.model.grammar import Grammars
 from megatron_rl.model.platform.device import Kernels
 from megatron_rl.model.platform.host_tensors import floats, int64
 from megatron_rl.rank.groups import Groups
@@ -50,19 +52,31 @@ class TrainingBatch:
     advantages: Tensor | None  # [trained tokens], with credit by turn; None: those of the trajectories
     environments: Tensor | None
     """[trained tokens] int64 index of the environment in `RunConfig.environment_ids`; None if there is only one."""
+    allowed: AllowedTokens | None
+    """Of the trained tokens; None if each was drawn among all tokens."""
 
     @property
     def trajectory_lengths(self) -> Tensor:
         """[trajectories] trained tokens in all sequences."""
         return torch.zeros(len(self.trajectories), dtype=torch.long).index_add(0, self.trajectory, self.lengths)
 
+    def allowed_at(self, index: Tensor) -> AllowedTokens | None:
+        """index: [tokens] indices into the trained tokens."""
+        return None if self.allowed is None else self.allowed.at(index)
+
 
 def training_batch(
-    groups: Sequence[TrajectoryGroup], credit: Credit, config: RunConfig, policy_version: int, device: torch.device
+    groups: Sequence[TrajectoryGroup],
+    credit: Credit,
+    config: RunConfig,
+    policy_version: int,
+    device: torch.device,
+    grammars: Grammars | None = None,
 ) -> TrainingBatch:
     """Return the trained tokens of these groups, whose credit is given.
 
     policy_version: of the weights to train.
+    grammars: see `allowed_tokens`.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
@@ -85,6 +99,7 @@ def training_batch(
         else torch.tensor([version == policy_version for version in versions], device=device),
         advantages=None if credit.of_spans is None else _of_tokens(trajectories, credit.of_spans).to(device),
         environments=_environments(groups, credit, of, lengths, config.environment_ids, device),
+        allowed=allowed_tokens(sequences, grammars, device),
     )
 
 

@@ -69,6 +69,10 @@ class Chat:
         return Chat(self.tokenizer, {**self._variables, **json.loads(text)})
 
     @property
+    def variables(self) -> Mapping[str, Any]:
+        return self._variables
+
+    @property
     def has_template(self) -> bool:
         return self.tokenizer.chat_template is not None
 

@@ -99,8 +99,9 @@ def problem_checksum(problem: Problem) -> int:
 
 
 def prompt_checksum(request: GenerationRequest) -> int:
-    """Checksum of the prompt. It keeps apart the answers of an agent that sends two prompts under one key."""
-    return zlib.crc32(np.array(request.prompt_tokens, TOKEN).tobytes())
+    """Checksum of the prompt and of the form of its answer. It keeps apart the answers of an agent that sends two
+    prompts under one key."""
+    return zlib.crc32(request.grammar.encode(), zlib.crc32(np.array(request.prompt_tokens, TOKEN).tobytes()))
 
 
 def part_record(

@@ -93,24 +93,3 @@ def test_what_is_not_supported_is_refused_by_name(body: dict[str, Any], message:
         assert response.status_code == 400 and message in response.json()["error"]["message"]
 
     with_session(program)
-
-
-def test_forms_that_frameworks_ask_for_lose_no_rollout() -> None:
-    """The answer is sampled as the policy gives it, and the response says so."""
-    schema: Any = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}, "strict": True}
-
-    async def program(one: Opened) -> None:
-        raw = await one.openai.responses.with_raw_response.create(
-            model="policy", input="1+1", tools=TOOLS, tool_choice="required", text={"format": schema}
-        )
-        response = raw.parse()
-        assert raw.headers["x-mrl-not-enforced"] == "tool_choice, response_format"
-        assert response.tool_choice == "required" and response.text and response.text.format
-        assert response.text.format.type == "json_schema" and response.output_text == "hello"
-        chat = await one.openai.chat.completions.with_raw_response.create(
-            model="policy", messages=[{"role": "user", "content": "1+1"}], response_format={"type": "json_object"}
-        )
-        assert chat.headers["x-mrl-not-enforced"] == "response_format"
-        assert [trained for _, trained in one.sequences()] == ["hello<end>"] * 2
-
-    with_session(program)

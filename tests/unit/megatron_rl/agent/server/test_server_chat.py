@@ -93,29 +93,6 @@ def test_streamed_answer_has_its_role_content_and_calls() -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "header"),
-    [
-        ({}, None),
-        ({"tools": TOOLS, "tool_choice": "auto", "response_format": {"type": "text"}}, None),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice, response_format",
-        ),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_response_names_the_form_that_was_not_enforced(
-    asked: dict[str, Any], header: str | None, stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    response = ask(SayingEngine("2"), ROUTE, {"messages": [USER], "stream": stream, **asked})
-    assert response.status_code == 200 and response.headers.get("x-mrl-not-enforced") == header
-    warned = [record.getMessage() for record in caplog.records if "not enforced" in record.getMessage()]
-    assert len(warned) == (len(header.split(", ")) if header else 0)
-
-
 VARIABLES = "{{ messages[0].content }}:{{ enable_thinking }},{{ reasoning_effort }},{{ mood }}"
 
 
