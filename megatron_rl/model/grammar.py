@@ -141,17 +141,11 @@ def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
 
 
 def _limits() -> Any:
-    """Limits of work for one grammar: about a fifth of a second to compile it, 20 ms for a token, 100 MB."""
+    """Limits of work for one grammar. Those that act while an answer is drawn are the library's, as in vLLM: about
+    20 ms of work for a token. Where they are reached, the answer ends."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=100_000,
-        verbose_errors=False,
-    )
+    return LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
 
 
 def _in_a_line(message: str) -> str:

@@ -179,6 +179,10 @@ class HuggingFaceTokenizer:
         self._special = frozenset(token for token, name in added.items() if name.special)
         self.token_bytes = TokenBytes(tokenizer)
 
+    def save(self, folder: Path) -> None:
+        """Write the files of the tokenizer. Raises OSError."""
+        self._tokenizer.save_pretrained(folder)
+
     def encode(self, text: str) -> list[int]:
         if text.startswith(PROMPT_MARK):
             return self.encode_prompt(text.removeprefix(PROMPT_MARK))

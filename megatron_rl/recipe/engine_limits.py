@@ -74,6 +74,11 @@ def _vllm(asked: Sections) -> Iterator[str]:
             f"inference.vllm.args has {GPU_SHARE_OPTION}, and placement.mode is colocated, where the training ranks "
             "have the GPUs too and inference.cache_tokens says what vLLM's cache takes: leave it out"
         )
+    if (asked.inference.own_vllm or VllmConfig()).forms and asked.tokenizer.type != "huggingface":
+        yield (
+            f"inference.vllm.forms is set and tokenizer.type is {asked.tokenizer.type}, which vLLM cannot load: leave "
+            "it out, or use a Hugging Face tokenizer"
+        )
     if asked.job.device == "cpu" and (dp := asked.placement.inference.dp) > 1:
         yield f"placement.inference.dp is {dp}, and vLLM on a CPU cannot exchange tokens between parts: set 1"
     if asked.job.device == "cpu" and (pp := asked.placement.inference.pp) > 1:

@@ -50,6 +50,10 @@ class VllmConfig(Section):
     newer: bool = False
     """Use a vLLM newer than the releases that were tried (docs/partitioned.md), like the newest of them. The check of
     each version of the weights shows whether it computes the same."""
+    forms: bool = False
+    """Whether programs may force the form of an answer (`tool_choice: required`, `response_format`; docs/endpoint.md).
+    vLLM then loads the tokenizer too, which must be Hugging Face's, and its guided decoding. Without it, such a call is
+    refused with 400."""
     args: Mapping[VllmOption, VllmValue] = {}
     """Further options of `vllm serve`, by their long names without dashes in front, such as `gpu-memory-utilization:
     0.85`. true gives the option alone, false its opposite (--no-...). Options that the run sets itself, such as `model`
@@ -66,6 +70,12 @@ class VllmConfig(Section):
         if faults := draft_faults(args):
             raise ValueError("; ".join(faults))
         return args
+
+    @model_validator(mode="after")
+    def _forms_or_drafts(self) -> VllmConfig:
+        if self.forms and self.draft:
+            raise ValueError("forms: was not tried together with speculative decoding (args.speculative-config)")
+        return self
 
     def gives(self, option: str) -> bool:
         """Whether `args` has an option, however its key is written."""

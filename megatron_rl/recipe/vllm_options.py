@@ -63,7 +63,8 @@ _OWNED = {
         "ssl-cert-reqs ssl-ciphers enable-scale-out"
     ),
     "training needs answers of the policy itself, and their log-probs": (
-        "logprobs-mode max-logprobs generation-config override-generation-config logits-processors runner"
+        "logprobs-mode max-logprobs generation-config override-generation-config logits-processors runner "
+        "structured-outputs-config reasoning-parser"
     ),
     "each start of a replica has its own": "seed",
     "the check of new weights precedes the answers": "scheduling-policy",

@@ -86,7 +86,14 @@ class MegatronEngine(LoopDriver):
         page_tokens = config.page_tokens or policy.kernels.page_tokens
         pages, _ = pages_of(config, page_tokens, -(-longest // page_tokens) * page_tokens)
         limit_name = "training.sequence_length" if max_length else "model.max_position_embeddings"
-        self._limits = RequestLimits(policy.vocabulary, longest, limit_name, pages * page_tokens, decode is not None)
+        self._limits = RequestLimits(
+            policy.vocabulary,
+            longest,
+            limit_name,
+            pages * page_tokens,
+            decode is not None,
+            "megatron-core's engine cannot force a form; use inference.engine=native or vllm",
+        )
         self._sizes = EngineSizes(
             config.max_batch, config.prefill_tokens, longest, pages, page_tokens, config.share_prefixes
         )

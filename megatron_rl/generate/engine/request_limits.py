@@ -16,6 +16,8 @@ class RequestLimits:
     """Recipe key of that limit."""
     cache_tokens: int
     finds_stops: bool
+    no_forms: str = ""
+    """Why answers cannot be forced into a grammar, and what to do; empty if they can."""
 
     def check(self, request: GenerationRequest) -> None:
         """Raise as `InferenceInterface.generate` does if the request cannot be answered. A token outside the vocabulary
@@ -38,6 +40,8 @@ class RequestLimits:
                 )
         if request.sampling.stop and not self.finds_stops:
             raise Unsupported("sampling.stop: this engine has no tokenizer, which stop strings need")
+        if request.grammar and self.no_forms:
+            raise Unsupported(f"tool_choice, response_format: {self.no_forms}")
         needed = len(request.prompt_tokens) + request.sampling.max_new_tokens
         asked = (
             f"a prompt of {len(request.prompt_tokens)} tokens and sampling.max_new_tokens "

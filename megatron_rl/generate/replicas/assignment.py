@@ -62,7 +62,7 @@ class Assignment:
         for work in moved:
             link.cancel(work.id)
             self.set_aside(work)
-            self.requests.begin_again(work, with_parts=self._resumes)
+            self.requests.begin_again(work, with_parts=self._resumes and not work.unanswered.request.grammar)
         self.repeated += len(moved)
         if moved:
             logger.warning("%d requests of %s are repeated on other replicas", len(moved), link.name)

@@ -96,6 +96,7 @@ class VllmClient:
         samples: int = 1,
         known: int = 0,
         form: ChoiceForm | None = None,
+        grammar: str = "",
     ) -> AsyncGenerator[NewTokens, None]:
         """Yield the tokens of answers to a prompt. Closing the iterator cancels the request.
 
@@ -104,11 +105,14 @@ class VllmClient:
             samples: number of answers.
             known: tokens at the end of the prompt that belong to each answer.
             form: of the choices of experts that it returns; None: it returns none.
+            grammar: of the answers, from their first token on.
 
         Raises PromptTooLong if the request does not fit; ValueError if vLLM refuses it for another reason.
         """
         left = samples  # answers that have not ended
         params, limit = sampling_params(sampling, ends, samples, known), httpx.Timeout(None, connect=CONNECT_S)
+        if grammar:
+            params["structured_outputs"] = {"grammar": grammar}
         content = {"model": MODEL_NAME, "token_ids": [*prompt], "sampling_params": params, "stream": True}
         try:
             async with self._client.stream("POST", "/inference/v1/generate", json=content, timeout=limit) as response:

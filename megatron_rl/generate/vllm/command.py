@@ -45,6 +45,8 @@ SHARE_TO_START = "0.01"
 it, also where the size of the cache is given and that option has no other effect; but the ranks' contexts,
 communicators, and with `placement.offload` none or buffers their weights, are there too. `mrl plan` adds up what both
 need."""
+GUIDED = {"backend": "guidance"}
+"""vLLM's guided decoding by llguidance, with which training computes the same masks: model/grammar.py."""
 BYTES = {"fp32": 4, "bf16": 2}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -56,7 +58,7 @@ Options = Mapping[str, str | bool]
 @dataclass(frozen=True, slots=True)
 class Served:
     model: Path
-    """Folder with config.json. vLLM needs no tokenizer, since prompts and answers are tokens."""
+    """Folder with config.json. Prompts and answers are tokens, so vLLM needs the tokenizer's files for forms only."""
     folder: Path
     """Folder of this user alone, for sockets; see private_folder."""
 
@@ -162,13 +164,12 @@ def serve_command(
         member: the node, of several.
     """
     options = given_options((given or VllmConfig()).args)
-    options |= further
+    options |= {"skip-tokenizer-init": True, **further}
     options |= {
         "served-model-name": MODEL_NAME,
         "uds": str(served.socket),
         "enable-scale-out": True,
         "disable-uvicorn-access-log": True,
-        "skip-tokenizer-init": True,
         "dtype": DTYPES[sizes.model.dtype],
         "max-model-len": str(sizes.longest),
         "max-num-seqs": str(sizes.rows),
@@ -235,6 +236,8 @@ def replica_command(
         further = {**further, "enable-sleep-mode": True}
     if returned_form(config):
         further = {**further, "enable-return-routed-experts": True}
+    if config.inference.own_vllm is not None and config.inference.own_vllm.forms:
+        further = {**further, "skip-tokenizer-init": False, "structured-outputs-config": json.dumps(GUIDED)}
     if traces is not None:
         further = {**further, "profiler-config": json.dumps(profiler_config(traces))}
     return serve_command(python, served, sizes, config.inference.vllm, further, seed, member)

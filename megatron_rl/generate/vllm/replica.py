@@ -35,7 +35,7 @@ from megatron_rl.generate.vllm.streams import Streams
 from megatron_rl.generate.vllm.vllm_leader import VllmLeader
 from megatron_rl.generate.vllm.vllm_turns import VllmTurns
 from megatron_rl.model.platform.gpu_calls import offered
-from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.model.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.device_turns import sleeps
 from megatron_rl.recipe.errors import ConfigurationError
@@ -74,6 +74,8 @@ def open_policy(here: ReplicaRank) -> Iterator[RankWork]:
 
     def command(folder: Path, seed: int) -> tuple[Served, Sequence[str]]:
         served = Served(write_served_model(config.model, tokenizer.vocab_size, folder / "model"), folder)
+        if isinstance(tokenizer, HuggingFaceTokenizer) and not _no_forms(config):
+            tokenizer.save(served.model)
         write_plugin(served.plugins)
         traces = replica.attempt.profile if profiled else None
         return served, replica_command(config, served, sys.executable, release, seed, traces, member)
@@ -192,8 +194,19 @@ def _limits(config: RunConfig, tokenizer: Tokenizer) -> RequestLimits:
     longest = config.sequence_length
     pages, page_tokens = pages_of(config.inference, config.page_tokens, longest)
     return RequestLimits(
-        tokenizer.vocab_size, longest, "training.sequence_length", pages * page_tokens, finds_stops=True
+        tokenizer.vocab_size,
+        longest,
+        "training.sequence_length",
+        pages * page_tokens,
+        finds_stops=True,
+        no_forms=_no_forms(config),
     )
+
+
+def _no_forms(config: RunConfig) -> str:
+    """See `RequestLimits.no_forms`."""
+    vllm = config.inference.own_vllm
+    return "" if vllm is not None and vllm.forms else "the run's vLLM forces none; set inference.vllm.forms=true"
 
 
 def _setting(here: ReplicaRank, tokenizer: Tokenizer) -> dict[str, Any]:

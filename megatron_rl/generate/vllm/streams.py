@@ -12,6 +12,7 @@ from megatron_rl.generate.engine.interface import Delta, GenerationRequest
 from megatron_rl.generate.engine.request_limits import refuse_duplicate
 from megatron_rl.generate.vllm.checked_answers import VllmAnswer, begun, shared_streams
 from megatron_rl.generate.vllm.client import NewTokens
+from megatron_rl.generate.vllm.process import VllmGone
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.model.choice_form import ChoiceForm
 from megatron_rl.model.tokenizer import Tokenizer
@@ -106,6 +107,8 @@ class Streams:
             if self._asked.get(request_id) is asked:
                 for answer in asked.answers:
                     answer.drop_unchecked()
+                    if answer.known and answer.transcript.request.grammar:
+                        raise VllmGone("vLLM cannot go on with an answer in a given form, which begins again elsewhere")
                 self._begin(asked.answers)
 
     async def end(self) -> None:
@@ -137,9 +140,11 @@ class Streams:
 
     async def _stream(self, answers: Sequence[VllmAnswer]) -> None:
         first = answers[0]
-        sampling = first.transcript.request.sampling
-        ends = ends_of(sampling, self._tokenizer.end_ids)
-        pieces = self._vllm.client.generate(first.prompt, sampling, ends, len(answers), first.known, self._form)
+        request = first.transcript.request
+        ends = ends_of(request.sampling, self._tokenizer.end_ids)
+        pieces = self._vllm.client.generate(
+            first.prompt, request.sampling, ends, len(answers), first.known, self._form, request.grammar
+        )
         try:
             async with aclosing(pieces):
                 async for piece in pieces:

@@ -123,7 +123,7 @@ class Recording:
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         ordinal = request.ordinal
-        if ordinal is None or not self._with_parts:
+        if ordinal is None or not self._with_parts or request.grammar:  # vLLM cannot go on within a grammar
             return await self._inference.generate(request)
         prompt = prompt_checksum(request)
         answers = ((sample, (request.key, prompt, sample)) for sample in range(request.num_samples))
