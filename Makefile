@@ -16,13 +16,14 @@ VLLM_RELEASE ?=
 VLLM := .venv-vllm$(VLLM_RELEASE:%=-%)
 VLLM_READY := $(VLLM)/ready
 VERIFIERS_READY := .venv-verifiers/ready
+CLIENTS_READY := .venv-clients/ready
 DOCS_READY := .venv-docs/ready
 MADE_FROM := pyproject.toml containers/constraints-cpu.txt
 
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs
+.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-clients test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs
 .DEFAULT_GOAL := help
 
 help:
@@ -62,6 +63,9 @@ test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installe
 
 test-verifiers: $(READY) $(VERIFIERS_READY) ## tests with the real verifiers, which is installed into .venv-verifiers; minutes
 	MRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/pytest --timeout 1800 tests/with_verifiers
+
+test-clients: $(READY) $(CLIENTS_READY) ## agents of pydantic-ai, LangChain and the Agents SDK, in .venv-clients; minutes
+	MRL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(BIN)/pytest --timeout 1800 tests/with_clients
 
 test-browser: $(READY) ## pages in a real browser: Debian's chromium, or MRL_CHROMIUM; two minutes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[browser]'
@@ -111,6 +115,12 @@ $(VERIFIERS_READY): pyproject.toml
 	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
 	    "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["verifiers"])')" \
 	    textarena==0.7.4 nltk transformers
+	@touch $@
+
+$(CLIENTS_READY):
+	$(BIN)/python -m venv --clear .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+	    'pydantic-ai-slim[openai]>=2.68,<3' 'langchain-openai>=1.7,<2' 'openai-agents>=0.24'
 	@touch $@
 
 # mkdocs has no package in common with the ranks.

@@ -38,11 +38,12 @@ POST /collective_rpc method kwargs
 OPTIONS = """
 uds enable-scale-out disable-uvicorn-access-log skip-tokenizer-init dtype served-model-name max-model-len max-num-seqs
 max-num-batched-tokens tensor-parallel-size generation-config seed enforce-eager block-size kv-cache-memory-bytes
-scheduling-policy load-format weight-transfer-config enable-prefix-caching logprobs-mode stream-interval profiler-config
-enable-sleep-mode nnodes node-rank master-addr master-port headless pipeline-parallel-size data-parallel-size
-data-parallel-size-local data-parallel-start-rank data-parallel-address data-parallel-rpc-port data-parallel-hybrid-lb
-data-parallel-external-lb enable-expert-parallel all2all-backend distributed-executor-backend quantization
-speculative-config gpu-memory-utilization api-server-count enable-return-routed-experts
+scheduling-policy load-format weight-transfer-config enable-prefix-caching logprobs-mode stream-interval
+profiler-config enable-sleep-mode structured-outputs-config nnodes node-rank master-addr master-port headless
+pipeline-parallel-size data-parallel-size data-parallel-size-local data-parallel-start-rank data-parallel-address
+data-parallel-rpc-port data-parallel-hybrid-lb data-parallel-external-lb enable-expert-parallel all2all-backend
+distributed-executor-backend quantization speculative-config gpu-memory-utilization api-server-count
+enable-return-routed-experts
 """
 
 VARIABLES = """
@@ -57,7 +58,9 @@ vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc vll
 MEMBERS = """
 GenerateRequest: model token_ids sampling_params stream priority
 SamplingParams: n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty max_tokens
-  min_tokens stop_token_ids ignore_eos logprobs prompt_logprobs detokenize
+  min_tokens stop_token_ids ignore_eos logprobs prompt_logprobs detokenize structured_outputs
+StructuredOutputsParams: grammar
+StructuredOutputsConfig: backend
 GenerateResponse|GenerateTokensResponse: choices
 GenerateResponse|GenerateResponseBase: prompt_logprobs
 GenerateStreamResponse|GenerateTokensStreamResponse: choices

@@ -204,7 +204,7 @@ def _limits(config: RunConfig, tokenizer: Tokenizer) -> RequestLimits:
 
 
 def _no_forms(config: RunConfig) -> str:
-    """See `RequestLimits.no_forms`."""
+    """Return the value of `RequestLimits.no_forms`."""
     vllm = config.inference.own_vllm
     return "" if vllm is not None and vllm.forms else "the run's vLLM forces none; set inference.vllm.forms=true"
 

@@ -108,7 +108,9 @@ class Streams:
                 for answer in asked.answers:
                     answer.drop_unchecked()
                     if answer.known and answer.transcript.request.grammar:
-                        raise VllmGone("vLLM cannot go on with an answer in a given form, which begins again elsewhere")
+                        raise VllmGone(
+                            "vLLM cannot resume an answer in a given form: it begins again on another replica"
+                        )
                 self._begin(asked.answers)
 
     async def end(self) -> None:

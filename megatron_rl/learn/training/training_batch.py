@@ -53,7 +53,7 @@ class TrainingBatch:
     environments: Tensor | None
     """[trained tokens] int64 index of the environment in `RunConfig.environment_ids`; None if there is only one."""
     allowed: AllowedTokens | None
-    """Of the trained tokens; None if each was drawn among all tokens."""
+    """Tokens that each trained token was drawn among; None if each was drawn among all."""
 
     @property
     def trajectory_lengths(self) -> Tensor:

@@ -26,7 +26,7 @@ _CALLED = {
     "tool_calls": [{"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}],
 }
 _SEPARATORS = ((", ", ": "), (",", ":"))
-"""Of items, and of a key and its value, in JSON as templates write it."""
+"""Separators of items, and of a key and its value, in JSON as templates write it."""
 _TAIL_TOKENS = 8
 
 

@@ -60,7 +60,7 @@ def test_logprobs_entropy_and_gradients_match_float64(
 
 
 def test_a_part_of_the_vocabulary_may_have_no_allowed_token() -> None:
-    """As tensor-parallel ranks have: sums of the parts are finite, so that they can be combined."""
+    """Sums of such a part of a tensor-parallel rank are finite, so that they can be combined."""
     hidden, weight, targets, _ = inputs(torch.float32)
     allowed, may = random_sets(targets)
     part = range(VOCABULARY - 5, VOCABULARY)

@@ -285,7 +285,7 @@ def test_requests_that_come_or_are_cancelled_while_it_sleeps() -> None:
         while "end of generate" not in front.client.asked:
             await asyncio.sleep(0)
         late = {"id": "x", "prompt": [1], "samples": 1, "sampling": {"max_new_tokens": 4}, "key": 0}
-        late |= {"ordinal": None, "known": {}}
+        late |= {"ordinal": None, "grammar": "", "known": {}}
         await front.post("ask", driver=0, version=7, requests=[late], cancel=[])
         news = await front.service.handlers["/news"]({"driver": 0, "seen": 0, "wait_s": 0.0})
         assert [refusal[:2] for refusal in news["refused"]] == [("x", "other version")]

@@ -173,7 +173,7 @@ def sampled_groups(run: Any, requests: Sequence[GenerationRequest]) -> list[Traj
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_on_policy_the_ratio_is_one(platform: Any, groups: Any, temperature: float) -> None:
-    """With the log-probs of the engine as those before the step, which are then the only other ones."""
+    """The log-probs of the engine are those of the trainer, for forced and free turns of one trajectory."""
     sampling = {"max_new_tokens": 12, "temperature": temperature}
     grpo = {"prompts_per_step": 3, "group_size": 4, "kl_beta": 0.1, "entropy_coefficient": 0.1}
     run = build_run(tiny_run(sampling=sampling, grpo=grpo), platform, groups, scale=0.15)
