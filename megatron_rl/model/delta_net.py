@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Conv1d, Parameter
 from torch.nn.functional import pad, rms_norm, silu, softplus
 
+from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, DeltaKernels
 from megatron_rl.model.platform.device import Linears
 from megatron_rl.model.platform.paths import DeltaState, RecurrentLayout
@@ -153,7 +154,9 @@ class GatedDelta(MegatronModule):
         )
 
 
-def delta_spec(sizes: DeltaNet, kernels: DeltaKernels, linears: Linears) -> ModuleSpec:
+def delta_spec(sizes: DeltaNet, kernels: DeltaKernels, linears: Linears, adapters: Adapters | None) -> ModuleSpec:
     """Specification of a gated delta net in the place of a layer's attention."""
-    params = {"sizes": sizes, "kernels": kernels}
-    return ModuleSpec(GatedDelta, params, DeltaSubmodules(linears.column, linears.row))
+    kinds = {"in_proj": linears.column, "out_proj": linears.row}
+    if adapters:
+        kinds = {name: adapters.adapted(f"self_attention.{name}", kind) for name, kind in kinds.items()}
+    return ModuleSpec(GatedDelta, {"sizes": sizes, "kernels": kernels}, DeltaSubmodules(**kinds))

@@ -67,7 +67,7 @@ def packed_layer_spec(
     if model.latent_attention:
         made.submodules.self_attention = latent_spec(model, linears, adapters)
     if kind.attention == "linear_attention" and model.delta_net:
-        made.submodules.self_attention = delta_spec(model.delta_net, kernels.delta_kernels, linears)
+        made.submodules.self_attention = delta_spec(model.delta_net, kernels.delta_kernels, linears, adapters)
     if model.norms != "before":
         made.submodules = NormsBehind(**vars(made.submodules))
     if model.norms == "behind":

@@ -37,7 +37,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear, pad
 
 from megatron_rl.model.hf_mapping import Weight, pieces
-from megatron_rl.model.lora_mapping import LORA_A, LORA_B, is_target, layer_adapters, module_of
+from megatron_rl.model.lora_mapping import LORA_A, LORA_B, layer_adapters, module_of
 from megatron_rl.recipe.lora_section import LoraConfig
 from megatron_rl.recipe.model import ModelConfig
 
@@ -103,16 +103,13 @@ class Matrices:
     @property
     def halves(self) -> bool:
         """Whether the rows of B are a gate's and an up projection's, which checkpoints store one after the other."""
-        return len(self.b.sources) == 2
+        return len(self.b.sources) == 2 and self.b.blocks is None
 
     @property
     def columns(self) -> list[int | None]:
-        """First column, in the product A x, of each module in B; None for a module without an adapter."""
-        numbers = iter(range(len(self.a.sources)))
-        return [
-            next(numbers) * self.lora.rank if is_target(module_of(source.tensor.name), self.lora) else None
-            for source in self.b.sources
-        ]
+        """First column, in the product A x, for each source of B; None for one of a module without an adapter."""
+        first = {module_of(source.tensor.name): n * self.lora.rank for n, source in enumerate(self.a.sources)}
+        return [first.get(module_of(source.tensor.name)) for source in self.b.sources]
 
 
 class Adapter:
@@ -150,12 +147,11 @@ class Adapter:
             else:
                 matrix.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         shape = torch.empty(outputs, rank, device="meta")
-        found = [each.view.shape[:2] for each in pieces(self.matrices.b, shape, self.tp_group.rank(), self._ranks)]
-        self._blocks: int = found[0][0]
-        self._rows = [rows for _, rows in found]
-        present = {each.source.name for each in pieces(self.matrices.b, shape, self.tp_group.rank(), self._ranks)}
-        sources = zip(self.matrices.b.sources, self.matrices.columns, strict=True)
-        self._columns = [column for source, column in sources if source.tensor.name in present]
+        found = [*pieces(self.matrices.b, shape, self.tp_group.rank(), self._ranks)]
+        self._blocks: int = found[0].view.shape[0]
+        self._rows = [piece.view.shape[1] for piece in found]
+        columns = dict(zip(self.matrices.b.sources, self.matrices.columns, strict=True))
+        self._columns = [columns[piece.of] for piece in found]
 
     @property
     def _ranks(self) -> int:

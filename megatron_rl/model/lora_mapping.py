@@ -1,8 +1,8 @@
 """Pure: the adapters of each linear of megatron-core, and PEFT's tensors in them.
 
-megatron-core fuses the query, key and value projections into one linear, and gate and up projections into another, but
-each of these modules has its own adapter, as in PEFT, so that a recipe trains the same set of functions with
-either, and may name any of them as a target:
+megatron-core fuses the query, key and value projections into one linear, gate and up projections into another, and the
+projections of a delta net's inputs into a third, but each of these modules has its own adapter, as in PEFT, so that a
+recipe trains the same set of functions with either, and may name any of them as a target:
 
     lora_A [targeted modules * rank, inputs]    A of each targeted module, one after another
     lora_B [outputs, rank]                      B of all modules, in the order of the rows of the linear's weight; the
@@ -13,11 +13,12 @@ So B is split between tensor-parallel ranks as the weight is, and A only if the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_rl.model.hf_mapping import HfTensor, Source, Weight, pieces
+from megatron_rl.model.hf_mapping import Assembly, HfTensor, Source, Weight, matrices_of
 from megatron_rl.model.hf_weights import layer_weights
 from megatron_rl.recipe.hf_config import names_of
 from megatron_rl.recipe.lora_section import LoraConfig
@@ -56,16 +57,16 @@ def layer_adapters(model: ModelConfig, number: int) -> dict[str, Weight]:
 
 
 def _pair(weight: Weight, lora: LoraConfig) -> tuple[Weight, Weight] | None:
-    if not all(source.is_whole for source in weight.sources):
+    if any(source.number is not None for source in weight.sources):  # one of several experts in a tensor
         return None
-    modules = [source.tensor.name.removesuffix(".weight") for source in weight.sources]
-    targeted = [module for module in modules if is_target(module, lora)]
+    modules = [module_of(source.tensor.name) for source in weight.sources]
+    targeted = [module for module in dict.fromkeys(modules) if is_target(module, lora)]
     if not targeted:
         return None
     inputs = weight.sources[0].shape[-1]
     a = tuple(Source(HfTensor(f"{module}.{LORA_A}.weight", (lora.rank, inputs))) for module in targeted)
     b = tuple(
-        Source(HfTensor(f"{module}.{LORA_B}.weight", (source.shape[0], lora.rank)))
+        replace(source, tensor=HfTensor(f"{module}.{LORA_B}.weight", (source.tensor.shape[0], lora.rank)))
         for module, source in zip(modules, weight.sources, strict=True)
     )
     by_inputs = weight.split == 1
@@ -84,20 +85,31 @@ def module_of(source: str) -> str:
 def matrices(weight: Weight, matrix: Tensor) -> dict[str, Tensor]:
     """Matrices of the modules in one of megatron-core's, which is whole: [rank, inputs] of lora_A, [outputs, rank] of
     lora_B, by their names in `lora_mapping`."""
-    return {piece.source.name: piece.view.reshape(piece.source.shape) for piece in pieces(weight, matrix)}
+    return assembled(weight, matrices_of(weight, matrix))
 
 
-def deltas(a: Mapping[str, Tensor], b: Mapping[str, Tensor], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weight of each targeted module in a linear, by Hugging Face's name, and what to add to it, [outputs,
-    inputs] in fp32.
+def assembled(weight: Weight, found: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Put the matrices of the modules together. found: the sources of one of megatron-core's matrices."""
+    assembly = Assembly({"": weight})
+    return {
+        name: whole
+        for source, matrix in zip(weight.sources, found, strict=True)
+        for name, whole in assembly.add(source, matrix)
+    }
 
-    a, b: `matrices` of the linear.
+
+def merged(
+    weight: Weight, found: Sequence[Tensor], a: Mapping[str, Tensor], b: Mapping[str, Tensor], lora: LoraConfig
+) -> list[Tensor]:
+    """Add the adapters of a linear to the sources of its weight, in fp32, each rounded once to its dtype.
+
+    found: the sources. a, b: `matrices` of the linear.
     """
-    for name, matrix in a.items():
-        module = module_of(name)
-        yield f"{module}.weight", lora.scale * (b[f"{module}.{LORA_B}.weight"].float() @ matrix.float())
-
-
-def add(weight: Tensor, delta: Tensor) -> Tensor:
-    """Return their sum, computed in fp32 and rounded once to the weight's dtype."""
-    return (weight.float() + delta).to(weight.dtype)
+    result = [*found]
+    for number, source in enumerate(weight.sources):
+        module = module_of(source.tensor.name)
+        if (into := a.get(f"{module}.{LORA_A}.weight")) is not None:
+            rows = source.taken(b[f"{module}.{LORA_B}.weight"][source.box(0, range(source.shape[0]))])
+            delta = lora.scale * (rows.reshape(source.shape[0], -1).float() @ into.float())
+            result[number] = (found[number].float() + delta).to(found[number].dtype)
+    return result

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from megatron_rl.recipe.lora_section import LoraConfig
-from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.model import ModelConfig, by_key_heads
 from megatron_rl.recipe.model_parts import LayerType
 
 
@@ -102,7 +102,10 @@ def attention_linears(model: ModelConfig, attention: LayerType) -> tuple[LinearS
     hidden, wide = model.hidden_size, head_widths(model)
     if attention == "linear_attention" and (net := model.delta_net):
         keys, values = net.key_heads * net.key_head_dim, net.value_heads * net.value_head_dim
-        into = LinearSize(hidden, {"in_proj": 2 * keys + 2 * values + 2 * net.value_heads})
+        rows = {"qkv": 2 * keys + values, "z": values, "b": net.value_heads, "a": net.value_heads}
+        if by_key_heads(model.architecture, model.num_experts):
+            rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * net.value_heads}
+        into = LinearSize(hidden, {f"in_proj_{name}": count for name, count in rows.items()})
         return into, LinearSize(values, {"out_proj": hidden}, "inputs")
     out = LinearSize(wide.result, {"o_proj": hidden}, "inputs", model.output_bias)
     if latent := model.latent_attention:

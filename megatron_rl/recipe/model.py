@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_rl.recipe.job import StageEnds
-from megatron_rl.recipe.lora_section import EXPERT_LINEARS, LORA_TARGETS, LoraConfig, latent_linears
+from megatron_rl.recipe.lora_section import LoraConfig, lora_linears
 from megatron_rl.recipe.model_parts import DeltaNet, LatentAttention, LayerType, RopeScaling, RouterConfig
 from megatron_rl.recipe.section import (
     FilePath,
@@ -97,6 +97,12 @@ SPECIAL = (
 """Keys of features that only layers for training compute."""
 STAGE_ENDS = ("first_stage_layers", "last_stage_layers")
 """Keys of placement.training for stages of unequal numbers of layers."""
+
+
+def by_key_heads(architecture: str | None, num_experts: int | None) -> bool:
+    """Whether the projections of a model's delta nets are those of Qwen3-Next, whose rows are ordered by key heads;
+    otherwise they are those of Qwen3.5."""
+    return num_experts is not None and architecture in (None, "qwen3_next")
 
 
 class ModelConfig(Section):
@@ -237,11 +243,15 @@ class ModelConfig(Section):
     @classmethod
     def _all_linears(cls, values: Any) -> Any:
         """Complete `lora.targets` where a model's linears are not those that most models have."""
-        latent, lora = (values.get(key) if isinstance(values, dict) else None for key in ("latent_attention", "lora"))
-        if isinstance(latent, dict) and isinstance(lora, dict) and "targets" not in lora:
-            targets = [*latent_linears(latent.get("q_lora_rank") is not None), *EXPERT_LINEARS]
-            return values | {"lora": lora | {"targets": targets}}
-        return values
+        lora = values.get("lora") if isinstance(values, dict) else None
+        if not isinstance(lora, dict) or "targets" in lora:
+            return values
+        latent, net = (values.get(key) for key in ("latent_attention", "delta_net"))
+        targets = lora_linears(
+            latent.get("q_lora_rank") is not None if isinstance(latent, dict) else None,
+            None if net is None else by_key_heads(values.get("architecture"), values.get("num_experts")),
+        )
+        return values | {"lora": lora | {"targets": [*targets]}}
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelConfig:
@@ -264,9 +274,11 @@ class ModelConfig(Section):
         self._experts_fit()
         self._layers_fit()
         self._prediction_fits()
-        linears: tuple[str, ...] = LORA_TARGETS
-        if self.latent_attention:
-            linears = (*latent_linears(self.latent_attention.q_lora_rank is not None), *EXPERT_LINEARS)
+        latent, net = self.latent_attention, self.delta_net
+        linears = lora_linears(
+            None if latent is None else latent.q_lora_rank is not None,
+            None if net is None else by_key_heads(self.architecture, self.num_experts),
+        )
         if self.lora and (unknown := [name for name in self.lora.targets if name not in linears]):
             raise ValueError(f"lora.targets: no linear is called {unknown[0]!r}; there are {', '.join(linears)}")
         if self.init == "checkpoint" and self.checkpoint is None:

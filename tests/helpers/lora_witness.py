@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatron_rl.model.hf_parts import held_adapters
-from megatron_rl.model.lora_mapping import module_of
+from megatron_rl.model.lora_mapping import matrices, module_of
 from megatron_rl.model.policy import Policy
 from megatron_rl.recipe.model import ModelConfig
 
@@ -27,9 +27,9 @@ def adapters_of(policy: Policy, model: ModelConfig, *, gradients: bool = False) 
     for held in held_adapters(policy, model):
         tensor = parameters[held.name].grad if gradients else held.tensor
         assert tensor is not None, held.name
-        for piece in held.pieces(tensor):
-            if module_of(piece.source.name).rpartition(".")[2] in model.lora.targets:
-                found[piece.source.name] = piece.view.reshape(piece.source.shape).detach().clone()
+        for name, matrix in matrices(held.weight, tensor).items():
+            if module_of(name).rpartition(".")[2] in model.lora.targets:
+                found[name] = matrix.detach().clone()
     return found
 
 

@@ -100,7 +100,12 @@ MODELS = {
     "olmo": tiny_model(**OLMO),
     "delta nets": DELTA,
     "delta experts": ModelConfig.model_validate(DELTA.model_dump() | SHARING),
-    "delta adapters": ModelConfig.model_validate(DELTA.model_dump() | {"lora": LORA}),
+    "delta adapters": ModelConfig.model_validate(
+        DELTA.model_dump() | {"lora": {"rank": 4, "alpha": 4.0, "dropout": 0.3}}
+    ),
+    "delta experts with adapters": ModelConfig.model_validate(
+        DELTA.model_dump() | SHARING | {"lora": {"rank": 4, "alpha": 4.0}}
+    ),
     "bf16": DENSE.model_copy(update={"dtype": "bf16"}),
     "adapters": tiny_model(qk_norm=True, lora=LORA),
     "adapters that drop": tiny_model(qk_norm=True, lora=LORA | {"dropout": 0.3}),
@@ -187,6 +192,7 @@ LAYOUTS = {
     "TP4 delta nets": ("delta nets", Layout(tp=4)),  # ranks share key/value heads and their gated queries
     "EP2 TP2 delta nets": ("delta experts", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "TP2 SP delta adapters": ("delta adapters", Layout(tp=2, sequence_parallel=True)),
+    "EP2 TP2 delta adapters": ("delta experts with adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "EP2 TP2 grouped adapters": ("grouped adapters", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     "TP2 latent": ("latent", Layout(tp=2)),
     "TP2 SP latent": ("latent", Layout(tp=2, sequence_parallel=True)),

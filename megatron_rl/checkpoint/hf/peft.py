@@ -19,7 +19,7 @@ from megatron_rl.contract.files import make_readable, read_bytes
 from megatron_rl.contract.manifest import Manifest, read_manifest
 from megatron_rl.model.hf_mapping import Weight
 from megatron_rl.model.hf_weights import OUTPUT, weights
-from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, is_target, module_of
+from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, assembled, is_target, merged, module_of
 from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY, check_adapters, check_base, check_whole
 from megatron_rl.recipe.errors import ConfigurationError
@@ -86,8 +86,7 @@ class AdapterReader:
 
     def matrix(self, name: str) -> dict[str, Tensor]:
         weight = adapters(self.model)[name]
-        names = (source.tensor.name for source in weight.sources)
-        return dict(zip(names, self.stored.read(name, weight), strict=True))
+        return assembled(weight, self.stored.read(name, weight))
 
     def write(self, folder: Path) -> int:
         """Write PEFT's files into a folder. Returns the bytes of the matrices. Raises OSError."""
@@ -137,9 +136,7 @@ class MergedReader:
         linear, known = name.removesuffix(".weight"), adapters(self._found.model)
         if f"{linear}.{LORA_A}" in known and name.endswith(".weight"):
             a, b = (self._found.matrix(f"{linear}.{matrix}") for matrix in (LORA_A, LORA_B))
-            for changed, delta in deltas(a, b, self._found.lora):
-                number = names.index(changed)
-                found[number] = add(found[number], delta)
+            found = merged(weight, found, a, b, self._found.lora)
         return found
 
     def check_base(self) -> None:

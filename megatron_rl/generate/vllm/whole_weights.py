@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.generate.refit.plan import Box, ModelStage
 from megatron_rl.model.hf_mapping import matrices_of
 from megatron_rl.model.hf_weights import OUTPUT, weights
-from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, add, deltas, matrices
+from megatron_rl.model.lora_mapping import LORA_A, LORA_B, adapters, matrices, merged
 from megatron_rl.model.sharded_names import leading_axes, weight_name
 from megatron_rl.recipe.model import ModelConfig
 
@@ -62,9 +62,7 @@ class WholeWeights:
         if pair := self.adapter_of(name):
             a, b = (matrices(self._of_adapters[each], self._joined(each, parts)) for each in pair)
             assert self._model.lora is not None
-            for changed, delta in deltas(a, b, self._model.lora):
-                number = [source.tensor.name for source in weight.sources].index(changed)
-                found[number] = add(found[number], delta)
+            found = merged(weight, found, a, b, self._model.lora)
         return found
 
     def _joined(self, name: str, parts: Mapping[str, Parts]) -> Tensor:

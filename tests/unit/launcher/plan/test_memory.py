@@ -81,6 +81,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "qkv_bias": False,
         "zero_centered_norms": True,
     },
+    "adapters of delta nets": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "delta_net": {"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 16},
+        "lora": {"rank": 4},
+    },
     "norms around": {"norms": "around", "qk_norm": True, "qkv_bias": False},
 }
 

@@ -41,6 +41,7 @@ SHAPES = {
         LORA | {"targets": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
     "Qwen3.5": ("Qwen3.5", LORA),
+    "Qwen3-Next": ("Qwen3-Next", LORA | {"targets": ["in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj"]}),
 }
 
 

@@ -8,18 +8,22 @@ from typing import Any
 import pytest
 import torch
 from core_helpers import VOCAB, full_forward, tiny_model, tiny_policy, tiny_run
-from family_shapes import DEEPSEEK, DENSE_QUERIES, GLM, GPT_OSS, QWEN35_MOE
+from family_shapes import DEEPSEEK, DENSE_QUERIES, GLM, GPT_OSS, QWEN3_NEXT, QWEN35, QWEN35_MOE
 from lora_witness import MergedWitness, adapters_of
 from pydantic import ValidationError
 from test_model import EXPERTS, LLAMA, QWEN3
 
 from megatron_rl.checkpoint.initial_weights import weights_checksum
+from megatron_rl.model.hf_mapping import sources
+from megatron_rl.model.lora_mapping import adapters, module_of
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.trainable import Trainable, fill_adapters
 from megatron_rl.recipe.adapters import check_adapters, check_whole
 from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.hf_config import names_of
 from megatron_rl.recipe.lora_section import LoraConfig
 
+INPUTS = ("qkv", "z", "b", "a")
 SENTENCE = [3, 10, 4, 12, 7, 13, 0, 14, 1]
 LORA = {"rank": 4, "alpha": 6.0}
 
@@ -34,7 +38,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "shared experts and dense layers": {"lora": LORA, **GLM},
     "latent attention": {"lora": LORA, **DEEPSEEK},
     "some of latent attention": {"lora": LORA | {"targets": ["q_proj", "kv_b_proj"]}, **DENSE_QUERIES},
-    "gated attention beside delta nets": {"lora": LORA, **QWEN35_MOE},
+    "delta nets": {"lora": LORA, **QWEN35_MOE},
+    "delta nets ordered by key heads": {"lora": LORA, **QWEN3_NEXT},
+    "some of delta nets": {"lora": LORA | {"targets": ["in_proj_qkv", "in_proj_a"]}, **QWEN35},
     "gpt-oss": {"lora": LORA | {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}, **GPT_OSS},
     "one module of every expert": {"lora": LORA | {"targets": ["gate_proj", "o_proj"]}, **EXPERTS},
 }
@@ -68,7 +74,7 @@ def test_logits_and_gradients_are_those_of_merged_weights(platform: Any, groups:
 def test_the_frozen_copy_for_generation_has_merged_weights(platform: Any, groups: Any, shape: dict[str, Any]) -> None:
     policy = tiny_policy(platform, tiny_model(**shape), scale=0.2)
     if (frozen := policy.frozen()) is None:
-        assert "num_experts" in shape
+        assert {"num_experts", "delta_net"} & shape.keys()
         return
     tokens, layout = torch.tensor(SENTENCE), policy.layout(whole_sequences([len(SENTENCE)]))
     with torch.inference_mode():
@@ -156,6 +162,21 @@ def test_latent_attention_has_linears_of_other_names() -> None:
     assert by_default and by_default.targets == [*attention, "gate_proj", "up_proj", "down_proj"]
     with pytest.raises(ValidationError, match=r"no linear is called 'k_proj'; there are q_a_proj, q_b_proj, kv_a_proj"):
         tiny_model(**DEEPSEEK, lora={"rank": 4, "targets": ["o_proj", "k_proj"]})
+
+
+def test_delta_nets_have_linears_of_other_names() -> None:
+    attention, rest = ["q_proj", "k_proj", "v_proj", "o_proj"], ["out_proj", "gate_proj", "up_proj", "down_proj"]
+    of_rows = {"qwen3_next": ["in_proj_qkvz", "in_proj_ba"], "qwen3_5_moe_text": [f"in_proj_{x}" for x in INPUTS]}
+    for architecture, inputs in of_rows.items():
+        model = tiny_model(**QWEN3_NEXT | {"architecture": architecture}, lora={"rank": 4})
+        assert model.lora and model.lora.targets == [*attention, *inputs, *rest]
+        assert names_of(model).delta_by_key_heads == ("in_proj_ba" in inputs)
+        trained = {module_of(each.name).rpartition(".")[2] for each in sources(adapters(model)).values()}
+        assert trained == {*model.lora.targets}
+    with pytest.raises(
+        ValidationError, match=r"no linear is called 'in_proj_ba'; there are .*, in_proj_qkv, in_proj_z"
+    ):
+        tiny_model(**QWEN35, lora={"rank": 4, "targets": ["in_proj_ba"]})
 
 
 @pytest.mark.parametrize(
