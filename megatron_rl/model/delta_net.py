@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Conv1d, Parameter
 from torch.nn.functional import pad, rms_norm, silu, softplus
 
+from megatron_rl.model.kept_precision import KeptPrecision
 from megatron_rl.model.lora import Adapters
 from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, DeltaKernels
 from megatron_rl.model.platform.device import Linears
@@ -37,7 +38,11 @@ class DeltaSubmodules:
     out_proj: type
 
 
-class GatedDelta(MegatronModule):
+class GatedDelta(KeptPrecision, MegatronModule):
+    # bf16 would change the decay of a token, exp(A_log), by up to 0.8 %. vLLM and SGLang have it in fp32, and so is
+    # Qwen3.5 published. vLLM would round dt_bias and the norm to the model's dtype, so these are in it here, too.
+    kept = ("A_log",)
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -120,7 +125,7 @@ class GatedDelta(MegatronModule):
             (sizes.key_head_dim, sizes.key_head_dim, self._parts[1]), dim=-1
         )
         value, gate = (each.reshape(len(each), self.value_heads, -1) for each in (value, gate))
-        decay = -self.A_log.float().exp() * softplus(decay.flatten(1).float() + self.dt_bias.float())
+        decay = -self.A_log.exp() * softplus(decay.flatten(1).float() + self.dt_bias.float())
         beta = beta.flatten(1).sigmoid()
         out, memory = self.kernels.delta_rule((query, key, value), decay, beta, sequences, memory)
         return self._normed(out, gate).flatten(1), DeltaState(history, memory)

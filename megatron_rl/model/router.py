@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_rl.model.kept_precision import KeptPrecision
 from megatron_rl.model.routing import choice_scores, moved_correction, weights_of
 from megatron_rl.recipe.model_parts import RouterConfig
 
@@ -35,10 +36,11 @@ class Replay(Protocol):
         """
 
 
-class ExpertRouter(Router):
+class ExpertRouter(KeptPrecision, Router):
     """The router's linear and its correction bias, a weight in fp32 that travels to checkpoints and engines like any
     other. Router.forward of megatron-core returns a weight and a mark for each token and expert; this does too."""
 
+    kept = (CORRECTION,)  # bf16 is coarser than the difference of two experts
     replay: Replay | None = None
     expert_bias: Parameter | None
     tokens: Tensor
@@ -89,17 +91,6 @@ class ExpertRouter(Router):
         """
         first = self.tp_group.rank() * rows if self.config.sequence_parallel else 0
         self.rows, self.replay = min(max(tokens - first, 0), rows), replay
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertRouter:
-        """Convert and move the weights, but keep the correction bias in fp32: bf16 is coarser than the difference of
-        two experts."""
-        bias = self._parameters.pop(CORRECTION)
-        super()._apply(fn, recurse)
-        if bias is not None:
-            moved = fn(bias.data)
-            bias.data = moved if moved.dtype == bias.dtype else bias.data.to(moved.device)
-        self.register_parameter(CORRECTION, bias)
-        return self
 
 
 def _balanced(model: Module) -> Iterator[ExpertRouter]:

@@ -127,10 +127,21 @@ def updated_weights(optimizer: Any, parameters: Iterable[Parameter]) -> Iterator
             if main in optimizer.optimizer.state:
                 yield parameter, main, 0
         return
+    # Not by `model_param_group_index_map`, which is wrong where weights have several dtypes (0.16.1): it numbers the
+    # weights of a group as they lie in buffers, but Adam's are those in fp32 first.
+    groups = (
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+    )
+    mains = {
+        parameter: main
+        for model_groups, main_groups in groups
+        for parameters, shards in zip(model_groups, main_groups, strict=True)
+        for parameter, main in zip(parameters, shards, strict=True)
+    }
     for bucket in chain.from_iterable(chain.from_iterable(b.values()) for b in optimizer.gbuf_ranges):
         for parameter, ranges in bucket["param_map"].items():
-            group, index = optimizer.model_param_group_index_map[parameter]
-            yield parameter, optimizer.optimizer.param_groups[group]["params"][index], ranges["param"].start
+            yield parameter, mains[parameter], ranges["param"].start
 
 
 def _share(optimizer: Any, parameter: Parameter, main: Tensor, start: int, *, replicated: bool) -> AdamShare:

@@ -113,15 +113,23 @@ def test_peft_computes_the_trainers_logits_from_the_adapters(run: Any) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_correction_bias_stays_in_fp32_beside_merged_weights_in_bf16(
-    platform: Any, groups: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("GLM-4.5", ["model.layers.1.mlp.gate.e_score_correction_bias"]),
+        ("Qwen3.5", [f"model.layers.{number}.linear_attn.A_log" for number in (0, 2)]),
+    ],
+)
+def test_some_weights_stay_in_fp32_beside_merged_weights_in_bf16(
+    name: str, kept: list[str], platform: Any, groups: Any, tmp_path: Path
 ) -> None:
-    trained_run(tmp_path, "GLM-4.5", LORA, platform, groups, dtype="bf16")
+    trained_run(tmp_path, name, LORA, platform, groups, dtype="bf16")
     to_hugging_face(checkpoint_of(tmp_path), tmp_path / "merged", platform)
     base, merged = WeightsFolder(tmp_path / "hf"), WeightsFolder(tmp_path / "merged")
     fp32 = [name for name, stored in merged.tensors.items() if stored.dtype == torch.float32]
-    assert fp32 == ["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert torch.equal(merged.read(*fp32), base.read(*fp32))
+    assert sorted(fp32) == kept
+    for each in kept:
+        assert torch.equal(merged.read(each), base.read(each))
 
 
 def test_a_checkpoint_is_opened_with_its_base(run: Any, platform: Any, groups: Any) -> None:
