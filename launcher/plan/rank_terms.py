@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from launcher.plan import memory_terms
 from launcher.plan.memory_terms import FP32_BYTES, WEIGHT_BYTES, Term, in_words
 from launcher.plan.parameters import Weights, trained, weights
+from launcher.plan.replayed_choices import choices_on_device
 from launcher.plan.sizes import Sizes
 from megatron_rl.recipe.config import RunConfig
 
@@ -55,13 +56,14 @@ def rank_terms(config: RunConfig, sizes: Sizes, vocab: int, stage: int) -> RankT
     of_layer = memory_terms.layer_backward(config, sizes, layers, tied)
     of_loss = memory_terms.loss(config, sizes, vocab) if last else of_layer
     fullest = max(of_layer, of_loss, key=lambda term: term.bytes)
+    choices = tuple(choices_on_device(config, sizes, layers))
     return RankTerms(
         held,
         Term("weights", size * held.all, f"{size} bytes x {in_words(held.all)} parameters"),
         Term("gradients", each * updated.all, f"{each} bytes x {in_words(updated.all)} trained parameters"),
         memory_terms.adam_states(config, sizes, updated),
-        (widened,) if each != FP32_BYTES else (),
-        (memory_terms.activations(config, sizes, stage), fullest),
+        (*((widened,) if each != FP32_BYTES else ()), *choices),
+        (memory_terms.activations(config, sizes, stage), fullest, *choices),
         tuple(_reference(config, weights(model.trunk, vocab, sizes.tp, sizes.ep, layers))),
         tuple(_teacher(config, sizes)),
         (moved,) if config.optimizer.distributed else (),

@@ -15,6 +15,7 @@ from launcher.plan.gpu_memory import (
 )
 from launcher.plan.parameters import trained, vocabulary, weights
 from launcher.plan.placement import Plan, place
+from launcher.plan.replayed_choices import choice_bytes
 from launcher.plan.sizes import LayoutError, Sizes
 from launcher.recipe.load import Recipe, refusal
 from megatron_rl.contract.shapes import to_json
@@ -124,6 +125,7 @@ def plan_json(config: RunConfig, plan: Plan, profile: Profile | None) -> dict[st
     host_bytes       copy of the checkpoint that each training node writes from its memory
     offloaded_...    optimizer state, and weights, that each training node keeps in its memory
     incoming_bytes   new weights that each inference node collects in its memory, partitioned
+    choices          of experts that an engine returns: of a token, in a training node's memory, and sent for a step
     """
     config = with_offload(config, plan, profile)
     rows = vocabulary(config)
@@ -221,4 +223,5 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, limit: int | None) -> d
         "offloaded_bytes": offloaded_bytes(config, sizes, vocab) * plan.gpus_per_node,
         "offloaded_weight_bytes": offloaded_weights(config, sizes, vocab) * plan.gpus_per_node,
         "incoming_bytes": incoming_bytes(config, sizes, vocab) * plan.gpus_per_node,
+        "choices": asdict(choices) if (choices := choice_bytes(config, sizes)) else None,
     }

@@ -204,8 +204,10 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
 def _host_memory(summary: dict[str, Any]) -> str:
     copy, adam, weights = summary["checkpoint"]["host_bytes"], summary["offloaded_bytes"], summary["incoming_bytes"]
     own = summary["offloaded_weight_bytes"]
-    text = f"{size(copy + adam + own)} of a node's memory: {size(copy)} to write checkpoints from"
+    choices = (summary["choices"] or {}).get("host", 0)
+    text = f"{size(copy + adam + own + choices)} of a node's memory: {size(copy)} to write checkpoints from"
     text += f", {size(adam)} of optimizer state" * (adam > 0)
+    text += f", {size(choices)} of choices of experts" * (choices > 0)
     text += f", {size(own)} of weights while vLLM generates" * (own > 0)
     return text + f"; {size(weights)} of an inference node's for incoming weights" * (weights > 0)
 
