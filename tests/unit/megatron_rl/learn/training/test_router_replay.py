@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.engine import Engine
-from megatron_rl.generate.engine.interface import Completion, GenerationRequest
+from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, GenerationRequest
 from megatron_rl.model.router_replay import FirstChoices, GivenChoices, ReplayTally
 from megatron_rl.rank.metrics.stats import StepStats, Tally
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
@@ -45,19 +45,26 @@ def reload(run: Run) -> None:
     run.trainer.optimizer.offload()
 
 
-def perturb(run: Run) -> None:
+def perturb(run: Run, seed: int = 3) -> None:
     """Move the routers as rounding would, so that some of their choices change."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for router in routers(run):
             router.add_(0.03 * router.std() * torch.randn(router.shape, generator=generator))
     reload(run)
 
 
-def sampled(run: Run) -> list[TrajectoryGroup]:
-    """Answers of the engine to each prompt, with rewards that differ."""
+def sampled(run: Run, begun: Sequence[TrajectoryGroup] = ()) -> list[TrajectoryGroup]:
+    """Answers of the engine to each prompt, with rewards that differ.
+
+    begun: answers whose first half is known, but not its choices, as vLLM returns nothing of an answer that it did not
+        end.
+    """
     engine = Engine(run.trainer.policy, run.trainer.config.model, InferenceConfig(max_batch=16), {END})
     asked = [GenerationRequest(prompt, 4, Sampling(max_new_tokens=12), key) for key, prompt in enumerate(PROMPTS)]
+    for number, group in enumerate(begun):
+        known = {at: halved(each) for at, each in enumerate(group.trajectories)}
+        asked[number] = replace(asked[number], known=known)
 
     async def together() -> list[list[Completion]]:
         return await asyncio.gather(*map(engine.generate, asked))
@@ -66,6 +73,27 @@ def sampled(run: Run) -> list[TrajectoryGroup]:
     for number, completions in enumerate(asyncio.run(together())):
         answers = [Trajectory.single(PROMPTS[number], one, "", at % 2) for at, one in enumerate(completions)]
         found.append(TrajectoryGroup(number, Problem("", {}), answers, {}))
+    return found
+
+
+def halved(answer: Trajectory) -> AnswerPrefix:
+    start, count = answer.prompt_length, (len(answer.tokens) - answer.prompt_length) // 2
+    part = slice(start, start + count)
+    return AnswerPrefix(answer.tokens[part], answer.logprobs[part], answer.versions[part], [])
+
+
+def without_first_choices(
+    resumed: Sequence[TrajectoryGroup], begun: Sequence[TrajectoryGroup]
+) -> list[TrajectoryGroup]:
+    """The first half of each answer loses its choices."""
+    found = []
+    for group, other in zip(resumed, begun, strict=True):
+        changed = []
+        for answer, first in zip(group.trajectories, other.trajectories, strict=True):
+            start, count = first.prompt_length, len(halved(first).tokens)
+            choices = [*answer.choices[:start], *[b""] * count, *answer.choices[start + count :]]
+            changed.append(replace(answer, choices=choices))
+        found.append(replace(group, trajectories=changed))
     return found
 
 
@@ -140,6 +168,26 @@ def test_tokens_whose_choices_were_lost_are_counted_and_use_their_router(platfor
     assert none.loss == trained(off, answers).loss
     assert of_router(none).replayed == 0
     assert of_router(none).missing == none.batch.packed_tokens
+
+
+def test_a_resumed_answer_is_nearer_with_the_choices_of_a_later_version_than_without(
+    platform: Any, groups: Any
+) -> None:
+    """The version that ends an answer of vLLM chooses for all of its tokens, those of an earlier version included. Its
+    own tokens have seen these choices, and for the earlier ones they are nearer than those of the version that
+    trains."""
+    runs = [run_of(platform, groups, "rollout") for _ in range(2)]
+    begun = sampled(runs[0])
+    for run in runs:
+        perturb(run, seed=3)
+    resumed = sampled(runs[0], begun)
+    for run in runs:
+        perturb(run, seed=4)
+    batches = (resumed, without_first_choices(resumed, begun))
+    later, without = (trained(run, batch) for run, batch in zip(runs, batches, strict=True))
+    assert of_router(later).missing == 0
+    assert of_router(without).missing > 0
+    assert difference(later) < 0.7 * difference(without)
 
 
 def test_old_keeps_the_choices_of_the_pass_that_computed_old_log_probs(platform: Any, groups: Any) -> None:
