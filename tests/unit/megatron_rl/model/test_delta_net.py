@@ -7,6 +7,8 @@ from torch import Tensor
 
 from megatron_rl.model.platform.delta_rule import ConsecutiveSequences, PlainDelta
 from megatron_rl.model.platform.fla_delta import FlaDelta
+from megatron_rl.model.platform.phantom import PhantomDevice
+from megatron_rl.model.platform.phantom_delta import phantom_delta
 
 
 def test_the_delta_rule_in_chunks_is_that_of_single_tokens() -> None:
@@ -91,3 +93,25 @@ def test_kernels_of_a_gpu_get_what_they_need() -> None:
         kernels.delta_rule((query, key, value), decay, beta, sequences, memory) for kernels in (fast, plain)
     )
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_rehearsal_allocates_what_the_kernel_of_a_gpu_does() -> None:
+    """The sizes are those of the tensors in fla-core 0.6, of 130 tokens in two sequences, at most 4 chunks of them."""
+    tokens, heads, key, value = 130, 4, 16, 32
+    of_keys, of_values, of_states = (2 * heads * each for each in (tokens * key, tokens * value, 4 * key * value))
+    inputs = 2 * of_keys + of_values + 2 * 4 * tokens * heads  # decay and beta in fp32
+    within = of_keys + 2 * of_values + of_states  # w, u, v_new, h
+    with PhantomDevice() as device:
+        made = [torch.empty(tokens, heads, size, dtype=torch.bfloat16, device="meta") for size in (key, key, value)]
+        made += [torch.empty(tokens, heads, device="meta") for _ in range(2)]
+        query, keys, values, decay, beta = (device.empty(each).requires_grad_() for each in made)
+        sequences = ConsecutiveSequences([100, 30], device.device)
+        with device.memory.watched() as forward:
+            out, left = phantom_delta().delta_rule((query, keys, values), decay, beta, sequences, None)
+        of_chunks = 2 * tokens * heads * 64  # the one tensor that the kernel keeps beside its inputs
+        held = inputs + of_chunks + of_values + left.nbytes
+        assert held + within <= forward.bytes < 1.2 * (held + within)
+        with device.memory.watched() as backward:
+            out.backward(torch.empty_like(out))
+        needed = held + 2 * within + inputs + of_keys + of_values  # gradients of both, of the inputs and of the result
+        assert needed <= backward.bytes < 1.2 * needed
