@@ -19,7 +19,7 @@ EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 3
 def test_answers_of_a_killed_replica_continue_with_the_choices_it_made(
     tmp_path: Path, cache: Path, max_lag: int
 ) -> None:
-    """With a lag of 1, some answers consist of tokens of two versions, each with the choices of its own."""
+    """Some answers consist of tokens of two versions with a lag of 1, each with the choices that its version made."""
     recipe = ahead(max_lag)
     recipe["model"] |= EXPERTS | {"router_replay": "rollout"}
     run_dir = prepare(tmp_path / "replayed", recipe)

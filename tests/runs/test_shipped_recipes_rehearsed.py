@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 from click.testing import CliRunner
+from published_configs import PUBLISHED_CONFIGS
 
 from launcher.backends.rehearsal import COMMAND, RehearsedRank, answer, rehearsed_kinds, request
 from launcher.cli.rehearse import command
@@ -47,6 +48,29 @@ LAYOUTS = {
         "grpo.kl_beta=0.1",
     ),
 }
+LARGER = {
+    "Kimi-K2": (
+        "deepseek-v3.1-dapo",
+        "moonshotai/Kimi-K2-Instruct",
+        "job.nodes=96",
+        "placement.training.ep=16",
+        "placement.inference.dp=8",
+        "placement.inference.ep=64",
+    ),
+    "GLM-4.5": (
+        "glm-4.5-air-dapo",
+        "zai-org/GLM-4.5",
+        "job.nodes=24",
+        "placement.training.tp=8",
+        "placement.training.pp=4",
+        "placement.inference.nodes=8",
+        "placement.inference.dp=2",
+        "placement.inference.ep=16",
+        "inference.max_batch=64",
+    ),
+}
+"""Models without a recipe: the recipe of a smaller one, the published model, and the changes that docs/weights.md
+names."""
 NORMAL = ("qwen2.5-32b-dapo-partitioned", "demo-program")
 
 
@@ -134,6 +158,21 @@ def test_other_layouts_need_the_planned_memory(rehearsed: Rehearse, asked: tuple
     for rank, planned in rehearsed(*asked):
         assert rank.failure is None
         as_planned(rank, planned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "model", "changes"), [(*each[:2], each[2:]) for each in LARGER.values()], ids=LARGER
+)
+def test_larger_models_fit_as_planned(
+    rehearsed: Rehearse, tmp_path: Path, recipe: str, model: str, changes: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_CONFIGS[model]))
+    limit = gpu_bytes(load_recipe(recipe).config, load_clusters().choose_profile("h100", None)[1])
+    for rank, planned in rehearsed(recipe, f"model.huggingface={tmp_path}", *changes):
+        assert rank.failure is None
+        as_planned(rank, planned)
+        assert limit is not None and planned.total < limit
 
 
 def as_planned(rank: RehearsedRank, planned: RankMemory, on_cpu: bool = False) -> None:
