@@ -30,6 +30,7 @@ MODELS = {
     "experts": {"tied_embeddings": False, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 24},
     "delta nets": QWEN35,
     "delta nets ordered by key heads": QWEN3_NEXT,
+    "delta nets in bf16, whose decay rates are in fp32": QWEN35 | {"dtype": "bf16"},
     "adapters of delta nets": QWEN35 | {"lora": {"rank": 4}},
     "adapters of experts": {
         "tied_embeddings": False,
