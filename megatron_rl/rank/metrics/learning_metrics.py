@@ -121,8 +121,9 @@ LEARNING: dict[str, Metric] = {
         "`model.prediction_loss_coefficient`",
         if_trained(lambda loss: loss.prediction / loss.predicted if loss.prediction and loss.predicted else None),
         unit="nats per token",
-        good="falls, and stays some tenths of a nat above `entropy`",
-        advice="If it does not fall, raise `model.prediction_loss_coefficient`.",
+        good="falls, and follows the policy; of published weights it begins low",
+        advice="If it does not fall, raise `optimizer.learning_rate`: where its gradient is clipped, a larger "
+        "`model.prediction_loss_coefficient` changes nothing.",
     ),
     "importance_ratio": Metric(
         "mean of exp(log_prob - old_log_prob) of the trained tokens",

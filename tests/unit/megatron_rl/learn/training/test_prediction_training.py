@@ -35,7 +35,8 @@ def trained(platform: Any, groups: Any, coefficient: float) -> tuple[list[StepSt
 def test_the_policy_learns_the_same_bits_whatever_the_prediction_layer_learns(platform: Any, groups: Any) -> None:
     """Also where gradients are clipped: each by its own norm."""
     (alone, weights), (beside, found) = trained(platform, groups, 0.0), trained(platform, groups, 100.0)
-    assert [s.update.grad_norm for s in beside] == [s.update.grad_norm for s in alone] > [0.01] * 3
+    assert [s.update.grad_norm for s in beside] == [s.update.grad_norm for s in alone]
+    assert all(s.update.grad_norm > 0.01 for s in alone)
     assert [s.loss.loss for s in beside if s.loss] == [s.loss.loss for s in alone if s.loss]
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     ahead = found.keys() - weights.keys()
