@@ -72,10 +72,10 @@ def training_flops(
     if model.trains_prediction:
         linears = [projection_ahead(model), *token_linears(model, prediction_kind(model))]
         products += 2 * sum(linear.weights for linear in linears) * tokens
-        products += 4 * model.hidden_size * vocabulary * predictions // 3
         of_attention += 2 * (wide.query + wide.result) * pairs
     if model.lora is None:
-        return 3.0 * (products + of_attention)
+        untrained = 2 * model.hidden_size * vocabulary * predictions * model.trains_prediction
+        return 3.0 * (products + of_attention) + 2.0 * untrained
     return 2.0 * products + 3.0 * (of_attention + of_adapters)
 
 

@@ -87,6 +87,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "lora": {"rank": 4},
     },
     "norms around": {"norms": "around", "qk_norm": True, "qkv_bias": False},
+    "prediction layer": {"prediction_layers": 1, "prediction_loss_coefficient": 0.1, "tied_embeddings": False},
+    "prediction layer with experts": {**EXPERTS, "prediction_layers": 1, "prediction_loss_coefficient": 0.1},
 }
 
 

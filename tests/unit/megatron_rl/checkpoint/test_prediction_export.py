@@ -10,8 +10,9 @@ import pytest
 import torch
 import yaml
 from checkpoint_helpers import checkpointer, outcome
-from hf_helpers import PUBLISHED, VOCAB, model_of, publish, saved_run
-from safetensors.torch import load_file, save_file
+from hf_helpers import PUBLISHED, VOCAB, model_of, saved_run
+from published_ahead import OF_QWEN, of_deepseek, publish_ahead
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.checkpoint.hf.to_hf import to_hugging_face
@@ -23,53 +24,14 @@ from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.model import ModelConfig
 
 TRAINED = {"dtype": "bf16", "prediction_loss_coefficient": 0.1}
-FAMILIES = {  # prefix of the decoder layer, its published number, the names around it, key of config.json
-    "DeepSeek-V3": (
-        "model.layers.2.",
-        {"enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"},
-        "num_nextn_predict_layers",
-    ),
-    "Qwen3.5 MoE": (
-        "mtp.layers.0.",
-        {"mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"},
-        "mtp_num_hidden_layers",
-    ),
-}
-
-
-def published_with_layer(folder: Path, family: str) -> dict[str, Tensor]:
-    """Publish a model with a prediction layer, whose decoder layer transformers makes as one layer more. Returns
-    all tensors."""
-    prefix, around, key = FAMILIES[family]
-    config = dict(PUBLISHED[family])
-    layers = config["num_hidden_layers"]
-    if "layer_types" in config:
-        config["layer_types"] = [*config["layer_types"], "full_attention"]
-    publish(folder, config | {"num_hidden_layers": layers + 1}, torch.bfloat16, shard="1GB")
-    path, last = folder / "model.safetensors", f"model.layers.{layers}."
-    tensors = {name.replace(last, prefix): each for name, each in load_file(path).items()}
-    hidden = config["hidden_size"]
-    for name in around:
-        whole = name if name.startswith("mtp.") else f"{prefix}{name}"
-        if name in ("embed_tokens", "shared_head.head"):
-            tensors[f"{whole}.weight"] = tensors["model.embed_tokens.weight" if "embed" in name else "lm_head.weight"]
-        else:
-            shape = (hidden, 2 * hidden) if name.endswith(("eh_proj", "fc")) else (hidden,)
-            tensors[f"{whole}.weight"] = torch.randn(shape).bfloat16()
-    save_file({name: each.clone() for name, each in tensors.items()}, path, {"format": "pt"})
-    file = folder / "config.json"
-    described = json.loads(file.read_text()) | {"num_hidden_layers": layers, key: 1}
-    if "layer_types" in described:
-        described["layer_types"] = described["layer_types"][:layers]
-    file.write_text(json.dumps(described))
-    return tensors
+FAMILIES = {"DeepSeek-V3": of_deepseek(PUBLISHED["DeepSeek-V3"]["num_hidden_layers"]), "Qwen3.5 MoE": OF_QWEN}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_trained_layer_and_the_copies_of_the_models_tables_are_exported(
     tmp_path: Path, platform: Any, groups: Any, family: str
 ) -> None:
-    tensors = published_with_layer(tmp_path / "hf", family)
+    tensors = publish_ahead(tmp_path / "hf", PUBLISHED[family], FAMILIES[family], torch.bfloat16)
     checkpoint = saved_run(tmp_path / "hf", tmp_path / "run", platform, **TRAINED)
     to_hugging_face(checkpoint, tmp_path / "back", platform)
     assert same(load_file(tmp_path / "back" / "model.safetensors"), tensors)
@@ -87,15 +49,15 @@ def test_the_trained_layer_and_the_copies_of_the_models_tables_are_exported(
     back = load_file(tmp_path / "back" / "model.safetensors")
     raised = {name: each + 1 for name, each in tensors.items()}
     assert same(back, raised)
-    key = FAMILIES[family][2]
-    assert json.loads((tmp_path / "back" / "config.json").read_text())[key] == 1
+    described = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert described[FAMILIES[family].key] == 1
 
 
 def test_a_checkpoint_without_the_layer_takes_it_from_the_published_files(
     tmp_path: Path, platform: Any, groups: Any
 ) -> None:
     """Both a conversion, which keeps it beside its weights, and a run that did not train it."""
-    tensors = published_with_layer(tmp_path / "hf", "DeepSeek-V3")
+    tensors = publish_ahead(tmp_path / "hf", PUBLISHED["DeepSeek-V3"], FAMILIES["DeepSeek-V3"], torch.bfloat16)
     to_megatron(tmp_path / "hf", tmp_path / "megatron", platform)
     run = saved_run(tmp_path / "hf", tmp_path / "run", platform, dtype="bf16")
     for checkpoint in (tmp_path / "megatron", run):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import tiny_model, tiny_policy
+from core_helpers import VOCAB, tiny_model, tiny_policy
 from family_shapes import DEEPSEEK, GEMMA, OLMO, QWEN3_NEXT
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,6 +14,8 @@ from launcher.plan.memory_terms import WEIGHT_BYTES, kept_bytes
 from launcher.plan.sizes import Sizes
 from launcher.recipe.load import load_recipe
 from launcher.recipe.shipped import shipped_recipes
+from megatron_rl.algorithms.packing import pack
+from megatron_rl.learn.training.schedule import ModelInput, Pipeline, forward_backward
 from megatron_rl.model.platform.attention import whole_sequences
 from megatron_rl.model.trainable import Trainable
 from megatron_rl.recipe.flops import rows_per_token, training_flops
@@ -45,6 +47,27 @@ def test_products_with_weights_are_those_that_torch_counts(platform: Any, groups
         layers = (model.layer_types or []).count("linear_attention")
         of_memories = 3 * 6 * layers * net.value_heads * net.key_head_dim * net.value_head_dim * 16
     assert training_flops(model, policy.vocab_size, tokens=16, pairs=0, predictions=16) == counted + of_memories
+
+
+@pytest.mark.parametrize("shape", [{}, DEEPSEEK], ids=["dense", "DeepSeek-V3"])
+def test_products_of_a_trained_prediction_layer_are_those_that_torch_counts(
+    platform: Any, groups: Any, shape: dict[str, Any]
+) -> None:
+    model = tiny_model(**shape, prediction_layers=1, prediction_loss_coefficient=0.1)
+    policy = tiny_policy(platform, model)
+    ahead, found = 16, []  # tokens that the layer reads, and predicts
+    (row,) = pack([[number % VOCAB for number in range(18)]], [[False] + [True] * 17], [0], 18)
+    for loss in (None, lambda hidden, read: (hidden @ policy.output().weight.detach().T).sum()):
+        with FlopCounterMode(display=False) as counter:
+            read = [ModelInput.of(policy, row)]
+            forward_backward(policy, read, lambda h, _: h.sum(), Pipeline(), stop=lambda: False, loss_ahead=loss)
+        by_kind = counter.get_flop_counts()["Global"]
+        found.append(sum(by_kind.get(kind, 0) for kind in (torch.ops.aten.mm, torch.ops.aten.addmm)))
+    sizes = {"tokens": ahead, "pairs": 0, "predictions": ahead}
+    formula = training_flops(model, policy.vocab_size, **sizes) - training_flops(
+        model.trunk, policy.vocab_size, **sizes
+    )
+    assert formula == found[1] - found[0]
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["gate_proj", "down_proj", "o_proj"]])

@@ -35,6 +35,13 @@ def test_first_layers_without_experts_stand_in_the_first_stage_alone() -> None:
     assert kinds(last.small, 3) == {"full_attention True": 2}
 
 
+def test_the_last_stage_has_a_prediction_layer_at_any_depth_if_it_is_trained() -> None:
+    model = DEEPSEEK.model_copy(update={"prediction_loss_coefficient": 0.1})
+    (_, layers), (_, experts) = growth(model, LAYOUT, 3, (2, 4)).larger
+    assert (layers, experts) == (Fraction(13 - 2, 2), Fraction((256 - 16) * (13 + 1), 16 * (2 + 1)))
+    assert growth(model, LAYOUT, 0, (2, 4)).larger[1][1] == growth(DEEPSEEK, LAYOUT, 0, (2, 4)).larger[1][1]
+
+
 def test_each_kind_of_attention_has_its_own_depth() -> None:
     found = growth(GPT_OSS, TrainingLayout(), 0, (2, 4))
     assert layer_kinds(found.small) == {("sliding_attention", True): 2, ("full_attention", True): 2}
