@@ -139,10 +139,9 @@ def stale(record: Record) -> Seen | None:
 
 def _grpo(record: Record) -> list[Mapping[str, Any]]:
     """Return the keys of `grpo` as each environment that is trained on has them."""
-    own: list[Mapping[str, Any]] = [
-        one for one in record.key("environments") or () if not one.get("evaluation_only") and one.get("weight", 1.0)
-    ]
-    return [{**(record.key("grpo") or {}), **(one.get("grpo") or {})} for one in own or ({},)]
+    listed: list[Mapping[str, Any]] = record.key("environments") or []
+    trained = [one for one in listed if not one.get("evaluation_only") and one.get("weight", 1.0)]
+    return [{**(record.key("grpo") or {}), **(one.get("grpo") or {})} for one in trained or [{}]]
 
 
 def learning_rate_below_bf16(record: Record) -> Seen | None:

@@ -16,6 +16,8 @@ from layout_helpers import Layout, boxes, sharpen, whole
 from torch import Tensor
 
 from megatron_rl.agent.api import build_environment
+from megatron_rl.agent.reward_value import TurnScore
+from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.learn.rollout.stream import shares
 from megatron_rl.learn.training.objective import Scores, objective_of
@@ -24,7 +26,7 @@ from megatron_rl.learn.training.training_batch import agree, training_batch, upd
 from megatron_rl.model.platform.select import select
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.rank.groups import Groups
-from megatron_rl.rank.metrics.stats import Tally
+from megatron_rl.rank.metrics.stats import EnvironmentStats, Tally
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.run.models import build_models
 
@@ -33,6 +35,7 @@ def loss(tokens, config):
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()
     return -tokens.sequence_mean(ratio) * ratio * tokens.advantages * tokens.weights
 """
+OF_ANSWERS = {"level": "sequence", "upper": 3.0}
 LOSSES: dict[str, dict[str, Any]] = {
     "clip": {},
     "dual clip": {"dual_clip": 1.5},
@@ -46,19 +49,29 @@ LOSSES: dict[str, dict[str, Any]] = {
     "Dr. GRPO": {"reduction": "constant", "advantage_std": "none"},
     "importance of tokens": {"importance": {"lower": 0.5, "upper": 2.0}},
     "rejected answers": {
-        "importance": {"level": "sequence", "upper": 3.0},
+        "importance": OF_ANSWERS,
         "rejection": {"level": "geometric", "lower": 0.5, "upper": 1.5},
     },
     "geometric importance": {"importance": {"level": "geometric", "lower": 0.5, "upper": 1.5}},
     "kl weighed": {"kl_beta": 0.3, "kl_importance": True},
     "kl in the reward": {"kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
     "entropy": {"entropy_coefficient": 0.3},
+    "by environment and turn": {
+        "environments": [
+            {"name": "arithmetic", "id": "turns", "grpo": {"turn_discount": 0.9, "importance": {"upper": 2.0}}},
+            {
+                "name": "arithmetic",
+                "id": "plain",
+                "grpo": {"kl_beta": 0.3, "importance": {"level": "sequence", "upper": 3}},
+            },
+        ]
+    },
 }
 LAYOUTS = {"micro-batches": Layout(), "DP2": Layout(dp=2), "TP2": Layout(tp=2), "CP2": Layout(cp=2)}
 ONE_BATCH = "one batch"
 CLOSE = 1e-6
-IN_EVERY_LAYOUT = ("clip", "rejected answers", "own", "kl weighed")
-"""A loss of each kind: of tokens, of whole answers, somebody's own, with a reference."""
+IN_EVERY_LAYOUT = ("clip", "rejected answers", "own", "kl weighed", "by environment and turn")
+"""A loss of each kind: of tokens, of whole answers, somebody's own, with a reference, and two in one step."""
 ALSO = {
     "CP2": ("gspo", "gspo token", "sapo", "geometric importance"),  # sums over answers, which CP splits
     "DP2": ("dual clip", "cispo", "Dr. GRPO", "importance of tokens"),
@@ -83,6 +96,9 @@ class Seen(NamedTuple):
 
 
 def recipe(layout: Layout, keys: dict[str, Any], microbatch: int) -> RunConfig:
+    if listed := keys.get("environments"):
+        values = recipe(layout, {}, microbatch).model_dump() | {"environment": None, "environments": listed}
+        return RunConfig.model_validate(values)
     return tiny_run(
         model=tiny_model(qk_norm=True).model_dump(),
         placement={"training": layout.config.model_dump()},
@@ -109,16 +125,37 @@ def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[s
     for name in losses:
         keys = {key: own if value == "OWN" else value for key, value in LOSSES[name].items()}
         config = recipe(layout, keys, microbatch)
-        reference = models.reference if config.grpo.kl_beta else None
+        reference = models.reference if config.algorithms.penalise_kl else None
         objective = objective_of(config, models.policy, reference)
         trainer = Trainer(models.policy, models.optimizer, objective, config, here)
         found[name] = one_update(trainer, groups)
     return found
 
 
+NOTHING = EnvironmentStats(0, 0, 0, 0, 0)
+
+
+def in_environments(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Every second group has answers of two turns, each with its reward."""
+
+    def in_turns(one: Trajectory, number: int) -> Trajectory:
+        (whole,) = one.turns
+        middle = whole.start + len(whole) // 2
+        turns = [range(whole.start, middle), range(middle, whole.stop)]
+        scores = TurnScore(number % 3 / 2, number=0), TurnScore(number % 2, str(number // 2), number=1)
+        return replace(one, turns=turns).with_turn_scores(scores)
+
+    if group.ordinal % 2:
+        return replace(group, problem=replace(group.problem, environment="plain"))
+    trajectories = [in_turns(one, number) for number, one in enumerate(group.trajectories)]
+    return replace(group, problem=replace(group.problem, environment="turns"), trajectories=trajectories)
+
+
 def one_update(trainer: Trainer, groups: Groups) -> Seen:
     config, grpo = trainer.config, trainer.config.grpo
     recorded = random_groups(grpo.prompts_per_step, grpo.group_size)
+    if config.environments:
+        recorded = [*map(in_environments, recorded)]
     share = shares(0, len(recorded), groups.data.size())[groups.data.rank()]
     answers = batch_of(recorded, share.start, share.stop).groups
     batch = training_batch(answers, trainer.objective.credit(answers), config, 0, trainer.platform.device)
@@ -130,13 +167,15 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     before = trainer.score(trainer.policy, batch, update.inputs) + 0.5 * noise.sin()
     batch = replace(batch, inference_logprobs=before + 0.3 * noise.cos())
     of_answers, tokens = None, None
-    if grpo.compares_answers:
+    if config.algorithms.compare_answers:
         of_answers, tokens = answer_log_ratios(before - batch.inference_logprobs, batch.trajectory_lengths)
     reference = trainer.score(kept, batch, update.inputs) if (kept := trainer.objective.reference) else None
     losses: list[Any] = []
     trainer._update(batch, update, Scores(before, of_answers, tokens, reference), losses, None, lambda: None)
+    of_all, _ = trainer._loss_stats(losses, dict.fromkeys(config.environment_ids, NOTHING), trained=True)
+    assert of_all is not None
     tally = Tally()
-    tally.add("loss", trainer._loss_stats(losses).loss)
+    tally.add("loss", of_all.loss)
     return Seen(tally.reduce(groups.control).total["loss"], boxes(trainer.policy, lambda weight: weight.main_grad))
 
 
