@@ -4,6 +4,8 @@ with the weights of the evaluated step, which are in the checkpoint of that step
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, verify
 from megatron_rl.contract.attempt_records import MetricsLine
@@ -22,6 +24,25 @@ from megatron_rl.run.state import Counters, Generation
 logger = logging.getLogger("megatron_rl")
 
 PATIENCE_S = 30.0  # seconds to retry a record that cannot be read at the start, for example on a stale mount
+
+
+class ResumedEvaluation(NamedTuple):
+    beside: EvaluationBeside | None = None
+    """Evaluations beside training; None if training waits for them."""
+    step: int | None = None
+    """Step whose evaluation is repeated; None without one."""
+    metrics: Mapping[str, float] = {}
+    """Its metrics; empty while it goes on beside training."""
+
+
+def resume_evaluation(
+    config: RunConfig, here: Here, lesson: Lesson, models: Models, generation: Generation, counters: Counters
+) -> ResumedEvaluation:
+    """Repeat the evaluation that was not recorded, if there is one. Collective. Raises LeaveAgreed if a rank is asked
+    to leave, and UnreadableRecord on rank 0."""
+    step = unrecorded_step(here.run_dir, counters, here.groups.control)
+    beside, metrics = (None, {}) if step is None else repeat(step, config, here, lesson, models, generation)
+    return ResumedEvaluation(beside or beside_of(config, here, lesson, generation), step, metrics)
 
 
 def unrecorded_step(run_dir: RunDir, counters: Counters, control: Control) -> int | None:

@@ -21,7 +21,7 @@ from megatron_rl.run.generation import build_driver, build_generation, curriculu
 from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import build_models, build_teacher
 from megatron_rl.run.problems import build_material, check_unchanged
-from megatron_rl.run.repeated_evaluation import beside_of, repeat, unrecorded_step
+from megatron_rl.run.repeated_evaluation import ResumedEvaluation, resume_evaluation
 from megatron_rl.run.state import Counters, Run, restore
 
 
@@ -48,12 +48,9 @@ def set_up(config: RunConfig, here: Here) -> Run:
     trainer.grammars = Grammars(tokenizer)
 
     generation = build_generation(config, here, lesson, models, replicas)
-    beside, repeated = None, None
-    metrics: dict[str, float] = {}
+    evaluation = ResumedEvaluation()
     if generation is not None:
-        if (repeated := unrecorded_step(here.run_dir, counters, here.groups.control)) is not None:
-            beside, metrics = repeat(repeated, config, here, lesson, models, generation)
-        beside = beside or beside_of(config, here, lesson, generation)
+        evaluation = resume_evaluation(config, here, lesson, models, generation, counters)
         generation.refit.publish(counters.policy_version)
     driver = build_driver(config, here, material, generation, counters)
     record_lesson(here, lesson, material.scoring, generation.loop if generation else None)
@@ -80,11 +77,11 @@ def set_up(config: RunConfig, here: Here) -> Run:
         curriculum=curriculum_of(config, material, counters),
         saved=counters.step,
         evaluated=counters.evaluated,
-        beside=beside,
+        beside=evaluation.beside,
         best=None if counters.best is None else BestLoss(**counters.best),
     )
-    if metrics and repeated is not None:
-        run.writer.evaluation(repeated, run.with_format(metrics))
+    if evaluation.metrics and evaluation.step is not None:
+        run.writer.evaluation(evaluation.step, run.with_format(evaluation.metrics))
     return run
 
 

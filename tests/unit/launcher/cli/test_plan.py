@@ -160,7 +160,7 @@ def test_a_plan_for_2048_nodes_is_no_more_work_than_one_and_a_half_for_8(more):
             nonlocal count
             count += event == "call"
 
-        batch = ("grpo.prompts_per_step=2048", "grpo.global_batch=2048")
+        batch = ("grpo.prompts_per_step=8192", "grpo.global_batch=8192")
         for _ in range(2):
             count = 0
             sys.setprofile(profile)
