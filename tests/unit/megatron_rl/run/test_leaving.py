@@ -134,7 +134,7 @@ def test_no_rank_disconnects_before_all_have_met_after_the_outcome(
     attempt.folder.mkdir(parents=True)
     nothing = SimpleNamespace(close=lambda: None, stop=lambda: None)
     saved = SimpleNamespace(saving=None, wait=lambda final: None)
-    run = SimpleNamespace(step=4, why_over="", checkpointer=saved, driver=nothing, writer=nothing)
+    run = SimpleNamespace(step=4, why_over="", beside=None, checkpointer=saved, driver=nothing, writer=nothing)
     run.record = SimpleNamespace(flush=lambda: None)
     run.generation = SimpleNamespace(end=lambda: None)
     events: list[tuple[str, bool]] = []

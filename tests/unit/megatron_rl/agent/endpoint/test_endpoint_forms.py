@@ -12,6 +12,7 @@ from endpoint_helpers import USER, Opened, with_session
 from optional import needs
 from server_helpers import TEMPLATE, byte_tokenizer
 
+from megatron_rl.agent.scoring import CheckedReward
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.model.grammar import Grammars
 from megatron_rl.model.policy import build_policy
@@ -61,7 +62,7 @@ def chats(engine: Engine, asked: Sequence[dict[str, Any]]) -> tuple[list[Any], l
 
     async def program(one: Opened) -> tuple[list[Any], list[tuple[list[str], list[float]]]]:
         found = [await one.openai.chat.completions.create(model="policy", messages=[USER], **each) for each in asked]
-        sequences = one.session.trajectory(1.0).sequences
+        sequences = one.session.trajectory(CheckedReward(1.0, {})).sequences
         return found, [(each.grammars, each.logprobs[each.prompt_length :]) for each in sequences]
 
     return with_session(program, engine=engine, sampling=Sampling(max_new_tokens=300, min_new_tokens=100))
