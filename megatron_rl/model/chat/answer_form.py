@@ -28,6 +28,7 @@ _CALLED = {
 _SEPARATORS = ((", ", ": "), (",", ":"))
 """Separators of items, and of a key and its value, in JSON as templates write it."""
 _TAIL_TOKENS = 8
+_CHANNEL = "<|channel|>"
 
 
 class NoForm(ValueError):
@@ -54,6 +55,8 @@ class _CallText(NamedTuple):
 def grammar_of(form: AnswerForm, chat: Chat, prompt: Sequence[int]) -> str:
     """Return the grammar of an answer to a prompt: a thought if the model thinks first, the content or a call, and an
     end token. Raises NoForm."""
+    if _CHANNEL in (chat.tokenizer.chat_template or ""):
+        raise NoForm("the model writes its answers in channels, which no form covers")
     spelling = _Spelling(chat.tokenizer)
     rules, bodies = [], []
     if form.schema is not None:
@@ -127,9 +130,12 @@ def _call_text(chat: Chat) -> _CallText:
         whole = tokenizer.conversation([_ASKED, _CALLED], [_TOOL], variables, add_generation_prompt=False) or ""
     except ValueError as error:
         raise NoForm(f"the chat template writes no calls: {error}") from error
-    same = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
-    call = whole[same:]
-    if prompt.rstrip().endswith(THINK):
+    thought = f"\n{THINK_END}\n\n" if prompt.rstrip().endswith(THINK) else ""  # the answer begins within it
+    before = prompt if whole.startswith(prompt) else prompt.rstrip().removesuffix(THINK)
+    if not whole.startswith(before):
+        raise NoForm("the chat template writes the conversation before a call in other words")
+    call = whole.removeprefix(before)
+    if THINK_END in call:  # an empty thought, which `_thought` allows for
         call = call.rpartition(THINK_END)[2].lstrip()
     ends = (call.find(tokenizer.show(end)) for end in tokenizer.end_ids)
     call = call[: min((end for end in ends if end >= 0), default=len(call))]
@@ -140,7 +146,7 @@ def _call_text(chat: Chat) -> _CallText:
             break
     else:
         raise NoForm("the model does not write calls as a name and a JSON object, so they cannot be forced")
-    read = chat.parse(tokenizer.encode(call), tokenizer.encode(prompt), [_TOOL]).tool_calls
+    read = chat.parse(tokenizer.encode(thought + call), tokenizer.encode(prompt), [_TOOL]).tool_calls
     if [(each.name, json.loads(each.arguments)) for each in read] != [(_NAME, _ARGUMENTS)]:
         raise NoForm("the calls of the model cannot be read back, so they cannot be forced")
     return _CallText(before, between, behind, separators)
