@@ -9,13 +9,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from checkpoint_helpers import run_ranks
-from core_helpers import END, VOCAB, tiny_model, tiny_run
+from core_helpers import ALPHABET, END, VOCAB, tiny_model, tiny_run
 from family_shapes import LATENT
 from layout_helpers import fill, wrong_weights
 from megatron.core import parallel_state
@@ -28,9 +29,11 @@ from megatron_rl.generate.engine.scheduler import StepPlan
 from megatron_rl.generate.refit.rank_engine import build_engine
 from megatron_rl.generate.refit.rank_refit import ReshardedWeights
 from megatron_rl.model.fused import FusedPolicy
+from megatron_rl.model.grammar import Grammars
 from megatron_rl.model.platform.layer_kernels import TorchKernels
 from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.rank.engine_ranks import EngineRanks
 from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.config import RunConfig
@@ -38,6 +41,8 @@ from megatron_rl.recipe.inference import Sampling
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=7)
 CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=7)
+TOKENIZER = CharacterTokenizer(ALPHABET)
+SUM = f'start: /[0-9]{{1,2}}/ "+" /[2-6]{{2,3}}/ <[{END}]>\n' if find_spec("llguidance") else ""
 PROMPTS = [[1, 10, 2, 12], [7], [5, 11, 5, 12, 0, 3, 3], [9, 9], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [4]]
 LIMIT = timedelta(seconds=60)
 
@@ -144,8 +149,9 @@ def recipe(layout: Layout, ranks: int) -> RunConfig:
 
 
 def requests() -> list[GenerationRequest]:
+    """Every third one is forced into a grammar."""
     return [
-        GenerationRequest(prompt, 2, sampling, key=number)
+        GenerationRequest(prompt, 2, sampling, key=number, grammar="" if number % 3 else SUM)
         for number, (prompt, sampling) in enumerate((prompt, s) for prompt in PROMPTS for s in (GREEDY, CUT))
     ]
 
@@ -173,7 +179,7 @@ def see(layout: Layout, world: int) -> Seen:
     ranks = EngineRanks.form(groups, layout.engine, LIMIT)
     platform.seed(3)
     trained = build_policy(config.model, VOCAB, platform, sequence_parallel=layout.sequence_parallel)
-    engine, refit = build_engine(trained, config, VOCAB, {END}, platform, groups, ranks)
+    engine, refit = build_engine(trained, config, VOCAB, {END}, platform, groups, ranks, TOKENIZER)
     assert isinstance(engine.policy.frozen(), FusedPolicy) == layout.fused
     if isinstance(refit, ReshardedWeights):  # in several rounds, since the model is smaller than one
         refit = ReshardedWeights(trained, engine, groups, round_bytes=5000)
@@ -249,7 +255,7 @@ def alone(platform: Any, groups: Any) -> dict[tuple[bool, bool, bool], dict[int,
         fill(policy, version=2)
         ranks = EngineRanks.form(groups, 1, LIMIT)
         engine = Engine(policy.eval(), config.model, config.inference, {END}, ranks=ranks)
-        engine.policy_version = 2
+        engine.policy_version, engine.grammars.source = 2, Grammars(TOKENIZER)
         found[layout.model] = answers(engine, ranks)
     return found
 
