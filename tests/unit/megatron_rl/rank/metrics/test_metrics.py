@@ -27,11 +27,13 @@ from megatron_rl.rank.metrics.report import MOST_REASONS, AllAnswersLost, step_l
 from megatron_rl.rank.metrics.stats import (
     BatchStats,
     DeviceStats,
+    EnvironmentStats,
     LossStats,
     Reduction,
     StepStats,
     Tally,
     UpdateStats,
+    combined,
     reductions,
 )
 from megatron_rl.rank.metrics.timeline import Timeline
@@ -315,6 +317,27 @@ def line_of(one: StepReport, groups: Any) -> dict[str, Any]:
     with timeline.phase("train"):
         time.sleep(0.01)
     return step_lines(one, timeline, groups.control)[0]
+
+
+def test_an_environment_has_the_means_over_its_trained_tokens_as_far_as_its_algorithm_has_them(groups: Any) -> None:
+    sums = EnvironmentStats(4, 1, 1, 2.0, 0, tokens=8.0, entropy=4.0, clipped=2.0, kl=None)
+    silent = EnvironmentStats(4, 1, 0, 4.0, 0, tokens=0.0, entropy=0.0, clipped=None, kl=0.0)
+    one = report(BATCH, {}, {})
+    one = replace(one, stats=replace(one.stats, environments={"sums": sums, "silent": silent}))
+    found = {name: value for name, value in line_of(one, groups).items() if name.startswith("environments/")}
+    assert (found["environments/sums/entropy"], found["environments/sums/clip_fraction"]) == (0.5, 0.25)
+    of_loss = {name for name in found if name.rpartition("/")[2] in ("entropy", "clip_fraction", "kl")}
+    assert of_loss == {"environments/sums/entropy", "environments/sums/clip_fraction"}
+
+
+def test_statistics_of_losses_without_a_value_do_not_hide_it_in_others() -> None:
+    first, second = (replace(LOSS, **{name: torch.tensor(float(value)) for name, value in _given(LOSS)}) for _ in "12")
+    both = combined([replace(first, kl=torch.tensor(3.0)), second])
+    assert both.kl == 3.0 and both.tokens == 2 * first.tokens and both.rejected is None
+
+
+def _given(stats: LossStats) -> list[tuple[str, Any]]:
+    return [(field.name, value) for field in fields(stats) if (value := getattr(stats, field.name)) is not None]
 
 
 def test_reward_components_are_means_over_the_answers_that_have_them(groups: Any) -> None:
