@@ -331,6 +331,19 @@ def test_several_environments_are_a_list(write):
             "environments: environment 'arithmetic' is listed more than once",
         ),
         ("weight: 2", "weight: 0", -1, "environments: nothing to train on"),
+        ("weight: 2", "grpo: {btch: 1}", 0, "environments.0.grpo.btch: unknown key"),
+        (
+            "weight: 2",
+            "grpo: {turn_weight: 2.0}",
+            0,
+            "environments.0.grpo: turn_weight is set, and turn_",
+        ),
+        (
+            "weight: 2",
+            "grpo: {turn_discount: 0.9}",
+            0,
+            "environments.0.grpo.turn_discount is set, and environment 'arithmetic' answers in one turn",
+        ),
     ],
 )
 def test_an_error_in_the_list_names_line_and_environment(write, old, new, line, said):

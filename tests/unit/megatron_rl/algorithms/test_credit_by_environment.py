@@ -11,6 +11,7 @@ from core_helpers import random_groups, tiny_run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.answers import usable
 from megatron_rl.algorithms.credit import assign_credit
@@ -80,6 +81,23 @@ def test_the_split_over_drivers_changes_no_bit(
     known = of_positions(of_step, range(6))
     assert known is not None
     assert torch.equal(assign_credit(groups, config, known).advantages, assign_credit(groups, config).advantages)
+
+
+def test_credit_by_turn_is_the_same_where_a_group_arrives_from_another_driver() -> None:
+    """Its answers come with advantages over the step, since another environment compares over the step."""
+    groups = [
+        replace(each, trajectories=[one.with_turn_scores((TurnScore(one.reward / 2),)) for one in each.trajectories])
+        for each in groups_of([0, 1, 0, 1, 0, 1])
+    ]
+    config = configured([{"turn_discount": 0.9}, {"baseline": "batch"}, None])
+    here = assign_credit(groups, config)
+    of_step = of_tables([Table.of(dict(enumerate(groups)), config)], config.algorithms.each)
+    for first in range(6):
+        known = of_positions(of_step, [first])
+        there = assign_credit([groups[first]], config, known)
+        assert here.of_spans is not None and (there.of_spans is None) == bool(first % 2)
+        rows = here.group == first  # each answer is one turn
+        assert torch.equal(there.advantages if there.of_spans is None else there.of_spans, here.of_spans[rows])
 
 
 def test_dynamic_sampling_keeps_by_the_limits_of_the_environment() -> None:

@@ -13,8 +13,9 @@ from core_helpers import tiny_run, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
-from megatron_rl.algorithms.answers import scored_answers, usable, with_components
+from megatron_rl.algorithms.answers import scored_answers, usable, with_components, with_turn_rewards
 from megatron_rl.algorithms.rewards import has_signal, length_rewards
 from megatron_rl.recipe.config import RunConfig
 
@@ -107,6 +108,17 @@ def test_each_environment_has_its_own_components() -> None:
     assert answers.rewards.tolist() == [2.0, 0.5]
     assert answers.component_weights["right"].tolist() == [2.0, 0.0]
     assert answers.components["right"][0] == 1.0 and math.isnan(answers.components["right"][1])
+
+
+def test_an_answer_without_rewards_by_turn_is_lost_and_counted() -> None:
+    (group,) = groups([1.0, 0.0, 0.5])
+    first, second, third = group.trajectories
+    scored = [one.with_turn_scores((TurnScore(one.reward),)) for one in (first, third)]
+    whole = replace(group, trajectories=scored)
+    assert with_turn_rewards(whole) is whole
+    found = with_turn_rewards(replace(group, trajectories=[scored[0], second, scored[1]], failures={"timeout": 1}))
+    assert found.trajectories == scored
+    assert found.failures == {"timeout": 1, "the reward has no turn_rewards (grpo.turn_discount)": 1}
 
 
 def test_an_answer_without_a_component_that_is_read_is_lost_and_counted() -> None:

@@ -44,6 +44,13 @@ def test_reaching_the_goal_is_rewarded() -> None:
     assert "(Right)\nSFFF\nFHFH\nF[F]FH\nHFFG\n" in Lines().decode(one.tokens)
 
 
+def test_turns_have_their_rewards_and_the_observation_before_them_as_key() -> None:
+    first, second, third = play(build(invalid_action_reward=-2.5), "down", "left", "swim").turn_scores
+    assert [each.reward for each in (first, second, third)] == [0.0, 0.0, -2.5]
+    assert first.key == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert second.key == "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG" and third.key == second.key.replace("Down", "Left")
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [
