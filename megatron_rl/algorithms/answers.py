@@ -118,7 +118,8 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
 
 def algorithms_of(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Tensor:
     """Return the algorithm of each group's environment, [groups] int64 index in `RunConfig.algorithms`."""
-    return int64([config.algorithms.index(group.problem.environment) for group in groups])
+    algorithms = config.algorithms
+    return int64([algorithms.index(group.problem.environment) for group in groups])
 
 
 def accuracy_of(answer: Trajectory, component: str | None) -> float:
