@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from launcher.runs.state import RunStatus, State
     from launcher.runs.submitit_job import LocalJobOfRun, SlurmJobOfRun
     from launcher.start.evaluation import EvaluationOptions
-    from launcher.start.request import PlannedRun, Request
     from megatron_rl.contract.evaluation_records import EvaluationResult
 
 __all__ = ["BadInput", "Failed", "GroupLine", "Run", "Unsure", "find", "submit"]
@@ -174,9 +173,10 @@ class Run:
     ) -> Run:
         """Start the run again from its newest checkpoint, as `mrl resume` does, and return it. overrides: changes such
         as `training.steps=1200`. Raises BadInput, for example where it is alive."""
+        from launcher.start.quiet import start_quietly
         from launcher.start.request import resumption
 
-        return _started(resumption(self.files, overrides, cluster, update_code=update_code, trust=trust))
+        return Run(*start_quietly(resumption(self.files, overrides, cluster, update_code=update_code, trust=trust)))
 
     def replay(self, step: int, prompt: str | int, **options: Any) -> Replayed:
         """Answer a recorded prompt again with the random numbers of its step, and score the recorded answers by today's
@@ -199,18 +199,24 @@ class Run:
             report: called with the progress, a mapping with the keys set, mode, done, of and waits_for.
             options: those of `mrl evaluate`, such as k=8, env="gsm8k" or sets=["held_out"].
 
-        Raises BadInput where an option cannot be used, Failed where the evaluation fails.
+        Raises BadInput where an option cannot be used, Failed where the evaluation fails, and KeyboardInterrupt after
+        Ctrl-C; answers so far are kept, and the same call continues. Call it in the main thread, which gets signals.
         """
-        from launcher.backends.child import evaluate
+        from launcher.backends.child import ChildInterrupted, evaluate
         from launcher.start.evaluation import evaluation_here
 
-        result, _ = evaluate(evaluation_here(str(self.path), _evaluation_options(options)), report or (lambda _: None))
+        asked = evaluation_here(str(self.path), _evaluation_options(options))
+        try:
+            result, _ = evaluate(asked, report or (lambda _: None))
+        except ChildInterrupted:
+            raise KeyboardInterrupt from None
         return result
 
     def submit_evaluation(self, cluster: str, run_dir: str | Path | None = None, **options: Any) -> Run:
         """Submit a job that scores the newest checkpoint, and return its run, whose `job.result()` is the result.
         options: as of `evaluate`. Raises BadInput."""
         from launcher.start.evaluation import evaluation_job
+        from launcher.start.quiet import submit_quietly
         from launcher.start.request import Request
 
         clusters, folder = load_clusters(), _path(run_dir)
@@ -218,7 +224,8 @@ class Run:
         if name == LOCAL:
             raise BadInput("submit_evaluation needs a Slurm cluster; evaluate() scores the checkpoint here")
         planned = evaluation_job(str(self.path), _evaluation_options(options), clusters, name, folder)
-        return _submitted(planned, Request(recipe=planned.recipe.asked, run_dir=folder, cluster=name), ())
+        request = Request(recipe=planned.recipe.asked, run_dir=folder, cluster=name)
+        return Run(*submit_quietly(planned, request, clusters.profile(name), ()))
 
 
 def find(name: str | None = None) -> Run:
@@ -255,60 +262,19 @@ def submit(
         Unsure: Slurm did not say whether it accepted the job; the directory stays.
         Failed: the run did not start on this machine.
     """
+    from launcher.start.quiet import start_quietly
     from launcher.start.request import Request
 
-    return _started(
-        Request(
-            recipe=str(recipe),
-            overrides=overrides,
-            cluster=cluster,
-            run_dir=_path(run_dir),
-            change=change,
-            trust=trust,
-            after=tuple(map(str, after)),
-        )
+    request = Request(
+        recipe=str(recipe),
+        overrides=overrides,
+        cluster=cluster,
+        run_dir=_path(run_dir),
+        change=change,
+        trust=trust,
+        after=tuple(map(str, after)),
     )
-
-
-def _started(request: Request) -> Run:
-    from launcher.recipe.sweep import count
-    from launcher.start.planned import check_directories, remarks_of
-    from launcher.start.request import plan_runs
-
-    if (runs := count(request.overrides)) > 1:
-        raise BadInput(f"a sweep of {runs} runs: submit each in a loop, or quote a comma that belongs to a value")
-    clusters = load_clusters()
-    cluster, (planned,) = plan_runs(request, clusters)
-    remarks = remarks_of([planned])
-    notes = (*remarks.notes, *remarks.warnings, *check_directories([planned], request, clusters, cluster))
-    if cluster != LOCAL:
-        return _submitted(planned, request, notes)
-    return _started_here(planned, request, notes)
-
-
-def _submitted(planned: PlannedRun, request: Request, notes: tuple[str, ...]) -> Run:
-    from launcher.start.on_slurm import draft_of, submissions
-
-    drafted = draft_of(planned, load_clusters().profile(str(planned.recipe.config.cluster)), request)
-    (done,) = submissions([planned], [drafted], request)
-    return Run(done.job.run.root, (*notes, *done.job.notes))
-
-
-def _started_here(planned: PlannedRun, request: Request, notes: tuple[str, ...]) -> Run:
-    from launcher.host.record.identity import note_submission
-    from launcher.start.on_this_machine import check_here, prepare_here, supervise, wait_for_start
-
-    if request.after:
-        raise BadInput("after: only for Slurm clusters, but this run is local; wait() for the other run first")
-    checked = check_here(planned, request)
-    prepared = prepare_here(planned, request, checked)
-    run, attempt = prepared.opened.run, prepared.opened.attempt
-    notes = (*notes, *checked.warnings, *checked.notes)
-    if attempt is not None:  # otherwise it is finished
-        complaint = note_submission(run, LOCAL, None)
-        notes = (*notes, *filter(None, [complaint]))
-        wait_for_start(supervise(prepared, attempt, owner=None))
-    return Run(run.root, notes)
+    return Run(*start_quietly(request))
 
 
 def _evaluation_options(options: Mapping[str, Any]) -> EvaluationOptions:

@@ -144,9 +144,5 @@ def test_a_finished_local_run_is_a_finished_local_job(tmp_path: Path) -> None:
     write(run.done, Done(1, 3, 0.0))
     job = Run(run.root).job
     assert isinstance(job, submitit.LocalJob)
-    assert (job.job_id, job.state, job.done(), job.result()) == (
-        "4711",
-        "FINISHED",
-        True,
-        {"step": 3, "mean_reward": 1.0},
-    )
+    assert (job.job_id, job.state, job.done()) == ("4711", "FINISHED", True)
+    assert job.result() == {"step": 3, "mean_reward": 1.0}
