@@ -315,6 +315,7 @@ class ManyDrivers:
             curriculum=None,
             saved=counters.step,
             evaluated=-1,
+            beside=None,
         )
 
 
