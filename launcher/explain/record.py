@@ -125,9 +125,10 @@ def scores_of(line: MetricsLine) -> dict[str, dict[str, float]]:
 
 
 def sampled_shares(evaluations: Iterable[MetricsLine]) -> list[str]:
-    """Return the scores of sampled answers that have an interval, such as pass@8, in their order."""
-    names = dict.fromkeys(score for line in evaluations for scores in scores_of(line).values() for score in scores)
-    return [name for name in names if f"{name}_low" in names]
+    """Return the scores of sampled answers that have an interval, such as pass@8: by kind, and then by their k."""
+    names = {score for line in evaluations for scores in scores_of(line).values() for score in scores}
+    shares = [name.partition("@") for name in names if f"{name}_low" in names]
+    return ["".join(share) for share in sorted(shares, key=lambda share: (share[0], len(share[2]), share[2]))]
 
 
 def held_out_losses(evaluations: Sequence[MetricsLine]) -> dict[str, list[tuple[int, float]]]:

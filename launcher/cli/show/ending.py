@@ -10,7 +10,7 @@ from operator import itemgetter
 from launcher.cli.show.history import RECENT, History, clock, mean, shown_accuracy
 from launcher.cli.show.scores import lines as evaluation_lines
 from launcher.cli.show.scores import result_of
-from launcher.explain.record import accuracies, held_out_losses, sampled_shares
+from launcher.explain.record import GREEDY, accuracies, held_out_losses, sampled_shares
 from launcher.host.judge.sentence import describe_end
 from launcher.runs.failure import RunFailure, failure_of
 from launcher.runs.state import result_file
@@ -98,10 +98,8 @@ def result_lines(history: History) -> list[str]:
         step, best = min(losses, key=itemgetter(1))
         now = f" -> {losses[-1][1]:.4f}, best {best:.4f} after step {step}" if len(losses) > 1 else " before training"
         lines.append(f"loss:            {losses[0][1]:.4f}{now} on {name}")
-    for name, (before, after) in sorted(accuracies(history.evaluations).items()):
-        trained = f" -> {shown_accuracy(after)}" if len(history.evaluations) > 1 else " before training"
-        lines.append(f"greedy accuracy: {shown_accuracy(before)}{trained} on {name}")
-    for score in sampled_shares(history.evaluations):
+    for score in (GREEDY, *sampled_shares(history.evaluations)):
         for name, (before, after) in sorted(accuracies(history.evaluations, score).items()):
-            lines.append(f"{f'{score}:':<16} {shown_accuracy(before)} -> {shown_accuracy(after)} on {name}")
+            trained = f" -> {shown_accuracy(after)}" if len(history.evaluations) > 1 else " before training"
+            lines.append(f"{f'{score}:'.replace('_', ' '):<16} {shown_accuracy(before)}{trained} on {name}")
     return lines

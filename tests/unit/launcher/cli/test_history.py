@@ -95,9 +95,11 @@ def test_the_line_of_an_evaluation_has_its_lost_answers():
 
 def test_scores_of_sampled_answers_are_shown_with_their_intervals():
     share = {"eval/a/pass@8": 0.5, "eval/a/pass@8_low": 0.4, "eval/a/pass@8_high": 0.625}
+    late = {name.replace("@8", "@16"): value for name, value in share.items()}
     before = MetricsLine(0, {"eval/b/greedy_accuracy": 0.25, **share, "eval/a/tokens": 3.0})
     said = "evaluation after step 0: greedy accuracy b 0.250; pass@8 a 0.500 (0.400 to 0.625)"
     assert evaluation_line(before) == said
+    assert evaluation_line(MetricsLine(0, {**late, **share})).index("pass@8") < 40, "before pass@16"
     after = MetricsLine(9, {**share, "eval/a/pass@8": 0.6})
     assert result_lines(History(steps=9, evaluations=[before, after]))[-1] == "pass@8:          0.500 -> 0.600 on a"
 
