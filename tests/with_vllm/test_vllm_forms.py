@@ -30,7 +30,7 @@ from megatron_rl.recipe.inference import Sampling
 
 pytestmark = needs("llguidance")
 
-LIMIT_S = 120.0
+LIMIT_S = 600.0
 SIZE = {
     "type": "object",
     "properties": {
