@@ -196,9 +196,10 @@ def test_trackio_shows_rows_once_that_are_sent_again_after_a_lost_answer(tmp_pat
     write(run.tracker("trackio"), TrackerRun("ab12"))
     config = read_config(run)
     tracker = opened("trackio", TrackedRun(run, TrackerRun("ab12"), config.model_dump(mode="json"), config.logging))
-    for values in ({"loss": 1.0}, {"loss": 1.0}):
+    for values in ({"loss": 1.0}, {"loss": 1.0}, {"eval/x/greedy_accuracy": 0.5}):
         tracker.log([RecordRow(1, 5.0, values)])
     assert curve("trackio", run, "loss") == [(1, 1.0, 5.0)]
+    assert curve("trackio", run, "eval/x/greedy_accuracy") == [(1, 0.5, 5.0)], "a late evaluation is not a repetition"
 
 
 # Failures of a tracker do not affect the run

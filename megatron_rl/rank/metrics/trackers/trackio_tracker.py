@@ -1,13 +1,14 @@
 """trackio.
 
-Rows go to trackio's store or server in one call each, under ids that follow from the step: of two rows with the same id
-trackio keeps the first. `trackio.log` would queue rows under random ids and send those that it could not deliver later,
-beside the same steps of the next attempt.
+Rows go to trackio's store or server in one call each, under ids that follow from the step and the metrics: of two rows
+with the same id trackio keeps the first. `trackio.log` would queue rows under random ids and send those that it could
+not deliver later, beside the same steps of the next attempt.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -52,8 +53,9 @@ def config_of(tracked: TrackedRun, asked: TrackioConfig) -> dict[str, Any]:
     return tracked.recipe | tracked.fork | {"_Username": None, "_Created": created, "_Group": asked.group}
 
 
-def log_id(run: str, row: RecordRow) -> str:
-    return f"{run}-{row.step}" + "-late" * row.late
+def log_id(name: str, row: RecordRow) -> str:
+    """Id of a row: other metrics of the same step, such as those of a late evaluation, have another one."""
+    return f"{name}-{row.step}-{zlib.crc32(' '.join(sorted(row.values)).encode()):08x}"
 
 
 class LocalStore:
