@@ -105,8 +105,8 @@ def evaluate(run: Run) -> None:
         metrics, early = run.evaluate(), run.config.training.early_stop
         run.writer.evaluation(run.step, metrics)
     run.evaluated = run.step
-    if early is not None:
-        run.best = best_after(run.best, metrics[f"eval/{ALL}/loss"], run.step, early)
+    if early is not None and (loss := metrics.get(f"eval/{ALL}/loss")) is not None:
+        run.best = best_after(run.best, loss, run.step, early)
 
 
 def conclude_evaluation(run: Run, *, wait: bool) -> None:

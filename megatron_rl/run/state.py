@@ -223,9 +223,11 @@ class Run:
         return why_over(self.best, self.config.training.early_stop)
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the loss on held-out rows, the scores on the evaluation sets that are due, and the format of the
-        prompts, as far as there are any. Collective."""
-        metrics: dict[str, Any] = {} if self.held_out is None else self.held_out.losses(self.trainer)
+        """Return the loss on held-out rows and the scores on the evaluation sets, as far as they are due, and the
+        format of the prompts. Collective."""
+        metrics: dict[str, Any] = {}
+        if self.held_out is not None and self.config.evaluation.due(self.step, self.config.training.steps):
+            metrics |= self.held_out.losses(self.trainer)
         if self.environment is None or self.generation is None:
             return metrics
         loop = self.generation.loop

@@ -57,6 +57,8 @@ def test_the_loss_is_that_of_transformers_in_float64_by_token_and_by_set(
     assert run.evaluate() == pytest.approx(expected, rel=1e-6)
     assert run.evaluate() == run.evaluate()
     assert all(map(torch.equal, before, run.trainer.policy.parameters()))
+    run.step = 1  # only another evaluation set is due
+    assert run.evaluate() == {}
     assert caplog.text.count("1 held-out rows cannot be read as tokens") == 1
 
 
