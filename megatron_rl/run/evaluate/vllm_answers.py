@@ -112,6 +112,8 @@ class VllmEngine:
         """Answer a prompt, as InferenceInterface says. Raises VllmGone too."""
         if beyond := request.beyond_training:
             raise Unsupported(f"{beyond} is not supported by vLLM in an evaluation")
+        if request.grammar:
+            raise Unsupported("tool_choice, response_format: vLLM forces no form in an evaluation; use --engine native")
         answers = begun(request, self._tokenizer.end_ids, self._tokenizer.decode)
         try:
             await asyncio.gather(*map(self._stream, shared_streams(answers, self._most)))
