@@ -14,7 +14,6 @@ from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.origin import contradictions as contradictions_of_checkpoint
 from megatron_rl.checkpoint.hf.origin import origin_of
 from megatron_rl.checkpoint.load import read_weights, verify
-from megatron_rl.checkpoint.stored_shards import StoredShards
 from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.model.hf_mapping import TensorPiece, Weight, sources
 from megatron_rl.model.hf_parts import held_weights
@@ -95,6 +94,8 @@ def load_pretrained(policy: Policy, model: ModelConfig, folder: Path) -> str:
 
 def has_prediction(checkpoint: Path) -> bool:
     """Whether a checkpoint holds a prediction layer. Others were not trained with one."""
+    from megatron_rl.checkpoint.stored_shards import StoredShards  # imports what most ranks never need
+
     return StoredShards(checkpoint).holds(f"{PREDICTION}enorm.weight")
 
 

@@ -101,7 +101,7 @@ class Attempt:
         return ended(self.processes, timeout_s)
 
     def logs(self) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in sorted(self.run_dir.root.glob(f"log.{self.number}.*")))
+        return "\n".join(path.read_text()[-8000:] for path in sorted(self.run_dir.root.glob(f"log.{self.number}.*")))
 
 
 def lines_of(record: Path) -> list[dict[str, Any]]:

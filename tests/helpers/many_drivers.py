@@ -270,7 +270,7 @@ class ManyDrivers:
         config, control = self.config, here.groups.control
         agent, first = Pupil(), control.rank == 0
         lesson = SimpleNamespace(sets=agent.training_sets(), environment=None)
-        material: Any = SimpleNamespace(lesson=lesson, scoring=agent, digests={}, left_out={})
+        material: Any = SimpleNamespace(lesson=lesson, scoring=agent, digests={}, left_out={}, mix=None)
         saved = self.root / COUNTERS
         counters = Counters.of(json.loads(saved.read_text())) if saved.exists() else Counters()
         role = TrainingDriver.of(here.groups)
@@ -305,6 +305,7 @@ class ManyDrivers:
             trainer=Learner(config, here, pool, self.ledger, counters.policy_version),  # type: ignore[arg-type]
             generation=generation,
             driver=build_driver(config, here, material, generation, counters),
+            held_out=None,
             checkpointer=InstantCheckpointer(self.run_dir, config, control, counters.step),  # type: ignore[arg-type]
             writer=MetricsWriter(self.run_dir, here.attempt, config.logging, counters.step, -1) if first else Writer(),
             record=RolloutRecord(here.attempt, control.rank, config, SimpleNamespace(token_bytes=bytes)),  # type: ignore[arg-type]
@@ -315,6 +316,7 @@ class ManyDrivers:
             curriculum=None,
             saved=counters.step,
             evaluated=-1,
+            best=None,
             beside=None,
         )
 

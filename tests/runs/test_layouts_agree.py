@@ -21,6 +21,7 @@ from layout_helpers import Layout, boxes, of_whole_model, shards_of, sharpen, wh
 from torch import Tensor
 
 from megatron_rl.agent.api import build_environment
+from megatron_rl.algorithms.credit import Credit
 from megatron_rl.contract.codes import CACHE_VARIABLE
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.stream import shares
@@ -315,7 +316,7 @@ class KeptLogprobs:
     def is_sampled(self, step: int) -> bool:
         return True
 
-    def add(self, step: int, batch: RolloutBatch, trained: bool, advantages: Tensor, logprobs: Tensor) -> None:
+    def add(self, step: int, batch: RolloutBatch, credit: Credit | None, logprobs: Tensor) -> None:
         self.logprobs = logprobs.clone()
 
 
