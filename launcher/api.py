@@ -86,8 +86,7 @@ class Run:
     @property
     def state(self) -> State:
         """One of new, queued, requeued, running, saving, finished, stopped, failed, cancelled, lost, unknown,
-        unreadable,
-        copy: see `mrl status --help`. Asks Slurm."""
+        unreadable and copy: see `mrl status --help`. Asks Slurm."""
         return self.status.state
 
     @property

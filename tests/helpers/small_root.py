@@ -8,6 +8,11 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from megatron_rl.agent.sandbox.container import Container, ContainerLimits, why_not_contained
 
 LEFT_OUT = (
     "site-packages",
@@ -24,7 +29,8 @@ PYTHON = os.path.realpath(sys.executable)
 
 
 def make_small_root(root: Path) -> Path:
-    """Make it out of copies, or links, of this machine's files, at their own paths."""
+    """Make it out of copies, or links, of this machine's files, at their own paths. Skips the test where the kernel
+    allows no containers."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     extensions = [*map(str, (stdlib / "lib-dynload").glob("*.so"))]
     listed = subprocess.run(["ldd", PYTHON, "/bin/sh", *extensions], capture_output=True, text=True, check=True).stdout
@@ -40,6 +46,10 @@ def make_small_root(root: Path) -> Path:
     shutil.copytree(stdlib, target, ignore=shutil.ignore_patterns(*LEFT_OUT), copy_function=_take, dirs_exist_ok=True)
     (root / "etc").mkdir()
     (root / "etc/environment").write_text(f"PATH={Path(PYTHON).parent}:/usr/bin:/bin\nOF_IMAGE='two words'\n")
+    with TemporaryDirectory() as empty:
+        container = Container(str(root), ContainerLimits(2**26, 2**24, 8), network=False)
+        if why := why_not_contained(container, Path(empty)):
+            pytest.skip(f"no containers here: {why}")
     return root
 
 
