@@ -47,7 +47,7 @@ def predicted_logprobs(
     chunk = max(1, CHUNK_BYTES // (4 * len(output.weight)))
     if output.group is None and len(targets) <= chunk:
         return token_logprobs(output.logits(hidden), targets, temperature, entropy=entropy, allowed=allowed)
-    logits = _Logits(output, temperature or 1.0, allowed)
+    logits = ScaledLogits(output, temperature or 1.0, allowed)
     logprobs, entropies = _PredictedLogprobs.apply(hidden, output.weight, targets, logits, chunk, entropy)
     return logprobs, None if entropy == "none" else entropies
 
@@ -89,7 +89,7 @@ class _PredictedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        logits: _Logits,
+        logits: ScaledLogits,
         chunk: int,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ class _PredictedLogprobs(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Logits:
+class ScaledLogits:
     output: OutputPart
     temperature: float
     allowed: AllowedTokens | None

@@ -83,10 +83,20 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
 def distillation_loss(
     tokens: TrainedTokens, teacher_logprobs: Tensor, config: GrpoConfig, weight: float
 ) -> tuple[Tensor, LossStats]:
-    """Return `grpo_loss` with weight * `teacher_advantages` added to the advantages."""
+    """Return `grpo_loss` with weight * `teacher_advantages` added to the advantages, or with weight * the tokens'
+    divergences added to the loss if they have some. A divergence that is not finite is left out; tokens that
+    `grpo.rejection` rejects keep theirs, which does not depend on the policy that sampled."""
     taught = teacher_advantages(teacher_logprobs, tokens.old_logprobs)
-    loss, stats = grpo_loss(replace(tokens, advantages=tokens.advantages + weight * taught), config)
-    return loss, replace(stats, teacher_kl=-taught.masked_fill(tokens.weights == 0, 0.0).sum())
+    teacher_kl = -taught.masked_fill(tokens.weights == 0, 0.0).sum()
+    if tokens.divergences is None:
+        loss, stats = grpo_loss(replace(tokens, advantages=tokens.advantages + weight * taught), config)
+        return loss, replace(stats, teacher_kl=teacher_kl)
+    loss, stats = grpo_loss(tokens, config)
+    learned = (tokens.weights != 0) & tokens.divergences.isfinite()
+    known = torch.where(learned, tokens.divergences, 0.0)
+    loss = loss + weight * (known * torch.where(learned, tokens.weights, 0.0)).sum()
+    teacher_divergence = known.detach().sum()
+    return loss, replace(stats, loss=loss.detach(), teacher_kl=teacher_kl, teacher_divergence=teacher_divergence)
 
 
 def teacher_advantages(teacher_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ class TrainedTokens:
     `grpo.importance` or `grpo.rejection` is not token."""
     answer_tokens: Tensor | None = None
     """Number of the log ratios that were added."""
+    divergences: Tensor | None = None
+    """Divergences from the teacher's distributions, with gradient; None without `distill.divergence`."""
     sequence: Tensor | None = None
     """[tokens] int64, index of the token's sequence in 0..sequences-1."""
     sequences: int = 0

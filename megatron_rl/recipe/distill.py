@@ -75,6 +75,29 @@ class TeacherReplicas(Section):
         return self
 
 
+class DivergenceConfig(Section):
+    """Divergence between the distributions of policy and teacher at each trained token, over the whole vocabulary: the
+    generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649), as in `GKDTrainer` of TRL."""
+
+    kind: Literal["forward", "reverse", "js"]
+    """forward: KL(teacher || policy), which teaches all that the teacher might say (TRL: beta 0). reverse:
+    KL(policy || teacher), which keeps to what the teacher says often (TRL: beta 1). js: beta * KL(teacher || m) +
+    (1 - beta) * KL(policy || m), with m = beta * teacher + (1 - beta) * policy."""
+    beta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Share of the teacher in m, with `kind: js`."""
+    top_k: PositiveInt | None = None
+    """The teacher's likeliest tokens at each position that are classes; all others together are one more. Saves memory
+    and time. null: each token of the vocabulary is one."""
+    temperature: PositiveFloat | None = None
+    """Temperature of both distributions; null: sampling.temperature. The divergence is not multiplied by its square."""
+
+    @model_validator(mode="after")
+    def _reads_beta(self) -> Self:
+        if self.kind != "js" and "beta" in self.model_fields_set and self.beta != 0.5:
+            raise ValueError(f"beta is given, and kind is {self.kind}: only js has a beta; set js, or leave beta out")
+        return self
+
+
 class DistillConfig(Section):
     """Distillation on policy (arXiv 2306.13649, arXiv 2306.08543): a teacher judges each token that the policy samples,
     and weight * (log p of the teacher - log p of the policy) is added to the token's advantage. The expected gradient
@@ -95,8 +118,12 @@ class DistillConfig(Section):
     parameters: PositiveInt | None = None
     """Parameters of the teacher, from which `mrl plan` estimates its memory on the ranks that hold it; default: counted
     in its config.json where that is on this machine, else not estimated."""
+    divergence: DivergenceConfig | None = None
+    """Divergence of whole distributions that is added to the loss, times `weight`, in place of the teacher's part of
+    the advantages. A token then teaches the probabilities of all tokens at its place, not of the sampled one alone. The
+    teacher must be on the training ranks. null: the teacher judges the sampled tokens."""
     weight: PositiveFloat = 1.0
-    """Weight of the teacher in the advantages."""
+    """Weight of the teacher in the advantages, or of the divergence in the loss."""
     reward_weight: NonNegativeFloat = 1.0
     """Factor of the advantages that rewards give, after their normalisation; 0: the teacher alone."""
 
@@ -109,4 +136,10 @@ class DistillConfig(Section):
     def _is_in_one_place(self) -> Self:
         if self.replicas is not None and self.server is not None:
             raise ValueError("replicas and server are both given: keep the one that computes the teacher's log-probs")
+        if self.divergence is not None and self.is_served:
+            place = "replicas" if self.replicas is not None else "server"
+            raise ValueError(
+                f"divergence and {place} are both given, and only training ranks compute whole distributions: leave "
+                f"out divergence, or {place}"
+            )
         return self

@@ -92,6 +92,12 @@ def against_teacher(config: RunConfig, teacher: TeacherFiles | None, tokenizer: 
     own, of_teacher = vocabulary_of(config.tokenizer, tokenizer), teacher.vocabulary()
     if own is not None and of_teacher is not None and (difference := vocabulary_difference(own, of_teacher)):
         yield f"distill.teacher {config.distill.teacher}: {difference}"
+    count = config.distill.divergence.top_k if config.distill.divergence else None
+    if own is not None and count is not None and count >= len(own):
+        yield (
+            f"distill.divergence.top_k is {count}, and the policy has {len(own)} tokens: leave it out, for each token "
+            "to be a class"
+        )
     if config.sequence_length > teacher.model.max_position_embeddings:
         yield (
             f"distill.teacher {config.distill.teacher} knows {teacher.model.max_position_embeddings} positions, fewer "

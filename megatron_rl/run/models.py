@@ -16,8 +16,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, read_weights
+from megatron_rl.learn.distill.on_ranks import FrozenTeacher
 from megatron_rl.learn.training import warm_up
-from megatron_rl.learn.training.objective import FrozenTeacher, Teacher
+from megatron_rl.learn.training.objective import Judgement, Teacher
 from megatron_rl.learn.training.offload import HostWeights
 from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.model.parallel import copy_part, groups_of_one
@@ -209,7 +210,7 @@ def build_part(
     )
 
 
-def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teacher | None:
+def build_teacher(config: RunConfig, policy: Policy, here: Here, tokenizer: Tokenizer) -> Teacher | None:
     """Load the teacher, or connect to its replicas or servers; None without `distill`. Collective.
 
     Raises ConfigurationError if the teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
@@ -232,11 +233,11 @@ def build_teacher(config: RunConfig, here: Here, tokenizer: Tokenizer) -> Teache
     model = files.model.model_copy(
         update={"dtype": own.dtype, "vocab_multiple": own.vocab_multiple, "lora": None, **source}
     ).trunk
-    policy = build_part(config, tokenizer, here.platform, model=model)
-    read_initial_weights(policy, model, groups, "distill.teacher")
+    teacher = build_part(config, tokenizer, here.platform, model=model)
+    read_initial_weights(teacher, model, groups, "distill.teacher")
     safe_points.agree()
-    share_weights(policy, groups)
-    return FrozenTeacher(policy.requires_grad_(False))
+    share_weights(teacher, groups)
+    return FrozenTeacher.of(teacher.requires_grad_(False), policy, config)
 
 
 def _served_teacher(config: RunConfig, distill: DistillConfig, here: Here, tokenizer: Tokenizer) -> Teacher:
@@ -251,7 +252,7 @@ def _served_teacher(config: RunConfig, distill: DistillConfig, here: Here, token
     here.safe_points.activity.enter("waiting for the teacher", 0)
     teacher = served.ServedTeacher(servers, tokenizer, here.groups, here.safe_points, config.job.silence_limit_s)
     teacher.check()
-    return lambda first_pass: teacher.logprobs(first_pass.batch.sequences, here.platform.device)
+    return lambda first_pass: Judgement(teacher.logprobs(first_pass.batch.sequences, here.platform.device))
 
 
 def _files(distill: DistillConfig) -> TeacherFiles | None:

@@ -41,7 +41,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
     counters = restore(checkpointer, models, initial, here.safe_points)
     check_unchanged(here.run_dir, counters.step, counters.problems, material.digests)
     models.optimizer.offload()
-    teacher = build_teacher(config, here, tokenizer)
+    teacher = build_teacher(config, models.policy, here, tokenizer)
     objective = objective_of(config, models.policy, models.reference, teacher)
     progress = counters.policy_version, counters.nonfinite_in_a_row
     trainer = Trainer(models.policy, models.optimizer, objective, config, here, *progress)

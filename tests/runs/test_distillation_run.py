@@ -98,6 +98,24 @@ def test_the_first_steps_are_the_same_in_every_layout(
             assert mine[name] == pytest.approx(other[name], **CLOSE), (name, mine["step"])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout", "divergence"),
+    [
+        pytest.param(2, {"pp": 2}, {"kind": "forward"}, id="forward, PP2"),
+        pytest.param(2, {"cp": 2}, {"kind": "js", "top_k": 8}, id="js of top tokens, CP2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_learns_from_a_divergence(
+    folder: Path, ranks: int, layout: dict[str, Any], divergence: dict[str, Any]
+) -> None:
+    of_layout = recipe(folder, ranks, layout, divergence=divergence)
+    run_dir = finished(prepare(folder / divergence["kind"], of_layout), folder, ranks)
+    lines = lines_of(run_dir.metrics)
+    found = [line["teacher_divergence"] for line in lines]
+    assert sum(found[-4:]) < 0.7 * sum(found[:4])
+    assert min(found) > 0
+
+
 def process_of_teacher(run_dir: RunDir) -> psutil.Process | None:
     """Process of the first replica of the teacher, while it runs."""
     wanted = ["--run-dir", str(run_dir.root), "--attempt", "1", "--teacher", "0"]

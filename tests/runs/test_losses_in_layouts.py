@@ -19,16 +19,20 @@ from megatron_rl.agent.api import build_environment
 from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
+from megatron_rl.learn.distill.on_ranks import FrozenTeacher
 from megatron_rl.learn.rollout.stream import shares
-from megatron_rl.learn.training.objective import Scores, objective_of
+from megatron_rl.learn.training.objective import FirstPass, Scores, objective_of
 from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.learn.training.training_batch import agree, training_batch, update_batch, update_part
+from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.platform.select import select
-from megatron_rl.model.tokenizer import build_tokenizer
+from megatron_rl.model.policy import Policy, build_policy
+from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.groups import Groups
+from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.stats import EnvironmentStats, Tally
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.run.models import build_models
+from megatron_rl.run.models import build_models, build_part
 
 OWN = """
 def loss(tokens, config):
@@ -56,6 +60,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kl weighed": {"kl_beta": 0.3, "kl_importance": True},
     "kl in the reward": {"kl_beta": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
     "entropy": {"entropy_coefficient": 0.3},
+    "forward divergence": {"divergence": {"kind": "forward"}},
+    "divergence of likeliest tokens": {"divergence": {"kind": "js", "beta": 0.3, "top_k": 5, "temperature": 1.1}},
     "by environment and turn": {
         "environments": [
             {"name": "arithmetic", "id": "turns", "grpo": {"turn_discount": 0.9, "importance": {"upper": 2.0}}},
@@ -70,8 +76,12 @@ LOSSES: dict[str, dict[str, Any]] = {
 LAYOUTS = {"micro-batches": Layout(), "DP2": Layout(dp=2), "TP2": Layout(tp=2), "CP2": Layout(cp=2)}
 ONE_BATCH = "one batch"
 CLOSE = 1e-6
-IN_EVERY_LAYOUT = ("clip", "rejected answers", "own", "kl weighed", "by environment and turn")
-"""A loss of each kind: of tokens, of whole answers, somebody's own, with a reference, and two in one step."""
+IN_EVERY_LAYOUT = (
+    *("clip", "rejected answers", "own", "kl weighed", "by environment and turn"),
+    *("forward divergence", "divergence of likeliest tokens"),
+)
+"""A loss of each kind: of tokens, of whole answers, somebody's own, with a reference, two in one step, and with a
+teacher's distributions."""
 ALSO = {
     "CP2": ("gspo", "gspo token", "sapo", "geometric importance"),  # sums over answers, which CP splits
     "DP2": ("dual clip", "cispo", "Dr. GRPO", "importance of tokens"),
@@ -98,6 +108,10 @@ class Seen(NamedTuple):
 def recipe(layout: Layout, keys: dict[str, Any], microbatch: int) -> RunConfig:
     if listed := keys.get("environments"):
         values = recipe(layout, {}, microbatch).model_dump() | {"environment": None, "environments": listed}
+        return RunConfig.model_validate(values)
+    if divergence := keys.get("divergence"):
+        values = recipe(layout, {}, microbatch).model_dump()
+        values |= {"distill": {"teacher": "/t", "weight": 0.7, "divergence": divergence}}
         return RunConfig.model_validate(values)
     return tiny_run(
         model=tiny_model(qk_norm=True).model_dump(),
@@ -126,10 +140,23 @@ def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[s
         keys = {key: own if value == "OWN" else value for key, value in LOSSES[name].items()}
         config = recipe(layout, keys, microbatch)
         reference = models.reference if config.algorithms.penalise_kl else None
-        objective = objective_of(config, models.policy, reference)
+        teacher = teacher_of(config, models.policy, here, tokenizer) if config.distill else None
+        objective = objective_of(config, models.policy, reference, teacher)
         trainer = Trainer(models.policy, models.optimizer, objective, config, here)
         found[name] = one_update(trainer, groups)
     return found
+
+
+def teacher_of(config: RunConfig, policy: Policy, here: Here, tokenizer: Tokenizer) -> FrozenTeacher:
+    """A random teacher with other sizes than the policy's, the same in every layout."""
+    larger = {"hidden_size": 48, "ffn_hidden_size": 40, "vocab_size": tokenizer.vocab_size + 13, "init_seed": 5}
+    model = config.model.model_copy(update=larger)
+    here.platform.seed(model.init_seed)
+    whole_teacher = build_policy(model, tokenizer.vocab_size, here.platform, groups=groups_of_one())
+    sharpen(whole_teacher)
+    teacher = build_part(config, tokenizer, here.platform, model=model)
+    copy_part(whole_teacher, teacher)
+    return FrozenTeacher.of(teacher.requires_grad_(False), policy, config)
 
 
 NOTHING = EnvironmentStats(0, 0, 0, 0, 0)
@@ -170,8 +197,14 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     if config.algorithms.compare_answers:
         of_answers, tokens = answer_log_ratios(before - batch.inference_logprobs, batch.trajectory_lengths)
     reference = trainer.score(kept, batch, update.inputs) if (kept := trainer.objective.reference) else None
+    teacher = distributions = None
+    if trainer.objective.teacher:
+        micro = update_batch(part, agreed).microbatches
+        judged = trainer.objective.teacher(FirstPass(batch, micro, update.inputs, groups.context, trainer.score))
+        teacher, distributions = judged.logprobs, judged.distributions
     losses: list[Any] = []
-    trainer._update(batch, update, Scores(before, of_answers, tokens, reference), losses, None, lambda: None)
+    scores = Scores(before, of_answers, tokens, reference, teacher, distributions)
+    trainer._update(batch, update, scores, losses, None, lambda: None)
     of_all, _ = trainer._loss_stats(losses, dict.fromkeys(config.environment_ids, NOTHING), trained=True)
     assert of_all is not None
     tally = Tally()

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.algorithms.allowed_tokens import AllowedTokens
 from megatron_rl.algorithms.credit import Credit, assign_credit, credit_of_rows
+from megatron_rl.algorithms.divergences import Distributions, divergences
 from megatron_rl.algorithms.loss import distillation_loss, grpo_loss, supervised_loss
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.algorithms.own_functions import own_baseline, own_policy_loss
@@ -23,7 +25,7 @@ from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.learn.training.schedule import ModelInput
 from megatron_rl.learn.training.training_batch import TrainingBatch
 from megatron_rl.model.platform.host_tensors import int64
-from megatron_rl.model.policy import Policy
+from megatron_rl.model.policy import OutputPart, Policy
 from megatron_rl.rank.metrics.stats import LossStats, combined
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.grpo import GrpoConfig
@@ -39,6 +41,8 @@ class Scores:
     answer_tokens: Tensor | None = None
     reference: Tensor | None = None  # log-probs of the reference policy, if there is one
     teacher: Tensor | None = None  # log-probs of the teacher, if there is one
+    distributions: Distributions | None = None
+    """The teacher's, on the last stage of a run with `distill.divergence`."""
     current: Tensor | None = None
     """bool, tokens whose ratio is relative to the weights before the step, that of the others to the weights that
     sampled them; None: that of all tokens is relative to the weights before the step."""
@@ -51,8 +55,15 @@ class Scores:
 
         index: [tokens] indices into the trained tokens.
         """
-        known = (self.before, self.answers, self.answer_tokens, self.reference, self.teacher, self.current)
-        return Scores(*(None if each is None else each[index] for each in known))
+        known = (self.before, self.answers, self.answer_tokens, self.reference, self.teacher)
+        before, answers, answer_tokens, reference, teacher = (None if each is None else each[index] for each in known)
+        distributions = None if self.distributions is None else self.distributions.at(index)
+        current = None if self.current is None else self.current[index]
+        return Scores(before, answers, answer_tokens, reference, teacher, distributions, current)
+
+
+Heard = Callable[[Tensor, ModelInput], None]
+"""Receives the predictors of a micro-batch, [selected, hidden], on the last stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +74,7 @@ class FirstPass:
     microbatches: Sequence[MicroBatch]
     inputs: Sequence[ModelInput]  # the micro-batches as the trained policy reads them
     context: dist.ProcessGroup
-    score: Callable[[Policy, TrainingBatch, Sequence[ModelInput]], Tensor]  # `Trainer.score`
+    score: Callable[..., Tensor]  # `Trainer.score`
 
     def under_trained(self, policy: Policy) -> Tensor:
         """Score under the trained policy, whose routers replay choices if there are some. Collective."""
@@ -73,23 +84,21 @@ class FirstPass:
         """Score under a policy of the same shape as the trained one, by the choices of its own routers. Collective."""
         return self.score(policy, self.batch, [replace(each, replay=None) for each in self.inputs])
 
-    def under_another(self, policy: Policy) -> Tensor:
-        """Score under a policy of any shape. Collective."""
+    def under_another(self, policy: Policy, heard: Heard | None = None) -> Tensor:
+        """Score under a policy of any shape. heard: as for `Trainer.score`. Collective."""
         inputs = [ModelInput.of(policy, micro, self.context) for micro in self.microbatches]
-        return self.score(policy, self.batch, inputs)
-
-
-Teacher = Callable[[FirstPass], Tensor]  # returns the log-probs of a teacher, [trained tokens]. Collective
+        return self.score(policy, self.batch, inputs, heard)
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenTeacher:
-    """A teacher whose weights the training ranks hold."""
+class Judgement:
+    """Knowledge of a teacher about a batch."""
 
-    policy: Policy
+    logprobs: Tensor  # [trained tokens] of the sampled tokens
+    distributions: Distributions | None = None  # of the trained tokens: see `Scores.distributions`
 
-    def __call__(self, first_pass: FirstPass) -> Tensor:
-        return first_pass.under_another(self.policy)
+
+Teacher = Callable[[FirstPass], Judgement]  # Collective
 
 
 class Objective(ABC):
@@ -107,6 +116,16 @@ class Objective(ABC):
         """Return what the loss reads beside the policy's present log-probs; nothing by default. Collective."""
         return Scores()
 
+    def divergences(
+        self, hidden: Tensor, output: OutputPart, scored: Scores, allowed: AllowedTokens | None
+    ) -> Tensor | None:
+        """Return the divergences of some tokens from the teacher, with gradient, [tokens]; None if the loss reads none.
+        Collective over the tensor-parallel ranks.
+
+        hidden: [tokens, hidden] predictors. scored, allowed: of these tokens.
+        """
+        return None
+
     @abstractmethod
     def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
         """Return the loss of some tokens and its statistics. scored: of these tokens."""
@@ -116,7 +135,7 @@ class Supervised(Objective):
     """Cross-entropy of rows of data."""
 
     temperature = 1.0
-    absent = ("clip_low", "clip_high", "kl", "importance_weight", "rejected", "teacher_kl")
+    absent = ("clip_low", "clip_high", "kl", "importance_weight", "rejected", "teacher_kl", "teacher_divergence")
 
     def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
         return credit_of_rows(groups)
@@ -152,6 +171,7 @@ class Grpo(Objective):
             "importance_weight": all(each.importance is None for each in self._algorithms),
             "rejected": all(each.rejection is None for each in self._algorithms),
             "teacher_kl": teacher is None,
+            "teacher_divergence": config.distill is None or config.distill.divergence is None,
             "by_environment": not config.environment_ids,
         }
         self.absent = [name for name, is_absent in absent.items() if is_absent]
@@ -173,14 +193,27 @@ class Grpo(Objective):
         if self.reference is not None:
             with self.reference.without_adapters():
                 reference = first_pass.under(self.reference)
-        teacher = self.teacher(first_pass) if self.teacher else None
+        teacher = distributions = None
+        if self.teacher:
+            judged = self.teacher(first_pass)
+            teacher, distributions = judged.logprobs, judged.distributions
         # A ratio needs the token's log-prob at some weights before this step. Those of the weights before the step are
         # at hand, those of older weights only as the engine computed them. For example, with max_lag 1 a token of
         # version 7 in step 9 is compared with the engine's log-prob at version 7, and one of version 8 with the
         # trainer's at version 8. With a correction (`grpo.importance`, `grpo.rejection`) all tokens are compared with
         # version 8, and the correction weighs the difference between 7 and 8.
         current = self._current(batch)
-        return Scores(before, answers, answer_tokens, reference, teacher, current)
+        return Scores(before, answers, answer_tokens, reference, teacher, distributions, current)
+
+    def divergences(
+        self, hidden: Tensor, output: OutputPart, scored: Scores, allowed: AllowedTokens | None
+    ) -> Tensor | None:
+        if scored.distributions is None:
+            return None
+        assert self._config.distill is not None and self._config.distill.divergence is not None
+        config = self._config.distill.divergence
+        temperature = config.temperature or self.temperature
+        return divergences(hidden, output, scored.distributions, config, temperature, allowed=allowed)
 
     def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
         if len(self._algorithms) == 1:

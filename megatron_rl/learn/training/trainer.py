@@ -17,7 +17,7 @@ from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.record import RolloutRecord
 from megatron_rl.learn.training.ahead import loss_ahead
-from megatron_rl.learn.training.objective import FirstPass, Objective, Scores, trained_tokens
+from megatron_rl.learn.training.objective import FirstPass, Heard, Objective, Scores, trained_tokens
 from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.learn.training.router_replays import RouterReplays
 from megatron_rl.learn.training.schedule import ModelInput, Pipeline, UpdateInput, forward, forward_backward
@@ -192,10 +192,15 @@ class Trainer:
         read = [each for update in inputs for each in update.inputs]
         return self.objective.scores(FirstPass(batch, microbatches, read, self.groups.context, self.score))
 
-    def score(self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput]) -> Tensor:
+    def score(
+        self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput], heard: Heard | None = None
+    ) -> Tensor:
         """[trained tokens] log-probs under `policy`, without gradient: 0 for tokens outside `inputs`, for the rest of
         the pass if this rank is asked to leave, and for all unless it is the last pipeline stage. Collective over the
-        context-parallel ranks: one rank may predict in this pass what another trains on in an update."""
+        context-parallel ranks: one rank may predict in this pass what another trains on in an update.
+
+        heard: receives what the output layer reads, too.
+        """
         scores = torch.zeros_like(batch.inference_logprobs)
         output = policy.output() if self._pipeline.last else None
 
@@ -209,6 +214,8 @@ class Trainer:
                 entropy="none",
                 allowed=batch.allowed_at(read.trained),
             )
+            if heard is not None:
+                heard(hidden, read)
 
         forward(policy, inputs, receive, self._pipeline, stop=self._leaves)
         if self.groups.context.size() > 1:
@@ -269,13 +276,14 @@ class Trainer:
         def loss(hidden: Tensor, read: ModelInput) -> Tensor:
             assert output is not None
             objective, index = self.objective, read.trained
+            allowed = batch.allowed_at(index)
             logprobs, entropy = predicted_logprobs(
                 hidden,
                 output,
                 read.targets,
                 objective.temperature,
                 entropy=objective.entropy,
-                allowed=batch.allowed_at(index),
+                allowed=allowed,
             )
             assert entropy is not None
             if scores.recorded is not None:
@@ -283,6 +291,7 @@ class Trainer:
             scored, context = scores.at(index), self.groups.context
             ids = self.config.environment_ids
             tokens = trained_tokens(batch, index, update.per_sequence, scored, logprobs, entropy, context, len(ids))
+            tokens = replace(tokens, divergences=objective.divergences(hidden, output, scored, allowed))
             value, stats = objective.loss(tokens, scored)
             losses.append(stats)
             return value

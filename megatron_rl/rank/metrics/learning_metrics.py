@@ -116,6 +116,13 @@ LEARNING: dict[str, Metric] = {
         advice="If it does not fall, raise `optimizer.learning_rate`; if it rises, check that the teacher has the same "
         "tokenizer and chat template.",
     ),
+    "teacher_divergence": Metric(
+        "mean of `distill.divergence` over the trained tokens, before the factor `distill.weight`",
+        of_tokens(lambda loss: loss.teacher_divergence),
+        unit="nats per token",
+        good="falls towards 0",
+        advice="If it does not fall, raise `optimizer.learning_rate` or `distill.weight`.",
+    ),
     "prediction_loss": Metric(
         "mean of -log p of the trained tokens under the prediction layer, before the factor "
         "`model.prediction_loss_coefficient`",

@@ -148,6 +148,7 @@ class LossStats:
     importance_weight: Total | None  # None without grpo.importance
     rejected: Total | None = None  # tokens that `grpo.rejection` leaves out; they are among `tokens`. None without it
     teacher_kl: Total | None = None  # log p of the policy before the step - log p of the teacher, or None
+    teacher_divergence: Total | None = None  # distill.divergence between the present policy and the teacher, or None
     prediction: Total | None = None  # -log p of the prediction layer, of the tokens that it predicts; None if untrained
     predicted: Total | None = None  # tokens that the prediction layer predicts; None if it is not trained
     by_environment: Total | None = None

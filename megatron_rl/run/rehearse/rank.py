@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,8 @@ from torch import Tensor
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.refit.rank_engine import build_engine, build_inference_policy
-from megatron_rl.learn.training.objective import FirstPass, objective_of
+from megatron_rl.learn.distill.on_ranks import FrozenTeacher
+from megatron_rl.learn.training.objective import objective_of
 from megatron_rl.learn.training.offload import HostWeights
 from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.learn.training.trainer import Trainer
@@ -201,7 +201,7 @@ class _Rank:
         teacher = None
         if self._teacher:
             model = self._policy("teacher", of=self._teacher).requires_grad_(False)
-            teacher = partial(FirstPass.under_another, policy=model)
+            teacher = FrozenTeacher.of(model, policy, config)
         objective = objective_of(config, policy, reference, teacher)
         run = RunDir(tempfile.gettempdir())
         here = Here(run, run.attempt(1), self._platform, self._groups, safe_points)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
+from tensor_peak import Peak
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_rl.algorithms import logprobs as module
 from megatron_rl.algorithms.logprobs import predicted_logprobs
@@ -149,25 +146,6 @@ def test_temperature_0_counts_as_1_and_entropy_is_optional() -> None:
             greedy, entropy = predicted_logprobs(hidden, output, targets, 0.0, entropy="none")
             assert entropy is None
             assert torch.equal(greedy, predicted_logprobs(hidden, output, targets, 1.0)[0])
-
-
-class Peak(TorchDispatchMode):
-    """Peak bytes of the tensors created inside the context."""
-
-    def __init__(self, *given: Tensor) -> None:
-        """given: not counted, nor are views of them."""
-        super().__init__()
-        self.bytes = 0
-        self._live = dict.fromkeys((each.untyped_storage()._cdata for each in given), 0)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for storage in (each.untyped_storage() for each in tree_leaves(out) if isinstance(each, Tensor)):
-            if storage._cdata not in self._live:
-                self._live[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self._live.pop, storage._cdata, None)
-        self.bytes = max(self.bytes, sum(self._live.values()))
-        return out
 
 
 @pytest.mark.parametrize(

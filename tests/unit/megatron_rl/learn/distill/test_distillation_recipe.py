@@ -62,6 +62,11 @@ def numbered(text: str) -> dict[str, int]:
             "replicas and server are both given",
         ),
         ({"distill": {"replicas": {"nodes": 1, "vllm": {}}}}, "vllm is given, and engine is native"),
+        (
+            {"distill": {"replicas": {"nodes": 1}, "divergence": {"kind": "js"}}},
+            "divergence and replicas are both given, and only training ranks compute whole distributions",
+        ),
+        ({"distill": {"divergence": {"kind": "forward", "beta": 0.2}}}, "beta is given, and kind is forward"),
     ],
 )
 def test_contradictions_are_refused_with_their_keys(sections: dict[str, Any], error: str) -> None:
@@ -112,6 +117,13 @@ def test_a_teacher_that_does_not_fit_is_refused_at_submission(
     folder = published(tmp_path / "teacher", numbered(vocabulary), **shape)
     with pytest.raises(BadInput, match=rf"override 'distill.teacher=.*distill.teacher .*{error}"):
         asked(folder, *overrides)
+
+
+def test_more_likeliest_tokens_than_the_policy_has_are_refused_at_submission(tmp_path: Path) -> None:
+    folder = published(tmp_path / "teacher", numbered(ALPHABET))
+    with pytest.raises(BadInput, match=r"distill.divergence.top_k is 13, and the policy has 13 tokens: leave it out"):
+        asked(folder, "distill.divergence={kind: js, top_k: 13}")
+    asked(folder, "distill.divergence={kind: js, top_k: 12}")
 
 
 ON_REPLICAS = ("job.nodes=2", "distill.replicas.nodes=1")

@@ -88,6 +88,70 @@ def test_loss_gradients_and_recorded_divergence_are_those_of_the_definition(
         torch.testing.assert_close(ours[name].double(), weight.grad, rtol=2e-4, atol=2e-5, msg=name)
 
 
+DIVERGENCES = {
+    "forward": {"kind": "forward", "temperature": 1.3},
+    "js": {"kind": "js", "beta": 0.3},
+    "reverse of the likeliest": {"kind": "reverse", "top_k": 3},
+}
+
+
+def divergence_of(twin: Any, teacher: Any, tokens: list[int], divergence: dict[str, Any]) -> Tensor:
+    """[tokens - 1] divergences at every token but the first, from the definition."""
+    temperature = divergence.get("temperature", TEMPERATURE)
+    of_policy = (twin(torch.tensor([tokens])).logits[0, :-1] / temperature).softmax(-1)
+    with torch.no_grad():
+        of_teacher = (teacher(torch.tensor([tokens])).logits[0, :-1] / temperature).softmax(-1)
+    if count := divergence.get("top_k"):
+        best = of_teacher.topk(count).indices
+        of_policy, of_teacher = (
+            torch.cat((chosen, 1 - chosen.sum(-1, keepdim=True)), dim=-1)
+            for chosen in (of_policy.gather(1, best), of_teacher.gather(1, best))
+        )
+    if divergence["kind"] == "forward":
+        return (of_teacher * (of_teacher / of_policy).log()).sum(-1)
+    if divergence["kind"] == "reverse":
+        return (of_policy * (of_policy / of_teacher).log()).sum(-1)
+    beta = divergence["beta"]
+    mixed = beta * of_teacher + (1 - beta) * of_policy
+    of_both = beta * of_teacher * (of_teacher / mixed).log() + (1 - beta) * of_policy * (of_policy / mixed).log()
+    return of_both.sum(-1)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_loss_and_gradients_with_a_divergence_are_those_of_the_definition(
+    name: str, teacher: tuple[Path, Any], platform: Any, groups: Any
+) -> None:
+    folder, teachers_twin = teacher
+    divergence = DIVERGENCES[name]
+    run = run_with(folder, platform, groups, distill={"reward_weight": 0.0, "divergence": divergence})
+    twin = published_twin(run.trainer.policy, run.config.model).double()
+    answers = [one for group in GROUPS for one in group.trajectories]
+    masks = [torch.tensor(one.loss_mask[1:]) for one in answers]
+    found = [divergence_of(twin, teachers_twin, one.tokens, divergence) for one in answers]
+    mean = torch.cat([each[mask] for each, mask in zip(found, masks, strict=True)]).mean()
+    (WEIGHT * mean).backward()
+    run.trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite: nothing is updated
+    seen = step(run, GROUPS)
+    assert seen.loss is not None and seen.loss.teacher_divergence is not None
+    assert seen.loss.teacher_divergence / seen.loss.tokens == pytest.approx(mean.item(), rel=1e-5)
+    assert seen.loss.loss == pytest.approx(WEIGHT * mean.item(), rel=1e-5)
+    ours = published(run.trainer.policy, run.config.model, lambda weight: weight.main_grad)
+    for weight_name, weight in twin.named_parameters():
+        torch.testing.assert_close(ours[weight_name].double(), weight.grad, rtol=2e-4, atol=2e-5, msg=weight_name)
+
+
+def test_a_divergence_is_added_to_what_rewards_teach(teacher: tuple[Path, Any], platform: Any, groups: Any) -> None:
+    found = {}
+    for weight, reward_weight in ((1.0, 1.0), (1.0, 0.0), (3.0, 1.0)):
+        keys = {"weight": weight, "reward_weight": reward_weight, "divergence": {"kind": "forward"}}
+        seen = step(run_with(teacher[0], platform, groups, distill=keys), GROUPS).loss
+        assert seen is not None
+        found[weight, reward_weight] = seen.loss, seen.teacher_divergence / seen.tokens  # type: ignore[operator]
+    of_rewards = found[1.0, 1.0][0] - found[1.0, 0.0][0]
+    assert found[1.0, 0.0][0] == pytest.approx(found[1.0, 0.0][1], rel=1e-6)
+    assert found[3.0, 1.0][0] == pytest.approx(of_rewards + 3 * found[1.0, 1.0][1], rel=1e-5)
+
+
 def test_answers_whose_rewards_are_equal_are_trained_on(teacher: tuple[Path, Any], platform: Any, groups: Any) -> None:
     equal = [group for group in random_groups(12, 2) if len({one.reward for one in group.trajectories}) == 1][:2]
     run = run_with(teacher[0], platform, groups)
