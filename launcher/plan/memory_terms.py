@@ -192,9 +192,11 @@ def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
     """Memory of the backward pass of the log-probs: the gradient of the output layer in fp32, unless only adapters are
     trained, and that of one chunk of tokens; the logits of the chunk in fp32, and their gradient; for all tokens the
     output of the last layer, the part of it that predicts, and its gradient; and the activations of the last norm.
-    Twice with a prediction layer that is trained."""
+    Twice with a prediction layer that is trained. A divergence from a teacher makes its own gradient of the output
+    layer."""
     model, size, tokens = config.model, WEIGHT_BYTES[config.model.dtype], _tokens(config, sizes)
-    of_weight = FP32_BYTES + size if model.lora is None else 0
+    diverges = config.distill is not None and config.distill.divergence is not None
+    of_weight = FP32_BYTES + size + size * diverges if model.lora is None else 0
     rows, split = vocab // sizes.tp, sizes.tp if sizes.sequence_parallel else 1
     predicted = _predicted(config, sizes)
     whole = predicted * rows * FP32_BYTES

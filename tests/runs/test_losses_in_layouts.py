@@ -149,7 +149,9 @@ def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[s
 
 def teacher_of(config: RunConfig, policy: Policy, here: Here, tokenizer: Tokenizer) -> FrozenTeacher:
     """A random teacher with other sizes than the policy's, the same in every layout."""
+    assert config.distill is not None and config.distill.divergence is not None
     larger = {"hidden_size": 48, "ffn_hidden_size": 40, "vocab_size": tokenizer.vocab_size + 13, "init_seed": 5}
+    larger["tied_embeddings"] = config.distill.divergence.top_k is not None
     model = config.model.model_copy(update=larger)
     here.platform.seed(model.init_seed)
     whole_teacher = build_policy(model, tokenizer.vocab_size, here.platform, groups=groups_of_one())

@@ -133,6 +133,8 @@ def test_a_teacher_takes_part_on_the_training_ranks_and_on_its_replicas(tmp_path
     held = weights(teacher_files(tmp_path).model, 16).all * 4
     beside = rehearsed()["colocated"]
     assert beside["phases"]["train"]["held_by"]["teacher"] == pytest.approx(held, rel=0.02)
+    whole = rehearsed("distill.divergence.kind=js")["colocated"]
+    assert whole["phases"]["train"]["bytes"] > beside["phases"]["train"]["bytes"]
     apart = rehearsed("job.nodes=2", "distill.replicas.nodes=1")
     assert "teacher" not in apart["colocated"]["phases"]["train"]["held_by"]
     assert list(apart["teacher"]["phases"]) == ["build", "score"]

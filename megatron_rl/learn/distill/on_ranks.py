@@ -35,7 +35,11 @@ class FrozenTeacher:
         assert config.distill is not None
         if (divergence := config.distill.divergence) is None:
             return cls(teacher)
-        output = aligned(teacher.output(), policy.output()) if policy.post_process else None
+        output = None
+        if policy.post_process:
+            output = aligned(teacher.output(), policy.output())
+            if not teacher.share_embeddings_and_output_weights:  # so that its own rows are freed
+                teacher.output_layer.weight.data = output.weight
         return cls(teacher, divergence, output, divergence.temperature or config.sampling.temperature)
 
     def __call__(self, first_pass: FirstPass) -> Judgement:
