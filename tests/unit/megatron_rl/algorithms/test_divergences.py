@@ -66,6 +66,7 @@ def compared(config: DivergenceConfig, temperature: float, expected_of: Any) -> 
 def test_over_the_whole_vocabulary_they_are_those_of_trl(
     monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int
 ) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.gkd import GKDTrainer
 
     monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 8 * ROWS * chunk)
@@ -90,6 +91,7 @@ def test_over_the_whole_vocabulary_they_are_those_of_trl(
 def test_over_the_likeliest_tokens_they_are_those_of_trl(
     monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int
 ) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.sdpo.loss_utils import add_tail_bucket, compute_divergence
 
     monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 8 * ROWS * chunk)

@@ -278,7 +278,7 @@ def test_every_field_of_the_statistics_declares_its_reduction(groups: Any) -> No
     tally = Tally()
     stats.put(tally)
     total = tally.reduce(groups.control).total
-    assert len(total) == len(fields(BATCH)) + len(fields(LOSS)) - 7 + len(fields(UPDATE)) + len(fields(DEVICE))
+    assert len(total) == len(fields(BATCH)) + len(fields(LOSS)) - 8 + len(fields(UPDATE)) + len(fields(DEVICE))
     assert stats.reduced(total) == stats
     assert {name for name, reduction in reductions(LossStats).items() if reduction is Reduction.MAX} == {
         "ratio_max",
