@@ -167,12 +167,11 @@ def accuracies(group: TrajectoryGroup, config: RunConfig) -> list[float]:
 
 def with_turn_rewards(group: TrajectoryGroup) -> TrajectoryGroup:
     """Return the group without the answers that lack rewards by turn; they are counted as lost."""
-    kept = [answer for answer in group.trajectories if answer.turn_scores]
-    if len(kept) == len(group.trajectories):
+    lacking = [not answer.turn_scores for answer in group.trajectories]
+    if not any(lacking):
         return group
     reason = f"the reward has no {TURN_REWARDS} (grpo.turn_discount)"
-    failures = Counter({reason: len(group.trajectories) - len(kept)}) + Counter(group.failures)
-    return replace(group, trajectories=kept, failures=failures)
+    return _without(group, lacking, Counter({reason: sum(lacking)}))
 
 
 def with_components(group: TrajectoryGroup, names: Set[str]) -> TrajectoryGroup:
@@ -181,9 +180,13 @@ def with_components(group: TrajectoryGroup, names: Set[str]) -> TrajectoryGroup:
     if all(names <= answer.components.keys() for answer in group.trajectories):
         return group
     lacking = [sorted(names - answer.components.keys()) for answer in group.trajectories]
-    failures = Counter(group.failures)
-    for missing in filter(None, lacking):
-        failures[f"the reward has no component {missing[0]} (environment.reward_weights, accuracy)"] += 1
-    kept = [answer for answer, missing in zip(group.trajectories, lacking, strict=True) if not missing]
-    lost = [sample for sample, missing in zip(group.samples, lacking, strict=True) if missing]
-    return replace(group, trajectories=kept, failures=failures, lost=tuple(sorted([*group.lost, *lost])))
+    reasons = (f"the reward has no component {its[0]} (environment.reward_weights, accuracy)" for its in lacking if its)
+    return _without(group, [bool(its) for its in lacking], Counter(reasons))
+
+
+def _without(group: TrajectoryGroup, missing: Sequence[bool], failures: Counter[str]) -> TrajectoryGroup:
+    """Return the group without some answers, which are lost for these reasons. missing: [answers]"""
+    kept = [answer for answer, is_missing in zip(group.trajectories, missing, strict=True) if not is_missing]
+    lost = {sample for sample, is_missing in zip(group.samples, missing, strict=True) if is_missing}
+    all_failures, all_lost = failures + Counter(group.failures), tuple(sorted({*group.lost} | lost))
+    return replace(group, trajectories=kept, failures=all_failures, lost=all_lost)

@@ -119,6 +119,8 @@ def test_an_answer_without_rewards_by_turn_is_lost_and_counted() -> None:
     found = with_turn_rewards(replace(group, trajectories=[scored[0], second, scored[1]], failures={"timeout": 1}))
     assert found.trajectories == scored
     assert found.failures == {"timeout": 1, "the reward has no turn_rewards (grpo.turn_discount)": 1}
+    assert (found.lost, found.samples) == ((1,), [0, 2]), "each answer keeps the number of its sample"
+    assert with_turn_rewards(replace(group, lost=(0,))).lost == (0, 1, 2, 3)
 
 
 def test_an_answer_without_a_component_that_is_read_is_lost_and_counted() -> None:
