@@ -19,7 +19,7 @@ from megatron_rl.agent.hf_dataset import HFDatasetAgent
 from megatron_rl.agent.keys import stable_key
 from megatron_rl.agent.reward_only import or_why_not
 from megatron_rl.agent.reward_value import Reward
-from megatron_rl.agent.scoring import NotJudged, RolloutLimits
+from megatron_rl.agent.scoring import CheckedReward, NotJudged, RolloutLimits
 from megatron_rl.agent.trajectories import Problem, Trajectory
 from megatron_rl.generate.engine.interface import Completion, FinishReason, GenerationRequest, InferenceInterface
 from megatron_rl.model.tokenizer import Tokenizer
@@ -56,6 +56,14 @@ class JudgedEnvironment(HFDatasetAgent):
         if self._compares is not None:
             return await self._compares.match(golden["question"], response, golden["answer"], golden["answer"])
         return await self._scorer.score(golden["question"], response, golden["answer"])
+
+    async def rescore(
+        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
+    ) -> CheckedReward | str:
+        """Raises NotImplementedError where a reward is relative to the other answers of a group."""
+        if self._compares is not None:
+            raise NotImplementedError("judge.compare scores an answer beside the others of its group, and none alone")
+        return await super().rescore(problem, responses, finish_reason, limits)
 
     async def _results(
         self,

@@ -295,8 +295,7 @@ def test_a_match_is_asked_in_both_orders_and_a_judge_that_contradicts_itself_see
         matched(lambda first, second: "both are fine")
 
 
-def group_rewards(matches: str, answers: list[str], handler: Callable[[httpx.Request], httpx.Response]) -> list[object]:
-    """Return the rewards of a group in a training step, and the number of lost answers by reason."""
+def comparing(matches: str, handler: Callable[[httpx.Request], httpx.Response]) -> JudgedEnvironment:
     config = JudgedConfig.model_validate(
         {"judge": {**CONFIG.model_dump(exclude={"prompt"}), "compare": {"matches": matches}}, "cut_reward": -1.0}
     )
@@ -306,10 +305,18 @@ def group_rewards(matches: str, answers: list[str], handler: Callable[[httpx.Req
         transport=httpx.MockTransport(handler),
         sleep=no_pause,  # type: ignore[arg-type]
     )
-    problem = Problem("1+1?", {"question": "1+1?", "answer": "2"})
+    return environment
+
+
+QUESTION = Problem("1+1?", {"question": "1+1?", "answer": "2"})
+
+
+def group_rewards(matches: str, answers: list[str], handler: Callable[[httpx.Request], httpx.Response]) -> list[object]:
+    """Return the rewards of a group in a training step, and the number of lost answers by reason."""
+    environment = comparing(matches, handler)
     inference = ScriptedInference(CodePoints(), answers)
     sampling = Sampling(max_new_tokens=20)
-    request = GroupRolloutRequest(5, problem, len(answers), sampling, 3, inference, RolloutLimits(60.0))
+    request = GroupRolloutRequest(5, QUESTION, len(answers), sampling, 3, inference, RolloutLimits(60.0))
     group = asyncio.run(environment.group_rollout(request))
     return [*(each.reward for each in group.trajectories), dict(group.failures)]
 
@@ -326,6 +333,12 @@ def test_answers_of_a_group_are_compared_with_one_another() -> None:
     ]
     *rewards, lost = group_rewards("knockout", answers, preferring(shorter))
     assert rewards[1] == 1.0 and sorted(rewards[:4]) in ([0.0, 0.0, 0.5, 1.0],) and rewards[4] == -1 and not lost
+
+
+def test_a_compared_answer_has_no_score_alone_that_could_be_set_beside_its_recorded_one() -> None:
+    again = comparing("all", preferring(shorter)).rescore(QUESTION, ["22"], "stop", RolloutLimits(60.0))
+    with pytest.raises(NotImplementedError, match="scores an answer beside the others of its group"):
+        asyncio.run(again)
 
 
 def test_a_match_without_a_result_loses_no_answer_that_has_others() -> None:
