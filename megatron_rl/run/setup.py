@@ -88,4 +88,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
 def _writer(config: RunConfig, here: Here, counters: Counters) -> Writer:
     if dist.get_rank() != 0:
         return Writer()
-    return MetricsWriter(here.run_dir, here.attempt, config.logging, counters.step, counters.evaluated)
+    recorded = counters.evaluating is None
+    return MetricsWriter(
+        here.run_dir, here.attempt, config.logging, counters.step, counters.evaluated, recorded=recorded
+    )

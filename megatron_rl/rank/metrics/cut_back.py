@@ -43,16 +43,19 @@ def resume_record(run: RunDir, last_step: int) -> tuple[MetricsIndex, Iterator[t
     return MetricsIndex(run, found), lines_from(run.metrics, found.place.at)
 
 
-def cut_back(path: Path, last_step: int | None, begin: int = 0, begin_step: int | None = None) -> None:
+def cut_back(
+    path: Path, last_step: int | None, begin: int = 0, begin_step: int | None = None, *, has_last: bool = True
+) -> None:
     """Drop torn lines and those after `last_step` (None: all), whose steps will run again.
 
     Args:
         begin: offset up to which all lines are known to be good, and to stay.
         begin_step: step of the last line before it.
+        has_last: whether the line of `last_step` was written before that step was saved.
 
     Raises:
-        OSError: the file cannot be read, or lines are damaged and that of `last_step` is not among the rest. A file
-            system may show garbage for a moment, and removing it would lose the record.
+        OSError: the file cannot be read, or lines are damaged and that of `last_step` is not among the rest, where it
+            must be. A file system may show garbage for a moment, and removing it would lose the record.
     """
     found = patiently(path, lambda: _scan(path, last_step, begin), None, PATIENCE_S)
     if isinstance(found, Unreadable):
@@ -60,7 +63,7 @@ def cut_back(path: Path, last_step: int | None, begin: int = 0, begin_step: int 
     if found is None:
         return
     step = begin_step if found.step is None else found.step
-    if found.damaged and last_step is not None and step != last_step:
+    if found.damaged and has_last and last_step is not None and step != last_step:
         at, why = found.damaged
         line = read_bytes(path).count(b"\n", 0, at) + 1
         raise OSError(

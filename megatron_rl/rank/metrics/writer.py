@@ -57,10 +57,13 @@ class MetricsWriter(Writer):
         config: LoggingConfig,
         last_step: int,
         evaluated: int,
+        *,
+        recorded: bool = True,
     ) -> None:
         """
         last_step: step of the checkpoint to resume from; 0 for a new run.
         evaluated: step of the last evaluation before that checkpoint; -1 for none.
+        recorded: whether it had been recorded by then, and did not go on beside training.
         """
         self._run_dir = run_dir
         self._timeline, self._total = attempt.timeline, RunningTotal()
@@ -68,7 +71,7 @@ class MetricsWriter(Writer):
         self._index, lines = resume_record(run_dir, last_step)
         for line, size in lines:
             self._add_to_index(line, size)
-        cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None)
+        cut_back(run_dir.evaluations, evaluated if evaluated >= 0 else None, has_last=recorded)
         self._mirrors = mirrors_of(run_dir, attempt, config, last_step)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:

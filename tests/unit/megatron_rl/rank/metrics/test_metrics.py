@@ -108,6 +108,16 @@ def test_a_record_that_shows_garbage_is_not_cut_back(tmp_path: Path, damage: sli
     assert path.read_bytes() == before
 
 
+def test_the_torn_line_of_an_evaluation_that_went_on_beside_training_is_dropped(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).evaluations
+    whole = json.dumps({"step": 0, "eval/trained/greedy_accuracy": 0.0}) + "\n"
+    path.write_text(whole + '{"step": 4, "ev')
+    with pytest.raises(OSError, match=r"line 2 .*, and that of step 4 is missing"):
+        cut_back(path, last_step=4)
+    MetricsWriter(RunDir(tmp_path), RunDir(tmp_path).attempt(1), LoggingConfig(), 6, 4, recorded=False).close()
+    assert path.read_text() == whole
+
+
 def test_an_evaluation_before_the_first_step_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "evaluations.jsonl"
     path.write_bytes(bytes(30))
