@@ -71,6 +71,7 @@ class TrackerRun(NamedTuple):
 
     id: str
     url: str | None = None  # None: the tracker does not have it yet
+    evaluated: int | None = None  # step of the newest evaluation that it has; None: an earlier version did not note it
 
 
 @record()
@@ -79,6 +80,7 @@ class EventFilesState(NamedTuple):
     the other."""
 
     newest: int  # newest step in them, which may still lack its evaluation
+    evaluated: int | None = None  # as in TrackerRun
 
 
 @record()

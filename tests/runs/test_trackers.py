@@ -140,7 +140,22 @@ def test_run_of_several_attempts_is_one_run_of_the_tracker_with_one_value_a_step
     ]
     accuracy = {"mlflow": "eval/held_out/pass_4", "trackio": "eval/held_out/pass@4"}[name]
     assert [(step, value) for step, value, _ in curve(name, run, accuracy)] == [(0, 0.25), (8, 0.75)]
-    assert known(name, run) == first
+    assert known(name, run)._replace(evaluated=first.evaluated) == first
+
+
+@pytest.mark.parametrize("name", TRACKED)
+def test_an_evaluation_beside_training_is_shown_once_by_the_attempt_that_repeats_it(name: str, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "mine", name)
+    append(run.evaluations, MetricsLine(0, {"eval/x/greedy_accuracy": 0.0}))
+    steps(run, 1, range(1, 7))
+    show(name, run, 1, outcome="drained")
+    append(run.evaluations, MetricsLine(3, {"eval/x/greedy_accuracy": 0.5}))
+    steps(run, 2, range(7, 9))
+    show(name, run, 2, outcome="drained")
+    steps(run, 3, range(9, 10))
+    show(name, run, 3, outcome="finished")
+    assert [(step, value) for step, value, _ in curve(name, run, "eval/x/greedy_accuracy")] == [(0, 0.0), (3, 0.5)]
+    assert [step for step, _, _ in curve(name, run, "loss")] == [*range(1, 10)]
 
 
 @pytest.mark.parametrize("name", TRACKED)

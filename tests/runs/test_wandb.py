@@ -26,7 +26,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, if_readable, read, write
 from megatron_rl.contract.run_records import TrackerRun
 from megatron_rl.rank.metrics.trackers import mirror
-from megatron_rl.rank.metrics.trackers.record_rows import RecordReader, RecordRow
+from megatron_rl.rank.metrics.trackers.record_rows import RecordReader, RecordRow, newest_evaluation
 from megatron_rl.rank.metrics.writer import MetricsWriter
 from megatron_rl.recipe.logs import LoggingConfig, WandbConfig
 
@@ -279,6 +279,19 @@ def test_an_evaluation_beside_training_is_a_late_row(tmp_path: Path) -> None:
     late, last = record.rows(complete=True)
     assert (late.step, late.values, late.late) == (1, {"eval/x": 1.0}, True)
     assert (last.step, last.late) == (3, False)
+
+
+def test_an_evaluation_beside_training_that_a_later_attempt_repeats_is_a_late_row(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    append(run.evaluations, MetricsLine(0, {"eval/x": 0.0}))
+    for step in (1, 2, 3):
+        append(run.metrics, MetricsLine(step, {"loss": float(step)}))
+    append(run.evaluations, MetricsLine(2, {"eval/x": 2.0}))
+    shown = RecordReader(run, run.attempt(2), first=4, evaluated=0).rows(complete=False)
+    assert [(row.step, row.values, row.late) for row in shown] == [(2, {"eval/x": 2.0}, True)]
+    assert newest_evaluation(shown) == 2
+    assert RecordReader(run, run.attempt(3), first=4, evaluated=2).rows(complete=True) == []
+    assert RecordReader(run, run.attempt(3), first=4).rows(complete=True) == [], "of an earlier version"
 
 
 def test_partial_line_is_read_once_it_is_complete(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class EventFiles:
         self._run = run
         known = if_readable(read(EventFilesState, run.event_files))
         self.next_step = self._newest = min(known.newest, last_step) if known else 0
+        self.evaluated = known.evaluated if known else None
+        """Step of the newest evaluation in the files, as far as it is known."""
         run.tensorboard.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
         path = run.tensorboard / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
@@ -46,7 +48,12 @@ class EventFiles:
             self._write(Event(wall_time=row.at or time.time(), step=row.step, summary=Summary(value=values)))
         self._file.flush()
         self._newest = max(self._newest, rows[-1].step)
-        write(self._run.event_files, EventFilesState(self._newest))
+        write(self._run.event_files, EventFilesState(self._newest, self.evaluated))
+
+    def note(self, evaluated: int) -> None:
+        """Note the step of the newest evaluation in the files."""
+        self.evaluated = evaluated
+        write(self._run.event_files, EventFilesState(self._newest, evaluated))
 
     def finish(self, outcome: str | None) -> None:
         self._records.close()

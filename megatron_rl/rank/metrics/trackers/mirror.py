@@ -176,7 +176,8 @@ class EventFilesFollower:
         from megatron_rl.rank.metrics.trackers.event_files import EventFiles
 
         try:
-            follow(self._run_dir, self._attempt, EventFiles(self._run_dir, self._last_step), self._over)
+            files = EventFiles(self._run_dir, self._last_step)
+            follow(self._run_dir, self._attempt, files, self._over, files.evaluated, files.note)
         except OSError as error:
             self._why = f"failed: {error}"
 

@@ -22,9 +22,13 @@ class RecordRow(NamedTuple):
 class RecordReader:
     """Rows of the record by step, each once."""
 
-    def __init__(self, run: RunDir, attempt: Attempt, first: int = 0) -> None:
-        """first: first step whose row is wanted."""
-        self._first = first
+    def __init__(self, run: RunDir, attempt: Attempt, first: int = 0, evaluated: int | None = None) -> None:
+        """
+        first: first step whose row is wanted.
+        evaluated: step of the newest evaluation that is known already; None: those before `first` are. One that went
+            on beside training may be recorded after later steps, and by a later attempt. They are recorded in order.
+        """
+        self._first, self._evaluated = first, first - 1 if evaluated is None else evaluated
         self._steps = RecordTail(MetricsLine, run.metrics, begin=lambda: look_up(run, first - 1).place)
         self._evaluations = RecordTail(MetricsLine, run.evaluations)
         self._timeline = RecordTail(TimelineLine, attempt.timeline)
@@ -34,7 +38,7 @@ class RecordReader:
             if not isinstance(lines, Unreadable):  # its steps are then shown without their time
                 self._at |= times(lines.records)
         self._rows: dict[int, dict[str, float]] = {}
-        self._newest = self._given = -1
+        self._newest, self._given = -1, first - 1
 
     def rows(self, *, complete: bool) -> list[RecordRow]:
         """New rows. Holds the last step back unless the record is complete: its evaluation may still follow, perhaps in
@@ -42,14 +46,20 @@ class RecordReader:
         # In this order: the evaluation of a step is written before the step that follows, unless it goes on beside
         # training.
         steps, evaluations = self._steps.new(), self._evaluations.new()
-        for line in [*steps, *evaluations]:
-            if line.step >= self._first:
-                self._rows.setdefault(line.step, {}).update(numbers(line.values))
+        lacking = [line for line in steps if line.step >= self._first]
+        lacking += [line for line in evaluations if line.step >= self._first or line.step > self._evaluated]
+        for line in lacking:
+            self._rows.setdefault(line.step, {}).update(numbers(line.values))
         self._newest = max([self._newest, *(line.step for line in steps)])
         self._at |= times(self._timeline.new())
         ready = sorted(step for step in self._rows if complete or step < self._newest)
         given, self._given = self._given, max([self._given, *ready])
         return [RecordRow(step, self._at.get(step), self._rows.pop(step), step <= given) for step in ready]
+
+
+def newest_evaluation(rows: Iterable[RecordRow]) -> int | None:
+    """Return the step of the newest evaluation in some rows; None without one."""
+    return max((row.step for row in rows if any(name.startswith("eval/") for name in row.values)), default=None)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,7 @@ and those that a fork has from its source.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from megatron_rl.contract.codes import FINISHED
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import Fork, TrackerRun
-from megatron_rl.rank.metrics.trackers.record_rows import RecordReader, RecordRow
+from megatron_rl.rank.metrics.trackers.record_rows import RecordReader, RecordRow, newest_evaluation
 from megatron_rl.recipe.logs import LoggingConfig
 
 POLL_S = 5.0
@@ -70,9 +70,21 @@ class TrackedRun:
         return {"fork": {"from": found.source, "step": found.step}} if found else {}
 
 
-def follow(run: RunDir, attempt: Attempt, tracker: Tracker, over: threading.Event) -> None:
-    """Show the record to a tracker until `over` reports that it is complete."""
-    record = RecordReader(run, attempt, tracker.next_step)
+def follow(
+    run: RunDir,
+    attempt: Attempt,
+    tracker: Tracker,
+    over: threading.Event,
+    evaluated: int | None = None,
+    note: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Show the record to a tracker until `over` reports that it is complete.
+
+    Args:
+        evaluated: step of the newest evaluation that the tracker has; None: it is not known.
+        note: called with that step once the tracker has a newer one.
+    """
+    record = RecordReader(run, attempt, tracker.next_step, evaluated)
     outcome = None
     while True:
         ended = over.is_set()  # checked before reading the record, which is then complete
@@ -81,6 +93,8 @@ def follow(run: RunDir, attempt: Attempt, tracker: Tracker, over: threading.Even
             outcome = left and left.outcome
         if rows := record.rows(complete=outcome == FINISHED or not tracker.whole_steps):
             tracker.log(rows)
+            if (newest := newest_evaluation(rows)) is not None:
+                note(newest)
         if ended:
             break
         over.wait(POLL_S)

@@ -43,8 +43,9 @@ def upload(name: str, run: RunDir, attempt: Attempt, over: threading.Event) -> N
     known = found if isinstance(found, TrackerRun) else TrackerRun(secrets.token_hex(8))
     write(file, known)  # before the tracker learns the id
     tracker = opened(name, TrackedRun(run, known, recipe, logging))
-    write(file, known._replace(url=tracker.url))
-    follow(run, attempt, tracker, over)
+    known = known._replace(url=tracker.url)
+    write(file, known)
+    follow(run, attempt, tracker, over, known.evaluated, lambda step: write(file, known._replace(evaluated=step)))
 
 
 def opened(name: str, tracked: TrackedRun) -> ServiceTracker:

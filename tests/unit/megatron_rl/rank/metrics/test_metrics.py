@@ -164,6 +164,24 @@ def test_tensorboard_shows_steps_after_a_kill_that_the_next_attempt_does_not_rep
     assert [event.step for event in shown.Scalars("eval/trained/greedy_accuracy")] == [0]
 
 
+def test_tensorboard_shows_an_evaluation_beside_training_that_the_next_attempt_repeats(tmp_path: Path) -> None:
+    first = writer(tmp_path)
+    first.evaluation(0, {"eval/trained/greedy_accuracy": 0.0})
+    for step in range(1, 6):
+        first.step(step, line(loss=float(step)))
+    first.close()
+    second = writer(tmp_path, resumed_from=5, evaluated=3)
+    second.evaluation(3, {"eval/trained/greedy_accuracy": 0.5})
+    second.close()
+    writer(tmp_path, resumed_from=5, evaluated=3).close()
+    shown = EventAccumulator(str(RunDir(tmp_path).tensorboard)).Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("eval/trained/greedy_accuracy")] == [
+        (0, 0.0),
+        (3, 0.5),
+    ]
+    assert [event.step for event in shown.Scalars("loss")] == [1, 2, 3, 4, 5]
+
+
 def test_a_warning_is_logged_when_it_begins_and_not_again_after_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
