@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from launcher.explain.record import GREEDY, Record, read_record, scores_of
+from launcher.explain.record import GREEDY, Record, read_record, sampled_shares, scores_of
 from launcher.host.code.snapshot import tree_of
 from launcher.push.card import ACCURACY, ModelCard
 from launcher.recipe.load import load_recipe
@@ -103,8 +103,8 @@ def environments_of(config: RunConfig) -> Iterator[str]:
 
 
 def datasets_of(config: RunConfig) -> Iterator[str]:
-    if config.data and config.data.path and is_hub_name(config.data.path):
-        yield config.data.path
+    if config.supervised:
+        yield from (one.path for one in config.rows.members.values() if one.path and is_hub_name(one.path))
     if config.generates:
         yield from required_datasets(config.task)
 
@@ -124,9 +124,11 @@ def results(run: RunDir, record: Record, step: int) -> Iterator[ResultRow]:
     """Yield the scores of the weights: those of the run's evaluation after this step, and of `mrl evaluate`."""
     for line in record.evaluations:
         if line.step == step:
+            shown = ("loss", GREEDY, *sampled_shares([line]))
             for set_name, scores in scores_of(line).items():
-                if GREEDY in scores:
-                    yield ResultRow(f"step {step}", set_name, GREEDY, scores[GREEDY], None, 0)
+                for score in shown:
+                    if score in scores:
+                        yield ResultRow(f"step {step}", set_name, score, scores[score], None, 0)
     yield from (row for row in results_of(run, []) if row.weights == f"step {step}")
 
 

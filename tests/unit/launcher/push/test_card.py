@@ -66,6 +66,21 @@ def test_card_of_a_step_has_its_curves_evaluations_and_recipe(run: RunDir) -> No
     assert text == text_of(card_of(run)), "a second push changes nothing"
 
 
+def test_card_has_all_scores_of_the_evaluation_during_training(run: RunDir) -> None:
+    shares = {"pass@1": 0.5, "pass@1_low": 0.4, "pass@1_high": 0.6, "pass@16": 0.75, "pass@16_low": 0.6, "tokens": 9.0}
+    values = {f"eval/hard/{name}": value for name, value in shares.items()} | {"eval/held_out_rows/loss": 1.5}
+    append(run.evaluations, MetricsLine(50, values))
+    rows = [(row.set, row.score, row.value) for row in card_of(run, step=50).results]
+    assert rows == [("hard", "pass@1", 0.5), ("hard", "pass@16", 0.75), ("held_out_rows", "loss", 1.5)]
+
+
+def test_card_of_a_mix_names_the_data_sets_that_it_trained_on(tmp_path: Path) -> None:
+    sets = "[{path: me/talk}, {path: me/sums, held_out: {split: test}}, {path: /home/me/own.jsonl}]"
+    recipe = ("training.objective=supervised", "environment=null", "grpo=null", f"data.sets={sets}")
+    card = card_of(make_run(tmp_path / "run", *recipe, "model.init=from-scratch"))
+    assert [*card.datasets] == ["me/talk", "me/sums"]
+
+
 def test_base_on_the_hub_gives_the_card_its_name_and_licence(tmp_path: Path) -> None:
     cached_base(tmp_path / "home", "---\nlicense: other\nlicense_name: qwen\ntags: [a]\n---\n# Qwen\n")
     run = make_run(tmp_path / "run", "model.init=huggingface", "model.huggingface=/models/none")
