@@ -35,6 +35,7 @@ logger = logging.getLogger("megatron_rl")
 STALE_MOUNT_S = 30.0  # seconds to retry a file of the run directory that cannot be read, as on a stale mount
 
 DATA = "data"  # name of the rows of `data` among the digests
+HELD_OUT = ", held out"  # end of the names of held-out rows among them
 
 MOST_TOKENISED = 20_000
 """Prompts of a set that are tokenised at the start, at most; these take some seconds. Other prompts that are too long
@@ -86,7 +87,7 @@ def build_material(config: RunConfig, here: Here, *, resumes: bool) -> Material:
     check_lesson(lesson, resumes, here.groups.control)
     digests = digests_of(lesson.sets, DATA if config.supervised else config.task.name)
     if lesson.rows is not None:
-        digests |= {f"{id or DATA}, held out": digest_of(its) for id, its in lesson.rows.held_out.items()}
+        digests |= {f"{id or DATA}{HELD_OUT}": digest_of(its) for id, its in lesson.rows.held_out.items()}
     check_alike(digests, here.groups.control)
     mix = RowMix(lesson.sets, config.training.seed, lesson.rows.total) if lesson.rows else None
     return Material(lesson, left_out, digests, mix)
@@ -207,6 +208,12 @@ def check_alike(problems: Mapping[str, ProblemDigest], control: Control) -> None
         )
 
 
+def begun_fork(run_dir: RunDir, step: int) -> Fork | None:
+    """Return the record of a fork that begins at this step, and so has made none of its own; None for other runs."""
+    fork = read(Fork, run_dir.fork, STALE_MOUNT_S)
+    return fork if isinstance(fork, Fork) and fork.step == step else None
+
+
 def check_unchanged(
     run_dir: RunDir, step: int, trained: Mapping[str, ProblemDigest], now: Mapping[str, ProblemDigest]
 ) -> None:
@@ -220,8 +227,7 @@ def check_unchanged(
     changed = "; ".join(differences(trained, now) if trained else [])
     if not changed:
         return
-    fork = read(Fork, run_dir.fork, STALE_MOUNT_S)
-    if isinstance(fork, Fork) and fork.step == step:
+    if (fork := begun_fork(run_dir, step)) is not None:
         logger.warning("this fork trains on other problems than %s: %s", fork.source, changed)
         return
     name = run_dir.root.name

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.learn.rollout.record import RolloutRecord
-from megatron_rl.learn.supervised.early_stop import BestLoss
 from megatron_rl.learn.supervised.held_out import HeldOutRows
 from megatron_rl.learn.training.objective import objective_of
 from megatron_rl.learn.training.trainer import Trainer
@@ -22,7 +21,7 @@ from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import build_models, build_teacher
 from megatron_rl.run.problems import build_material, check_unchanged
 from megatron_rl.run.repeated_evaluation import ResumedEvaluation, resume_evaluation
-from megatron_rl.run.state import Counters, Run, restore
+from megatron_rl.run.state import Counters, Run, best_so_far, restore
 
 
 def set_up(config: RunConfig, here: Here) -> Run:
@@ -78,7 +77,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
         saved=counters.step,
         evaluated=counters.evaluated,
         beside=evaluation.beside,
-        best=None if counters.best is None else BestLoss(**counters.best),
+        best=best_so_far(counters, material.digests, here.run_dir, here.groups.control),
     )
     if evaluation.metrics and evaluation.step is not None:
         run.writer.evaluation(evaluation.step, run.with_format(evaluation.metrics))

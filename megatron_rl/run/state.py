@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_rl.agent.api import Environment
 from megatron_rl.agent.problem_digest import ProblemDigest
 from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.interface import ResumableInference
 from megatron_rl.generate.refit.rank_refit import Refit
 from megatron_rl.learn.rollout.agent_loop import AgentLoop
@@ -22,6 +23,7 @@ from megatron_rl.learn.rollout.window import Drawn
 from megatron_rl.learn.supervised.early_stop import BestLoss, why_over
 from megatron_rl.learn.supervised.held_out import HeldOutRows
 from megatron_rl.learn.training.trainer import Trainer
+from megatron_rl.rank.control import Control
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.writer import Writer
@@ -31,7 +33,7 @@ from megatron_rl.recipe.adapters import adapter_record, check_base
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.run.models import Models
-from megatron_rl.run.problems import Material
+from megatron_rl.run.problems import HELD_OUT, Material, begun_fork
 
 if TYPE_CHECKING:
     from megatron_rl.generate.refit.kept_version import VersionKeeper  # it needs an HTTP client
@@ -105,6 +107,23 @@ def restore(
         )
     logger.info("resuming after step %d", counters.step)
     return counters
+
+
+def best_so_far(
+    counters: Counters, problems: Mapping[str, ProblemDigest], run_dir: RunDir, control: Control
+) -> BestLoss | None:
+    """Return the best evaluation up to the checkpoint; None without one. A fork begins with that of its source only if
+    it begins with its weights, as other checkpoints stay in the source, and has the same held-out rows. Collective."""
+    if counters.best is None:
+        return None
+    best = BestLoss(**counters.best)
+    if not control.share(control.rank == 0 and begun_fork(run_dir, counters.step) is not None):
+        return best
+    before, now = (
+        {name: digest for name, digest in its.items() if name.endswith(HELD_OUT)}
+        for its in (counters.problems, problems)
+    )
+    return best if best.step == counters.step and before == now else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,20 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.contract.run_records import Fork
+from megatron_rl.learn.supervised.early_stop import BestLoss
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.rank.metrics.names import STEP_METRICS
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.run import problems as problems_module
-from megatron_rl.run.problems import check_alike, check_unchanged, choose_problems, digests_of, without_long_prompts
-from megatron_rl.run.state import Counters
+from megatron_rl.run.problems import (
+    HELD_OUT,
+    check_alike,
+    check_unchanged,
+    choose_problems,
+    digests_of,
+    without_long_prompts,
+)
+from megatron_rl.run.state import Counters, best_so_far
 
 BEFORE = {"sums": ProblemDigest(1500, "a"), "puzzles": ProblemDigest(10, "b")}
 NOW = {"sums": ProblemDigest(1499, "c"), "puzzles": ProblemDigest(10, "b")}
@@ -150,6 +158,24 @@ def test_unchanged_problems_pass_in_silence(run_dir: RunDir, caplog: pytest.LogC
     check_unchanged(run_dir, STEP, BEFORE, dict(reversed(BEFORE.items())))
     check_unchanged(run_dir, STEP, {}, NOW)  # an old checkpoint, which does not record its problems
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("reached", [STEP, STEP - 20], ids=["that of the fork", "an earlier one"])
+def test_a_fork_knows_the_best_evaluation_only_with_its_checkpoint_and_rows(reached: int, run_dir: RunDir) -> None:
+    held_out = {f"data{HELD_OUT}": ProblemDigest(5, "x")}
+    best = BestLoss(1.5, reached, since=0)
+    counters = Counters(step=STEP, problems=BEFORE | held_out, best=best._asdict())
+
+    def found(now: Mapping[str, ProblemDigest]) -> BestLoss | None:
+        control: Any = SimpleNamespace(rank=0, share=lambda value: value)
+        return best_so_far(counters, now, run_dir, control)
+
+    assert found(NOW | held_out) == best, "no fork"
+    forked_at(run_dir, STEP)
+    assert found(NOW | held_out) == (best if reached == STEP else None)
+    assert found(BEFORE | {f"data{HELD_OUT}": ProblemDigest(5, "y")}) is None
+    write(run_dir.fork, Fork("/runs/source", STEP - 30, {}, 0.0))
+    assert found(NOW | held_out) == best, "it has saved since"
 
 
 def test_a_checkpoint_records_its_training_problems() -> None:
