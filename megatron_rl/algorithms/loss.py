@@ -147,6 +147,17 @@ def prediction_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str
     return loss, {"prediction": -known.detach().sum(), "predicted": learned.sum()}
 
 
+@torch.no_grad()
+def measured_kl(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
+    """Return the sum of the KL estimates of trained tokens without a penalty; one that is not finite counts as 0."""
+    trained = (tokens.weights != 0) & _finite(tokens, config)
+    tokens = _only(tokens, trained)
+    if config.rejection is not None:
+        tokens = _only(tokens, trained & kept(tokens, config.rejection))
+    found = _kl(tokens, config)
+    return torch.where(found.isfinite(), found, 0.0).sum()
+
+
 def _kl(tokens: TrainedTokens, config: GrpoConfig) -> Tensor:
     if tokens.ref_logprobs is None:
         raise ValueError("grpo.kl_beta above 0 needs ref_logprobs, the reference policy's log-probs")

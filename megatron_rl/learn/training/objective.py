@@ -17,7 +17,7 @@ from megatron_rl.agent.trajectories import TrajectoryGroup
 from megatron_rl.algorithms.allowed_tokens import AllowedTokens
 from megatron_rl.algorithms.credit import Credit, assign_credit, credit_of_rows
 from megatron_rl.algorithms.divergences import Distributions, divergences
-from megatron_rl.algorithms.loss import distillation_loss, grpo_loss, supervised_loss
+from megatron_rl.algorithms.loss import distillation_loss, grpo_loss, measured_kl, supervised_loss
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.algorithms.own_functions import own_baseline, own_policy_loss
 from megatron_rl.algorithms.packing import MicroBatch
@@ -225,10 +225,21 @@ class Grpo(Objective):
             its = of_tokens == number
             teacher = None if scored.teacher is None else scored.teacher[its]
             # Also without a token: losses of sequences wait for those of other ranks.
-            loss, its_stats = self._loss(tokens.each(partial(_rows, its)), teacher, grpo)
+            its_tokens = tokens.each(partial(_rows, its))
+            loss, its_stats = self._loss(its_tokens, teacher, grpo)
             losses.append(loss)
-            stats.append(its_stats)
+            stats.append(self._with_all_means(its_stats, its_tokens, grpo))
         return torch.stack(losses).sum(), combined(stats)
+
+    def _with_all_means(self, stats: LossStats, tokens: TrainedTokens, grpo: GrpoConfig) -> LossStats:
+        """Return statistics of the tokens of one algorithm with sums that it lacks and another one has. The metrics of
+        these are means over the tokens of all."""
+        if stats.kl is None and tokens.ref_logprobs is not None:
+            stats = replace(stats, kl=measured_kl(tokens, grpo))
+        if stats.importance_weight is None and any(each.importance is not None for each in self._algorithms):
+            rejected = 0.0 if stats.rejected is None else stats.rejected
+            stats = replace(stats, importance_weight=stats.tokens - rejected)
+        return stats
 
     def _loss(self, tokens: TrainedTokens, teacher: Tensor | None, grpo: GrpoConfig) -> tuple[Tensor, LossStats]:
         if teacher is None:
