@@ -22,6 +22,7 @@ from launcher.runs.find import find, names_run
 from launcher.runs.owner import refuse_others
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.manifest import CheckpointError, read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, encode_line, read_lines, write
 from megatron_rl.contract.run_records import Fork
@@ -126,17 +127,30 @@ def fill(fork: PlannedFork, target: RunDir) -> None:
         shutil.copytree(snapshot, target.root / snapshot.name, copy_function=_link, symlinks=True)
         target.code.symlink_to(snapshot.name)
     _copy_lines(source.metrics, target.metrics, step)
-    _copy_lines(source.evaluations, target.evaluations, step)
+    evaluated = _copy_lines(source.evaluations, target.evaluations, step)
+    begun = _evaluating(source, step)  # the fork repeats an evaluation that the source has not recorded
+    if begun is not None and begun not in (step, *evaluated) and source.checkpoint(begun).is_dir():
+        shutil.copytree(source.checkpoint(begun), target.checkpoint(begun), copy_function=_link)
     write(target.fork, fork.record(time.time()))
 
 
-def _copy_lines(source: Path, target: Path, step: int) -> None:
-    """Copy the lines up to a step. A line that a crash tore is omitted: its step is repeated."""
+def _evaluating(source: RunDir, step: int) -> int | None:
+    """Return the step whose evaluation went on beside training when this checkpoint was written; None without one."""
+    try:
+        return read_manifest(source.checkpoint(step)).meta.get("evaluating")
+    except (CheckpointError, OSError):  # the ranks say what is wrong with it
+        return None
+
+
+def _copy_lines(source: Path, target: Path, step: int) -> list[int]:
+    """Copy the lines up to a step, and return their steps. A line that a crash tore is omitted: its step is
+    repeated."""
     found = read_lines(MetricsLine, source)
     if isinstance(found, Unreadable):
         raise BadInput(str(found))
     lines = [line for line in found.records if line.step <= step]
     write_atomic(target, "".join(encode_line(line) + "\n" for line in lines))
+    return [line.step for line in lines]
 
 
 def _link(source: str, target: str) -> None:

@@ -11,6 +11,7 @@ from launcher.job.kept_files import keep_files
 from launcher.recipe.changes import Change
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.manifest import Manifest, write_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append, read, read_lines
 from megatron_rl.contract.run_records import Fork
@@ -68,6 +69,18 @@ def test_weights_take_no_space_and_outlive_their_run(tmp_path):
     assert ours.stat().st_ino == theirs.stat().st_ino
     theirs.unlink()  # as save.keep does
     assert ours.read_text() == "step 3"
+
+
+@pytest.mark.parametrize(("recorded", "steps"), [(False, [6, 3]), (True, [6])])
+def test_a_fork_has_the_weights_of_an_evaluation_that_it_repeats(recorded, steps, tmp_path):
+    source, target = trained(tmp_path / "a"), RunDir(tmp_path / "b")
+    write_manifest(source.checkpoint(6), Manifest(6, "a", 1, 3, 0.0, 0.0, {"evaluating": 3}, {}))
+    if recorded:
+        append(source.evaluations, MetricsLine(3, {}))
+    target.root.mkdir()
+    fill(PlannedFork(source, 6, load_recipe("demo"), ()), target)
+    assert target.checkpoint_steps() == steps
+    assert target.latest_checkpoint.read_text() == "step-000006\n"
 
 
 def test_the_newest_checkpoint_or_the_one_asked_for(tmp_path):
