@@ -106,7 +106,7 @@ def _environments_of(config: RunConfig, run: RunDir) -> dict[str, EnvironmentCon
     """Value of `--env` -> environment of a run: an id, a name, or "" for the whole task. Files of the user's code are
     the run's copies."""
     known = {
-        one.id: EnvironmentConfig(**one.model_dump(exclude={"id", "weight", "evaluation_only"}))
+        one.id: EnvironmentConfig(**one.model_dump(include={*EnvironmentConfig.model_fields}))
         for one in config.environments or ()
     }
     found = {**known, config.task.name: config.task, "": config.task}

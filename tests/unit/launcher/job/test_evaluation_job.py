@@ -13,6 +13,7 @@ from launcher.errors import BadInput
 from launcher.job.evaluation_request import CheckpointRun, job_recipe, refuse_ranks, requested
 from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.contract.paths import CARRIED, RunDir
+from megatron_rl.recipe.config import RunConfig
 
 
 def job_of(tmp_path: Path, recipe: str, **asked: Any) -> Recipe:
@@ -22,6 +23,17 @@ def job_of(tmp_path: Path, recipe: str, **asked: Any) -> Recipe:
     assert job.evaluation
     refuse_ranks(job.evaluation, job.config, load_clusters({}).profile("h100"))
     return job
+
+
+@pytest.mark.parametrize("grpo", [None, {"kl_beta": 0.1}])
+def test_it_has_one_of_several_environments_of_a_run_without_what_is_for_training(tmp_path: Path, grpo: Any) -> None:
+    listed = [{"name": "arithmetic", "id": "sums", "grpo": grpo, "args": {"draws": 9}}, {"name": "countdown"}]
+    demo = load_recipe("demo").config.model_dump()
+    config = RunConfig.model_validate(demo | {"environment": None, "environments": listed})
+    origin, given = CheckpointRun(RunDir(tmp_path), config), {"checkpoint": str(tmp_path)}
+    environment = requested(origin, "sums", [], {}, given).environment
+    assert (environment.name, environment.args) == ("arithmetic", {"draws": 9})
+    assert requested(origin, None, [], {}, given).environment == config.task
 
 
 @pytest.mark.parametrize("recipe", ["qwen2.5-32b-dapo", "qwen3-30b-a3b-dapo"])
