@@ -119,6 +119,17 @@ def test_rehearse_reports_the_memory_of_each_rank_in_every_phase() -> None:
     assert rank["planned_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.1), "a rank has half of the answers"
 
 
+def test_environments_with_their_own_algorithms_are_rehearsed() -> None:
+    own = "{name: arithmetic, id: own, grpo: {kl_beta: 0.1, importance: {level: sequence, upper: 2.0}}}"
+    listed = f"environments=[{own}, {{name: arithmetic, id: plain}}]"
+    result = CliRunner().invoke(command, ["demo", "environment=null", listed, "--json"])
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(result.output)["ranks"]
+    assert list(rank["phases"]) == ["build", "generate", "score", "train", "update"]
+    assert rank["phases"]["score"]["held_by"]["reference"] > 0
+    assert rank["planned_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.1)
+
+
 @pytest.mark.slow
 def test_a_teacher_takes_part_on_the_training_ranks_and_on_its_replicas(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}

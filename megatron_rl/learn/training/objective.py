@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -222,11 +221,10 @@ class Grpo(Objective):
         of_tokens = self._algorithm_of.to(tokens.environment.device)[tokens.environment]
         losses, stats = [], []
         for number, grpo in enumerate(self._algorithms):
-            its = of_tokens == number
-            teacher = None if scored.teacher is None else scored.teacher[its]
-            # Also without a token: losses of sequences wait for those of other ranks.
-            its_tokens = tokens.each(partial(_rows, its))
-            loss, its_stats = self._loss(its_tokens, teacher, grpo)
+            # Also without a token: losses of sequences wait for those of other ranks. The others keep their places, so
+            # that nothing waits for the device, and mrl rehearse needs no values.
+            its_tokens = replace(tokens, weights=torch.where(of_tokens == number, tokens.weights, 0.0))
+            loss, its_stats = self._loss(its_tokens, scored.teacher, grpo)
             losses.append(loss)
             stats.append(self._with_all_means(its_stats, its_tokens, grpo))
         return torch.stack(losses).sum(), combined(stats)
@@ -257,10 +255,6 @@ class Grpo(Objective):
         assert batch.environments is not None  # algorithms differ between environments
         of_environments = torch.tensor(corrects)[self._algorithm_of].to(batch.environments.device)
         return batch.current | of_environments[batch.environments]
-
-
-def _rows(kept: Tensor, values: Tensor) -> Tensor:
-    return values[kept]
 
 
 def objective_of(

@@ -78,4 +78,5 @@ def rollouts(config: RunConfig, microbatches: int, replicas: int) -> RolloutBatc
         answer = min(config.sampling.max_new_tokens, tokens - 1)
         completion = Completion([2] * answer, [0.0] * answer, "length", [0] * answer)
         trajectories.append(Trajectory.single([number] * (tokens - answer), completion, "", float(number % 2)))
-    return RolloutBatch([TrajectoryGroup(0, Problem("", {}), trajectories, {})], [0], 0, 1)
+    problem = Problem("", {}, next(iter(config.environment_ids), ""))
+    return RolloutBatch([TrajectoryGroup(0, problem, trajectories, {})], [0], 0, 1)
