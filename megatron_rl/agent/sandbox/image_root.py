@@ -58,10 +58,13 @@ def root_of(image: Path) -> Iterator[Path]:
     root = _own_folder() / key
     lock = os.open(f"{root}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not root.is_dir():
-            _unpack(image, root)
+        # All who use it share the lock. Who unpacks or deletes it has the lock alone.
         fcntl.flock(lock, fcntl.LOCK_SH)
+        while not root.is_dir():
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not root.is_dir():
+                _unpack(image, root)
+            fcntl.flock(lock, fcntl.LOCK_SH)
         yield root
     finally:
         try:
