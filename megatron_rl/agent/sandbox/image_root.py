@@ -9,7 +9,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -72,8 +72,9 @@ def root_of(image: Path) -> Iterator[Path]:
         except BlockingIOError:
             pass  # another process uses it
         else:
-            _delete(root)
-        os.close(lock)
+            _remove(root)
+        finally:
+            os.close(lock)
 
 
 def _own_folder() -> Path:
@@ -114,8 +115,20 @@ def _unpack(image: Path, root: Path) -> None:
     partial.rename(root)
 
 
+def _remove(root: Path) -> None:
+    """Delete an unpacked image, beginning with its name: if this process is killed meanwhile, a later one must not take
+    what is left for the image."""
+    partial = root.with_suffix(".partial")
+    _delete(partial)
+    with suppress(FileNotFoundError):
+        root.rename(partial)
+    _delete(partial)
+
+
 def _delete(root: Path) -> None:
-    """Delete what an image holds, in which directories may be read-only."""
+    """Delete what an image holds, in which directories, also the root itself, may be read-only."""
+    if root.is_dir():
+        root.chmod(0o700)
     for folder, names, _ in os.walk(root):
         for name in names:
             if not (each := Path(folder, name)).is_symlink():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,17 @@ def test_two_ranks_of_a_node_share_an_image_and_the_last_one_deletes_it(image: P
     assert not [each for each in root.parent.iterdir() if each.is_dir()]
     with root_of(image) as root:
         assert (root / "usr/file").exists() and unpacked(image) == 2
+
+
+def test_what_is_left_of_an_image_is_not_taken_for_it(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(folder: Path, **_: object) -> None:
+        if (file := folder / "usr/file").exists():
+            file.unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as then:
+        then.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt), root_of(image):
+            pass
+    with root_of(image) as root:
+        assert (root / "usr/file").read_text() == "whole\n"
