@@ -18,6 +18,8 @@ from megatron_rl.generate.engine.openai import FIRST_PAUSE_S, LONGEST_PAUSE_S, R
 
 Read = Callable[[Any], Any]
 """Takes what is needed out of a response. May raise ValueError, LookupError or TypeError."""
+LONGEST_BYTES = 10_000_000
+"""Bytes of a response, at most; a verdict has thousands."""
 
 
 class ScoringServer:
@@ -77,12 +79,13 @@ class ScoringServer:
         async with room:
             for left in reversed(range(self.config.attempts)):
                 try:
-                    answered = await client.post(path, json={"model": self.config.model, **body})
-                    if answered.is_success:
-                        return read(answered.json())
-                    why = f"HTTP {answered.status_code}"
-                    passing = answered.status_code in RETRIED
-                except httpx.TransportError as error:
+                    async with asyncio.timeout(self.config.timeout_s):
+                        status, content = await _posted(client, path, {"model": self.config.model, **body})
+                    if httpx.codes.is_success(status):
+                        return read(json.loads(content))
+                    why = f"HTTP {status}"
+                    passing = status in RETRIED
+                except (httpx.TransportError, TimeoutError) as error:
                     why, passing = type(error).__name__, True
                 except (ValueError, LookupError, TypeError):
                     why, passing = "not in the expected form", False
@@ -104,6 +107,17 @@ class ScoringServer:
             )
             self._clients[loop] = client, asyncio.Semaphore(self.config.at_once)
         return self._clients[loop]
+
+
+async def _posted(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+    """Return the status and the content of the response to a request. Raises ValueError if it is too long."""
+    content = bytearray()
+    async with client.stream("POST", path, json=body) as answered:
+        async for part in answered.aiter_bytes():
+            content += part
+            if len(content) > LONGEST_BYTES:
+                raise ValueError(f"a reply of more than {LONGEST_BYTES:,} bytes")
+    return answered.status_code, bytes(content)
 
 
 def is_inside(host: str) -> bool:

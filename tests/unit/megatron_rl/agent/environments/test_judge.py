@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from megatron_rl.agent.environments.judged.contests import knockout
 from megatron_rl.agent.environments.judged.judged_arguments import JudgeConfig, JudgedConfig, RewardModelConfig
 from megatron_rl.agent.environments.judged.judged_environment import JudgedEnvironment
 from megatron_rl.agent.environments.judged.judges import Judge, RewardModel
+from megatron_rl.agent.environments.judged.scoring_server import LONGEST_BYTES
 from megatron_rl.agent.scoring import NotJudged, RolloutLimits
 from megatron_rl.agent.scripted_trial import CodePoints
 from megatron_rl.agent.trajectories import Problem
@@ -397,3 +398,16 @@ def test_one_scores() -> None:
     for arguments in ({}, {"judge": CONFIG.model_dump(), "reward_model": {"url": "http://node", "model": "m"}}):
         with pytest.raises(ValidationError, match="give either judge or reward_model"):
             JudgedConfig.model_validate(arguments)
+
+
+def test_a_reply_that_never_ends_or_is_far_too_long_is_given_up() -> None:
+    async def trickle() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    hasty = CONFIG.model_copy(update={"timeout_s": 0.2, "attempts": 2})
+    with pytest.raises(NotJudged, match="did not answer: TimeoutError"):
+        judged(lambda _: httpx.Response(200, content=trickle()), hasty)
+    with pytest.raises(NotJudged, match="not in the expected form"):
+        judged(lambda _: httpx.Response(200, content=b" " * (LONGEST_BYTES + 1)))
