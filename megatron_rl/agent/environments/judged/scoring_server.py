@@ -102,6 +102,7 @@ class ScoringServer:
                 base_url=self.config.url.rstrip("/") + "/",
                 headers=self._headers,
                 timeout=httpx.Timeout(self.config.timeout_s, connect=10.0),
+                limits=httpx.Limits(max_connections=self.config.at_once),  # otherwise 100
                 trust_env=not is_inside(httpx.URL(self.config.url).host),
                 transport=self._transport,
             )

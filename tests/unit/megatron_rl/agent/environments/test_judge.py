@@ -411,3 +411,28 @@ def test_a_reply_that_never_ends_or_is_far_too_long_is_given_up() -> None:
         judged(lambda _: httpx.Response(200, content=trickle()), hasty)
     with pytest.raises(NotJudged, match="not in the expected form"):
         judged(lambda _: httpx.Response(200, content=b" " * (LONGEST_BYTES + 1)))
+
+
+def test_as_many_requests_as_are_allowed_are_under_way_at_once() -> None:
+    many = 130
+
+    async def ask() -> list[object]:
+        there = asyncio.Barrier(many)
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await there.wait()
+            body = saying("VERDICT: 7")(httpx.Request("GET", "http://x")).content
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode() + body)
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+            judge = Judge(CONFIG.model_copy(update={"url": url, "at_once": many, "timeout_s": 10.0, "attempts": 1}))
+            try:
+                return [*await asyncio.gather(*(judge.score("1+1?", str(each), "2") for each in range(many)))]
+            finally:
+                await judge.close()
+
+    assert asyncio.run(ask()) == [0.7] * many
