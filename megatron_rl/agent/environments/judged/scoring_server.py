@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from hashlib import blake2b
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ class ScoringServer:
         """
         if not repeatable or not self.config.cached:
             return await self._ask(path, body, read)
-        key = json.dumps([path, body])
+        # Ten thousand whole prompts, with an answer or two in each, would be a gigabyte.
+        key = blake2b(json.dumps([path, body]).encode(), digest_size=16).hexdigest()
         if key in self._replies:
             self._replies.move_to_end(key)
             return self._replies[key]
