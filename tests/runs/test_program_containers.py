@@ -307,3 +307,23 @@ def test_an_image_that_cannot_be_used_ends_the_run_with_a_reason(tmp_path: Path)
         run(program(tmp_path, image, "print(1)"))
     with pytest.raises(ConfigurationError, match="not a squashfs file"):
         run(program(tmp_path, Path(__file__), "print(1)"))
+
+
+def test_a_program_cannot_fill_the_node_by_way_of_its_standard_input(tmp_path: Path, root: Path) -> None:
+    source = """
+        import json, os
+        def refused(action):
+            try:
+                action()
+            except OSError:
+                return True
+            return False
+        def again():
+            with open("/proc/self/fd/0", "r+b", buffering=0) as file:
+                file.truncate(2**30)
+        print(json.dumps(dict(
+            problem=json.load(open(0)), written=refused(lambda: os.write(0, b"x")), again=refused(again)
+        )))
+    """
+    found = seen(program(tmp_path, root, source.replace("open(0)", "open(0, closefd=False)")))
+    assert found == {"problem": {"question": 7}, "written": True, "again": True}

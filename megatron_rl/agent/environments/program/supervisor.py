@@ -8,6 +8,7 @@ supervisor, which ends them before it reports.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import selectors
@@ -21,7 +22,7 @@ import traceback
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from megatron_rl.agent.environments.program.nursery_wire import (
     ENDING_BYTES,
@@ -55,7 +56,7 @@ def be_program(
     try:
         death_with_parent(supervisor)()
         yield_memory()  # not the rank, which loses far more
-        _enter(job, folder, output)
+        _enter(job, folder, output, contained=program.container is not None)
         if program.container is not None and program.command is not None:
             _be_contained(job, program, program.container, folder, report)
         elif program.command is not None:
@@ -77,7 +78,7 @@ def client() -> Any:
     return openai.AsyncOpenAI(timeout=None, http_client=http)
 
 
-def _enter(job: ProgramJob, folder: Path, output: tuple[int, int]) -> None:
+def _enter(job: ProgramJob, folder: Path, output: tuple[int, int], *, contained: bool) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     for each in (signal.SIGCHLD, signal.SIGTERM):  # other signals to the ranks stay ignored
@@ -85,12 +86,22 @@ def _enter(job: ProgramJob, folder: Path, output: tuple[int, int]) -> None:
     for number, file in enumerate(output, 1):
         os.dup2(file, number)
         os.close(file)
-    with tempfile.TemporaryFile(dir=folder) as problem:
+    with _input(folder, contained=contained) as problem:
         problem.write(f"{job.problem}\n".encode())
         problem.seek(0)
+        if contained:
+            fcntl.fcntl(problem, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         os.dup2(problem.fileno(), 0)
     os.chdir(folder)
     os.environ.update(job.variables)
+
+
+def _input(folder: Path, *, contained: bool) -> IO[bytes]:
+    """Return a file without a name. A container must not get one of the node's disk, which it could fill by writing to
+    its own standard input."""
+    if contained:
+        return os.fdopen(os.memfd_create("problem", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b", buffering=0)
+    return tempfile.TemporaryFile(dir=folder)
 
 
 def _execute(command: list[str], report: int) -> None:
