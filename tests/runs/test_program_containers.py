@@ -327,3 +327,17 @@ def test_a_program_cannot_fill_the_node_by_way_of_its_standard_input(tmp_path: P
     """
     found = seen(program(tmp_path, root, source.replace("open(0)", "open(0, closefd=False)")))
     assert found == {"problem": {"question": 7}, "written": True, "again": True}
+
+
+def test_empty_files_are_limited_as_well(tmp_path: Path, root: Path) -> None:
+    source = """
+        import json, os
+        def most(folder):
+            for number in range(20_000):
+                try:
+                    os.mknod(f"{folder}/{number}")
+                except OSError as error:
+                    return error.errno
+        print(json.dumps({folder: most(folder) for folder in (".", "/dev/shm", "/dev")}))
+    """
+    assert seen(program(tmp_path, root, source)) == {".": 28, "/dev/shm": 28, "/dev": 28}

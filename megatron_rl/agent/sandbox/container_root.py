@@ -49,7 +49,7 @@ def make_root(container: Container, folder: Path) -> None:
     given = [*folder.iterdir()]
     root.mkdir()
     _mount("none", Path("/"), "", _PRIVATE | _RECURSIVE)
-    _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={size},mode=755")
+    _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={size},nr_inodes={_files(size)},mode=755")
     for name in ("upper", "changing", "whole"):
         (root / name).mkdir()
     layers = f"lowerdir={container.root},upperdir={root / 'upper'},workdir={root / 'changing'},userxattr"
@@ -75,7 +75,7 @@ def _fill(whole: Path, given: list[Path], *, network: bool) -> None:
     (whole / "tmp").chmod(0o1777)
     _fill_proc(whole / "proc")
     devices = whole / "dev"
-    _mount("tmpfs", devices, "tmpfs", _NO_SETUID | _NO_PROGRAMS, "size=16m,mode=755")
+    _mount("tmpfs", devices, "tmpfs", _NO_SETUID | _NO_PROGRAMS, f"size=16m,nr_inodes={_files(2**24)},mode=755")
     for name in _DEVICES:
         (devices / name).touch()
         _mount(f"/dev/{name}", devices / name, "", _BIND)
@@ -84,7 +84,7 @@ def _fill(whole: Path, given: list[Path], *, network: bool) -> None:
     _mount("devpts", devices / "pts", "devpts", _NO_SETUID | _NO_PROGRAMS, "newinstance,ptmxmode=0666,mode=620")
     for name, target in _LINKS.items():
         (devices / name).symlink_to(target)
-    _mount("tmpfs", devices / "shm", "tmpfs", _NO_SETUID | _NO_DEVICES, "size=64m,mode=1777")
+    _mount("tmpfs", devices / "shm", "tmpfs", _NO_SETUID | _NO_DEVICES, f"size=64m,nr_inodes={_files(2**26)},mode=1777")
     hosts = whole / "etc/hosts"
     hosts.unlink(missing_ok=True)
     hosts.write_text("127.0.0.1 localhost\n")
@@ -106,6 +106,11 @@ def _fill_proc(processes: Path) -> None:
     for name in _HIDDEN:
         if (processes / name).exists():
             _mount("/dev/null", processes / name, "", _BIND)
+
+
+def _files(size: int) -> int:
+    """Return the number of files in a tmpfs of this size. Empty ones, too, occupy memory of the kernel."""
+    return max(1024, size // 4096)
 
 
 def _mount(source: str, target: Path, kind: str, flags: int, options: str = "") -> None:
