@@ -223,6 +223,16 @@ def test_limits_of_a_container_end_its_program(
     assert (ended.exceeded or ended.output[-40:], ended.over_limit) == (exceeded, False)
 
 
+def test_threads_count_as_processes(tmp_path: Path, root: Path) -> None:
+    source = """
+        import threading, time
+        threading.stack_size(2**16)
+        for _ in range(40):
+            threading.Thread(target=time.sleep, args=(60,)).start()
+    """
+    assert run(program(tmp_path, root, source)).exceeded == "more than 32 processes"
+
+
 def test_a_program_that_fills_its_disk_or_its_memory_sees_the_error(tmp_path: Path, root: Path) -> None:
     source = """
         import json

@@ -233,23 +233,27 @@ def _collected(pid: int) -> int | None:
 def _exceeded(limits: ContainerLimits) -> str:
     """Return the limit that the processes of this container exceed together; empty if none."""
     pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
-    if len(pids) - 1 > limits.processes:
+    held = [_held(pid) for pid in pids if pid != 1] if len(pids) - 1 <= limits.processes else []
+    if len(pids) - 1 > limits.processes or sum(threads for threads, _ in held) > limits.processes:
         return f"more than {limits.processes} processes"
-    if sum(_resident_bytes(pid) for pid in pids if pid != 1) > limits.memory_bytes:
+    if sum(resident for _, resident in held) > limits.memory_bytes:
         return f"more than {limits.memory_bytes / 2**30:g} GiB of memory"
     return ""
 
 
-def _resident_bytes(pid: int) -> int:
+def _held(pid: int) -> tuple[int, int]:
+    """Return the threads and the resident bytes of a process."""
     with suppress(OSError):  # it has ended
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
+        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(after_name[17]), int(after_name[21]) * os.sysconf("SC_PAGE_SIZE")
+    return 0, 0
 
 
 def _give_up_rights(limits: ContainerLimits) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))
-    # A limit of the user in this namespace. It does not bind the machine's root, whom `_exceeded` watches.
-    resource.setrlimit(resource.RLIMIT_NPROC, (limits.processes, limits.processes))
+    # A limit of the user in this namespace, which a program meets between two looks of init alone: a program over its
+    # limit is to be lost with that reason. It does not bind the machine's root.
+    resource.setrlimit(resource.RLIMIT_NPROC, (2 * limits.processes, 2 * limits.processes))
     for capability in range(_CAPABILITIES):
         if capability not in _KEPT:
             libc().prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
