@@ -233,6 +233,20 @@ def test_threads_count_as_processes(tmp_path: Path, root: Path) -> None:
     assert run(program(tmp_path, root, source)).exceeded == "more than 32 processes"
 
 
+def test_memory_that_processes_share_counts_once(tmp_path: Path, root: Path) -> None:
+    source = """
+        import os, time
+        held = bytearray(b"x" * 100 * 2**20)
+        for _ in range(4):
+            if os.fork() == 0:
+                time.sleep(0.5)
+                os._exit(0)
+        time.sleep(0.5)
+        print(1)
+    """
+    assert run(program(tmp_path, root, source)).ending == "1\n"
+
+
 def test_a_program_that_fills_its_disk_or_its_memory_sees_the_error(tmp_path: Path, root: Path) -> None:
     source = """
         import json

@@ -236,7 +236,9 @@ def _exceeded(limits: ContainerLimits) -> str:
     held = [_held(pid) for pid in pids if pid != 1] if len(pids) - 1 <= limits.processes else []
     if len(pids) - 1 > limits.processes or sum(threads for threads, _ in held) > limits.processes:
         return f"more than {limits.processes} processes"
-    if sum(resident for _, resident in held) > limits.memory_bytes:
+    # Resident memory counts what processes share for each of them, but is read in less time.
+    resident = sum(resident for _, resident in held)
+    if resident > limits.memory_bytes and sum(_share_bytes(pid) for pid in pids if pid != 1) > limits.memory_bytes:
         return f"more than {limits.memory_bytes / 2**30:g} GiB of memory"
     return ""
 
@@ -247,6 +249,14 @@ def _held(pid: int) -> tuple[int, int]:
         after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return int(after_name[17]), int(after_name[21]) * os.sysconf("SC_PAGE_SIZE")
     return 0, 0
+
+
+def _share_bytes(pid: int) -> int:
+    """Return the memory of a process, with its share of what it has in common with others."""
+    with suppress(OSError, StopIteration):  # it has ended
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return 0
 
 
 def _give_up_rights(limits: ContainerLimits) -> None:
