@@ -365,3 +365,30 @@ def test_empty_files_are_limited_as_well(tmp_path: Path, root: Path) -> None:
         print(json.dumps({folder: most(folder) for folder in (".", "/dev/shm", "/dev")}))
     """
     assert seen(program(tmp_path, root, source)) == {".": 28, "/dev/shm": 28, "/dev": 28}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
+def test_a_program_does_not_inherit_the_keys_of_the_session(tmp_path: Path, root: Path) -> None:
+    source = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        print(libc.syscall(250, 11, -3, ctypes.create_string_buffer(4096), 4096))  # read the session's keys
+    """
+    its = program(tmp_path, root, source)
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import asyncio, ctypes, json, os\n"
+        "from megatron_rl.agent.environments.program.nursery_wire import *\n"
+        "from megatron_rl.agent.environments.program.runner import ProgramRunner\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.syscall(250, 1, None)  # a session of its own\n"
+        "libc.syscall(248, b'user', b'ticket', b'secret', 6, -3)\n"
+        f"its = json.loads({json.dumps(json.dumps(its))})\n"
+        "async def main():\n"
+        "    runner = ProgramRunner(Program(*its), dict(os.environ))\n"
+        "    print((await runner.run(ProgramJob('1', {}, 60.0, 0.3))).ending)\n"
+        "    await runner.close()\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["-1"]

@@ -21,6 +21,8 @@ which has stayed outside, passes each connection on to the one address that the 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import fcntl
 import os
 import resource
@@ -47,6 +49,8 @@ _NEW_USER, _NEW_PROCESSES, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _DROP_FROM_BOUNDING_SET, _NO_NEW_PRIVILEGES = 24, 38  # prctl(2)
 _SET_FLAGS, _UP = 0x8914, 1  # netdevice(7)
 
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION, _SET_PERMISSIONS, _OWN_SESSION = 1, 5, -3  # keyctl(2)
 _KEPT = {0, 1, 3, 4, 5, 6, 7}
 """Capabilities over the program's files and processes: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID."""
 _CAPABILITIES = 64
@@ -114,6 +118,16 @@ def why_not_contained(container: Container, folder: Path) -> str | None:
         why = said.read().decode()
     os.waitpid(pid, 0)
     return why or None
+
+
+def leave_keys() -> None:
+    """Have this process and its children in a session without keys, which nobody can add to. Otherwise containers would
+    inherit those of the user's session, such as Kerberos tickets. Raises CannotContain."""
+    keyctl = _KEYCTL[os.uname().machine]
+    if libc().syscall(keyctl, _JOIN_SESSION, None) >= 0:
+        libc().syscall(keyctl, _SET_PERMISSIONS, _OWN_SESSION, 0)
+    elif ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):  # nobody here has keys, the containers no more than we
+        raise CannotContain(why_refused("keyctl"))
 
 
 def _end_as(code: int) -> NoReturn:

@@ -37,7 +37,8 @@ from megatron_rl.agent.environments.program.nursery_wire import (
     place,
 )
 from megatron_rl.agent.environments.program.supervisor import END_S, supervise
-from megatron_rl.agent.sandbox.container import Container, ContainerLimits, why_not_contained
+from megatron_rl.agent.sandbox.container import Container, ContainerLimits, leave_keys, why_not_contained
+from megatron_rl.agent.sandbox.container_root import CannotContain
 from megatron_rl.agent.sandbox.image_root import UnusableImage, root_of
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
 from megatron_rl.recipe.errors import note_task_code
@@ -59,6 +60,8 @@ def main() -> None:
             with _container(image, folder) as container:
                 variables = {} if image is None else image.variables
                 prepared = prepare(program, folder)._replace(container=container, variables=variables)
+                if container is not None:
+                    _leave_keys()  # the files of the user are read
                 death_with_parent(parent, 0)()  # from here on it leaves cleanly when the control socket closes
                 control.send(READY)
                 _serve(control, prepared)
@@ -136,6 +139,13 @@ def _container(image: ProgramImage | None, folder: str) -> Iterator[Container | 
                 raise UnusableProgram(f"environment.args.container: this node cannot make one: {why}")
             yield container
     except UnusableImage as error:
+        raise UnusableProgram(f"environment.args.container: {error}") from error
+
+
+def _leave_keys() -> None:
+    try:
+        leave_keys()
+    except CannotContain as error:
         raise UnusableProgram(f"environment.args.container: {error}") from error
 
 
