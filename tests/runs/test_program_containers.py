@@ -20,9 +20,11 @@ import pytest
 from small_root import PYTHON, make_small_root
 from waiting import until
 
+from megatron_rl.agent.environments.program import runner
 from megatron_rl.agent.environments.program.nursery_wire import Program, ProgramEnd, ProgramImage, ProgramJob
 from megatron_rl.agent.environments.program.runner import ProgramRunner
 from megatron_rl.agent.sandbox.container import ContainerLimits
+from megatron_rl.agent.sandbox.image_root import MAGIC
 from megatron_rl.recipe.errors import ConfigurationError
 
 LIMITS = ContainerLimits(memory_bytes=2**28, disk_bytes=2**24, processes=32)
@@ -372,7 +374,8 @@ def test_a_program_does_not_inherit_the_keys_of_the_session(tmp_path: Path, root
     source = """
         import ctypes
         libc = ctypes.CDLL(None)
-        print(libc.syscall(250, 11, -3, ctypes.create_string_buffer(4096), 4096))  # read the session's keys
+        print(libc.syscall(250, 11, -3, ctypes.create_string_buffer(4096), 4096))  # bytes of the session's list of keys
+        print(libc.syscall(248, b"user", b"note", b"for another rollout", 6, -3))
     """
     its = program(tmp_path, root, source)
     script = tmp_path / "rank.py"
@@ -391,4 +394,17 @@ def test_a_program_does_not_inherit_the_keys_of_the_session(tmp_path: Path, root
         "asyncio.run(main())\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["-1"]
+    assert done.stdout.split() == ["0", "-1"]
+
+
+def test_an_image_may_take_longer_to_unpack_than_a_module_to_import(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (programs := tmp_path / "programs").mkdir()
+    (unsquashfs := programs / "unsquashfs").write_text(f'#!/bin/sh\ncp -a "{root}" "$5"\n')
+    unsquashfs.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(runner, "START_S", 0.01)
+    (image := tmp_path / "image.sqsh").write_bytes(MAGIC)
+    assert run(program(tmp_path, image, "print(1)")).ending == "1\n"

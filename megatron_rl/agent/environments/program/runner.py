@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from megatron_rl.agent.endpoint.agent import RolloutLost
 from megatron_rl.agent.environments.program.nursery_wire import MESSAGE_BYTES, READY, Program, ProgramEnd, ProgramJob
+from megatron_rl.agent.sandbox.image_root import UNPACK_S
 from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import how_ended, module_command
 from megatron_rl.recipe.errors import ConfigurationError
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "mrl-programs-"
 NURSERY = "megatron_rl.agent.environments.program.nursery"
 START_S = 300.0
-"""Seconds for a nursery to import the user's module, perhaps from a slow shared file system, or to unpack an image."""
+"""Seconds for a nursery to import the user's module, perhaps from a slow shared file system."""
 HAND_OVER_S = 10.0
 """Seconds for a nursery, which only forks, to take a job."""
 LEAVE_S = 15.0
@@ -111,15 +112,16 @@ class ProgramRunner:
 
     async def _prepared(self, control: socket.socket) -> str | None:
         """Wait until a new nursery is ready and return None, or return why it cannot be; empty if it has ended."""
+        limit_s = START_S if self._program.image is None else START_S + UNPACK_S
         control.setblocking(False)
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(limit_s):
                 await loop.sock_sendall(control, json.dumps(self._program).encode())
                 answer = await loop.sock_recv(control, MESSAGE_BYTES)
         except TimeoutError:
             slow = "function: it is not imported" if self._program.image is None else "container: it is not unpacked"
-            return f"environment.args.{slow} after {START_S:g} s"
+            return f"environment.args.{slow} after {limit_s:g} s"
         except OSError:
             return ""
         control.settimeout(HAND_OVER_S)
