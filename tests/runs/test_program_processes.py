@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,8 @@ import psutil
 import pytest
 
 from megatron_rl.agent.endpoint.agent import RolloutLost
-from megatron_rl.agent.environments.program.nursery_wire import Program, ProgramEnd, ProgramJob
+from megatron_rl.agent.environments.program.nursery import _serve
+from megatron_rl.agent.environments.program.nursery_wire import PreparedProgram, Program, ProgramEnd, ProgramJob
 from megatron_rl.agent.environments.program.runner import ProgramRunner
 from megatron_rl.recipe.errors import ConfigurationError
 
@@ -320,3 +322,17 @@ def test_a_working_directory_that_cannot_be_made_is_the_reason(tmp_path: Path, m
 
     ended = with_runner(python(tmp_path, "print(1)"), without_its_parent)
     assert ended.code == 1 and "No such file or directory" in ended.unstarted
+
+
+def test_a_nursery_that_cannot_fork_loses_that_rollout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refused)
+    ours, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    rank, connection = socket.socketpair()
+    with control, rank:
+        with ours, connection:
+            socket.send_fds(ours, [b"1"], [connection.fileno()])
+        _serve(control, PreparedProgram(["true"], None, {}, ""))
+        assert rank.recv(1) == b""

@@ -83,7 +83,12 @@ def _serve(control: socket.socket, program: PreparedProgram) -> None:
         if not message:
             break
         connection = socket.socket(fileno=files[0])
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # such as too many processes; that loses this rollout, and not those that run
+            traceback.print_exc()
+            connection.close()
+            continue
         if pid == 0:
             _be_supervisor(control, connection, program)
         supervisors.add(pid)
