@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -408,3 +409,39 @@ def test_an_image_may_take_longer_to_unpack_than_a_module_to_import(
     monkeypatch.setattr(runner, "START_S", 0.01)
     (image := tmp_path / "image.sqsh").write_bytes(MAGIC)
     assert run(program(tmp_path, image, "print(1)")).ending == "1\n"
+
+
+def test_a_program_cannot_use_up_the_open_files_of_the_rank(tmp_path: Path, root: Path) -> None:
+    source = """
+        import socket, time
+        held = [socket.create_connection(("127.0.0.1", PORT)) for _ in range(700)]
+        time.sleep(1)
+        for each in held[:-1]:
+            each.close()
+        held[-1].sendall(b"x")
+        print(held[-1].recv(1))
+    """
+    most = open_now = 0
+    count = threading.Lock()
+
+    def serve(connection: socket.socket) -> None:
+        nonlocal most, open_now
+        with count:
+            open_now += 1
+            most = max(most, open_now)
+        with connection:
+            connection.sendall(connection.recv(1))
+        with count:
+            open_now -= 1
+
+    def accept(listening: socket.socket) -> None:
+        for _ in range(700):
+            threading.Thread(target=serve, args=(listening.accept()[0],)).start()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
+        port = listening.getsockname()[1]
+        thread = threading.Thread(target=accept, args=(listening,))
+        thread.start()
+        ended = run(program(tmp_path, root, source.replace("PORT", str(port))), reaches=("127.0.0.1", port))
+        thread.join()
+    assert (ended.ending, most) == ("b'x'\n", 512), ended

@@ -56,6 +56,8 @@ _KEPT = {0, 1, 3, 4, 5, 6, 7}
 _CAPABILITIES = 64
 LOOK_S = 0.1
 """Seconds between two looks of init at memory and processes."""
+_CONNECTIONS = 512
+"""Connections of a program to the rank at a time, which has a limit of open files for all its programs; others wait."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -179,18 +181,23 @@ def _start_relay(host: str, port: int) -> socket.socket:
 async def _relay(listener: socket.socket, host: str, port: int) -> None:
     async def passed(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         with suppress(OSError):
-            while part := await source.read(2**16):
-                target.write(part)
-                await target.drain()
-            target.write_eof()
+            try:
+                while part := await source.read(2**16):
+                    target.write(part)
+                    await target.drain()
+            finally:
+                target.write_eof()
+
+    room = asyncio.Semaphore(_CONNECTIONS)
 
     async def connected(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         try:
-            far_source, far_target = await asyncio.open_connection(host, port)
-            try:
-                await asyncio.gather(passed(source, far_target), passed(far_source, target))
-            finally:
-                far_target.transport.abort()
+            async with room:
+                far_source, far_target = await asyncio.open_connection(host, port)
+                try:
+                    await asyncio.gather(passed(source, far_target), passed(far_source, target))
+                finally:
+                    far_target.transport.abort()
         except OSError:
             pass  # the rank has ended, and so will the program
         finally:
