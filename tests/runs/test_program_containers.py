@@ -445,3 +445,20 @@ def test_a_program_cannot_use_up_the_open_files_of_the_rank(tmp_path: Path, root
         ended = run(program(tmp_path, root, source.replace("PORT", str(port))), reaches=("127.0.0.1", port))
         thread.join()
     assert (ended.ending, most) == ("b'x'\n", 512), ended
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="of the machine's root alone")
+def test_a_program_of_root_cannot_change_the_machine(tmp_path: Path, root: Path) -> None:
+    source = """
+        import json, os
+        found = []
+        for name in ("/dev/zero", "/proc/irq/default_smp_affinity"):
+            try:
+                os.chmod(name, os.stat(name).st_mode & 0o777)
+                found.append(name)
+            except OSError:
+                pass
+        open("/dev/zero", "wb").write(b"x")
+        print(json.dumps({"changed": found, "zero": len(open("/dev/zero", "rb").read(3))}))
+    """
+    assert seen(program(tmp_path, root, source)) == {"changed": [], "zero": 3}

@@ -21,6 +21,8 @@ WORK = "/work"
 _DEVICES = ("full", "null", "random", "tty", "urandom", "zero")
 _HIDDEN = ("kcore", "keys", "sysrq-trigger")
 """Files of /proc that concern the whole machine. The machine's root could use them from within its container."""
+_READ = ("bus", "fs", "irq", "sys")
+"""Directories of /proc in which the machine's root could change the machine."""
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 
 
@@ -79,6 +81,7 @@ def _fill(whole: Path, given: list[Path], *, network: bool) -> None:
     for name in _DEVICES:
         (devices / name).touch()
         _mount(f"/dev/{name}", devices / name, "", _BIND)
+        _make_read_only(devices / name)  # they can be written to all the same, but belong to the machine's root
     for name in ("pts", "shm"):
         (devices / name).mkdir()
     _mount("devpts", devices / "pts", "devpts", _NO_SETUID | _NO_PROGRAMS, "newinstance,ptmxmode=0666,mode=620")
@@ -101,8 +104,10 @@ def _fill_proc(processes: Path) -> None:
     _mount("proc", processes, "proc", without)
     # In a user namespace of another level the program would have all capabilities again.
     (processes / "sys/user/max_user_namespaces").write_text("0")
-    _mount(str(processes / "sys"), processes / "sys", "", _BIND)
-    _mount("", processes / "sys", "", _BIND | _AGAIN | _READ_ONLY | without)
+    for name in _READ:
+        if (processes / name).exists():
+            _mount(str(processes / name), processes / name, "", _BIND)
+            _make_read_only(processes / name)
     for name in _HIDDEN:
         if (processes / name).exists():
             _mount("/dev/null", processes / name, "", _BIND)
@@ -111,6 +116,11 @@ def _fill_proc(processes: Path) -> None:
 def _files(size: int) -> int:
     """Return the number of files in a tmpfs of this size. Empty ones, too, occupy memory of the kernel."""
     return max(1024, size // 4096)
+
+
+def _make_read_only(target: Path) -> None:
+    has = os.statvfs(target).f_flag & (_NO_SETUID | _NO_DEVICES | _NO_PROGRAMS)  # which may not be taken off
+    _mount("", target, "", _BIND | _AGAIN | _READ_ONLY | has)
 
 
 def _mount(source: str, target: Path, kind: str, flags: int, options: str = "") -> None:
