@@ -215,7 +215,7 @@ def test_aborting_ends_the_waits_of_rank_and_worker(pair: Any) -> None:
     tensors = both.worker.tensors()
     next(tensors)
     both.group.abort()
-    with pytest.raises(TransferFailed, match="is gone|was overwritten"):
+    with pytest.raises(TransferFailed, match=r"is gone|was overwritten"):
         list(tensors)
     with pytest.raises(ReplicaLost):
         publishing.result()
