@@ -209,7 +209,7 @@ def check_alike(problems: Mapping[str, ProblemDigest], control: Control) -> None
 
 
 def begun_fork(run_dir: RunDir, step: int) -> Fork | None:
-    """Return the record of a fork that begins at this step, and so has made none of its own; None for other runs."""
+    """Return the record of a fork that begins at this step, and so has made no step yet; None for other runs."""
     fork = read(Fork, run_dir.fork, STALE_MOUNT_S)
     return fork if isinstance(fork, Fork) and fork.step == step else None
 
