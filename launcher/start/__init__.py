@@ -1,1 +1,1 @@
-"""Start of runs: which runs a request plans, their drafts, the submission to Slurm, and the start on this machine."""
+"""Starts runs: which runs a request plans, their drafts, the submission to Slurm, and the start on this machine."""

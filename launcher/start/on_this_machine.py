@@ -1,4 +1,4 @@
-"""Start of a planned run on this machine: its check, its directory, and the supervisor of its attempt."""
+"""Starts a planned run on this machine: its check, its directory, and the supervisor of its attempt."""
 
 from __future__ import annotations
 

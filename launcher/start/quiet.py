@@ -1,4 +1,4 @@
-"""Start of one run without a word, for `launcher.api`: remarks are returned."""
+"""Starts one run without a word, for `launcher.api`: remarks are returned."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from megatron_rl.agent.sandbox.container import Container, ContainerLimits, why_not_contained
+from megatron_rl.agent.sandbox.container import ContainerLimits, ProgramContainer, why_not_contained
 
 LEFT_OUT = (
     "site-packages",
@@ -47,7 +47,7 @@ def make_small_root(root: Path) -> Path:
     (root / "etc").mkdir()
     (root / "etc/environment").write_text(f"PATH={Path(PYTHON).parent}:/usr/bin:/bin\nOF_IMAGE='two words'\n")
     with TemporaryDirectory() as empty:
-        container = Container(str(root), ContainerLimits(2**26, 2**24, 8), network=False)
+        container = ProgramContainer(str(root), ContainerLimits(2**26, 2**24, 8), network=False)
         if why := why_not_contained(container, Path(empty)):
             pytest.skip(f"no containers here: {why}")
     return root

@@ -2,6 +2,7 @@
 
 The model answers with one command in a block of ```sh; the agent runs it and shows the output. An answer without a
 block ends the work. The reward is 1 if the tests pass then, with the tests as they were given.
+Commands of the model are root in the container: one could replace python3, which this example does not prevent.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ from typing import NoReturn
 
 from megatron_rl.agent.sandbox.container_root import (
     CannotContain,
-    Container,
     ContainerLimits,
+    ProgramContainer,
     libc,
     make_root,
     why_refused,
@@ -62,7 +62,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def become_contained(
-    container: Container,
+    container: ProgramContainer,
     folder: Path,
     reaches: tuple[str, int] | None,
     program: Callable[[], NoReturn],
@@ -105,7 +105,7 @@ def become_contained(
     _end_as(int(said) if said else -signal.SIGKILL)
 
 
-def why_not_contained(container: Container, folder: Path) -> str | None:
+def why_not_contained(container: ProgramContainer, folder: Path) -> str | None:
     """Start and end an empty container. Return why that is impossible on this machine; None if it is not."""
     readable, writable = os.pipe()
     if (pid := os.fork()) == 0:
@@ -142,7 +142,7 @@ def _end_as(code: int) -> NoReturn:
 # The keeper
 
 
-def _enter_namespaces(container: Container) -> None:
+def _enter_namespaces(container: ProgramContainer) -> None:
     user, group, parent = os.geteuid(), os.getegid(), os.getppid()
     spaces = _NEW_USER | _NEW_MOUNTS | _NEW_PROCESSES | _NEW_IPC | _NEW_HOST_NAME
     if libc().unshare(spaces | (0 if container.network else _NEW_NETWORK)):
@@ -211,7 +211,7 @@ async def _relay(listener: socket.socket, host: str, port: int) -> None:
 
 
 def _be_init(
-    container: Container,
+    container: ProgramContainer,
     folder: Path,
     program: Callable[[], NoReturn],
     exceeded: Callable[[str], None],

@@ -33,7 +33,7 @@ class ContainerLimits(NamedTuple):
     processes: int
 
 
-class Container(NamedTuple):
+class ProgramContainer(NamedTuple):
     root: str
     """Directory with the root file system."""
     limits: ContainerLimits
@@ -45,7 +45,7 @@ class CannotContain(Exception):
     """This machine refuses a part of a container; the message says which, and why."""
 
 
-def make_root(container: Container, folder: Path) -> None:
+def make_root(container: ProgramContainer, folder: Path) -> None:
     """Mount the root file system, and change into the working directory."""
     root, size = folder / ".container", container.limits.disk_bytes
     given = [*folder.iterdir()]

@@ -181,8 +181,8 @@ class JudgeConfig(ScoringModel):
 class RewardModelConfig(ScoringModel):
     """A sequence classifier behind the route /classify of `vllm serve MODEL --runner pooling`."""
 
-    label: NonNegativeInt = 0
-    """Class whose value is the reward, for a model with several."""
+    label: NonNegativeInt | None = None
+    """Class whose value is the reward; needed for a model with several."""
     activation: bool = False
     """Whether the reward is a probability (sigmoid or softmax) instead of the logit."""
     text: str | None = None

@@ -87,9 +87,12 @@ class RewardModel:
         else:
             given = {"input": config.text.format(question=question, response=response, answer=answer)}
         values = await self.server.ask("classify", {**given, "use_activation": config.activation}, _values)
-        if config.label >= len(values):
-            raise NotJudged(f"the classifier has {len(values)} classes, and none with number {config.label}")
-        return float(values[config.label])
+        if config.label is None and len(values) > 1:
+            raise NotJudged(f"the classifier has {len(values)} classes: name one by reward_model.label")
+        label = config.label or 0
+        if label >= len(values):
+            raise NotJudged(f"the classifier has {len(values)} classes, and none with number {label}")
+        return float(values[label])
 
     async def close(self) -> None:
         await self.server.close()
@@ -100,7 +103,10 @@ def _listed(criteria: Sequence[Criterion]) -> str:
 
 
 def _content(response: Any) -> str:
-    return str(response["choices"][0]["message"]["content"])
+    choice = response["choices"][0]
+    if choice.get("finish_reason") == "length":  # VERDICT: 1 may be the beginning of VERDICT: 10
+        raise NotJudged("the judge's reply is cut off at max_tokens")
+    return str(choice["message"]["content"])
 
 
 def _values(response: Any) -> list[float]:

@@ -37,7 +37,7 @@ from megatron_rl.agent.environments.program.nursery_wire import (
     place,
 )
 from megatron_rl.agent.environments.program.supervisor import END_S, supervise
-from megatron_rl.agent.sandbox.container import Container, ContainerLimits, leave_keys, why_not_contained
+from megatron_rl.agent.sandbox.container import ContainerLimits, ProgramContainer, leave_keys, why_not_contained
 from megatron_rl.agent.sandbox.container_root import CannotContain
 from megatron_rl.agent.sandbox.image_root import UnusableImage, root_of
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
@@ -132,14 +132,14 @@ class UnusableProgram(Exception):
 
 
 @contextmanager
-def _container(image: ProgramImage | None, folder: str) -> Iterator[Container | None]:
+def _container(image: ProgramImage | None, folder: str) -> Iterator[ProgramContainer | None]:
     """Unpack the image, and try a container of it. Raises UnusableProgram."""
     if image is None:
         yield None
         return
     try:
         with root_of(Path(image.path)) as root, tempfile.TemporaryDirectory(dir=folder) as empty:
-            container = Container(str(root), ContainerLimits(*image.limits), image.network)
+            container = ProgramContainer(str(root), ContainerLimits(*image.limits), image.network)
             if why := why_not_contained(container, Path(empty)):
                 raise UnusableProgram(f"environment.args.container: this node cannot make one: {why}")
             yield container

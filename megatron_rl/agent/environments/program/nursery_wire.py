@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
-from megatron_rl.agent.sandbox.container import Container, ContainerLimits
+from megatron_rl.agent.sandbox.container import ContainerLimits, ProgramContainer
 from megatron_rl.recipe.errors import task_location
 
 OUTPUT_CHARACTERS = 4000
@@ -77,7 +77,7 @@ class PreparedProgram(NamedTuple):
     files: dict[str, bytes]
     folder: str
     """Parent of all working directories."""
-    container: Container | None = None
+    container: ProgramContainer | None = None
     variables: Mapping[str, str] = {}
     """Environment variables within the container."""
 

@@ -33,7 +33,7 @@ from megatron_rl.agent.environments.program.nursery_wire import (
     Rollout,
     place,
 )
-from megatron_rl.agent.sandbox.container import PATH, CannotContain, Container, become_contained
+from megatron_rl.agent.sandbox.container import PATH, CannotContain, ProgramContainer, become_contained
 from megatron_rl.contract.children import adopt_orphans, collect, death_with_parent, end_descendants, yield_memory
 from megatron_rl.rank.processes.printed import LastBytes
 
@@ -113,7 +113,7 @@ def _execute(command: list[str], report: int) -> None:
 
 
 def _be_contained(
-    job: ProgramJob, program: PreparedProgram, container: Container, folder: Path, report: int
+    job: ProgramJob, program: PreparedProgram, container: ProgramContainer, folder: Path, report: int
 ) -> NoReturn:
     def run() -> NoReturn:
         os.environ.clear()

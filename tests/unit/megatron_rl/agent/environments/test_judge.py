@@ -122,6 +122,12 @@ def test_answer_without_verdict_is_lost(handler: Callable[[httpx.Request], httpx
         judged(handler)
 
 
+def test_a_reply_that_was_cut_off_has_no_verdict() -> None:
+    cut = {"choices": [{"message": {"content": "VERDICT: 1"}, "finish_reason": "length"}]}
+    with pytest.raises(NotJudged, match="cut off at max_tokens"):
+        judged(lambda _: httpx.Response(200, json=cut))
+
+
 def test_busy_judge_is_retried() -> None:
     answers = iter([httpx.Response(429), httpx.Response(503), saying("VERDICT: 5")(httpx.Request("GET", "http://x"))])
     assert judged(lambda _: next(answers)) == 0.5
@@ -397,7 +403,7 @@ def test_a_classifier_gives_its_value_for_the_messages_or_for_a_text() -> None:
         model = RewardModel(config, transport=httpx.MockTransport(handler), sleep=no_pause)
         return asyncio.run(model.score("1+1?", "2", "two"))
 
-    assert value() == 0.25
+    assert value(label=0) == 0.25
     assert value(label=1, text="{question} {response} {answer}", activation=True) == -3.5
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     assert bodies == [
@@ -406,6 +412,8 @@ def test_a_classifier_gives_its_value_for_the_messages_or_for_a_text() -> None:
     ]
     with pytest.raises(NotJudged, match="has 2 classes, and none with number 2"):
         value(label=2)
+    with pytest.raises(NotJudged, match=r"has 2 classes: name one by reward_model.label"):
+        value()
 
 
 def test_one_scores() -> None:
