@@ -41,32 +41,39 @@ class RehearsedRank:
         return max((sum(held.values()) for held in self.phases.values()), default=0)
 
 
+@dataclass(frozen=True)
+class RehearsedTeachers:
+    """Teachers whose shapes are known; others are left out."""
+
+    held: Sequence[TeacherFiles] = ()  # on the training ranks
+    of_replicas: TeacherFiles | None = None
+
+
 def rehearse(
-    config: RunConfig, vocab: int, kinds: Sequence[RankKind], teacher: TeacherFiles | None = None
+    config: RunConfig, vocab: int, kinds: Sequence[RankKind], teachers: RehearsedTeachers
 ) -> list[RehearsedRank]:
-    """Rehearse one rank of each kind.
-
-    Args:
-        vocab: size of the vocabulary.
-        teacher: of distillation; None: it is left out.
-    """
+    """Rehearse one rank of each kind. vocab: size of the vocabulary."""
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda kind: _rehearse(config, vocab, kind, teacher), kinds))
+        return list(pool.map(lambda kind: _rehearse(config, vocab, kind, teachers), kinds))
 
 
-def rehearsed_kinds(config: RunConfig, sizes: Sizes, teacher: TeacherFiles | None = None) -> list[RankKind]:
+def rehearsed_kinds(
+    config: RunConfig, sizes: Sizes, teachers: RehearsedTeachers = RehearsedTeachers()
+) -> list[RankKind]:
     """Return the kinds of ranks that can be rehearsed: not those of an engine that divides their memory itself, nor
     those of a teacher whose shape is unknown."""
     left_out = {"inference"} if capabilities_of(config.inference.engine).starts_workers else set()
-    if teacher is None or config.teacher_vllm:
+    if teachers.of_replicas is None or config.teacher_vllm:
         left_out.add("teacher")
     return [kind for kind in rank_kinds(sizes) if kind.role not in left_out]
 
 
-def request(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None = None) -> str:
+def request(config: RunConfig, vocab: int, kind: RankKind, teachers: RehearsedTeachers = RehearsedTeachers()) -> str:
     asked: dict[str, Any] = {"world": kind.world, "rank": kind.rank, "role": kind.role, "vocab": vocab}
-    if teacher is not None:
-        asked["teacher"] = {"model": teacher.model.model_dump(mode="json"), "tokens": teacher.tokens or vocab}
+    known = [teachers.of_replicas] if kind.role == "teacher" else teachers.held
+    asked["teachers"] = [
+        {"model": one.model.model_dump(mode="json"), "tokens": one.tokens or vocab} for one in known if one
+    ]
     return json.dumps({"config": config.model_dump(mode="json"), **asked}) + "\n"
 
 
@@ -77,10 +84,10 @@ def answer(kind: RankKind, said: str) -> RehearsedRank:
     return RehearsedRank(kind, done["parameters"], done["phases"], failure)
 
 
-def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teacher: TeacherFiles | None) -> RehearsedRank:
+def _rehearse(config: RunConfig, vocab: int, kind: RankKind, teachers: RehearsedTeachers) -> RehearsedRank:
     try:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ran = run_limited(COMMAND, LIMIT_S, environ, request(config, vocab, kind, teacher).encode())
+        ran = run_limited(COMMAND, LIMIT_S, environ, request(config, vocab, kind, teachers).encode())
         if ran.returncode == 0:
             return answer(kind, ran.stdout.decode("utf-8", "replace"))
         said = [line for line in ran.stderr.decode("utf-8", "replace").splitlines() if line.strip()]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.backends.rehearsal import RehearsedRank, rehearse, rehearsed_kinds
+from launcher.backends.rehearsal import RehearsedRank, RehearsedTeachers, rehearse, rehearsed_kinds
 from launcher.cli.arguments import RECIPE
 from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
@@ -18,10 +18,11 @@ from launcher.plan.engine_choice import load_for
 from launcher.plan.gpu_memory import RankMemory, as_rehearsed, rank_memory
 from launcher.plan.parameters import tokens_known
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
-from launcher.recipe.load import teacher_of
+from launcher.recipe.load import files_of_teacher
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import POLICY
 from megatron_rl.recipe.engines import capabilities_of
 
 if TYPE_CHECKING:
@@ -64,16 +65,21 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     limit = gpu_bytes(config, profile)
     tokens = tokens_known(config) or ASSUMED_VOCABULARY
     vocab = config.model.padded_vocab_size(tokens)
-    teacher = teacher_of(config)
-    done = rehearse(config, tokens, rehearsed_kinds(config, sizes, teacher), teacher)
+    found = {one.teacher: files_of_teacher(one.teacher) for one in config.teachings.each if one.teacher != POLICY}
+    held = [files for one in config.teachings.held if (files := found[one.teacher])]
+    teachers = RehearsedTeachers(
+        held, found[config.distill.teacher] if config.distill and sizes.teacher_nodes else None
+    )
+    done = rehearse(config, tokens, rehearsed_kinds(config, sizes, teachers), teachers)
     ours = as_rehearsed(config)
     ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage)) for one in done]
     fits = all("failure" not in rank and (limit is None or rank["needed_bytes"] <= limit) for rank in ranks)
     if as_json:
         click.echo(json.dumps({"ranks": ranks, "fits": fits}, indent=1))
     else:
-        if config.distill is not None and teacher is None and not config.distill.server:
-            click.echo(f"note: the teacher is left out: {config.distill.teacher} is not on this machine", err=True)
+        for one in config.teachings.each:
+            if not one.server and one.teacher != POLICY and found[one.teacher] is None:
+                click.echo(f"note: the teacher is left out: {one.teacher} is not on this machine", err=True)
         if elsewhere:
             click.echo(f"note: {OF_ENGINE[sizes.shares_devices].format(engine)}", err=True)
         if config.teacher_vllm:

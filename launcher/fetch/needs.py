@@ -29,6 +29,7 @@ from megatron_rl.contract.children import module_command
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CachedRepository
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import POLICY
 from megatron_rl.recipe.model import exported_folder, is_hub_name, is_prefetched, package_of
 from megatron_rl.recipe.registry import required_datasets
 
@@ -96,9 +97,10 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
     path = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     if path and is_prefetched(path) and path != model:
         found.append(Need("tokenizer", path))
-    teacher = config.distill.teacher if config.distill else None
-    if teacher and is_prefetched(teacher) and teacher != model:
-        found.append(Need("tokenizer" if config.distill and config.distill.server else "model", teacher))
+    for distill in config.teachings.each:
+        need = Need("tokenizer" if distill.server else "model", distill.teacher)
+        if distill.teacher not in (POLICY, model) and is_prefetched(need.name) and need not in found:
+            found.append(need)
     sets = [path for path in config.data.paths if is_hub_name(path)] if config.data else []
     sets += required_datasets(config.task) if config.generates else []
     return [*found, *(Need("dataset", name) for name in sets)]

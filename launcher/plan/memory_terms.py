@@ -195,8 +195,7 @@ def loss(config: RunConfig, sizes: Sizes, vocab: int) -> Term:
     Twice with a prediction layer that is trained. A divergence from a teacher makes its own gradient of the output
     layer."""
     model, size, tokens = config.model, WEIGHT_BYTES[config.model.dtype], _tokens(config, sizes)
-    diverges = config.distill is not None and config.distill.divergence is not None
-    of_weight = FP32_BYTES + size + size * diverges if model.lora is None else 0
+    of_weight = FP32_BYTES + size + size * config.teachings.diverge if model.lora is None else 0
     rows, split = vocab // sizes.tp, sizes.tp if sizes.sequence_parallel else 1
     predicted = _predicted(config, sizes)
     whole = predicted * rows * FP32_BYTES

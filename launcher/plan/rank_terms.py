@@ -86,8 +86,9 @@ def _reference(config: RunConfig, held: Weights) -> Iterator[Term]:
 
 
 def _teacher(config: RunConfig, sizes: Sizes) -> Iterator[Term]:
-    if (distill := config.distill) and distill.parameters and not distill.is_served:
-        yield weights_of_teacher(config, "teacher", distill.parameters, sizes.tp * sizes.pp)
+    for distill in config.teachings.held:
+        if distill.parameters:
+            yield weights_of_teacher(config, "teacher", distill.parameters, sizes.tp * sizes.pp)
 
 
 def weights_of_teacher(config: RunConfig, name: str, parameters: int, parts: int) -> Term:

@@ -77,7 +77,7 @@ def base_of(config: RunConfig) -> str:
 def method_of(config: RunConfig) -> str:
     if config.supervised:
         return "supervised training"
-    return "distillation" if config.distill else "GRPO"
+    return "distillation" if config.teachings.each else "GRPO"
 
 
 def licence_of(base: str, homes: Sequence[Path]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from launcher.recipe.written import SECTIONS, Override, ValueOrigin, Written, im
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import POLICY, DistillConfig, EnvironmentDistill
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.evaluation_job import Evaluation, read_evaluation
@@ -99,7 +100,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     _check_environments(config, locate)
     absolute = _with_absolute_paths(config.model_dump(), RunConfig, folder_of, locate)
     config = RunConfig.model_validate(absolute)
-    config = _with_teacher(config, caches, locate, filled)
+    config = _with_teachers(config, caches, locate, filled)
     run = RunDir(Path(asked).parent)  # resolved.yaml of a run lies beside the run's copies of the user's code
     for place, one in _environments(config).items() if config.generates else ():
         try:
@@ -236,33 +237,48 @@ def _environments(config: RunConfig) -> dict[KeyPath, EnvironmentConfig]:
     return {("environments", str(number)): one for number, one in enumerate(config.environments or ())}
 
 
-def teacher_of(config: RunConfig, caches: Sequence[Path] = ()) -> TeacherFiles | None:
-    """Return the files of a recipe's teacher; None without one, or if this machine does not have them. Raises
+def files_of_teacher(teacher: str, caches: Sequence[Path] = ()) -> TeacherFiles | None:
+    """Return the files of a teacher; None for the policy itself, or if this machine does not have them. Raises
     ConfigurationError if they hold no model. `caches`: as for `load_recipe`."""
-    folder = find_folder(config.distill.teacher, caches) if config.distill else None
+    folder = None if teacher == POLICY else find_folder(teacher, caches)
     return teacher_files(folder) if folder else None
 
 
-def _with_teacher(config: RunConfig, caches: Sequence[Path], locate: Locate, filled: dict[str, str]) -> RunConfig:
-    """Check the teacher of a recipe as far as its files are on this machine, and fill in its size. Raises BadInput with
-    every problem."""
-    if config.distill is None:
-        return config
+def _with_teachers(config: RunConfig, caches: Sequence[Path], locate: Locate, filled: dict[str, str]) -> RunConfig:
+    """Check the teachers of a recipe as far as their files are on this machine, and fill in their sizes. Raises
+    BadInput with every problem of the first that has some."""
     own = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
     tokenizer = find_folder(own, caches) if own else None
-    try:
-        teacher = teacher_of(config, caches)
-        problems = [*against_teacher(config, teacher, tokenizer)]
-    except ValueError as error:
-        teacher, problems = None, [str(error)]
-    if problems:
-        place = locate(("distill", "teacher"))[0]
-        raise BadInput(f"{place}: {problem}" for problem in problems)
-    if teacher is None or config.distill.parameters is not None:
-        return config
-    filled["distill.parameters"] = str(teacher.folder)
-    distill = config.distill.model_copy(update={"parameters": teacher.parameters})
-    return config.model_copy(update={"distill": distill})
+
+    def sized(place: KeyPath, teaching: DistillConfig) -> dict[str, int]:
+        """Return the keys to add to a section of the recipe that names this teacher."""
+        try:
+            teacher = files_of_teacher(teaching.teacher, caches)
+            problems = [*against_teacher(config, teaching, teacher, tokenizer)]
+        except ValueError as error:
+            teacher, problems = None, [str(error)]
+        if problems:
+            at = locate((*place, "teacher"))[0]
+            raise BadInput(f"{at}: {problem}" for problem in problems)
+        if teacher is None or teaching.parameters is not None:
+            return {}
+        filled[".".join((*place, "parameters"))] = str(teacher.folder)
+        return {"parameters": teacher.parameters}
+
+    distill, environments = config.distill, config.environments
+    if distill is not None:
+        distill = distill.model_copy(update=sized(("distill",), distill))
+    if environments is not None:
+        environments = [*environments]
+        for number, one in enumerate(environments):
+            teaching = one.distill.over(config.distill) if one.distill else None
+            if one.distill is None or teaching is None:
+                continue
+            found = sized(("environments", str(number), "distill"), teaching)
+            if one.distill.teacher is not None and found:
+                of_environment = EnvironmentDistill.model_validate({**one.distill.model_dump(), **found})
+                environments[number] = one.model_copy(update={"distill": of_environment})
+    return config.model_copy(update={"distill": distill, "environments": environments})
 
 
 def _check_environments(config: RunConfig, locate: Locate) -> None:
@@ -284,6 +300,8 @@ def _check_environments(config: RunConfig, locate: Locate) -> None:
         except ValueError as error:
             problems.append(f"{locate((*place, 'name'))[0]}: {'.'.join((*place, 'name'))}: {error}")
             continue
+        if problem := _against_teacher_prompt(config, one):
+            problems.append(f"{locate((*place, 'args'))[0]}: {'.'.join((*place, 'args'))}.{problem}{of}")
         credits = getattr(one, "trained_on", True) and not config.supervised
         if not credits or config.algorithms.by(getattr(one, "id", "")).turn_discount is None:
             continue
@@ -297,3 +315,17 @@ def _check_environments(config: RunConfig, locate: Locate) -> None:
             )
     if problems:
         raise BadInput(problems)
+
+
+def _against_teacher_prompt(config: RunConfig, environment: EnvironmentConfig) -> str:
+    """Return why the environment's own prompt for a teacher, or the lack of one, makes no sense; empty if it does."""
+    trained_on = getattr(environment, "trained_on", True) and not config.supervised
+    if not trained_on or "teacher_prompt" not in environment_class(environment.name).Config.model_fields:
+        return ""
+    given = environment.args.get("teacher_prompt") is not None
+    teaching = config.teaching_of[getattr(environment, "id", "")]
+    if given and teaching is None:
+        return "teacher_prompt is given, and no teacher reads it: give distill, or leave it out"
+    if not given and teaching is not None and teaching.teacher == POLICY:
+        return "teacher_prompt is missing, and distill.teacher is policy, which would judge what it has read itself"
+    return ""

@@ -94,7 +94,7 @@ def _absolute(named: NamedPath, folder: Path) -> str:
     if not text.strip() or "\0" in text:
         raise NoPath(named.key, text, "it contains a zero byte" if "\0" in text else "it is empty")
     if (
-        (kind == "hub" and package_of(text))
+        (kind == "hub" and (package_of(text) or text in named.mark.reserved))
         or (kind == "image" and not is_path(text))
         or (kind == "program" and "/" not in text)
     ):

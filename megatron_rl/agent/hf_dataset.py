@@ -53,6 +53,11 @@ class HFDatasetConfig(PromptConfig):
     """Seed that selects the held-out problems."""
     prompt: str = "{question}"
     """The prompt, in Python's format syntax."""
+    teacher_prompt: str | None = None
+    """Prompt that the teacher of `distill` reads in place of `prompt`, in the same syntax. Its fields are those of
+    `prompt` and the columns that score the answers, such as {answer}. Example: "{question} The right answer is
+    {answer}. Explain how to find it." The model answers `prompt` as always, and learns from what it would have said
+    with the hint. Default: the same prompt."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt, in tokens. Problems with a longer one are excluded and counted in the log; default: no limit."""
 
@@ -116,8 +121,7 @@ class HFDatasetAgent(RewardOnlyAgent):
             return Choice(sets, [*questions[0].row])
 
         def made(row: DataRow, columns: Sequence[str]) -> Problem:
-            question = question_of(source, row, columns)
-            return Problem(self._prompt(question), self.golden(question))
+            return self._problem(question_of(source, row, columns))
 
         own_files: list[str] = getattr(self.config, "files", list)()  # a run has its own copies
         arguments = self.config.model_dump(mode="json", exclude={"evaluate"})
@@ -134,12 +138,12 @@ class HFDatasetAgent(RewardOnlyAgent):
         dropped = DroppedRows(source)
         for number, question in enumerate(questions):
             try:
-                prompt = self._prompt(question)
-                check_characters(self.tokenizer, prompt)
+                problem = self._problem(question)
+                check_characters(self.tokenizer, problem.prompt + (problem.teacher_prompt or ""))
             except ValueError as error:
                 dropped.add(number, question.where, error)
             else:
-                chosen.append(Chosen(Problem(prompt, self.golden(question)), question.where, question.place))
+                chosen.append(Chosen(problem, question.where, question.place))
         dropped.report(len(questions))
         limit = self.config.max_prompt_tokens
         if limit is None:
@@ -150,8 +154,22 @@ class HFDatasetAgent(RewardOnlyAgent):
             logger.info("%s: %d of %d problems skipped: over %d tokens", source, left_out, len(chosen), limit)
         return fitting
 
-    def _prompt(self, question: Question) -> str:
-        return render_prompt(self.tokenizer, self.config.prompt.format(**self.fields(question)), self.config)
+    def _problem(self, question: Question) -> Problem:
+        """Return the problem of a question. Raises ValueError for a question that cannot be asked."""
+        config = self.config
+        teachers = None if config.teacher_prompt is None else self._prompt(question, config.teacher_prompt)
+        return Problem(self._prompt(question, config.prompt), self.golden(question), teacher_prompt=teachers)
+
+    def _prompt(self, question: Question, template: str) -> str:
+        return render_prompt(self.tokenizer, filled(template, self._columns(question)), self.config)
+
+    def _columns(self, question: Question) -> dict[str, Any]:
+        return {**self.golden(question), **self.fields(question)}
+
+
+def filled(template: str, columns: Mapping[str, Any]) -> str:
+    """Return a template with its fields filled in. Raises ValueError if it has another field than these."""
+    return template.format(**{name: columns[name] for name in template_fields(template, [*columns])})
 
 
 def divided(

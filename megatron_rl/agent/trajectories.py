@@ -27,6 +27,9 @@ class Problem:
     is_prompt: bool = True
     """Whether the model sees `prompt`. Otherwise a program writes the prompts, and `prompt` names the problem in logs
     and records."""
+    teacher_prompt: str | None = None
+    """Prompt that a teacher (`distill`) reads in place of `prompt`, for example with a hint or a worked solution; None:
+    the same. The answer follows it unchanged."""
 
 
 @dataclass(frozen=True, slots=True)

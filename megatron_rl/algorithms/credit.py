@@ -72,19 +72,23 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
     signal = has_signal(answers.rewards, answers.group, len(groups))
     advantages = estimates(answers, algorithm, algorithms) if known is None else known
     taught, of_spans = advantages != 0, None
+    teaching_of = config.teaching_of
+    teachings = [teaching_of[group.problem.environment] for group in groups]
+    of_rewards = torch.tensor([1.0 if one is None else one.reward_weight for one in teachings])[answers.group]
     if (of_turns := credit_of_turns(groups, answers, algorithm, algorithms, advantages)) is not None:
         of_answer, tokens, of_spans = spread(trajectories, of_turns, advantages)
         taught = torch.zeros_like(advantages).index_add(0, of_answer, (of_spans != 0).float()) > 0
         signal = signal | (torch.zeros(len(groups)).index_add(0, answers.group, taught.float()) > 0)
         advantages = _means(of_spans, tokens, of_answer, advantages)
-        of_spans = of_spans * config.reward_weight
+        of_spans = of_spans * of_rewards[of_answer]
     # Without a penalty, bonus or teacher, every term of a token's loss is a multiple of its advantage.
-    all_learn = [config.distill is not None or each.trains_all_answers for each in algorithms]
-    learns = taught & (config.reward_weight != 0) | torch.tensor(all_learn)[of_answers]
+    all_learn = torch.tensor([each.trains_all_answers for each in algorithms])[of_answers]
+    judged = torch.tensor([one is not None for one in teachings])[answers.group]
+    learns = taught & (of_rewards != 0) | all_learn | judged
     return Credit(
         group=answers.group,
         rewards=answers.scored,
-        advantages=advantages * config.reward_weight,
+        advantages=advantages * of_rewards,
         signal=signal,
         carries_loss=carries_loss,
         has_gradient=((carries_loss != 0) & learns).tolist(),

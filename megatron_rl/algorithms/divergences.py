@@ -62,6 +62,34 @@ class TopTokens:
 Distributions = WholeVocabulary | TopTokens
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedTokens:
+    """Distributions of one teacher, of all of a batch's trained tokens or of some."""
+
+    distributions: Distributions  # [rows]
+    config: DivergenceConfig
+    temperature: float
+    row: Tensor | None = None
+    """[trained tokens] row of each, -1 for those that this teacher does not judge; None: it judges all."""
+
+    def at(self, index: Tensor) -> JudgedTokens:
+        """Return those of some tokens. index: [tokens]"""
+        if self.row is None:
+            return replace(self, distributions=self.distributions.at(index))
+        return replace(self, row=self.row[index])
+
+    def divergences(self, hidden: Tensor, output: OutputPart, allowed: AllowedTokens | None) -> Tensor:
+        """Return the divergence of each token, 0 for those that the teacher does not judge. Arguments and collectives
+        as for `divergences`."""
+        if self.row is None:
+            return divergences(hidden, output, self.distributions, self.config, self.temperature, allowed=allowed)
+        own = (self.row >= 0).nonzero().squeeze(1)
+        of_own = self.distributions.at(self.row[own])
+        mask = None if allowed is None else allowed.at(own)
+        found = divergences(hidden[own], output, of_own, self.config, self.temperature, allowed=mask)
+        return torch.zeros(len(hidden), device=hidden.device).index_copy(0, own, found)
+
+
 def divergences(
     hidden: Tensor,
     output: OutputPart,

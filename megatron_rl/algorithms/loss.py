@@ -5,7 +5,9 @@ Each returns a scalar whose sum over micro-batches and ranks is the loss of the 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.own_code import is_own
 
 
-def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossStats]:
+def grpo_loss(
+    tokens: TrainedTokens, config: GrpoConfig, counted: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[Tensor, LossStats]:
     """Return the weighted sum of the token losses. Per token, with weight w in the global mean:
 
         w (u L + kl_beta KL - entropy_coefficient H)
@@ -35,6 +39,8 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
     A token with a log-prob or an entropy that is not finite (NaN from an engine, or -inf if rounding leaves a token no
     probability) is excluded and counted: its term is 0, like a masked token's. Otherwise the gradient of the whole
     update would be NaN.
+
+    counted: [tokens] further values for the statistics, by the names of their fields.
 
     Raises:
         ValueError: kl_beta is above 0 without ref_logprobs, importance or rejection is per answer without
@@ -77,26 +83,37 @@ def grpo_loss(tokens: TrainedTokens, config: GrpoConfig) -> tuple[Tensor, LossSt
     if config.entropy_coefficient > 0:
         token_loss = token_loss - config.entropy_coefficient * tokens.entropy * share
     loss = (token_loss * weights).sum()
-    return loss, loss_statistics(loss.detach(), per_token, tokens)
+    return loss, loss_statistics(loss.detach(), {**per_token, **counted}, tokens)
 
 
-def distillation_loss(
-    tokens: TrainedTokens, teacher_logprobs: Tensor, config: GrpoConfig, weight: float
-) -> tuple[Tensor, LossStats]:
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """Knowledge of teachers about trained tokens."""
+
+    logprobs: Tensor  # [tokens] log-probs of the teachers
+    weights: Tensor  # [tokens] or scalar, `distill.weight`; 0 where no teacher judges
+    diverges: Tensor  # bool, [tokens] or scalar: whether the token's divergence teaches, instead of its advantage
+
+
+def distillation_loss(tokens: TrainedTokens, taught: Taught, config: GrpoConfig) -> tuple[Tensor, LossStats]:
     """Return `grpo_loss` with weight * `teacher_advantages` added to the advantages, or with weight * the tokens'
-    divergences added to the loss if they have some. A divergence that is not finite is left out; tokens that
+    divergences added to the loss where these teach. A divergence that is not finite is left out; tokens that
     `grpo.rejection` rejects keep theirs, which does not depend on the policy that sampled."""
-    taught = teacher_advantages(teacher_logprobs, tokens.old_logprobs)
-    teacher_kl = -taught.masked_fill(tokens.weights == 0, 0.0).sum()
-    if tokens.divergences is None:
-        loss, stats = grpo_loss(replace(tokens, advantages=tokens.advantages + weight * taught), config)
-        return loss, replace(stats, teacher_kl=teacher_kl)
-    loss, stats = grpo_loss(tokens, config)
-    learned = (tokens.weights != 0) & tokens.divergences.isfinite()
-    known = torch.where(learned, tokens.divergences, 0.0)
-    loss = loss + weight * (known * torch.where(learned, tokens.weights, 0.0)).sum()
-    teacher_divergence = known.detach().sum()
-    return loss, replace(stats, loss=loss.detach(), teacher_kl=teacher_kl, teacher_divergence=teacher_divergence)
+    differences = teacher_advantages(taught.logprobs, tokens.old_logprobs)
+    judged = (tokens.weights != 0) & (taught.weights != 0)
+    counted = {"teacher_kl": -differences.masked_fill(~judged, 0.0), "judged": judged}
+    learned, divergences = judged & taught.diverges, tokens.divergences
+    if divergences is not None:
+        learned = learned & divergences.isfinite()
+        divergences = torch.where(learned, divergences, 0.0)
+        counted |= {"teacher_divergence": divergences.detach(), "diverged": learned}
+    by_advantage = torch.where(taught.diverges, 0.0, taught.weights)
+    tokens = replace(tokens, advantages=tokens.advantages + by_advantage * differences)
+    loss, stats = grpo_loss(tokens, config, counted)
+    if divergences is None:
+        return loss, stats
+    loss = loss + (taught.weights * divergences * torch.where(learned, tokens.weights, 0.0)).sum()
+    return loss, replace(stats, loss=loss.detach())
 
 
 def teacher_advantages(teacher_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.recipe.architectures.rows import ARCHITECTURES
+from megatron_rl.recipe.distill import DistillConfig
 from megatron_rl.recipe.engine_limits import against_engine
 from megatron_rl.recipe.evaluation_limits import against_evaluation
 from megatron_rl.recipe.grpo import GrpoConfig
@@ -47,6 +48,13 @@ def _of_environments(config: Sections) -> Iterator[str]:
             )
         elif one.grpo is not None and (reason := one.grpo.against(config.grpo)):
             yield f"environments.{number}.grpo: {reason}"
+        if one.distill is not None and config.supervised:
+            yield (
+                f"environments.{number}.distill is set, and training.objective supervised samples no answers: leave it "
+                "out"
+            )
+        elif one.distill is not None and (reason := one.distill.against(config.distill)):
+            yield f"environments.{number}.distill: {reason}"
 
 
 def _of_architecture(config: Sections) -> Iterator[str]:
@@ -171,27 +179,50 @@ def _of_objective(config: Sections) -> Iterator[str]:
         )
 
 
+def _taught(config: Sections) -> Iterator[tuple[str, DistillConfig, GrpoConfig]]:
+    """Yield the key, the teacher and the algorithm of each environment with a teacher."""
+    entries = enumerate(config.environments) if config.environments else [(0, None)]
+    trained = [(number, one) for number, one in entries if one is None or one.trained_on]
+    for (number, one), distill in zip(trained, config.teachings.of_environments, strict=True):
+        if distill is not None:
+            own = one is not None and one.distill is not None
+            key = f"environments.{number}.distill" if own else "distill"
+            yield key, distill, config.algorithms.by("" if one is None else one.id)
+
+
 def _of_teacher(config: Sections) -> Iterator[str]:
-    if (distill := config.distill) is None:
-        return
-    if config.supervised:
+    if config.distill is not None and config.supervised:
         yield (
             "distill is given, and training.objective is supervised: a teacher judges sampled answers; set "
             "training.objective to grpo, or leave distill out"
         )
-    if any(each.dynamic_sampling.enabled for each in config.algorithms.each):
-        yield (
-            "distill is given, and grpo.dynamic_sampling is enabled, which passes over prompts whose rewards are "
-            "equal: the teacher gives them a signal; leave one of both out"
-        )
-    if distill.is_served and config.sampling.temperature != 1:
-        key = "distill.server" if distill.server else "distill.replicas"
-        yield (
-            f"{key} is given, and sampling.temperature is {config.sampling.temperature:g}: servers report "
-            f"log-probs of a text at temperature 1 only; set 1, or leave out {key}"
-        )
-    if distill.replicas is None:
+    for place, distill, grpo in _taught(config):
+        if grpo.dynamic_sampling.enabled:
+            yield (
+                f"{place} is given, and grpo.dynamic_sampling is enabled, which passes over prompts whose rewards are "
+                "equal: the teacher gives them a signal; leave one of both out"
+            )
+        key = f"{place}.server" if distill.server else "distill.replicas"
+        if distill.is_served and config.sampling.temperature != 1:
+            yield (
+                f"{key} is given, and sampling.temperature is {config.sampling.temperature:g}: servers report "
+                f"log-probs of a text at temperature 1 only; set 1, or leave out {key}"
+            )
+        divergence = distill.divergence
+        if distill.is_served and divergence is not None and divergence.temperature not in (None, 1):
+            yield (
+                f"{key} is given, and {place}.divergence.temperature is {divergence.temperature:g}: servers report "
+                "log-probs of a text at temperature 1 only; set 1, or leave it out"
+            )
+    if config.distill is None:
         return
+    teachings = config.teachings.each
+    if not teachings:
+        yield "distill is given, and distill.weight is 0 in every environment: leave distill out"
+    if config.distill.replicas is None:
+        return
+    if not any(one.replicas is not None for one in teachings):
+        yield "distill.replicas is given, and every environment has a teacher elsewhere: leave it out"
     if config.job.fewest_nodes < config.job.most_nodes:
         yield (
             f"job.nodes {config.job.nodes} is a range, and distill.replicas needs one number: each node has a fixed "

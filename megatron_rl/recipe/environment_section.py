@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
+from megatron_rl.recipe.distill import EnvironmentDistill
 from megatron_rl.recipe.environment_grpo import EnvironmentGrpo
 from megatron_rl.recipe.section import NonNegativeInt, PositiveFloat, Section
 
@@ -75,6 +76,8 @@ class WeightedEnvironment(EnvironmentConfig):
     """Evaluate on it and never train on it, whatever its weight."""
     grpo: EnvironmentGrpo | None = None
     """Keys of `grpo` that differ for this environment; default: none does."""
+    distill: EnvironmentDistill | None = None
+    """Keys of `distill` that differ for this environment, such as another teacher; default: none does."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,8 +94,11 @@ class WeightedEnvironment(EnvironmentConfig):
     def _check_weight(self) -> WeightedEnvironment:
         if self.weight < 0:
             raise ValueError(f"weight {self.weight:g} of environment {self.id!r} is negative; 0 trains nothing on it")
-        if self.grpo is not None and not self.trained_on:
-            raise ValueError(f"environment {self.id!r} has keys of grpo, and nothing is trained on it: leave them out")
+        for key in ("grpo", "distill"):
+            if getattr(self, key) is not None and not self.trained_on:
+                raise ValueError(
+                    f"environment {self.id!r} has keys of {key}, and nothing is trained on it: leave them out"
+                )
         return self
 
     @property

@@ -26,6 +26,7 @@ class PathMark:
     image in a registry. program: a path, or a name without a slash, which is looked for in PATH. code: a name of ours,
     or a function of the user's (`own_code.CodeReference`)."""
     read: bool = True  # whether the run needs the file from the start; false where the run writes it or waits for it
+    reserved: tuple[str, ...] = ()  # values that name no path
 
 
 FilePath = Annotated[str, PathMark()]  # path of a file or directory that the run reads

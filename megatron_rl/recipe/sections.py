@@ -9,7 +9,7 @@ from pydantic import Field
 
 from megatron_rl.contract.paths import INFER, TEACHER
 from megatron_rl.recipe.data import DataConfig
-from megatron_rl.recipe.distill import DistillConfig, TeacherReplicas
+from megatron_rl.recipe.distill import DistillConfig, TeacherReplicas, Teachings
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.environment_grpo import Algorithms
 from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig, Environments
@@ -100,14 +100,19 @@ class Sections(Section):
         return not self.supervised and (drops or self.grpo.updates_per_step > 1 or self.algorithms.compare_answers)
 
     @property
-    def reward_weight(self) -> float:
-        """Factor of the advantages that rewards give."""
-        return 1.0 if self.distill is None else self.distill.reward_weight
+    def teachings(self) -> Teachings:
+        own = [one.distill for one in self.environments or () if one.trained_on]
+        return Teachings([self.distill if its is None else its.over(self.distill) for its in own or [None]])
 
     @property
     def algorithms(self) -> Algorithms:
         trained = [] if self.supervised else [one for one in self.environments or () if one.trained_on]
         return Algorithms.of(self.grpo, {one.id: one.grpo for one in trained})
+
+    @property
+    def teaching_of(self) -> dict[str, DistillConfig | None]:
+        """Teacher of each environment that is trained on, by id, which is empty if there is only one."""
+        return dict(zip(self.environment_ids or [""], self.teachings.of_environments, strict=True))
 
     @property
     def keeps_initial_weights(self) -> bool:

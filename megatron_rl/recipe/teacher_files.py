@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import DistillConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.flops import training_flops
 from megatron_rl.recipe.hf_config import CONFIG_FILE, read_hf_config
@@ -80,47 +81,49 @@ def teacher_files(folder: Path) -> TeacherFiles:
     return TeacherFiles(folder, read_hf_config(folder).model(), False, None)
 
 
-def against_teacher(config: RunConfig, teacher: TeacherFiles | None, tokenizer: Path | None) -> Iterator[str]:
+def against_teacher(
+    config: RunConfig, distill: DistillConfig, teacher: TeacherFiles | None, tokenizer: Path | None
+) -> Iterator[str]:
     """Yield the reason for each property of a teacher that the recipe cannot use. What cannot be known is not judged.
 
     Args:
-        teacher: its files; None if they are not on this machine.
+        distill: one of `RunConfig.teachings`.
+        teacher: its files; None if they are not on this machine, or the policy teaches itself.
         tokenizer: folder of the policy's tokenizer; None if it has none, or it is not on this machine.
     """
-    if teacher is None or config.distill is None:
-        return
-    own, of_teacher = vocabulary_of(config.tokenizer, tokenizer), teacher.vocabulary()
-    if own is not None and of_teacher is not None and (difference := vocabulary_difference(own, of_teacher)):
-        yield f"distill.teacher {config.distill.teacher}: {difference}"
-    count = config.distill.divergence.top_k if config.distill.divergence else None
+    own, count = vocabulary_of(config.tokenizer, tokenizer), distill.divergence.top_k if distill.divergence else None
     if own is not None and count is not None and count >= len(own):
         yield (
             f"distill.divergence.top_k is {count}, and the policy has {len(own)} tokens: leave it out, for each token "
             "to be a class"
         )
+    if teacher is None:
+        return
+    of_teacher = teacher.vocabulary()
+    if own is not None and of_teacher is not None and (difference := vocabulary_difference(own, of_teacher)):
+        yield f"distill.teacher {distill.teacher}: {difference}"
     if config.sequence_length > teacher.model.max_position_embeddings:
         yield (
-            f"distill.teacher {config.distill.teacher} knows {teacher.model.max_position_embeddings} positions, fewer "
+            f"distill.teacher {distill.teacher} knows {teacher.model.max_position_embeddings} positions, fewer "
             f"than training.sequence_length {config.sequence_length}"
         )
-    if (replicas := config.distill.replicas) is not None:
+    if (replicas := distill.replicas) is not None:
         for reason in teacher.model.undivided(replicas.tp):
-            yield f"distill.replicas.{reason} (distill.teacher {config.distill.teacher}); choose a size that divides it"
-        yield from _against_vllm(config, teacher)
-    elif config.distill.server is None:
+            yield f"distill.replicas.{reason} (distill.teacher {distill.teacher}); choose a size that divides it"
+        yield from _against_vllm(config, distill.teacher, teacher)
+    elif distill.server is None:
         layout = config.placement.training
         ep = layout.ep if teacher.model.num_experts else 1
         for reason in teacher.model.undivided(layout.tp, layout.pp, ep, stage_ends=layout.stage_ends):
             yield (
-                f"distill.teacher {config.distill.teacher} is split like the policy (placement.training), but "
+                f"distill.teacher {distill.teacher} is split like the policy (placement.training), but "
                 f"{reason}; choose a layout that divides both, or give distill.replicas"
             )
 
 
-def _against_vllm(config: RunConfig, teacher: TeacherFiles) -> Iterator[str]:
-    if config.distill is None or config.teacher_vllm is None:
+def _against_vllm(config: RunConfig, name: str, teacher: TeacherFiles) -> Iterator[str]:
+    if config.teacher_vllm is None:
         return
-    name = config.distill.teacher
     if teacher.is_checkpoint:
         yield (
             f"distill.teacher {name} is a checkpoint, and distill.replicas.engine vllm reads Hugging Face weights: "

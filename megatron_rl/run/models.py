@@ -16,9 +16,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, read_weights
-from megatron_rl.learn.distill.on_ranks import FrozenTeacher
+from megatron_rl.learn.distill.judges import judges_of
+from megatron_rl.learn.distill.on_ranks import TeacherOnRanks
 from megatron_rl.learn.training import warm_up
-from megatron_rl.learn.training.objective import Judgement, Teacher
+from megatron_rl.learn.training.objective import Judges, Teacher
 from megatron_rl.learn.training.offload import HostWeights
 from megatron_rl.learn.training.optimizer import PolicyOptimizer
 from megatron_rl.model.parallel import copy_part, groups_of_one
@@ -31,7 +32,7 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.adapters import check_adapters
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.distill import DistillConfig
+from megatron_rl.recipe.distill import POLICY, DistillConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE
 from megatron_rl.recipe.hub import local_folder
@@ -210,22 +211,33 @@ def build_part(
     )
 
 
-def build_teacher(config: RunConfig, policy: Policy, here: Here, tokenizer: Tokenizer) -> Teacher | None:
-    """Load the teacher, or connect to its replicas or servers; None without `distill`. Collective.
+def build_judges(config: RunConfig, policy: Policy, here: Here, tokenizer: Tokenizer) -> Judges | None:
+    """Load the teachers, or connect to their replicas or servers; None without `distill`. Collective.
 
-    Raises ConfigurationError if the teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
+    Raises ConfigurationError if a teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
     NoTeacher if all replicas are given up; and LeaveAgreed if a rank is asked to leave while servers are awaited.
     """
-    if (distill := config.distill) is None:
-        return None
-    files = _files(distill)
-    if problem := next(against_teacher(config, files, _tokenizer_folder(config)), None):
-        raise ConfigurationError(problem)
-    if distill.is_served:
-        return _served_teacher(config, distill, here, tokenizer)
+    held: dict[str, Policy] = {}  # several teachings may share a teacher
+
+    def teacher_of(distill: DistillConfig) -> Teacher:
+        files = _files(distill)
+        if problem := next(against_teacher(config, distill, files, _tokenizer_folder(config)), None):
+            raise ConfigurationError(problem)
+        if distill.is_served:
+            return _served_teacher(config, distill, here, tokenizer)
+        if distill.teacher == POLICY:
+            return TeacherOnRanks.of(policy, policy, config, distill)
+        if distill.teacher not in held:
+            assert files is not None  # only servers may know more than this machine
+            held[distill.teacher] = _load_teacher(config, files, here, tokenizer)
+        return TeacherOnRanks.of(held[distill.teacher], policy, config, distill)
+
+    return judges_of(config, here.groups.control, tokenizer.encode, teacher_of)
+
+
+def _load_teacher(config: RunConfig, files: TeacherFiles, here: Here, tokenizer: Tokenizer) -> Policy:
     groups, safe_points = here.groups, here.safe_points
     safe_points.activity.enter("reading the teacher's weights", 0)
-    assert files is not None  # only servers may know more than this machine
     source = {"init": "checkpoint", "checkpoint": str(files.folder)}
     if not files.is_checkpoint:
         source = {"init": "huggingface", "huggingface": str(files.folder)}
@@ -237,7 +249,7 @@ def build_teacher(config: RunConfig, policy: Policy, here: Here, tokenizer: Toke
     read_initial_weights(teacher, model, groups, "distill.teacher")
     safe_points.agree()
     share_weights(teacher, groups)
-    return FrozenTeacher.of(teacher.requires_grad_(False), policy, config)
+    return teacher.requires_grad_(False)
 
 
 def _served_teacher(config: RunConfig, distill: DistillConfig, here: Here, tokenizer: Tokenizer) -> Teacher:
@@ -250,13 +262,18 @@ def _served_teacher(config: RunConfig, distill: DistillConfig, here: Here, token
         assert distill.server is not None
         servers = served.endpoints_of(distill.server)
     here.safe_points.activity.enter("waiting for the teacher", 0)
-    teacher = served.ServedTeacher(servers, tokenizer, here.groups, here.safe_points, config.job.silence_limit_s)
+    top_k = distill.divergence.top_k if distill.divergence else None
+    key = "distill.replicas" if distill.replicas is not None else "distill.server"
+    limit_s = config.job.silence_limit_s
+    teacher = served.ServedTeacher(servers, tokenizer, here.groups, here.safe_points, limit_s, key, top_k=top_k)
     teacher.check()
-    return lambda first_pass: Judgement(teacher.logprobs(first_pass.batch.sequences, here.platform.device))
+    return teacher
 
 
 def _files(distill: DistillConfig) -> TeacherFiles | None:
-    """Return the teacher's files; None if its servers or replicas have the only ones."""
+    """Return the teacher's files; None if its servers or replicas have the only ones, or for the policy itself."""
+    if distill.teacher == POLICY:
+        return None
     try:
         return teacher_files(local_folder(distill.teacher, "distill.teacher", CONFIG_FILE))
     except ValueError as error:

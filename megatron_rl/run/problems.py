@@ -26,6 +26,7 @@ from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer
 from megatron_rl.rank.control import Control
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import POLICY
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.own_code import CopiesUnreadable, kept
 from megatron_rl.run.standalone.first_rows import Fault, Lesson, faults, open_lesson, unknown_end_of
@@ -124,6 +125,7 @@ def choose_problems(
     if not all(each.problems for each in environment.training_sets()):
         raise ConfigurationError(f"environment {config.task.name!r} has no training problems")
     _check_prompts(environment, config, tokenizer)
+    _check_own_teacher(environment, config)
     longest = config.sequence_length - config.sampling.max_new_tokens
     room = f"training.sequence_length {config.sequence_length} less sampling.max_new_tokens"
     chosen: list[TrainingSet] = []
@@ -161,6 +163,19 @@ def _check_prompts(environment: Environment, config: RunConfig, tokenizer: Token
                     check_characters(tokenizer, problem.prompt)
             except ValueError as error:
                 raise ConfigurationError(f"environment {config.task.name!r}, problems {name!r}: {error}") from error
+
+
+def _check_own_teacher(environment: Environment, config: RunConfig) -> None:
+    """Raise ConfigurationError where the policy would judge answers by what it has read itself, which teaches
+    nothing."""
+    for each in environment.training_sets():
+        teaching = config.teaching_of[each.environment]
+        if teaching is not None and teaching.teacher == POLICY and each.problems[0].teacher_prompt is None:
+            raise ConfigurationError(
+                f"environment {each.environment or config.task.name!r}: distill.teacher is policy, and its problems "
+                "have no other prompt for a teacher: give environment.args.teacher_prompt, or Problem.teacher_prompt "
+                "in an environment of yours"
+            )
 
 
 def without_long_prompts(whole: TrainingSet, longest: int, encode: Callable[[str], Sequence[int]]) -> TrainingSet:

@@ -18,7 +18,7 @@ from megatron_rl.rank.profiler import StepProfiler
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.run.generation import build_driver, build_generation, curriculum_of, open_replicas
 from megatron_rl.run.lesson import record_lesson, right_answer
-from megatron_rl.run.models import build_models, build_teacher
+from megatron_rl.run.models import build_judges, build_models
 from megatron_rl.run.problems import build_material, check_unchanged
 from megatron_rl.run.repeated_evaluation import ResumedEvaluation, resume_evaluation
 from megatron_rl.run.state import Counters, Run, best_so_far, restore
@@ -40,8 +40,8 @@ def set_up(config: RunConfig, here: Here) -> Run:
     counters = restore(checkpointer, models, initial, here.safe_points)
     check_unchanged(here.run_dir, counters.step, counters.problems, material.digests)
     models.optimizer.offload()
-    teacher = build_teacher(config, models.policy, here, tokenizer)
-    objective = objective_of(config, models.policy, models.reference, teacher)
+    judges = build_judges(config, models.policy, here, tokenizer)
+    objective = objective_of(config, models.policy, models.reference, judges)
     progress = counters.policy_version, counters.nonfinite_in_a_row
     trainer = Trainer(models.policy, models.optimizer, objective, config, here, *progress)
     trainer.grammars = Grammars(tokenizer)

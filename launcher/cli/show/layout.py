@@ -17,6 +17,7 @@ from launcher.plan.summary import TIGHT
 from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.data import RowSet
+from megatron_rl.recipe.distill import POLICY, DistillConfig
 
 
 def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str, engine: str | None = None) -> None:
@@ -37,9 +38,10 @@ def show(config: RunConfig, plan: Plan, summary: dict[str, Any], cluster: str, e
     for memory in summary["memory"]:
         console.print()
         console.print(_memory(config, plan, memory))
-    if config.distill is not None and not config.distill.server and config.distill.parameters is None:
-        text = "the memory of distill.teacher is not counted: its files are not here; give distill.parameters"
-        console.print(Text(f"note: {text}", style="yellow"))
+    for teaching in config.teachings.each:
+        if teaching.teacher != POLICY and not teaching.server and teaching.parameters is None:
+            text = f"the memory of {teaching.teacher} is not counted: its files are not here; give distill.parameters"
+            console.print(Text(f"note: {text}", style="yellow"))
     for warning in warnings(summary):
         console.print(Text(f"warning: {warning}", style="bold yellow"))
 
@@ -113,9 +115,13 @@ def _units(config: RunConfig) -> str:
 
 
 def _teacher(config: RunConfig, plan: Plan) -> str:
-    sizes, distill = plan.sizes, config.distill
-    if distill is None:
-        return ""
+    return "; ".join(dict.fromkeys(_place_of(teaching, plan) for teaching in config.teachings.each))
+
+
+def _place_of(distill: DistillConfig, plan: Plan) -> str:
+    sizes = plan.sizes
+    if distill.teacher == POLICY:
+        return "the policy, which reads other prompts"
     if distill.server:
         return f"{distill.teacher} at {', '.join(distill.server.urls)}"
     if distill.replicas is None:

@@ -26,7 +26,7 @@ from pydantic import Field
 from megatron_rl.agent.api import Demonstrator, Scoring
 from megatron_rl.agent.data_rows import DataSource
 from megatron_rl.agent.datasets import Question
-from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig
+from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig, filled
 from megatron_rl.agent.prompts import messages_in, render_messages, render_prompt
 from megatron_rl.agent.reward_only import of_answer
 from megatron_rl.agent.reward_value import Reward
@@ -152,15 +152,27 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
     def golden(self, question: Question) -> dict[str, Any]:
         return dict(question.row)
 
-    def _prompt(self, question: Question) -> str:
+    def _prompt(self, question: Question, template: str) -> str:
         source, config = question.source, self.config
         assert isinstance(source, PythonRows)
         system = value_at(question.row, source.system.split(".")) if source.system else None
         prompt_config = config if system is None else config.model_copy(update={"system": str(system)})
         messages = messages_in(value_at(question.row, source.question.split(".")), source.question)
-        if messages is not None:
-            return render_messages(self.tokenizer, messages, prompt_config, source.question)
-        return render_prompt(self.tokenizer, config.prompt.format(**self.fields(question)), prompt_config)
+        columns = self._columns(question)
+        if messages is None:
+            return render_prompt(self.tokenizer, filled(template, columns), prompt_config)
+        if template == config.teacher_prompt:
+            messages = _with_hint(messages, template, columns, source.question)
+        return render_messages(self.tokenizer, messages, prompt_config, source.question)
+
+
+def _with_hint(messages: list[Any], template: str, columns: Mapping[str, Any], place: str) -> list[Any]:
+    """Return messages whose last one is the template, in which {question} is that message. Raises ValueError."""
+    last = messages[-1] if messages else None
+    key = "value" if isinstance(last, Mapping) and "content" not in last else "content"
+    if not isinstance(last, Mapping) or not isinstance(last.get(key), str):
+        raise ValueError(f"{place}: its last message is not a text, so environment.args.teacher_prompt has no question")
+    return [*messages[:-1], {**last, key: filled(template, {**columns, "question": last[key]})}]
 
 
 def _check(file: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from uuid import uuid4
 
 from megatron_rl.model.choices import Choices
+from megatron_rl.recipe.distill import MOST_LIKELIEST
 from megatron_rl.recipe.inference import Sampling, ServedSampling
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ TopLogprobs = dict[int, float]
 """Token -> log-prob of the likeliest tokens at one position, the likeliest first. Normalised like
 `Completion.logprobs`, over the whole vocabulary."""
 
-MOST_TOP_LOGPROBS = 20
+MOST_TOP_LOGPROBS = MOST_LIKELIEST
 
 
 class PromptTooLong(ValueError):
@@ -45,6 +46,14 @@ class PromptScores:
     ranks: list[int]
     """Rank of each token among all tokens at its position; 1 is the likeliest."""
     top_logprobs: list[TopLogprobs]
+
+
+class TokenScore(NamedTuple):
+    """What a model expects at one position of a text."""
+
+    logprob: float  # log-prob of the text's own token
+    tokens: list[int]  # likeliest ones, the likeliest first; empty unless they were asked for
+    logprobs: list[float]  # of these
 
 
 @dataclass(frozen=True, slots=True)

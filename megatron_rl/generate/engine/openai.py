@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -70,16 +71,16 @@ class _Server:
             self.away_until = now + self.pause
             self.pause = min(2 * self.pause, LONGEST_PAUSE_S)
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-prob of each token after the first. Raises EndpointError and ConfigurationError."""
+    async def score(self, tokens: Sequence[int], top: int) -> list[TokenScore]:
+        """Score each token after the first. Raises EndpointError and ConfigurationError."""
         try:
-            response = await self._client.post("completions", json=scoring_body(tokens, self.endpoint.model))
+            response = await self._client.post("completions", json=scoring_body(tokens, self.endpoint.model, top))
         except httpx.TransportError as gone:
             raise EndpointAway(f"{self.endpoint.url}: {gone!r}") from gone
         if not response.is_success:
             raise self._error(response)
         try:
-            return scores(response.json(), tokens)
+            return scores(response.json(), tokens, top)
         except (KeyError, TypeError, ValueError) as error:
             raise EndpointError(
                 f"{self.endpoint.url}: the log-probs of a prompt are missing ({error!r}): {response.text[:200]}"
@@ -130,15 +131,19 @@ class ScoringServers:
         known = {server.endpoint: server for server in self._servers}
         self._servers = [known.get(each) or _Server(each, self._transport) for each in endpoints]
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-prob of each token after the first, given those before it, at temperature 1. Raises EndpointError, and
-        ConfigurationError if a server refuses its token or has another model."""
+    async def score(self, tokens: Sequence[int], top: int = 0) -> list[TokenScore]:
+        """Score each token after the first, given those before it, at temperature 1.
+
+        top: likeliest tokens to return at each position.
+
+        Raises EndpointError, and ConfigurationError if a server refuses its token or has another model.
+        """
         began = time.monotonic()
-        found = await self._score(tokens)
+        found = await self._score(tokens, top)
         self.busy_s += time.monotonic() - began
         return found
 
-    async def _score(self, tokens: Sequence[int]) -> list[float]:
+    async def _score(self, tokens: Sequence[int], top: int) -> list[TokenScore]:
         waited = 0.0  # for a server; an answer that is lost may have taken longer
         while True:
             now = time.monotonic()
@@ -152,7 +157,7 @@ class ScoringServers:
                 continue
             server.outstanding += len(tokens)
             try:
-                found = await server.score(tokens)
+                found = await server.score(tokens, top)
             except EndpointAway as away:
                 server.note_away(time.monotonic())
                 if waited > self._limit_s:
@@ -173,28 +178,49 @@ class ScoringServers:
 # Bodies
 
 
-def scoring_body(tokens: Sequence[int], model: str) -> dict[str, Any]:
+def scoring_body(tokens: Sequence[int], model: str, top: int) -> dict[str, Any]:
     return {
         "model": model,
         "prompt": [*tokens],
         "max_tokens": 1,
         "temperature": 0.0,
-        "prompt_logprobs": 0,
+        "prompt_logprobs": top,
         "return_token_ids": True,
     }
 
 
-def scoring_answer(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    scored = [{str(token): {"logprob": logprob}} for token, logprob in zip(tokens[1:], logprobs, strict=True)]
-    return {"choices": [{"index": 0, "prompt_logprobs": [None, *scored]}]}
+def scoring_answer(tokens: Sequence[int], scored: Sequence[TokenScore]) -> dict[str, Any]:
+    given = []
+    for token, score in zip(tokens[1:], scored, strict=True):
+        likeliest = zip(score.tokens, score.logprobs, strict=True)
+        given.append({str(its): {"logprob": logprob} for its, logprob in ((token, score.logprob), *likeliest)})
+    return {"choices": [{"index": 0, "prompt_logprobs": [None, *given]}]}
 
 
-def scores(answer: Any, tokens: Sequence[int]) -> list[float]:
-    """Parse the response to `scoring_body`: the log-prob of each token after the first. Raises KeyError, TypeError or
-    ValueError."""
+def scores(answer: Any, tokens: Sequence[int], top: int) -> list[TokenScore]:
+    """Parse the response to `scoring_body`. Raises KeyError, TypeError or ValueError."""
     (choice,) = answer["choices"]
-    given = choice["prompt_logprobs"]
-    return [float(at[str(token)]["logprob"]) for at, token in zip(given[1:], tokens[1:], strict=True)]
+    return token_scores(choice["prompt_logprobs"], tokens, top)
+
+
+def token_scores(given: Any, tokens: Sequence[int], top: int) -> list[TokenScore]:
+    """Parse log-probs by position and token, as OpenAI's API and vLLM's own return them.
+
+    given: [seq] mappings of tokens as text to {"logprob": number}. The first is not read.
+
+    Raises KeyError, TypeError or ValueError.
+    """
+    return [_token_score(at, token, top) for at, token in zip(given[1:], tokens[1:], strict=True)]
+
+
+def _token_score(at: Any, token: int, top: int) -> TokenScore:
+    own = float(at[str(token)]["logprob"])
+    if not top:
+        return TokenScore(own, [], [])
+    likeliest = sorted(((float(each["logprob"]), -int(its)) for its, each in at.items()), reverse=True)[:top]
+    if len(likeliest) < top:
+        raise ValueError(f"{len(likeliest)} of {top} likeliest tokens")
+    return TokenScore(own, [-negative for _, negative in likeliest], [logprob for logprob, _ in likeliest])
 
 
 def _message(response: httpx.Response) -> str:

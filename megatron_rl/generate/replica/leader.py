@@ -15,7 +15,14 @@ from typing import Any, Literal
 from megatron_rl.generate.engine.broadcast import PlanBroadcast
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.engine.engine_thread import EngineThread
-from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, Delta, EngineLoad, GenerationRequest
+from megatron_rl.generate.engine.interface import (
+    AnswerPrefix,
+    Completion,
+    Delta,
+    EngineLoad,
+    GenerationRequest,
+    TokenScore,
+)
 from megatron_rl.generate.engine.transcript import NOTHING, Amount
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.refit.replica_control import TRANSFER_TIMEOUT
@@ -283,17 +290,21 @@ class LedEngineThread:
         """Use a version. Weights that arrived complete are right here, so nothing is probed."""
         await self._thread.call(partial(self._leader.swap, version))
 
-    async def score(self, tokens: list[int]) -> list[float]:
+    async def score(self, tokens: list[int], top: int) -> list[TokenScore]:
         """Score a prompt, after which the engine also samples a token."""
         news = asyncio.Event()
-        request = GenerationRequest(tokens, 1, Sampling(max_new_tokens=1), key=0, prompt_logprobs=0)
+        request = GenerationRequest(tokens, 1, Sampling(max_new_tokens=1), key=0, prompt_logprobs=top)
         asked = self.submit(request, news)
         try:
             while True:
                 await news.wait()
                 news.clear()
                 for delta in asked.unread():
-                    if delta.prompt is not None:
-                        return delta.prompt.logprobs
+                    if (found := delta.prompt) is not None:
+                        likeliest = found.top_logprobs if top else [{}] * len(found.logprobs)
+                        return [
+                            TokenScore(own, [*its], [*its.values()])
+                            for own, its in zip(found.logprobs, likeliest, strict=True)
+                        ]
         finally:
             asked.close()

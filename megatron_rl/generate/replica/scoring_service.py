@@ -13,6 +13,7 @@ from starlette.routing import Route
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import Replica
 from megatron_rl.generate.engine.engine_thread import EngineGone
+from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.generate.engine.openai import scoring_answer
 from megatron_rl.generate.replica.lifecycle import Running, first_of
 from megatron_rl.generate.serving.access import with_token
@@ -22,9 +23,13 @@ LOOK_S = 1.0
 
 
 class Scorer(Running, Protocol):
-    async def score(self, tokens: list[int]) -> list[float]:
-        """Log-prob of each token after the first, given those before it. Raises ValueError for tokens that the model
-        does not have, and EngineGone."""
+    async def score(self, tokens: list[int], top: int) -> list[TokenScore]:
+        """Score each token after the first, given those before it.
+
+        top: likeliest tokens to return at each position.
+
+        Raises ValueError for tokens that the model does not have, or too large a `top`, and EngineGone.
+        """
         ...
 
 
@@ -48,8 +53,9 @@ class ScoringService:
 
     async def _completions(self, request: Request) -> Response:
         try:
-            tokens = [int(each) for each in (await request.json())["prompt"]]
-            return JSONResponse(scoring_answer(tokens, await self.engine.score(tokens)))
+            body = await request.json()
+            tokens, top = [int(each) for each in body["prompt"]], int(body["prompt_logprobs"])
+            return JSONResponse(scoring_answer(tokens, await self.engine.score(tokens, top)))
         except EngineGone as error:
             return _error(503, error)
         except (ValueError, KeyError, TypeError) as error:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import httpx
 
-from megatron_rl.generate.engine.interface import PromptTooLong
+from megatron_rl.generate.engine.interface import PromptTooLong, TokenScore
+from megatron_rl.generate.engine.openai import token_scores
 from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmRefused
 from megatron_rl.generate.vllm.returned_choices import choices_in
 from megatron_rl.model.choice_form import ChoiceForm
@@ -133,21 +134,20 @@ class VllmClient:
         if left:  # releases before 0.32 end the stream of an answer that they give up
             raise VllmGone(f"vLLM gave up {left} of {samples} answers")
 
-    async def score(self, tokens: Sequence[int], limit_s: float = CONTROL_S) -> list[float]:
-        """Log-probs of all tokens but the first, given those before each. The request precedes all waiting answers.
+    async def score(self, tokens: Sequence[int], top: int = 0, limit_s: float = CONTROL_S) -> list[TokenScore]:
+        """Score all tokens but the first, given those before each. The request precedes all waiting answers.
 
-        limit_s: seconds that it may take.
+        top: likeliest tokens to return at each position. limit_s: seconds that it may take.
         """
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top, "detokenize": False}
         content = await self._post(
             "/inference/v1/generate",
             {"model": MODEL_NAME, "token_ids": [*tokens], "sampling_params": sampling, "priority": FIRST},
             limit_s=limit_s,
         )
         try:
-            scored = [content["prompt_logprobs"][at][str(token)] for at, token in enumerate(tokens) if at > 0]
-            return [float(each["logprob"]) for each in scored]
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+            return token_scores(content["prompt_logprobs"], tokens, top)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise VllmGone(f"vLLM has scored no prompt: {error!r}") from error
 
     async def pause(self) -> None:

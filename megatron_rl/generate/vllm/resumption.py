@@ -45,6 +45,6 @@ class Resumption:
         try:
             await asyncio.sleep(QUEUED_S)
             await resume()
-            return await scored
+            return [each.logprob for each in await scored]
         finally:
             scored.cancel()

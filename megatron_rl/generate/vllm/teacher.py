@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_rl.generate.engine.engine_thread import EngineGone
+from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.replica.scoring_service import ScoringService
 from megatron_rl.generate.vllm.command import Served, ServeSizes, teacher_command
@@ -88,12 +89,12 @@ class VllmScorer:
     async def watch(self) -> None:
         await self._vllm.watch(lambda: self._open > 0)
 
-    async def score(self, tokens: list[int]) -> list[float]:
+    async def score(self, tokens: list[int], top: int) -> list[TokenScore]:
         if (largest := max(tokens)) >= self._vocabulary:  # without a tokenizer vLLM accepts it, and its engine ends
             raise ValueError(f"token {largest} is none of the teacher's, which has {self._vocabulary}")
         self._open += 1
         try:
-            found = await self._vllm.client.score(tokens, self._limit_s)
+            found = await self._vllm.client.score(tokens, top, self._limit_s)
         except (VllmRefused, VllmGone) as error:
             of_request = isinstance(error, VllmRefused) and error.status < 500
             raise (ValueError if of_request else EngineGone)(str(error)) from error

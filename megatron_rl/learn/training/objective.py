@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.agent.trajectories import Branch, TrajectoryGroup
 from megatron_rl.algorithms.allowed_tokens import AllowedTokens
 from megatron_rl.algorithms.credit import Credit, assign_credit, credit_of_rows
-from megatron_rl.algorithms.divergences import Distributions, divergences
-from megatron_rl.algorithms.loss import distillation_loss, grpo_loss, measured_kl, supervised_loss
+from megatron_rl.algorithms.divergences import Distributions, JudgedTokens
+from megatron_rl.algorithms.loss import Taught, distillation_loss, grpo_loss, measured_kl, supervised_loss
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.algorithms.own_functions import own_baseline, own_policy_loss
 from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.learn.training.schedule import ModelInput
-from megatron_rl.learn.training.training_batch import TrainingBatch
+from megatron_rl.learn.training.training_batch import TrainingBatch, trained_index
 from megatron_rl.model.platform.host_tensors import int64
 from megatron_rl.model.policy import OutputPart, Policy
 from megatron_rl.rank.metrics.stats import LossStats, combined
@@ -40,8 +40,10 @@ class Scores:
     answer_tokens: Tensor | None = None
     reference: Tensor | None = None  # log-probs of the reference policy, if there is one
     teacher: Tensor | None = None  # log-probs of the teacher, if there is one
-    distributions: Distributions | None = None
-    """The teacher's, on the last stage of a run with `distill.divergence`."""
+    teaching: Tensor | None = None
+    """int64 index of the teaching in `Teachings.each`, -1 for none; None: the only one judges all."""
+    distributions: Sequence[JudgedTokens] = ()
+    """Those of each teacher with a `divergence`, on the last stage."""
     current: Tensor | None = None
     """bool, tokens whose ratio is relative to the weights before the step, that of the others to the weights that
     sampled them; None: that of all tokens is relative to the weights before the step."""
@@ -54,11 +56,13 @@ class Scores:
 
         index: [tokens] indices into the trained tokens.
         """
-        known = (self.before, self.answers, self.answer_tokens, self.reference, self.teacher)
-        before, answers, answer_tokens, reference, teacher = (None if each is None else each[index] for each in known)
-        distributions = None if self.distributions is None else self.distributions.at(index)
+        known = (self.before, self.answers, self.answer_tokens, self.reference, self.teacher, self.teaching)
+        before, answers, answer_tokens, reference, teacher, teaching = (
+            None if each is None else each[index] for each in known
+        )
+        distributions = [each.at(index) for each in self.distributions]
         current = None if self.current is None else self.current[index]
-        return Scores(before, answers, answer_tokens, reference, teacher, distributions, current)
+        return Scores(before, answers, answer_tokens, reference, teacher, teaching, distributions, current)
 
 
 Heard = Callable[[Tensor, ModelInput], None]
@@ -74,6 +78,28 @@ class FirstPass:
     inputs: Sequence[ModelInput]  # the micro-batches as the trained policy reads them
     context: dist.ProcessGroup
     score: Callable[..., Tensor]  # `Trainer.score`
+    pack: Callable[[TrainingBatch, Sequence[int]], Sequence[MicroBatch]]
+    """Packs sequences of a batch, equally many micro-batches on every rank. Collective over all ranks."""
+    chosen: Sequence[int] | None = None
+    """Sequences that a teacher judges, whose texts differ from those in `microbatches`; None: all, as they are."""
+    row: Tensor | None = None
+    """[trained tokens] on the CPU, row of each among those of the chosen sequences, -1 for the others; None: all are
+    chosen."""
+
+    @property
+    def rows(self) -> int:
+        """Trained tokens that a teacher judges."""
+        return len(self.batch.inference_logprobs) if self.row is None else int((self.row >= 0).sum())
+
+    def of(self, texts: Sequence[Branch], chosen: Sequence[int]) -> FirstPass:
+        """Return the pass over some sequences, as a teacher reads them.
+
+        texts: [sequences] with the loss masks of the batch's own trained tokens.
+        """
+        index = trained_index(self.batch.lengths, chosen)
+        row = torch.full((int(self.batch.lengths.sum()),), -1)
+        row[index] = torch.arange(len(index))
+        return replace(self, batch=replace(self.batch, sequences=texts), chosen=chosen, row=row)
 
     def under_trained(self, policy: Policy) -> Tensor:
         """Score under the trained policy, whose routers replay choices if there are some. Collective."""
@@ -85,19 +111,32 @@ class FirstPass:
 
     def under_another(self, policy: Policy, heard: Heard | None = None) -> Tensor:
         """Score under a policy of any shape. heard: as for `Trainer.score`. Collective."""
-        inputs = [ModelInput.of(policy, micro, self.context) for micro in self.microbatches]
+        microbatches = self.microbatches if self.chosen is None else self.pack(self.batch, self.chosen)
+        inputs = [ModelInput.of(policy, micro, self.context) for micro in microbatches]
         return self.score(policy, self.batch, inputs, heard)
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Knowledge of a teacher about a batch."""
+    """Knowledge of a teacher about the chosen sequences of a pass."""
 
-    logprobs: Tensor  # [trained tokens] of the sampled tokens
-    distributions: Distributions | None = None  # of the trained tokens: see `Scores.distributions`
+    logprobs: Tensor  # [trained tokens] of the sampled tokens; 0 for those of other sequences
+    distributions: Distributions | None = None  # [FirstPass.rows], on the last stage, if the loss reads them
 
 
 Teacher = Callable[[FirstPass], Judgement]  # Collective
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedBatch:
+    """Knowledge of all teachers about a batch."""
+
+    logprobs: Tensor  # [trained tokens] of the sampled tokens; 0 for those that no teacher judges
+    teaching: Tensor | None = None  # see `Scores.teaching`
+    distributions: Sequence[JudgedTokens] = ()
+
+
+Judges = Callable[[FirstPass], JudgedBatch]  # Collective
 
 
 class Objective(ABC):
@@ -134,7 +173,17 @@ class Supervised(Objective):
     """Cross-entropy of rows of data."""
 
     temperature = 1.0
-    absent = ("clip_low", "clip_high", "kl", "importance_weight", "rejected", "teacher_kl", "teacher_divergence")
+    absent = (
+        "clip_low",
+        "clip_high",
+        "kl",
+        "importance_weight",
+        "rejected",
+        "teacher_kl",
+        "judged",
+        "teacher_divergence",
+        "diverged",
+    )
 
     def credit(self, groups: Sequence[TrajectoryGroup], known: Tensor | None = None) -> Credit:
         return credit_of_rows(groups)
@@ -148,7 +197,7 @@ class Grpo(Objective):
     teacher that judges each sampled token."""
 
     def __init__(
-        self, config: RunConfig, policy: Policy, reference: Policy | None, teacher: Teacher | None = None
+        self, config: RunConfig, policy: Policy, reference: Policy | None, judges: Judges | None = None
     ) -> None:
         """
         policy: the trained one.
@@ -158,7 +207,11 @@ class Grpo(Objective):
         Raises ConfigurationError for an unusable policy loss or baseline of the user's.
         """
         self.reference = reference
-        self.teacher = teacher
+        self._judges = judges
+        teachings = config.teachings.each
+        # One more, for the index -1.
+        self._weights = torch.tensor([*(one.weight for one in teachings), 0.0])
+        self._diverge = torch.tensor([*(one.divergence is not None for one in teachings), False])
         self._policy, self._config, self._algorithms = policy, config, config.algorithms.each
         self._algorithm_of = int64([config.algorithms.index(id) for id in config.environment_ids])
         self.temperature = config.sampling.temperature
@@ -169,8 +222,10 @@ class Grpo(Objective):
             "kl": not config.algorithms.penalise_kl,
             "importance_weight": all(each.importance is None for each in self._algorithms),
             "rejected": all(each.rejection is None for each in self._algorithms),
-            "teacher_kl": teacher is None,
-            "teacher_divergence": config.distill is None or config.distill.divergence is None,
+            "teacher_kl": judges is None,
+            "judged": judges is None,
+            "teacher_divergence": judges is None or not config.teachings.diverge,
+            "diverged": judges is None or not config.teachings.diverge,
             "by_environment": not config.environment_ids,
         }
         self.absent = [name for name, is_absent in absent.items() if is_absent]
@@ -192,31 +247,28 @@ class Grpo(Objective):
         if self.reference is not None:
             with self.reference.without_adapters():
                 reference = first_pass.under(self.reference)
-        teacher = distributions = None
-        if self.teacher:
-            judged = self.teacher(first_pass)
-            teacher, distributions = judged.logprobs, judged.distributions
+        teacher = teaching = None
+        distributions: Sequence[JudgedTokens] = ()
+        if self._judges is not None:
+            judged = self._judges(first_pass)
+            teacher, teaching, distributions = judged.logprobs, judged.teaching, judged.distributions
         # A ratio needs the token's log-prob at some weights before this step. Those of the weights before the step are
         # at hand, those of older weights only as the engine computed them. For example, with max_lag 1 a token of
         # version 7 in step 9 is compared with the engine's log-prob at version 7, and one of version 8 with the
         # trainer's at version 8. With a correction (`grpo.importance`, `grpo.rejection`) all tokens are compared with
         # version 8, and the correction weighs the difference between 7 and 8.
         current = self._current(batch)
-        return Scores(before, answers, answer_tokens, reference, teacher, distributions, current)
+        return Scores(before, answers, answer_tokens, reference, teacher, teaching, distributions, current)
 
     def divergences(
         self, hidden: Tensor, output: OutputPart, scored: Scores, allowed: AllowedTokens | None
     ) -> Tensor | None:
-        if scored.distributions is None:
-            return None
-        assert self._config.distill is not None and self._config.distill.divergence is not None
-        config = self._config.distill.divergence
-        temperature = config.temperature or self.temperature
-        return divergences(hidden, output, scored.distributions, config, temperature, allowed=allowed)
+        found = [each.divergences(hidden, output, allowed) for each in scored.distributions]
+        return torch.stack(found).sum(0) if len(found) > 1 else next(iter(found), None)
 
     def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
         if len(self._algorithms) == 1:
-            return self._loss(tokens, scored.teacher, self._algorithms[0])
+            return self._loss(tokens, scored, self._algorithms[0])
         assert tokens.environment is not None  # algorithms differ between environments
         of_tokens = self._algorithm_of.to(tokens.environment.device)[tokens.environment]
         losses, stats = [], []
@@ -224,7 +276,7 @@ class Grpo(Objective):
             # Also without a token: losses of sequences wait for those of other ranks. The others keep their places, so
             # that nothing waits for the device, and mrl rehearse needs no values.
             its_tokens = replace(tokens, weights=torch.where(of_tokens == number, tokens.weights, 0.0))
-            loss, its_stats = self._loss(its_tokens, scored.teacher, grpo)
+            loss, its_stats = self._loss(its_tokens, scored, grpo)
             losses.append(loss)
             stats.append(self._with_all_means(its_stats, its_tokens, grpo))
         return torch.stack(losses).sum(), combined(stats)
@@ -239,11 +291,12 @@ class Grpo(Objective):
             stats = replace(stats, importance_weight=stats.tokens - rejected)
         return stats
 
-    def _loss(self, tokens: TrainedTokens, teacher: Tensor | None, grpo: GrpoConfig) -> tuple[Tensor, LossStats]:
-        if teacher is None:
+    def _loss(self, tokens: TrainedTokens, scored: Scores, grpo: GrpoConfig) -> tuple[Tensor, LossStats]:
+        if scored.teacher is None:
             return grpo_loss(tokens, grpo)
-        assert self._config.distill is not None
-        return distillation_loss(tokens, teacher, grpo, self._config.distill.weight)
+        device, teaching = scored.teacher.device, 0 if scored.teaching is None else scored.teaching
+        weights, diverges = self._weights.to(device)[teaching], self._diverge.to(device)[teaching]
+        return distillation_loss(tokens, Taught(scored.teacher, weights, diverges), grpo)
 
     def _current(self, batch: TrainingBatch) -> Tensor | None:
         """Return `Scores.current` of a batch."""
@@ -258,10 +311,10 @@ class Grpo(Objective):
 
 
 def objective_of(
-    config: RunConfig, policy: Policy, reference: Policy | None, teacher: Teacher | None = None
+    config: RunConfig, policy: Policy, reference: Policy | None, judges: Judges | None = None
 ) -> Objective:
     """Return the objective that the recipe asks for; arguments as for `Grpo`."""
-    return Supervised() if config.supervised else Grpo(config, policy, reference, teacher)
+    return Supervised() if config.supervised else Grpo(config, policy, reference, judges)
 
 
 def trained_tokens(

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rl.algorithms.balance import update_plan
 from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.logprobs import predicted_logprobs
+from megatron_rl.algorithms.packing import MicroBatch
 from megatron_rl.algorithms.reduction import token_weights
 from megatron_rl.learn.rollout.batch import RolloutBatch
 from megatron_rl.learn.rollout.record import RolloutRecord
@@ -190,7 +191,16 @@ class Trainer:
         """
         microbatches = [micro for update in updates for micro in update.microbatches]
         read = [each for update in inputs for each in update.inputs]
-        return self.objective.scores(FirstPass(batch, microbatches, read, self.groups.context, self.score))
+        return self.objective.scores(
+            FirstPass(batch, microbatches, read, self.groups.context, self.score, self._packed)
+        )
+
+    def _packed(self, batch: TrainingBatch, chosen: Sequence[int]) -> Sequence[MicroBatch]:
+        """Pack sequences as for an update. Collective over all ranks."""
+        part = update_part(batch, chosen, self.config, self.platform.kernels)
+        with self.safe_points.phase("wait"):
+            [agreed] = agree([part], self.groups)
+        return update_batch(part, agreed).microbatches
 
     def score(
         self, policy: Policy, batch: TrainingBatch, inputs: Sequence[ModelInput], heard: Heard | None = None

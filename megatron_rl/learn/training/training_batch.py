@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.agent.scoring import UNDECIDED
-from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Trajectory, TrajectoryGroup
+from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.allowed_tokens import AllowedTokens, allowed_tokens
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import Credit
@@ -39,6 +39,7 @@ class TrainingBatch:
     the device; all else is on the CPU."""
 
     trajectories: Sequence[Trajectory]
+    problems: Sequence[Problem]  # of each trajectory
     credit: Credit
     sequences: Sequence[Branch]  # sequences of the first trajectory, then of the next ones
     trajectory: Tensor  # [sequences] index of the trajectory
@@ -87,6 +88,7 @@ def training_batch(
     versions = list(compress(chain.from_iterable(s.versions for s in sequences), trained))
     return TrainingBatch(
         trajectories=trajectories,
+        problems=[group.problem for group in groups for _ in group.trajectories],
         credit=credit,
         sequences=sequences,
         trajectory=of,
@@ -101,6 +103,16 @@ def training_batch(
         environments=_environments(groups, credit, of, lengths, config.environment_ids, device),
         allowed=allowed_tokens(sequences, grammars, device),
     )
+
+
+def trained_index(lengths: Tensor, chosen: Sequence[int]) -> Tensor:
+    """Return the indices of some sequences' trained tokens among those of the batch, on the CPU.
+
+    lengths: [sequences] trained tokens. chosen: ascending.
+    """
+    stays = torch.zeros(len(lengths), dtype=torch.bool)
+    stays[int64(chosen)] = True
+    return stays.repeat_interleave(lengths).nonzero().squeeze(1)
 
 
 def _of_tokens(trajectories: Sequence[Trajectory], of_spans: Tensor) -> Tensor:
@@ -190,7 +202,7 @@ def with_losses(
     of_all = (
         loss.by_environment if isinstance(loss.by_environment, Tensor) else torch.zeros(len(found), len(BY_ENVIRONMENT))
     )
-    complete = {}
+    complete, teaching_of = {}, config.teaching_of
     for (id, stats), row in zip(found.items(), of_all.unbind() if found else (), strict=True):
         part, grpo = dict(zip(BY_ENVIRONMENT, row.unbind(), strict=True)), config.algorithms.by(id)
         complete[id] = replace(
@@ -199,6 +211,8 @@ def with_losses(
             entropy=part["entropy"],
             clipped=part["clip_low"] + part["clip_high"] if grpo.is_bounded else None,
             kl=part["kl"] if grpo.kl_beta > 0 else None,
+            teacher_kl=part["teacher_kl"] if teaching_of[id] else None,
+            judged=part["judged"] if teaching_of[id] else None,
         )
     return complete
 

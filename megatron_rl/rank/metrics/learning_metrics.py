@@ -19,6 +19,10 @@ def _nonzero_groups(step: StepReport) -> Any:
     return None if loss is not None and loss.teacher_kl is not None else batch.groups_with_signal / batch.groups
 
 
+def _share(total: Any, tokens: Any) -> Any:
+    return total / tokens if total is not None and tokens else None
+
+
 def _replay_differing(step: StepReport) -> Any:
     router = step.stats.router
     return router.differing / router.replayed if router and router.replayed else None
@@ -109,16 +113,16 @@ LEARNING: dict[str, Metric] = {
     ),
     "teacher_kl": Metric(
         "estimate of KL(policy || teacher) per token in nats: mean of log p(policy before the step) - log p(teacher) "
-        "of the trained tokens (distill)",
-        of_tokens(lambda loss: loss.teacher_kl),
+        "of the trained tokens that a teacher judges (distill)",
+        if_trained(lambda loss: _share(loss.teacher_kl, loss.judged)),
         unit="nats per token",
         good="falls towards 0",
         advice="If it does not fall, raise `optimizer.learning_rate`; if it rises, check that the teacher has the same "
         "tokenizer and chat template.",
     ),
     "teacher_divergence": Metric(
-        "mean of `distill.divergence` over the trained tokens, before the factor `distill.weight`",
-        of_tokens(lambda loss: loss.teacher_divergence),
+        "mean of `distill.divergence` over the trained tokens that have one, before the factor `distill.weight`",
+        if_trained(lambda loss: _share(loss.teacher_divergence, loss.diverged)),
         unit="nats per token",
         good="falls towards 0",
         advice="If it does not fall, raise `optimizer.learning_rate` or `distill.weight`.",

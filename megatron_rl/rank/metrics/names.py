@@ -65,6 +65,10 @@ ENVIRONMENT_METRICS: dict[str, EnvironmentMetric] = {
         "mean KL estimate of its trained tokens to the initial weights (kl_beta > 0)",
         lambda its: _of_tokens(its.kl, its),
     ),
+    "teacher_kl": EnvironmentMetric(
+        "estimate of KL(policy || teacher) of its trained tokens that a teacher judges (distill)",
+        lambda its: None if its.teacher_kl is None else ratio(its.teacher_kl, its.judged or 0.0),
+    ),
 }
 
 

@@ -124,10 +124,21 @@ class EnvironmentStats:
     entropy: Total | None = None
     clipped: Total | None = None  # tokens beyond one of the bounds of the policy loss; None for a loss without bounds
     kl: Total | None = None  # None without kl_beta
+    teacher_kl: Total | None = None  # as in LossStats; None without a teacher
+    judged: Total | None = None
 
 
-BY_ENVIRONMENT = ("tokens", "entropy", "clip_low", "clip_high", "kl")  # fields of LossStats that have parts
-OF_LOSS = ("tokens", "entropy", "clipped", "kl")  # fields of EnvironmentStats that are made of these
+# Fields of LossStats that have parts:
+BY_ENVIRONMENT = ("tokens", "entropy", "clip_low", "clip_high", "kl", "teacher_kl", "judged")
+OF_LOSS = (
+    "tokens",
+    "entropy",
+    "clipped",
+    "kl",
+    "teacher_kl",
+    "judged",
+)
+"""Fields of EnvironmentStats that are made of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +159,9 @@ class LossStats:
     importance_weight: Total | None  # None without grpo.importance
     rejected: Total | None = None  # tokens that `grpo.rejection` leaves out; they are among `tokens`. None without it
     teacher_kl: Total | None = None  # log p of the policy before the step - log p of the teacher, or None
+    judged: Total | None = None  # tokens that a teacher judges, or None
     teacher_divergence: Total | None = None  # distill.divergence between the present policy and the teacher, or None
+    diverged: Total | None = None  # tokens with such a divergence, or None
     prediction: Total | None = None  # -log p of the prediction layer, of the tokens that it predicts; None if untrained
     predicted: Total | None = None  # tokens that the prediction layer predicts; None if it is not trained
     by_environment: Total | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,8 +17,9 @@ from torch import Tensor
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.refit.rank_engine import build_engine, build_inference_policy
-from megatron_rl.learn.distill.on_ranks import FrozenTeacher
-from megatron_rl.learn.training.objective import objective_of
+from megatron_rl.learn.distill.judges import judges_of
+from megatron_rl.learn.distill.on_ranks import TeacherOnRanks
+from megatron_rl.learn.training.objective import Teacher, objective_of
 from megatron_rl.learn.training.offload import HostWeights
 from megatron_rl.learn.training.optimizer import PolicyOptimizer, Update
 from megatron_rl.learn.training.trainer import Trainer
@@ -33,6 +34,7 @@ from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.timeline import Timeline
 from megatron_rl.rank.safe_points import SafePoints
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import POLICY, DistillConfig
 from megatron_rl.recipe.model import ModelConfig, Recompute
 from megatron_rl.run.rehearse.acts import generate, publish, rollouts, score, send
 
@@ -95,7 +97,7 @@ def rehearse_rank(
     role: str,
     groups: Groups,
     device: PhantomDevice,
-    teacher: Taught | None = None,
+    teachers: Sequence[Taught] = (),
 ) -> RankRehearsal:
     """Build a rank, and generate and train as far as its role does.
 
@@ -103,12 +105,12 @@ def rehearse_rank(
         vocab: tokens of the tokenizer.
         role: colocated, training, inference or teacher.
         device: entered by the caller.
-        teacher: beside the policy on training ranks, if there is one.
+        teachers: beside the policy on training ranks, in the order of `Teachings.held`.
 
     Raises PhaseFailed. Any other exception is a fault of the rehearsal itself.
     """
     phases = Phases(device.memory)
-    rank = _Rank(config, vocab, groups, device, phases, teacher)
+    rank = _Rank(config, vocab, groups, device, phases, teachers)
     with phases.phase("build"):
         engine, trainer = rank.build(role)
     if trainer and config.shares_devices:
@@ -135,10 +137,10 @@ class _Rank:
         groups: Groups,
         device: PhantomDevice,
         phases: Phases,
-        teacher: Taught | None,
+        teachers: Sequence[Taught],
     ) -> None:
         self.parameters = 0
-        self._teacher = teacher
+        self._teachers = teachers
         self._config = config
         self._vocab = vocab
         self._groups = groups
@@ -198,11 +200,17 @@ class _Rank:
         self._memory.assign("gradients", [buffer.grad_data for buffer in optimizer.buffers])
         self._memory.assign("weights", policy.parameters())  # the optimizer has moved them into its buffers
         safe_points = _SafePoints(self._phases)
-        teacher = None
-        if self._teacher:
-            model = self._policy("teacher", of=self._teacher).requires_grad_(False)
-            teacher = FrozenTeacher.of(model, policy, config)
-        objective = objective_of(config, policy, reference, teacher)
+        held = [self._policy("teacher", of=each).requires_grad_(False) for each in self._teachers]
+        known = dict(zip((each.teacher for each in config.teachings.held), held, strict=False))
+        known[POLICY] = policy
+
+        def teacher_of(distill: DistillConfig) -> Teacher | None:
+            teacher = known.get(distill.teacher)
+            return None if teacher is None or distill.is_served else TeacherOnRanks.of(teacher, policy, config, distill)
+
+        objective = objective_of(
+            config, policy, reference, judges_of(config, self._groups.control, _no_text, teacher_of)
+        )
         run = RunDir(tempfile.gettempdir())
         here = Here(run, run.attempt(1), self._platform, self._groups, safe_points)
         return Trainer(policy, optimizer, objective, config, here)
@@ -220,6 +228,10 @@ class _Rank:
             policy = build()
         self._memory.assign(holder, policy.parameters())  # the platform's own builds hold weights
         return policy
+
+
+def _no_text(text: str) -> list[int]:
+    raise AssertionError("rehearsed problems have no teacher_prompt")
 
 
 class _Optimizer(PolicyOptimizer):

@@ -41,7 +41,7 @@ def rehearse(
     rank: int,
     role: str,
     vocab: int,
-    teacher: dict[str, Any] | None = None,
+    teachers: Sequence[dict[str, Any]] = (),
     depths: tuple[int, int] = DEPTHS,
 ) -> dict[str, Any]:
     """Rehearse one rank of a world of `world` ranks. Returns the fields of `RankRehearsal` for all layers and experts.
@@ -50,38 +50,37 @@ def rehearse(
         rank: in the training world, or in that of a replica.
         role: colocated, training, inference or teacher.
         vocab: tokens of the tokenizer.
-        teacher: fields of `Taught`; None: there is none, or its shape is unknown.
+        teachers: fields of `Taught` of each teacher that the rank holds and whose shape is known.
         depths: layers of a stage to build; a stage with no more layers is built whole.
     """
-    taught = None
-    if teacher is not None:
-        model = ModelConfig.model_validate(teacher["model"])
-        own = {"dtype": config.model.dtype, "vocab_multiple": config.model.vocab_multiple, "lora": None}
-        taught = Taught(model.model_copy(update=own), teacher["tokens"])
+    own = {"dtype": config.model.dtype, "vocab_multiple": config.model.vocab_multiple, "lora": None}
+    taught = [
+        Taught(ModelConfig.model_validate(each["model"]).model_copy(update=own), each["tokens"]) for each in teachers
+    ]
     if role == "teacher":
-        assert taught is not None, "a replica of the teacher has its shape"
-        config, vocab, taught = _of_teacher(config, taught), taught.tokens, None
+        [whole_teacher] = taught
+        config, vocab, taught = _of_teacher(config, whole_teacher), whole_teacher.tokens, []
     elif role == "inference":
-        config, taught = _with_layout(config, TrainingLayout(tp=_tp(config))), None
-    elif config.distill is None or config.distill.is_served:
-        taught = None
+        config, taught = _with_layout(config, TrainingLayout(tp=_tp(config))), []
     layout = config.placement.training
     stage = rank * layout.pp // world
     policy = growth(config.model, layout, stage, depths)
-    beside = growth(taught.model, layout, stage, depths) if taught else None
+    beside = [growth(each.model, layout, stage, depths) for each in taught]
     config = _with_layout(config, layout.model_copy(update=dict.fromkeys(STAGE_ENDS)))
 
-    def built(model: ModelConfig, of_teacher: ModelConfig | None) -> RankRehearsal:
-        seen = Taught(of_teacher, taught.tokens) if taught and of_teacher else None
+    def built(model: ModelConfig, of_teachers: Sequence[ModelConfig]) -> RankRehearsal:
+        seen = [Taught(sized, each.tokens) for sized, each in zip(of_teachers, taught, strict=True)]
         of_size = config.model_copy(update={"model": model})
         with alone_in(world, rank, layout) as groups, PhantomDevice(reads_ones=True) as device:
             return rehearse_rank(of_size, vocab, role, groups, device, seen)
 
-    small = beside.small if beside else None
+    small = [each.small for each in beside]
     try:
         base = built(policy.small, small)
         rises = [(built(larger, small), steps) for larger, steps in policy.larger]
-        rises += [(built(policy.small, larger), steps) for larger, steps in (beside.larger if beside else ())]
+        for number, each in enumerate(beside):
+            others = small[:number], small[number + 1 :]
+            rises += [(built(policy.small, [*others[0], larger, *others[1]]), steps) for larger, steps in each.larger]
     except PhaseFailed as failed:
         return asdict(RankRehearsal(failure=failed.failure))
     whole: dict[str, Any] = _extrapolated(asdict(base), [(asdict(one), steps) for one, steps in rises])

@@ -53,7 +53,8 @@ class Servers:
 def teacher_of(servers: Servers, groups: Any, limit_s: float = 60.0) -> ServedTeacher:
     transport = httpx.MockTransport(servers)
     tokenizer = CharacterTokenizer(ALPHABET)
-    return ServedTeacher(endpoints_of(SERVERS), tokenizer, groups, quiet_safe_points(), limit_s, transport=transport)
+    points, key = quiet_safe_points(), "distill.server"
+    return ServedTeacher(endpoints_of(SERVERS), tokenizer, groups, points, limit_s, key, transport=transport)
 
 
 def sequences() -> list[Any]:
@@ -62,7 +63,7 @@ def sequences() -> list[Any]:
 
 def test_every_trained_token_gets_its_log_prob_in_order(groups: Any) -> None:
     servers = Servers()
-    found = teacher_of(servers, groups).logprobs(sequences(), CPU)
+    found = teacher_of(servers, groups).judged(sequences(), CPU)[0]
     expected = [
         value(one.tokens, place) for one in sequences() for place, trained in enumerate(one.loss_mask) if trained
     ]
@@ -73,10 +74,10 @@ def test_every_trained_token_gets_its_log_prob_in_order(groups: Any) -> None:
 def test_a_server_that_is_lost_is_replaced_by_another(groups: Any) -> None:
     servers = Servers()
     servers.away = {"a"}
-    assert len(teacher_of(servers, groups).logprobs(sequences(), CPU)) > 0
+    assert len(teacher_of(servers, groups).judged(sequences(), CPU)[0]) > 0
     servers.away = {"a", "b"}
     with pytest.raises(RuntimeError, match="no route"):
-        teacher_of(servers, groups, limit_s=0.2).logprobs(sequences(), CPU)
+        teacher_of(servers, groups, limit_s=0.2).judged(sequences(), CPU)[0]
 
 
 def started(attempt: Attempt, number: int, start: int, host: str, digest: str) -> None:
@@ -104,13 +105,13 @@ def test_replicas_are_found_by_their_addresses_and_missed_once_all_are_given_up(
     started(attempt, 1, 0, "other", "0" * 64)  # of another configuration
     servers.away = {"lost", "other"}
     threading.Timer(0.3, started, (attempt, 0, 1, "found", digest)).start()  # another start of the first
-    assert len(teacher.logprobs(sequences(), CPU)) > 0
+    assert len(teacher.judged(sequences(), CPU)[0]) > 0
     assert {*servers.hosts} == {"lost", "found"}
     servers.away.add("found")
     for number in (0, 1):
         write(attempt.replica(number, TEACHER).state, ReplicaState(number, REPLICA_GIVEN_UP, 6, 0.0, why="boom"))
     with pytest.raises(NoTeacher, match="all replicas of the teacher are given up: boom"):
-        teacher.logprobs(sequences(), CPU)
+        teacher.judged(sequences(), CPU)[0]
 
 
 def test_a_server_that_lacks_a_token_is_refused_at_the_start(groups: Any) -> None:

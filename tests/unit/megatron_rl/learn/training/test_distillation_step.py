@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from core_helpers import PADDED_VOCAB, batch_of, build_run, random_groups, tiny_run
+from core_helpers import PADDED_VOCAB, batch_of, build_run, random_groups, tiny_run, trajectory
 from hf_helpers import PUBLISHED, publish
 from published_twin import published, published_twin
 from torch import Tensor
 
-from megatron_rl.agent.trajectories import TrajectoryGroup
+from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
 from megatron_rl.rank.metrics.stats import StepStats, Tally
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.run.state import Run
 
 GROUPS = random_groups(4, 4, seed=2)
@@ -28,7 +30,9 @@ def teacher(tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "teacher", twin.double()
 
 
-def run_with(teacher: Path, platform: Any, groups: Any, **sections: Any) -> Run:
+def run_with(
+    teacher: Path, platform: Any, groups: Any, environments: list[dict[str, Any]] | None = None, **sections: Any
+) -> Run:
     config = tiny_run(
         distill={"teacher": str(teacher), "weight": WEIGHT} | sections.pop("distill", {}),
         sampling={"max_new_tokens": 7, "temperature": TEMPERATURE},
@@ -36,6 +40,9 @@ def run_with(teacher: Path, platform: Any, groups: Any, **sections: Any) -> Run:
         training={"tokens_per_microbatch": 40} | sections.pop("training", {}),
         **sections,
     )
+    if environments is not None:
+        values = config.model_dump() | {"environment": None, "environments": environments}
+        config = RunConfig.model_validate(values)
     return build_run(config, platform, groups)
 
 
@@ -162,3 +169,92 @@ def test_a_teacher_with_another_vocabulary_is_refused_by_the_ranks(tmp_path: Pat
     publish(tmp_path / "other", PUBLISHED["Qwen2"])
     with pytest.raises(ValueError, match=r"of the 14 tokens of the policy are others in the teacher's tokenizer"):
         run_with(tmp_path / "other", platform, groups)
+
+
+def by_environment(folder: Path, others: Path) -> list[dict[str, Any]]:
+    """Environments of which each has another teacher: one that judges tokens, one whose distributions are
+    learned, the policy with the right answer before it, and none."""
+    rows = folder.parent / "rows.jsonl"
+    rows.write_text("".join(f'{{"problem": "{n}+{n}", "answer": "{n + n}"}}\n' for n in range(1, 9)))
+    hinted = {"train": str(rows), "prompt": "{question}=", "teacher_prompt": "{answer}*{question}=", "chat": "never"}
+    divergence = {"kind": "forward"}
+    return [
+        {"name": "arithmetic", "id": "judged"},
+        {"name": "arithmetic", "id": "whole", "distill": {"teacher": str(others), "divergence": divergence}},
+        {
+            "name": "math",
+            "id": "hinted",
+            "args": hinted,
+            "distill": {"teacher": "policy", "weight": 0.4, "reward_weight": 0.0},
+        },
+        {"name": "arithmetic", "id": "free", "distill": {"weight": 0.0}},
+    ]
+
+
+def test_each_environment_has_its_teacher_and_the_policy_may_read_a_hint(
+    teacher: tuple[Path, Any], tmp_path: Path, platform: Any, groups: Any
+) -> None:
+    folder, judges_twin = teacher
+    whole_twin = publish(tmp_path / "other", PUBLISHED["Qwen2"] | {"vocab_size": PADDED_VOCAB}, seed=3).double()
+    (tmp_path / "other" / "tokenizer.json").unlink()
+    run = run_with(folder, platform, groups, by_environment(folder, tmp_path / "other"))
+    environment = run.material.scoring
+    assert environment is not None
+    hinted = next(its for its in environment.training_sets() if its.environment == "hinted").problems[0]
+    tokenizer = run.material.lesson.tokenizer
+    assert (hinted.prompt, hinted.teacher_prompt) == ("1+1=", "2*1+1=")
+    prompt, hint = tokenizer.encode(hinted.prompt), tokenizer.encode(hinted.teacher_prompt)
+
+    def asked(one: Trajectory) -> Trajectory:
+        answer = one.tokens[one.prompt_length :]
+        return trajectory(prompt, answer, one.reward, logprobs=[-1.0] * len(answer))
+
+    recorded = [
+        replace(group, problem=Problem("", {}, id))
+        for group, id in zip(GROUPS, ("judged", "whole", "hinted", "free"), strict=True)
+    ]
+    recorded[2] = replace(recorded[2], problem=hinted, trajectories=[*map(asked, recorded[2].trajectories)])
+
+    twin = published_twin(run.trainer.policy, run.config.model).double()
+    total, count, divergence = torch.zeros((), dtype=torch.float64), 0, 0.0
+    kls = {}
+    for group in recorded:
+        rewards = torch.tensor([one.reward for one in group.trajectories], dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-4)
+        judged_of_group = []
+        for one, advantage in zip(group.trajectories, advantages, strict=True):
+            own, mask = logprobs(twin, one.tokens), torch.tensor(one.loss_mask[1:])
+            value = advantage.expand(len(own))
+            match group.problem.environment:
+                case "judged":
+                    judged_of_group.append((logprobs(judges_twin, one.tokens) - own).detach()[mask])
+                    value = value + WEIGHT * (logprobs(judges_twin, one.tokens) - own).detach()
+                case "whole":
+                    judged_of_group.append((logprobs(whole_twin, one.tokens) - own).detach()[mask])
+                    found = divergence_of(twin, whole_twin, one.tokens, {"kind": "forward"})[mask]
+                    divergence += found.sum().item()
+                    total = total + WEIGHT * found.sum()
+                case "hinted":
+                    with_hint = logprobs(twin, [*hint, *one.tokens[len(prompt) :]])[-len(own[mask]) :]
+                    judged = torch.zeros_like(own).masked_scatter(mask, with_hint) - own
+                    judged_of_group.append(judged.detach()[mask])
+                    value = 0.4 * judged.detach()
+            total = total - (value * (own - own.detach()).exp())[mask].sum()
+            count += int(mask.sum())
+        if judged_of_group:
+            kls[group.problem.environment] = -torch.cat(judged_of_group).mean().item()
+    (total / count).backward()
+
+    run.trainer.optimizer.megatron.prepare_grads = lambda: True  # pretend that it is not finite: nothing is updated
+    seen = step(run, recorded)
+    assert seen.loss is not None and seen.loss.diverged is not None and seen.loss.teacher_divergence is not None
+    assert seen.loss.loss == pytest.approx((total / count).item(), rel=1e-5)
+    assert seen.loss.teacher_divergence == pytest.approx(divergence, rel=1e-5)
+    assert seen.loss.diverged == sum(one.loss_mask.count(True) for one in recorded[1].trajectories)
+    of_environments = {
+        id: its.teacher_kl / its.judged for id, its in seen.environments.items() if its.teacher_kl is not None
+    }
+    assert of_environments == pytest.approx(kls, rel=1e-5)
+    ours = published(run.trainer.policy, run.config.model, lambda weight: weight.main_grad)
+    for name, weight in twin.named_parameters():
+        torch.testing.assert_close(ours[name].double(), weight.grad, rtol=2e-4, atol=2e-5, msg=name)
