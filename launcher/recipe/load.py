@@ -323,7 +323,7 @@ def _against_teacher_prompt(config: RunConfig, environment: EnvironmentConfig) -
     if not trained_on or "teacher_prompt" not in environment_class(environment.name).Config.model_fields:
         return ""
     given = environment.args.get("teacher_prompt") is not None
-    teaching = config.teaching_of[getattr(environment, "id", "")]
+    teaching = config.teachings.by_id[getattr(environment, "id", "")]
     if given and teaching is None:
         return "teacher_prompt is given, and no teacher reads it: give distill, or leave it out"
     if not given and teaching is not None and teaching.teacher == POLICY:

@@ -38,9 +38,7 @@ def grpo_loss(
 
     A token with a log-prob or an entropy that is not finite (NaN from an engine, or -inf if rounding leaves a token no
     probability) is excluded and counted: its term is 0, like a masked token's. Otherwise the gradient of the whole
-    update would be NaN.
-
-    counted: [tokens] further values for the statistics, by the names of their fields.
+    update would be NaN. `counted` has further values of tokens for the statistics, by the names of their fields.
 
     Raises:
         ValueError: kl_beta is above 0 without ref_logprobs, importance or rejection is per answer without

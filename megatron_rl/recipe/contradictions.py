@@ -183,7 +183,7 @@ def _taught(config: Sections) -> Iterator[tuple[str, DistillConfig, GrpoConfig]]
     """Yield the key, the teacher and the algorithm of each environment with a teacher."""
     entries = enumerate(config.environments) if config.environments else [(0, None)]
     trained = [(number, one) for number, one in entries if one is None or one.trained_on]
-    for (number, one), distill in zip(trained, config.teachings.of_environments, strict=True):
+    for (number, one), distill in zip(trained, config.teachings.by_id.values(), strict=True):
         if distill is not None:
             own = one is not None and one.distill is not None
             key = f"environments.{number}.distill" if own else "distill"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -244,24 +244,24 @@ class EnvironmentDistill(Section):
 class Teachings:
     """Teachers of the environments that are trained on."""
 
-    of_environments: Sequence[DistillConfig | None]
-    """One for each environment, in the order of `RunConfig.environment_ids`; a single one if there is one environment.
+    by_id: Mapping[str, DistillConfig | None]
+    """That of each environment, in the order of `RunConfig.environment_ids`, or of the only one under an empty id.
     None: no teacher."""
 
     @property
     def each(self) -> list[DistillConfig]:
         """Distinct ones, in the order of the environments."""
         found: list[DistillConfig] = []
-        for one in self.of_environments:
+        for one in self.by_id.values():
             if one is not None and one not in found:
                 found.append(one)
         return found
 
     @property
-    def indices(self) -> list[int]:
-        """Index in `each` of the teaching of each environment; -1 for none."""
+    def indices(self) -> dict[str, int]:
+        """Index in `each` of the teaching of each environment, by id; -1 for none."""
         each = self.each
-        return [-1 if one is None else each.index(one) for one in self.of_environments]
+        return {id: -1 if one is None else each.index(one) for id, one in self.by_id.items()}
 
     @property
     def held(self) -> list[DistillConfig]:

@@ -102,17 +102,13 @@ class Sections(Section):
     @property
     def teachings(self) -> Teachings:
         own = [one.distill for one in self.environments or () if one.trained_on]
-        return Teachings([self.distill if its is None else its.over(self.distill) for its in own or [None]])
+        teachings = [self.distill if its is None else its.over(self.distill) for its in own or [None]]
+        return Teachings(dict(zip(self.environment_ids or [""], teachings, strict=True)))
 
     @property
     def algorithms(self) -> Algorithms:
         trained = [] if self.supervised else [one for one in self.environments or () if one.trained_on]
         return Algorithms.of(self.grpo, {one.id: one.grpo for one in trained})
-
-    @property
-    def teaching_of(self) -> dict[str, DistillConfig | None]:
-        """Teacher of each environment that is trained on, by id, which is empty if there is only one."""
-        return dict(zip(self.environment_ids or [""], self.teachings.of_environments, strict=True))
 
     @property
     def keeps_initial_weights(self) -> bool:

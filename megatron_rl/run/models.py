@@ -263,9 +263,8 @@ def _served_teacher(config: RunConfig, distill: DistillConfig, here: Here, token
         servers = served.endpoints_of(distill.server)
     here.safe_points.activity.enter("waiting for the teacher", 0)
     top_k = distill.divergence.top_k if distill.divergence else None
-    key = "distill.replicas" if distill.replicas is not None else "distill.server"
     limit_s = config.job.silence_limit_s
-    teacher = served.ServedTeacher(servers, tokenizer, here.groups, here.safe_points, limit_s, key, top_k=top_k)
+    teacher = served.ServedTeacher(servers, tokenizer, here.groups, here.safe_points, limit_s, top_k=top_k)
     teacher.check()
     return teacher
 

@@ -116,6 +116,34 @@ def test_a_run_learns_from_a_divergence(
     assert min(found) > 0
 
 
+def several_teachers(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """A recipe with two teachers of its own: one for plain sums, and the policy, which reads the answers of others."""
+    rows = folder / "sums.jsonl"
+    rows.write_text("".join(f'{{"problem": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(40)))
+    hinted = {"train": str(rows), "prompt": "{question}=", "teacher_prompt": "{question}={answer}. {question}="}
+    of_policy = {"teacher": "policy", "divergence": {"kind": "reverse"}, "reward_weight": 0.0}
+    config = recipe(folder, 2, layout)
+    config["environment"] = None
+    config["environments"] = [
+        {"name": "arithmetic", "id": "sums"},
+        {"name": "math", "id": "hinted", "args": hinted | {"chat": "never"}, "distill": of_policy},
+    ]
+    config["training"]["steps"] = 3
+    return config
+
+
+def test_each_environment_has_its_teacher_in_every_layout(folder: Path) -> None:
+    found = []
+    for name, layout in (("several", {}), ("several-tp", {"tp": 2})):
+        run_dir = finished(prepare(folder / name, several_teachers(folder, layout)), folder, 2)
+        found.append(lines_of(run_dir.metrics))
+    names = ("environments/sums/teacher_kl", "environments/hinted/teacher_kl", "teacher_divergence", "loss")
+    for one, other in zip(*found, strict=True):
+        for name in names:
+            assert one[name] == pytest.approx(other[name], **CLOSE), (name, one["step"])
+    assert found[0][0]["environments/sums/teacher_kl"] != found[0][0]["environments/hinted/teacher_kl"]
+
+
 def process_of_teacher(run_dir: RunDir) -> psutil.Process | None:
     """Process of the first replica of the teacher, while it runs."""
     wanted = ["--run-dir", str(run_dir.root), "--attempt", "1", "--teacher", "0"]
@@ -124,12 +152,14 @@ def process_of_teacher(run_dir: RunDir) -> psutil.Process | None:
 
 
 @pytest.mark.slow
-def test_a_replica_of_the_teacher_says_the_same_and_its_death_only_costs_time(
-    folder: Path, undisturbed: RunDir
-) -> None:
-    apart = recipe(folder, 1, {}, replicas={"nodes": 1})
+def test_a_replica_of_the_teacher_says_the_same_and_its_death_only_costs_time(folder: Path) -> None:
+    divergence, steps = {"kind": "forward", "top_k": 8}, 8
+    held = recipe(folder, 1, {}, divergence=divergence)
+    held["training"]["steps"] = 3
+    on_ranks = finished(prepare(folder / "held", held), folder, 1)
+    apart = recipe(folder, 1, {}, replicas={"nodes": 1}, divergence=divergence)
     apart["job"]["nodes"] = 2
-    apart["training"]["steps"] = steps = 8
+    apart["training"]["steps"] = steps
     file, run_dir = folder / "apart.yaml", RunDir(folder / "apart")
     file.write_text(yaml.safe_dump(apart))
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "MRL_CACHE": str(folder / "cache")}
@@ -151,8 +181,9 @@ def test_a_replica_of_the_teacher_says_the_same_and_its_death_only_costs_time(
     assert process_of_teacher(run_dir) is None
     lines = lines_of(run_dir.metrics)
     assert len(lines) == steps
-    for mine, other in zip(lines[:3], lines_of(undisturbed.metrics), strict=False):
-        assert mine["teacher_kl"] == pytest.approx(other["teacher_kl"], **CLOSE)
+    for mine, other in zip(lines[:3], lines_of(on_ranks.metrics), strict=True):
+        for name in ("teacher_kl", "teacher_divergence"):
+            assert mine[name] == pytest.approx(other[name], **CLOSE)
 
 
 class Server:

@@ -7,11 +7,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from checkpoint_helpers import Ranks
-from core_helpers import batch_of, here_of, random_groups, tiny_model, tiny_run
+from core_helpers import ALPHABET, batch_of, here_of, random_groups, tiny_model, tiny_run, trajectory
 from layout_helpers import Layout, boxes, sharpen, whole
 from torch import Tensor
 
@@ -19,19 +21,21 @@ from megatron_rl.agent.api import build_environment
 from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
-from megatron_rl.learn.distill.on_ranks import FrozenTeacher
+from megatron_rl.learn.distill.judges import judges_of
+from megatron_rl.learn.distill.on_ranks import TeacherOnRanks
 from megatron_rl.learn.rollout.stream import shares
-from megatron_rl.learn.training.objective import FirstPass, Scores, objective_of
+from megatron_rl.learn.training.objective import FirstPass, JudgedBatch, Scores, objective_of
 from megatron_rl.learn.training.trainer import Trainer
 from megatron_rl.learn.training.training_batch import agree, training_batch, update_batch, update_part
 from megatron_rl.model.parallel import copy_part, groups_of_one
 from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import Policy, build_policy
-from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
+from megatron_rl.model.tokenizer import CharacterTokenizer, Tokenizer, build_tokenizer
 from megatron_rl.rank.groups import Groups
 from megatron_rl.rank.here import Here
 from megatron_rl.rank.metrics.stats import EnvironmentStats, Tally
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.distill import POLICY, DistillConfig
 from megatron_rl.run.models import build_models, build_part
 
 OWN = """
@@ -62,6 +66,17 @@ LOSSES: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coefficient": 0.3},
     "forward divergence": {"divergence": {"kind": "forward"}},
     "divergence of likeliest tokens": {"divergence": {"kind": "js", "beta": 0.3, "top_k": 5, "temperature": 1.1}},
+    "a teacher for each environment": {
+        "distill": {"teacher": "/t", "weight": 0.7, "divergence": {"kind": "forward"}},
+        "environments": [
+            {"name": "arithmetic", "id": "turns"},
+            {
+                "name": "arithmetic",
+                "id": "plain",
+                "distill": {"teacher": "policy", "divergence": {"kind": "js", "top_k": 5}, "reward_weight": 0.5},
+            },
+        ],
+    },
     "by environment and turn": {
         "environments": [
             {"name": "arithmetic", "id": "turns", "grpo": {"turn_discount": 0.9, "importance": {"upper": 2.0}}},
@@ -78,7 +93,7 @@ ONE_BATCH = "one batch"
 CLOSE = 1e-6
 IN_EVERY_LAYOUT = (
     *("clip", "rejected answers", "own", "kl weighed", "by environment and turn"),
-    *("forward divergence", "divergence of likeliest tokens"),
+    *("forward divergence", "divergence of likeliest tokens", "a teacher for each environment"),
 )
 """A loss of each kind: of tokens, of whole answers, somebody's own, with a reference, two in one step, and with a
 teacher's distributions."""
@@ -108,7 +123,7 @@ class Seen(NamedTuple):
 def recipe(layout: Layout, keys: dict[str, Any], microbatch: int) -> RunConfig:
     if listed := keys.get("environments"):
         values = recipe(layout, {}, microbatch).model_dump() | {"environment": None, "environments": listed}
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(values | ({"distill": distill} if (distill := keys.get("distill")) else {}))
     if divergence := keys.get("divergence"):
         values = recipe(layout, {}, microbatch).model_dump()
         values |= {"distill": {"teacher": "/t", "weight": 0.7, "divergence": divergence}}
@@ -140,25 +155,30 @@ def seen(layout: Layout, microbatch: int, own: str, losses: list[str]) -> dict[s
         keys = {key: own if value == "OWN" else value for key, value in LOSSES[name].items()}
         config = recipe(layout, keys, microbatch)
         reference = models.reference if config.algorithms.penalise_kl else None
-        teacher = teacher_of(config, models.policy, here, tokenizer) if config.distill else None
-        objective = objective_of(config, models.policy, reference, teacher)
+        teacher_of = partial(teacher, config, models.policy, here, tokenizer)
+        judges = judges_of(config, groups.control, tokenizer.encode, teacher_of)
+        objective = objective_of(config, models.policy, reference, judges)
         trainer = Trainer(models.policy, models.optimizer, objective, config, here)
         found[name] = one_update(trainer, groups)
     return found
 
 
-def teacher_of(config: RunConfig, policy: Policy, here: Here, tokenizer: Tokenizer) -> FrozenTeacher:
-    """A random teacher with other sizes than the policy's, the same in every layout."""
-    assert config.distill is not None and config.distill.divergence is not None
+def teacher(
+    config: RunConfig, policy: Policy, here: Here, tokenizer: Tokenizer, distill: DistillConfig
+) -> TeacherOnRanks:
+    """A random teacher with other sizes than the policy's, the same in every layout; or the policy itself."""
+    if distill.teacher == POLICY:
+        return TeacherOnRanks.of(policy, policy, config, distill)
+    assert distill.divergence is not None
     larger = {"hidden_size": 48, "ffn_hidden_size": 40, "vocab_size": tokenizer.vocab_size + 13, "init_seed": 5}
-    larger["tied_embeddings"] = config.distill.divergence.top_k is not None
+    larger["tied_embeddings"] = distill.divergence.top_k is not None
     model = config.model.model_copy(update=larger)
     here.platform.seed(model.init_seed)
     whole_teacher = build_policy(model, tokenizer.vocab_size, here.platform, groups=groups_of_one())
     sharpen(whole_teacher)
-    teacher = build_part(config, tokenizer, here.platform, model=model)
-    copy_part(whole_teacher, teacher)
-    return FrozenTeacher.of(teacher.requires_grad_(False), policy, config)
+    part = build_part(config, tokenizer, here.platform, model=model)
+    copy_part(whole_teacher, part)
+    return TeacherOnRanks.of(part.requires_grad_(False), policy, config, distill)
 
 
 NOTHING = EnvironmentStats(0, 0, 0, 0, 0)
@@ -175,9 +195,17 @@ def in_environments(group: TrajectoryGroup) -> TrajectoryGroup:
         return replace(one, turns=turns).with_turn_scores(scores)
 
     if group.ordinal % 2:
-        return replace(group, problem=replace(group.problem, environment="plain"))
+        problem = replace(group.problem, environment="plain", prompt="1+2=", teacher_prompt="12+3+1+2=")
+        return replace(group, problem=problem, trajectories=[*map(asked, group.trajectories)])
     trajectories = [in_turns(one, number) for number, one in enumerate(group.trajectories)]
     return replace(group, problem=replace(group.problem, environment="turns"), trajectories=trajectories)
+
+
+def asked(one: Trajectory) -> Trajectory:
+    """The same answer to 1+2=, which is what the environment has asked."""
+    prompt = CharacterTokenizer(ALPHABET).encode("1+2=")
+    answer = one.tokens[one.prompt_length :]
+    return trajectory(prompt, answer, one.reward, logprobs=one.logprobs[one.prompt_length :])
 
 
 def one_update(trainer: Trainer, groups: Groups) -> Seen:
@@ -199,13 +227,14 @@ def one_update(trainer: Trainer, groups: Groups) -> Seen:
     if config.algorithms.compare_answers:
         of_answers, tokens = answer_log_ratios(before - batch.inference_logprobs, batch.trajectory_lengths)
     reference = trainer.score(kept, batch, update.inputs) if (kept := trainer.objective.reference) else None
-    teacher = distributions = None
-    if trainer.objective.teacher:
+    judged = JudgedBatch(torch.zeros(0))
+    if trainer.objective.judges:
         micro = update_batch(part, agreed).microbatches
-        judged = trainer.objective.teacher(FirstPass(batch, micro, update.inputs, groups.context, trainer.score))
-        teacher, distributions = judged.logprobs, judged.distributions
+        first_pass = FirstPass(batch, micro, update.inputs, groups.context, trainer.score, trainer._packed)
+        judged = trainer.objective.judges(first_pass)
+    teacher = judged.logprobs if len(judged.logprobs) else None
     losses: list[Any] = []
-    scores = Scores(before, of_answers, tokens, reference, teacher, distributions)
+    scores = Scores(before, of_answers, tokens, reference, teacher, judged.teaching, judged.distributions)
     trainer._update(batch, update, scores, losses, None, lambda: None)
     of_all, _ = trainer._loss_stats(losses, dict.fromkeys(config.environment_ids, NOTHING), trained=True)
     assert of_all is not None

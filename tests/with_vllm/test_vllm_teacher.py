@@ -42,6 +42,7 @@ MODEL = SIZES | {
 }
 """Heads of 32, the smallest that vLLM has on a CPU, and no position more than the longest sequence needs."""
 ALPHABET = "0123456789+-=*"
+TOP = 12
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def recipe(teacher: Path, replicas: dict[str, Any] | None) -> RunConfig:
         job={"nodes": 2 if replicas else 1},
         model=tiny_run().model.model_dump() | {"max_position_embeddings": LONGEST},
         tokenizer={"alphabet": ALPHABET},
-        distill={"teacher": str(teacher), "replicas": replicas},
+        distill={"teacher": str(teacher), "replicas": replicas, "divergence": {"kind": "forward", "top_k": TOP}},
     )
 
 
@@ -68,22 +69,32 @@ def test_the_log_probs_of_vllm_are_those_of_the_frozen_teacher(
     frozen = objective.teacher.policy
     asked = [one for group in random_groups(6, 4, longest=20) for one in group.trajectories]
     asked.append(trajectory([1], [place % (PADDED_VOCAB - 2) for place in range(LONGEST - 1)]))  # of full length
-    expected = []
+    expected, likeliest = [], []
     for one in asked:
         logprobs = torch.log_softmax(full_forward(frozen, one.tokens)[:-1].float(), -1)
         found = logprobs.gather(1, torch.tensor(one.tokens[1:])[:, None])[:, 0]
         expected.append(found[torch.tensor(one.loss_mask[1:])])
+        likeliest.append(logprobs[torch.tensor(one.loss_mask[1:])].topk(TOP, 1))
     apart = recipe(teacher, {"nodes": 1, "engine": "vllm", "vllm": {"python": os.environ[PYTHON_VARIABLE]}})
     run = prepare(tmp_path / "run", apart.model_dump())
     with Front(run, kind=TEACHER) as front:
         front.wait_until_it_answers()
         roster = replicas_of(run, run.attempt(1), START_S)
-        served = ServedTeacher(roster, CharacterTokenizer(ALPHABET), groups, quiet_safe_points(), START_S)
+        points = quiet_safe_points()
+        served = ServedTeacher(roster, CharacterTokenizer(ALPHABET), groups, points, START_S, top_k=TOP)
         served.check()
-        assert (served.logprobs(asked, CPU) - torch.cat(expected)).abs().max() < CLOSE
+        logprobs, top = served.judged(asked, CPU)
+        assert (logprobs - torch.cat(expected)).abs().max() < CLOSE
+        assert top is not None
+        values = torch.cat([each.values for each in likeliest])
+        assert (top.logprobs[:, :-1] - values).abs().max() < CLOSE
+        assert (top.logprobs.exp().sum(1) - 1).abs().max() < CLOSE
+        apart = (values[:, :-1] - values[:, 1:]).amin(1) > 2 * CLOSE  # tokens whose order rounding does not decide
+        tokens = torch.cat([each.indices for each in likeliest])
+        assert apart.any() and torch.equal(top.tokens[apart][:, :-1].long(), tokens[apart][:, :-1])
         larger = CharacterTokenizer(ALPHABET + "/%()")
         with pytest.raises(ConfigurationError, match="the last one of the policy's tokenizer"):
-            ServedTeacher(roster, larger, groups, quiet_safe_points(), START_S).check()
+            ServedTeacher(roster, larger, groups, points, START_S).check()
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ class _Judges:
     ) -> None:
         self._judges, self._control, self._encode = judges, control, encode
         self._longest, self._temperature = config.sequence_length, config.sampling.temperature
-        self._teaching_of = dict(zip(config.environment_ids or [""], config.teachings.indices, strict=True))
+        self._teaching_of = config.teachings.indices
         self._warned = False
 
     def __call__(self, first_pass: FirstPass) -> JudgedBatch:

@@ -78,7 +78,6 @@ class ServedTeacher:
         groups: Groups,
         safe_points: SafePoints,
         limit_s: float,
-        key: str,
         *,
         top_k: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
@@ -87,11 +86,10 @@ class ServedTeacher:
         servers: endpoints of the servers; or of the replicas that run now, which is asked again and again in a separate
             thread, and raises NoTeacher if none will run any more.
         limit_s: seconds that all servers may be away.
-        key: of the recipe, for errors.
         top_k: likeliest tokens at each position whose log-probs are asked for too; None: none.
         transport: for tests.
         """
-        self._key, self._top_k = key, top_k
+        self._top_k = top_k
         self._running = servers if callable(servers) else None
         self._groups, self._safe_points = groups, safe_points
         self._asks = groups.model.rank() == 0 and groups.context.rank() == 0
@@ -165,9 +163,10 @@ class ServedTeacher:
         except EndpointAway:
             raise
         except EndpointError as error:
+            key = "distill.replicas" if self._running else "distill.server"
             further = f" and of the {self._top_k} likeliest ones (distill.divergence.top_k)" if self._top_k else ""
             raise ConfigurationError(
-                f"{self._key}: the server cannot report the log-prob of token {self._last_token}, the last one of the "
+                f"{key}: the server cannot report the log-prob of token {self._last_token}, the last one of the "
                 f"policy's tokenizer{further}: {error}"
             ) from error
 

@@ -207,7 +207,7 @@ class Grpo(Objective):
         Raises ConfigurationError for an unusable policy loss or baseline of the user's.
         """
         self.reference = reference
-        self._judges = judges
+        self.judges = judges
         teachings = config.teachings.each
         # One more, for the index -1.
         self._weights = torch.tensor([*(one.weight for one in teachings), 0.0])
@@ -249,8 +249,8 @@ class Grpo(Objective):
                 reference = first_pass.under(self.reference)
         teacher = teaching = None
         distributions: Sequence[JudgedTokens] = ()
-        if self._judges is not None:
-            judged = self._judges(first_pass)
+        if self.judges is not None:
+            judged = self.judges(first_pass)
             teacher, teaching, distributions = judged.logprobs, judged.teaching, judged.distributions
         # A ratio needs the token's log-prob at some weights before this step. Those of the weights before the step are
         # at hand, those of older weights only as the engine computed them. For example, with max_lag 1 a token of

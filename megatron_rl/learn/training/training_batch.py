@@ -202,7 +202,7 @@ def with_losses(
     of_all = (
         loss.by_environment if isinstance(loss.by_environment, Tensor) else torch.zeros(len(found), len(BY_ENVIRONMENT))
     )
-    complete, teaching_of = {}, config.teaching_of
+    complete, teaching_of = {}, config.teachings.by_id
     for (id, stats), row in zip(found.items(), of_all.unbind() if found else (), strict=True):
         part, grpo = dict(zip(BY_ENVIRONMENT, row.unbind(), strict=True)), config.algorithms.by(id)
         complete[id] = replace(

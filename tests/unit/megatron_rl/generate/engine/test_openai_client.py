@@ -14,6 +14,7 @@ from core_helpers import ALPHABET, END, full_forward, tiny_model, tiny_policy
 from server_helpers import running
 
 from megatron_rl.generate.engine.engine import Engine
+from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.generate.engine.openai import Endpoint, EndpointAway, EndpointError, ScoringServers
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.recipe.errors import ConfigurationError
@@ -104,7 +105,7 @@ def test_a_text_goes_elsewhere_if_a_server_is_away_and_returns_to_it_later() -> 
         servers = Servers()
         servers.status["a"] = 503
         for _ in range(3):
-            assert await servers.pool.score(TEXT) == [-1.0]
+            assert await servers.pool.score(TEXT) == [TokenScore(-1.0, [], [])]
         assert servers.asked == ["a", "b", "b", "b"]
         servers.status.clear()
         servers.pool._servers[0].away_until = 0.0
@@ -127,7 +128,7 @@ def test_texts_wait_until_a_server_answers_and_fail_after_the_limit() -> None:
     assert {*servers.asked[:2]} == {"a", "b"} and servers.slept
 
 
-def ask(reply: httpx.Response, endpoint: Endpoint = A) -> tuple[list[float], httpx.Request]:
+def ask(reply: httpx.Response, endpoint: Endpoint = A) -> tuple[list[TokenScore], httpx.Request]:
     """Log-probs in a server's reply, and the request for them."""
     asked: list[httpx.Request] = []
 
@@ -142,7 +143,7 @@ def ask(reply: httpx.Response, endpoint: Endpoint = A) -> tuple[list[float], htt
 
 def test_a_server_is_asked_for_log_probs_of_token_ids() -> None:
     found, request = ask(scored(-2.5))
-    assert (found, request.url.path) == ([-2.5], "/v1/completions")
+    assert (found, request.url.path) == ([TokenScore(-2.5, [], [])], "/v1/completions")
     asked = json.loads(request.content)
     assert (asked["model"], asked["prompt"], asked["prompt_logprobs"]) == ("tiny", TEXT, 0)
 
@@ -195,16 +196,20 @@ def test_mrl_serve_reports_the_log_probs_of_its_model(
     policy = tiny_policy(platform, model)
     engine = Engine(policy, model, InferenceConfig(max_batch=2), {END}, decode=tokenizer.decode)
 
-    async def score(text: list[int], name: str) -> list[float]:
+    async def score(text: list[int], name: str) -> list[TokenScore]:
         options = {"tokenizer": tokenizer, "max_length": model.max_position_embeddings, "tokens": ["s3cret"]}
         async with running(engine, **options) as application:
             transport = httpx.ASGITransport(application, raise_app_exceptions=False)
             endpoint = Endpoint("http://server/v1", name, token_variable="SOME_TOKEN")
-            return await ScoringServers([endpoint], 1.0, transport=transport).score(text)
+            return await ScoringServers([endpoint], 1.0, transport=transport).score(text, 3)
 
     text = [1, 10, 2, 12, 5]
     logprobs = full_forward(policy, text)[:-1].float().log_softmax(-1)
     expected = [row[token].item() for row, token in zip(logprobs, text[1:], strict=True)]
-    assert asyncio.run(score(text, "tiny")) == pytest.approx(expected, abs=1e-5)
+    found = asyncio.run(score(text, "tiny"))
+    assert [each.logprob for each in found] == pytest.approx(expected, abs=1e-5)
+    best = logprobs.topk(3)
+    assert [each.tokens for each in found] == best.indices.tolist()
+    assert [each.logprobs for each in found] == [pytest.approx(each, abs=1e-5) for each in best.values.tolist()]
     with pytest.raises(ConfigurationError, match=r"there is no model 'policy' here: .* use the name"):
         asyncio.run(score(text, "policy"))

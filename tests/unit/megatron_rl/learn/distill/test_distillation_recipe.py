@@ -15,6 +15,7 @@ from launcher.errors import BadInput
 from launcher.plan.parameters import weights
 from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import load_recipe
+from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.teacher_files import read_vocabulary, teacher_files, vocabulary_difference
 
 SHAPE = {
@@ -67,12 +68,108 @@ def numbered(text: str) -> dict[str, int]:
             "divergence and replicas are both given, and only training ranks compute whole distributions",
         ),
         ({"distill": {"divergence": {"kind": "forward", "beta": 0.2}}}, "beta is given, and kind is forward"),
+        (
+            {"distill": {"teacher": "policy", "replicas": {"nodes": 1}}},
+            "teacher is policy, which the training ranks hold, and replicas is given",
+        ),
+        (
+            {"distill": {"replicas": {"nodes": 1}, "divergence": {"kind": "js", "top_k": 21}}},
+            "divergence.top_k is 21, and replicas.engine native returns at most 20",
+        ),
+        (
+            {
+                "distill": {
+                    "server": {"urls": "http://a/v1", "model": "m"},
+                    "divergence": {"kind": "js", "top_k": 4, "temperature": 0.5},
+                }
+            },
+            "distill.server is given, and distill.divergence.temperature is 0.5",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_their_keys(sections: dict[str, Any], error: str) -> None:
     given = {"distill": {"teacher": "/t"} | sections.pop("distill", {})} | sections
     with pytest.raises(ValidationError, match=error):
         tiny_run(**given)
+
+
+def in_environments(distill: dict[str, Any] | None, *keys: dict[str, Any] | None) -> RunConfig:
+    """A recipe with an environment for each of these `distill` sections."""
+    environments = [
+        {"name": "arithmetic", "id": f"e{number}"} | ({} if each is None else {"distill": each})
+        for number, each in enumerate(keys)
+    ]
+    values = tiny_run().model_dump() | {"environment": None, "environments": environments, "distill": distill}
+    return RunConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("distill", "keys", "error"),
+    [
+        (None, [{"weight": 2.0}], r"environments.0.distill: teacher is missing, and there is no `distill`"),
+        (None, [{"weight": 0.0, "teacher": "/t"}], r"weight is 0 and teacher is given"),
+        ({"teacher": "/t"}, [{"weight": None}], r"weight is null: leave it out"),
+        ({"teacher": "/t"}, [{"weight": 0.0}], r"distill is given, and distill.weight is 0 in every environment"),
+        (
+            {"teacher": "/t", "replicas": {"nodes": 1}},
+            [{"teacher": "/u"}],
+            "distill.replicas is given, and every environment has a teacher elsewhere",
+        ),
+        (
+            {"teacher": "/t"},
+            [{"teacher": "policy", "server": {"urls": "http://a/v1", "model": "m"}}],
+            "environments.0.distill: teacher is policy, which the training ranks hold, and server is given",
+        ),
+    ],
+)
+def test_contradictions_of_an_environments_teacher_are_refused(
+    distill: dict[str, Any] | None, keys: list[dict[str, Any]], error: str
+) -> None:
+    with pytest.raises(ValidationError, match=error):
+        in_environments(distill, *keys)
+
+
+def test_an_environment_takes_the_keys_that_it_does_not_give_from_distill() -> None:
+    served = {"urls": "http://a/v1", "model": "m"}
+    distill = {"teacher": "/t", "server": served, "weight": 0.5, "reward_weight": 0.0}
+    config = in_environments(distill, None, {"weight": 2.0}, {"teacher": "/u"}, {"weight": 0.0})
+    first, heavier, own, nobody = config.teachings.by_id.values()
+    assert first == config.distill and nobody is None
+    assert heavier is not None and (heavier.teacher, heavier.weight, heavier.server) == ("/t", 2.0, first.server)  # type: ignore[union-attr]
+    assert own is not None and (own.teacher, own.server, own.weight, own.reward_weight) == ("/u", None, 0.5, 0.0)
+    assert [each.teacher for each in config.teachings.held] == ["/u"]
+    assert RunConfig.model_validate(config.model_dump()) == config
+
+
+def test_a_prompt_for_a_teacher_needs_one_and_the_policy_as_its_teacher_needs_such_a_prompt(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"problem": "1+1", "answer": "2"}\n')
+    math = ["environment.name=math", f"environment.args={{train: {rows}, prompt: '{{question}}'}}"]
+    hint = "environment.args.teacher_prompt='{answer} {question}'"
+    with pytest.raises(BadInput, match=r"environment.args.teacher_prompt is given, and no teacher reads it"):
+        load_recipe("demo", [*math, hint])
+    with pytest.raises(BadInput, match=r"environment.args.teacher_prompt is missing, and distill.teacher is policy"):
+        load_recipe("demo", [*math, "distill.teacher=policy"])
+    (tmp_path / "policy").mkdir()  # the name means no folder
+    assert load_recipe("demo", [*math, hint, "distill.teacher=policy"]).config.distill.teacher == "policy"  # type: ignore[union-attr]
+
+
+def test_the_plan_counts_each_teacher_on_the_ranks_once(tmp_path: Path) -> None:
+    one, other = (
+        published(tmp_path / name, numbered(ALPHABET), num_hidden_layers=n) for name, n in (("a", 2), ("b", 4))
+    )
+    environments = [
+        {"name": "arithmetic", "id": "a"},
+        {"name": "arithmetic", "id": "b", "distill": {"teacher": str(other)}},
+        {"name": "arithmetic", "id": "c", "distill": {"teacher": str(other), "weight": 2.0}},
+    ]
+    given = [f"distill.teacher={one}", "environment=null", f"environments={json.dumps(environments)}"]
+    recipe = load_recipe("demo", given)
+    parameters = [teacher_files(folder).parameters for folder in (one, other)]
+    assert [each.parameters for each in recipe.config.teachings.held] == parameters
+    plan = plan_json(recipe.config, make_plan(recipe, None), None)
+    found = [term["bytes"] for term in plan["memory"][0]["terms"] if term["name"] == "teacher"]
+    assert found == [4 * each for each in parameters]
 
 
 def test_a_teacher_of_rows_is_refused() -> None:

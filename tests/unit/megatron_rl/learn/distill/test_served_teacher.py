@@ -36,6 +36,8 @@ class Servers:
         self.hosts: list[str] = []
         self.away: set[str] = set()
         self.refusal: httpx.Response | None = None
+        self.returned = 0
+        """Likeliest tokens that they return at each position, beside the text's own."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.hosts.append(request.url.host)
@@ -46,15 +48,17 @@ class Servers:
         content = json.loads(request.content)
         self.asked.append(content)
         tokens = content["prompt"]
-        scores = [{str(token): {"logprob": value(tokens, n)}} for n, token in enumerate(tokens)]
+        likeliest = {str(token): {"logprob": -1.0 - token} for token in range(self.returned)}
+        scores = [{str(token): {"logprob": value(tokens, n)}} | likeliest for n, token in enumerate(tokens)]
         return httpx.Response(200, json={"choices": [{"index": 0, "prompt_logprobs": [None, *scores[1:]]}]})
 
 
-def teacher_of(servers: Servers, groups: Any, limit_s: float = 60.0) -> ServedTeacher:
+def teacher_of(servers: Servers, groups: Any, limit_s: float = 60.0, top_k: int | None = None) -> ServedTeacher:
     transport = httpx.MockTransport(servers)
     tokenizer = CharacterTokenizer(ALPHABET)
-    points, key = quiet_safe_points(), "distill.server"
-    return ServedTeacher(endpoints_of(SERVERS), tokenizer, groups, points, limit_s, key, transport=transport)
+    points = quiet_safe_points()
+    endpoints = endpoints_of(SERVERS)
+    return ServedTeacher(endpoints, tokenizer, groups, points, limit_s, top_k=top_k, transport=transport)
 
 
 def sequences() -> list[Any]:
@@ -121,3 +125,22 @@ def test_a_server_that_lacks_a_token_is_refused_at_the_start(groups: Any) -> Non
     servers.refusal = httpx.Response(400, json={"error": {"message": "Token id 14 is out of vocabulary"}})
     with pytest.raises(ConfigurationError, match=r"log-prob of token 14, the last one .*out of vocabulary"):
         teacher_of(servers, groups).check()
+
+
+def test_the_likeliest_tokens_come_with_the_probability_of_all_others(groups: Any) -> None:
+    servers = Servers()
+    servers.returned = 3
+    teacher = teacher_of(servers, groups, top_k=3)
+    logprobs, top = teacher.judged(sequences(), CPU)
+    assert top is not None and servers.asked[-1]["prompt_logprobs"] == 3
+    assert top.tokens.shape == (len(logprobs), 3)
+    assert (top.logprobs[:, :2] >= top.logprobs[:, 1:3]).all()  # the likeliest first, the class of all others last
+    normal = top.logprobs[:, :3].exp().sum(1) < 1  # the text's own token has an arbitrary number here
+    assert normal.any() and (top.logprobs[normal].exp().sum(1) - 1).abs().max() < 1e-5
+
+
+def test_a_server_that_returns_fewer_tokens_than_asked_for_is_refused_at_the_start(groups: Any) -> None:
+    servers = Servers()
+    servers.returned = 1
+    with pytest.raises(ConfigurationError, match=r"of the 3 likeliest ones \(distill.divergence.top_k\): .*likeliest"):
+        teacher_of(servers, groups, top_k=3).check()
