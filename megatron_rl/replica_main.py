@@ -1,6 +1,6 @@
-"""Entry point of each rank of a replica, which generates or holds the teacher:
+"""Entry point of each rank of a replica, which generates, or holds the teacher or the reward model:
 
-    python -m megatron_rl.replica_main --run-dir RUN_DIR --attempt N --replica K | --teacher K
+    python -m megatron_rl.replica_main --run-dir RUN_DIR --attempt N --replica K | --teacher K | --reward K
 
 The launcher starts it once per rank of the replica, with RANK, WORLD_SIZE and LOCAL_RANK in the environment, or Slurm's
 variables, and with MRL_START, the number of earlier starts of this replica in this attempt. Exit codes are those of
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.contract.codes import START_VARIABLE
-from megatron_rl.contract.paths import NUMBER_OPTIONS, TEACHER, RunDir
+from megatron_rl.contract.paths import NUMBER_OPTIONS, REWARD, TEACHER, RunDir
 from megatron_rl.rank.entry import Work, run_rank
 from megatron_rl.rank.world import World, die_with_parent
 
@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from megatron_rl.recipe.config import read_config
 
         config = read_config(run_dir)
-        if kind == TEACHER and config.teacher_vllm is not None:
+        if kind == REWARD:
+            from megatron_rl.generate.vllm.reward_model import open_reward_model as opened
+        elif kind == TEACHER and config.teacher_vllm is not None:
             from megatron_rl.generate.vllm.teacher import open_teacher as opened
         elif kind == TEACHER:
             from megatron_rl.generate.replica.own_engine import open_teacher as opened

@@ -17,7 +17,7 @@ from launcher.host.process.processes import start_time
 from launcher.plan.sizes import Sizes
 from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import module_command
-from megatron_rl.contract.paths import INFER, TEACHER, Attempt, RunDir
+from megatron_rl.contract.paths import INFER, Attempt, RunDir
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.extras import PACKAGE
 
@@ -167,7 +167,7 @@ def _replicas(config: RunConfig, sizes: Sizes, attempt: Attempt) -> Iterator[Loc
         command = replica_command(replica_python(config, None, INFER), attempt)
         gpus = sizes.replica_gpus if sizes.starts_workers else 0
         yield LocalReplicas(INFER, sizes.replicas, sizes.replica_processes, gpus, command, sizes.shares_devices)
-    if sizes.teacher_nodes:
-        command = replica_command(replica_python(config, None, TEACHER), attempt)
-        gpus = sizes.teacher_tp if sizes.teacher_starts_workers else 0
-        yield LocalReplicas(TEACHER, sizes.teacher_replicas, sizes.teacher_processes, gpus, command)
+    for one in sizes.served:
+        command = replica_command(replica_python(config, None, one.kind), attempt)
+        gpus = one.tp if one.starts_workers else 0
+        yield LocalReplicas(one.kind, one.replicas(sizes.gpus_per_node), one.processes, gpus, command)

@@ -62,9 +62,9 @@ def rehearsed_kinds(
 ) -> list[RankKind]:
     """Return the kinds of ranks that can be rehearsed: not those of an engine that divides their memory itself, nor
     those of a teacher whose shape is unknown."""
-    left_out = {"inference"} if capabilities_of(config.inference.engine).starts_workers else set()
-    if teachers.of_replicas is None or config.teacher_vllm:
-        left_out.add("teacher")
+    left_out = {one.kind for one in sizes.served if one.starts_workers or teachers.of_replicas is None}
+    if capabilities_of(config.inference.engine).starts_workers:
+        left_out.add("inference")
     return [kind for kind in rank_kinds(sizes) if kind.role not in left_out]
 
 

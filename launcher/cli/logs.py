@@ -21,7 +21,7 @@ ASK_EVERY_S = 10.0  # seconds between two checks that the run is alive
 @click.option("-f", "--follow", is_flag=True, help="Follow the log as it grows, across attempts, until the run ends.")
 @click.option(
     "--role",
-    help="Source of the log: train, infer-0, teacher-0, supervisor, health, batch, ... [default: train, else batch]",
+    help="Source of the log: train, infer-0, reward-0, supervisor, health, batch, ... [default: train, else batch]",
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Rank of the role.")
 @click.option("--attempt", type=click.IntRange(min=1), help="[default: the newest]")

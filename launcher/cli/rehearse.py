@@ -82,8 +82,10 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
                 click.echo(f"note: the teacher is left out: {one.teacher} is not on this machine", err=True)
         if elsewhere:
             click.echo(f"note: {OF_ENGINE[sizes.shares_devices].format(engine)}", err=True)
-        if config.teacher_vllm:
-            click.echo("note: the teacher's replicas are left out: vLLM divides their memory itself", err=True)
+        for one in sizes.served:
+            if one.starts_workers:
+                left_out = f"the replicas of the {one.name} are left out: vLLM divides their memory itself"
+                click.echo(f"note: {left_out}", err=True)
         show(config, name, ranks, limit)
     if not fits:
         ctx.exit(EXIT_CRASHED)

@@ -35,7 +35,8 @@ def command(run: str, answer: int | None, as_json: bool, **options: Any) -> None
     weights show what the steps between have changed, with the same random numbers.
 
     Rewards come from the environment's code as it is now, not from the run's copy of it: so a corrected reward function
-    can be tried on answers of a run. An answer of a program cannot be repeated.
+    can be tried on answers of a run. A program of today, or an environment of verifiers, works on the problem again and
+    gets the recorded answers of the model; where it asks for others, that is said.
 
     \b
     mrl replay mine 120 3841                      the answers of step 120 to prompt 3841

@@ -16,7 +16,7 @@ from launcher.backends.probe.disk import file_system, spans_machines
 from launcher.cluster.profile import Profile
 from launcher.doctor.finding import DoctorFinding, error
 from launcher.doctor.preflight import file_error, missing_packages, packages, vllm_of
-from launcher.doctor.vllm_python import PYTHON_KEYS, vllm_findings
+from launcher.doctor.vllm_python import vllm_findings
 from launcher.recipe.load import Recipe, place_of
 from launcher.recipe.paths import NamedPath, named_paths, read_paths, with_changed_paths
 from megatron_rl.contract.paths import RunDir
@@ -35,7 +35,7 @@ def on_nodes(recipe: Recipe, profile: Profile, resumes: bool = False) -> list[Do
         found.append(replace(finding, text=f"{finding.text}; the ranks use this Python, {sys.executable}"))
     for kind, facts, refused in vllm_of(recipe.config, profile) if profile.container is None else ():
         vllm = recipe.config.started_vllms[kind]
-        found += [*vllm_findings(facts, recipe.config.job.device, vllm, PYTHON_KEYS[kind]), *refused]
+        found += [*vllm_findings(facts, recipe.config.job.device, vllm, kind), *refused]
     return found
 
 

@@ -16,7 +16,7 @@ from launcher.cluster.profile import Profile
 from launcher.cluster.software import replica_python
 from launcher.doctor.finding import DoctorFinding, count, error, note, ok, warning
 from launcher.doctor.gpu_findings import gpu_findings
-from launcher.doctor.vllm_python import PYTHON_KEYS, quantised_findings, vllm_findings
+from launcher.doctor.vllm_python import quantised_findings, vllm_findings
 from launcher.errors import BadInput
 from launcher.fetch.needs import Cache, Need, needs, only_begins
 from launcher.plan.gpu_memory import least_host_bytes
@@ -32,6 +32,7 @@ from megatron_rl.recipe.extras import install_command, is_installed, missing, na
 from megatron_rl.recipe.hf_config import CONFIG_FILE
 from megatron_rl.recipe.model import package_of
 from megatron_rl.recipe.registry import required_extras
+from megatron_rl.recipe.served_models import VLLM_SECTIONS
 from megatron_rl.recipe.vllm import VllmConfig
 
 OF_RANKS = "train"
@@ -96,7 +97,7 @@ def vllm_of(config: RunConfig, profile: Profile | None) -> Iterator[tuple[str, V
 
 
 def refused_by_vllm(kind: str, vllm: VllmConfig, python: str) -> Iterator[DoctorFinding]:
-    section = PYTHON_KEYS[kind].removesuffix(".python=")
+    section = VLLM_SECTIONS[kind]
     try:
         refused = refused_options(python, vllm.args)
     except Unasked as why:
@@ -184,7 +185,7 @@ def findings(facts: LocalFacts, config: RunConfig | None) -> Iterator[DoctorFind
     yield packages(facts.packages)
     if config is not None:
         for kind, vllm in facts.vllms.items():
-            yield from vllm_findings(vllm, config.job.device, config.started_vllms[kind], PYTHON_KEYS[kind])
+            yield from vllm_findings(vllm, config.job.device, config.started_vllms[kind], kind)
         yield from facts.vllm_options
         yield from quantised_findings(config)
     if config is not None and config.job.device == "cuda":

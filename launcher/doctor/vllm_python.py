@@ -11,8 +11,9 @@ from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import DoctorFinding, error, note, ok, warning
-from megatron_rl.contract.paths import INFER, TEACHER
+from megatron_rl.contract.paths import INFER
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.served_models import VLLM_SECTIONS
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_releases import CPU_BUILD, TRIED, nearest, package_of, untried
 
@@ -25,20 +26,15 @@ CONTAINERS = Path(__file__).parents[2] / "containers"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-PYTHON_KEYS = {INFER: "inference.vllm.python=", TEACHER: "distill.replicas.vllm.python="}
-
-
-def vllm_findings(
-    facts: VllmFacts, device: str, vllm: VllmConfig | None, named: str = PYTHON_KEYS[INFER]
-) -> Iterator[DoctorFinding]:
+def vllm_findings(facts: VllmFacts, device: str, vllm: VllmConfig | None, kind: str = INFER) -> Iterator[DoctorFinding]:
     """Yield findings about the Python that is to run vLLM.
 
     Args:
         vllm: settings of the recipe.
-        named: option that names it, up to its value.
+        kind: of the replicas that it is for.
     """
     version = (facts.version or TRIED[-1]) + (CPU_BUILD if device == "cpu" else "")
-    fix = _install(version, named)
+    fix = _install(version, f"{VLLM_SECTIONS[kind]}.python=")
     where = f"{facts.python} {facts.where}"
     if facts.unasked is not None:
         yield note("vllm", f"not checked: {facts.unasked}", "mrl prefetch imports the image")

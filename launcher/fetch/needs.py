@@ -101,6 +101,8 @@ def needs(config: RunConfig, profile: Profile | None) -> list[Need]:
         need = Need("tokenizer" if distill.server else "model", distill.teacher)
         if distill.teacher not in (POLICY, model) and is_prefetched(need.name) and need not in found:
             found.append(need)
+    if config.reward and is_prefetched(config.reward.model):
+        found.append(Need("model", config.reward.model))
     sets = [path for path in config.data.paths if is_hub_name(path)] if config.data else []
     sets += required_datasets(config.task) if config.generates else []
     return [*found, *(Need("dataset", name) for name in sets)]

@@ -27,7 +27,7 @@ from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.evaluation_job import Evaluation
-from megatron_rl.recipe.registry import environment_arguments, environment_class, registered, with_kept_files
+from megatron_rl.recipe.registry import asks_reward_model, environment_class, registered, with_kept_files
 
 MAX_NEW_TOKENS = 512  # default limit of an answer's tokens for a checkpoint of no run
 
@@ -90,7 +90,11 @@ def checked_environment(environment: EnvironmentConfig, option: str) -> Environm
     there is no such environment, or it has no such arguments. `option`: option that names the environment, for
     messages."""
     try:
-        environment_arguments(environment)
+        if asks_reward_model(environment):
+            raise BadInput(
+                f"{option}: environment {environment.name!r} asks the reward model that its run starts, and nothing "
+                "else does: name a server, such as --env-args 'reward_model={url: http://node:8000, model: m}'"
+            )
         values = with_absolute_paths(environment.model_dump(), type(environment), lambda key, path: Path.cwd())
         return type(environment).model_validate(values)
     except NoPath as error:

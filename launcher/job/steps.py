@@ -24,7 +24,7 @@ from megatron_rl.contract.codes import (
     RUN_DIR_VARIABLE,
     SILENCE_VARIABLE,
 )
-from megatron_rl.contract.paths import INFER, OF_REPLICAS, TEACHER, TRAIN
+from megatron_rl.contract.paths import FOLDERS, OF_REPLICAS, TRAIN
 from megatron_rl.contract.plan_records import PlanStep
 from megatron_rl.contract.run_records import CODE, CONTAINER, IMAGE, container_name
 from megatron_rl.recipe.config import RunConfig
@@ -198,7 +198,7 @@ def _wrapping(profile: Profile) -> list[str]:
     if wrapper is None:
         return []
     of = (
-        f"train:*|{INFER}-*|{TEACHER}-*"
+        "|".join(["train:*", *(f"{kind}-*" for kind in FOLDERS)])
         if wrapper.ranks is None
         else "|".join(f"train:{rank}" for rank in wrapper.ranks)
     )

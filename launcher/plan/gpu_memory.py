@@ -15,6 +15,7 @@ from launcher.plan.parameters import generating, trained, vocabulary
 from launcher.plan.rank_terms import RankTerms, rank_terms, weights_of_teacher
 from launcher.plan.shared_device import VLLM, moments
 from launcher.plan.sizes import Sizes
+from megatron_rl.contract.paths import TEACHER
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.job import Offload
 
@@ -79,8 +80,8 @@ def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[RankMemor
     found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
     if sizes.partitioned:
         found.append(_inference(config, sizes, vocab))
-    if sizes.teacher_nodes and config.distill and config.distill.parameters:
-        found.append(_teacher(config, sizes, config.distill.parameters))
+    if TEACHER in sizes.nodes_of_served and config.distill and config.distill.parameters:
+        found.append(_teacher(config, config.distill.parameters))
     return found
 
 
@@ -89,7 +90,7 @@ def rank_memory(config: RunConfig, sizes: Sizes, vocab: int, role: str, stage: i
         return _training(config, sizes, vocab, stage)
     if role == "inference":
         return _inference(config, sizes, vocab)
-    return _teacher(config, sizes, (config.distill.parameters if config.distill else None) or 0)
+    return _teacher(config, (config.distill.parameters if config.distill else None) or 0)
 
 
 def as_rehearsed(config: RunConfig) -> RunConfig:
@@ -136,9 +137,9 @@ def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
         for one in rank_memories(config, sizes, rows)
     }
     counts = {"training": sizes.training_world, "colocated": sizes.training_world, "inference": sizes.generating}
-    counts["teacher"] = sizes.teacher_nodes * sizes.gpus_per_node
+    counts |= {one.kind: one.nodes * sizes.gpus_per_node for one in sizes.served}
     fronts = sizes.replicas * sizes.starts_workers
-    fronts += sizes.teacher_replicas * sizes.teacher_starts_workers
+    fronts += sum(one.replicas(sizes.gpus_per_node) * one.starts_workers for one in sizes.served)
     workers = sizes.generating * sizes.shares_devices
     held = sum(counts[role] * (PROCESS_BYTES + each) for role, each in lasting.items())
     return held + workers * PROCESS_BYTES + fronts * (PROCESS_BYTES + VLLM_BYTES)
@@ -186,8 +187,9 @@ def _inference(config: RunConfig, sizes: Sizes, vocab: int) -> RankMemory:
     return RankMemory("inference", None, (_fullest("generate", config, [terms]),), share)
 
 
-def _teacher(config: RunConfig, sizes: Sizes, parameters: int) -> RankMemory:
-    held = weights_of_teacher(config, "weights", parameters, sizes.teacher_tp)
+def _teacher(config: RunConfig, parameters: int) -> RankMemory:
+    assert config.teacher_replicas is not None
+    held = weights_of_teacher(config, "weights", parameters, config.teacher_replicas.tp)
     share = config.teacher_vllm.gpu_share if config.teacher_vllm else 1.0
     return RankMemory("teacher", None, (_fullest("score", config, [(held,)]),), share)
 

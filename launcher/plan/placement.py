@@ -10,7 +10,8 @@ is `placement.inference.tp` x `pp` x `dp` adjacent ranks.
                   world and a separate Slurm step, so that losing one does not affect the others. A replica is
                   whole nodes, or one of several that share a node.
 
-In both modes, the last `distill.replicas.nodes` hold replicas of the teacher, likewise a step each.
+In both modes, the last `reward.replicas.nodes` hold replicas of the reward model, and the `distill.replicas.nodes` in
+front of them those of the teacher, likewise a step each.
 
 Spare nodes have no ranks: they replace other nodes when an attempt starts.
 
@@ -22,16 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from launcher.plan.sizes import LayoutError, Sizes, check
-from megatron_rl.contract.paths import INFER, TEACHER, TRAIN
+from megatron_rl.contract.paths import INFER, TRAIN
 from megatron_rl.contract.plan_records import PlanRole, PlanStep, steps_of_roles
-from megatron_rl.recipe.distill import TeacherReplicas
 from megatron_rl.recipe.job import JobConfig, PlacementConfig
 from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.served_models import ServedModel
 
-Role = Literal["colocated", "training", "inference", "teacher"]
+Role = Literal["colocated", "training", "inference", "teacher", "reward"]
+"""The last two are kinds of replicas with another model than the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +78,16 @@ class Plan:
     @property
     def roles(self) -> list[PlanRole]:
         """Roles of the nodes, for each number of nodes that the plan and the smaller ones have."""
-        sizes, teaching = self.sizes, self.sizes.teacher_nodes
+        sizes = self.sizes
         found = [PlanRole(TRAIN, 0, sizes.nodes - sizes.training_nodes, None, sizes.gpus_per_node)]
         if sizes.has_replicas:
-            first = 0 if sizes.shares_devices else -(sizes.inference_nodes + teaching)
+            first = 0 if sizes.shares_devices else -(sizes.inference_nodes + sizes.served_nodes)
             tasks = sizes.replica_processes // sizes.replica_nodes
-            role = PlanRole(INFER, first, teaching, sizes.replica_gpus, tasks, shares_devices=sizes.shares_devices)
-            found.append(role)
-        if teaching:
-            found.append(PlanRole(TEACHER, -teaching, 0, sizes.teacher_tp, sizes.teacher_processes))
+            behind, shares = sizes.served_nodes, sizes.shares_devices
+            found.append(PlanRole(INFER, first, behind, sizes.replica_gpus, tasks, shares_devices=shares))
+        for one in sizes.served:
+            its = sizes.nodes_of_served[one.kind]
+            found.append(PlanRole(one.kind, its.start - sizes.nodes, sizes.nodes - its.stop, one.tp, one.processes))
         return found
 
     @property
@@ -105,7 +108,7 @@ def place(
     node_gpus: int | None = None,
     model: ModelConfig | None = None,
     engine: str = "native",
-    teacher: TeacherReplicas | None = None,
+    served: tuple[ServedModel, ...] = (),
 ) -> Plan:
     """Return the plan for `job.nodes`, or for its upper end if it is a range.
 
@@ -113,14 +116,14 @@ def place(
         node_gpus: GPUs of each node of the cluster; None: unknown.
         model: also refuse sizes that do not divide this model.
         engine: inference.engine of the recipe.
-        teacher: distill.replicas of the recipe.
+        served: models of the recipe that have separate nodes.
 
     Raises:
         LayoutError: the layout is impossible. The message has the arithmetic and the nearest valid layouts.
     """
     limit = node_gpus if job.device == "cuda" else None
     counts = range(job.most_nodes, job.fewest_nodes - 1, -1)
-    sizes = [Sizes.of(job, placement, nodes, engine, teacher) for nodes in counts]
+    sizes = [Sizes.of(job, placement, nodes, engine, served) for nodes in counts]
     problems = {each.nodes: check(each, limit, model) for each in sizes}
     possible = [each for each in sizes if not problems[each.nodes]]
     for end in (sizes[0], sizes[-1]):
@@ -143,11 +146,12 @@ def _advice(
 
 def _ranks(sizes: Sizes, nodes: range) -> Iterator[Rank]:
     training = sizes.training_world
-    teaching = (sizes.nodes - sizes.teacher_nodes) * sizes.gpus_per_node
+    serving = {node: one for one in sizes.served for node in sizes.nodes_of_served[one.kind]}
     for rank in range(nodes.start * sizes.gpus_per_node, nodes.stop * sizes.gpus_per_node):
         node, gpu = divmod(rank, sizes.gpus_per_node)
-        if rank >= teaching:
-            yield Rank(rank, node, gpu, "teacher", None, Infer(*divmod(rank - teaching, sizes.teacher_tp)))
+        if one := serving.get(node):
+            within = rank - sizes.nodes_of_served[one.kind].start * sizes.gpus_per_node
+            yield Rank(rank, node, gpu, cast(Role, one.kind), None, Infer(*divmod(within, one.tp)))
         elif rank >= training:
             yield Rank(rank, node, gpu, "inference", None, _infer(rank - training, sizes))
         elif sizes.inference_nodes:
@@ -193,4 +197,4 @@ def rank_kinds(sizes: Sizes) -> list[RankKind]:
     stages = sorted({0, min(1, sizes.pp - 1), sizes.pp - 1})
     kinds = [RankKind(role, stage, stage * (world // sizes.pp), world) for stage in stages]
     kinds += [RankKind("inference", None, 0, sizes.replica_gpus)] * sizes.has_replicas
-    return kinds + [RankKind("teacher", None, 0, sizes.teacher_tp)] * (sizes.teacher_nodes > 0)
+    return kinds + [RankKind(cast(Role, one.kind), None, 0, one.tp) for one in sizes.served]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from megatron_rl.recipe.distill import TeacherReplicas
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.job import JobConfig, PlacementConfig, StageEnds, data_parallel_size
 from megatron_rl.recipe.layer_sizes import stage_layers
 from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.served_models import ServedModel
 
 
 class LayoutError(Exception):
@@ -23,7 +24,7 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of `job`, `placement` and `distill.replicas`, for a given number of nodes."""
+    """Numbers of `job`, `placement`, `distill.replicas` and `reward.replicas`, for a given number of nodes."""
 
     nodes: int
     gpus_per_node: int
@@ -46,10 +47,8 @@ class Sizes:
     stage_ends: StageEnds = (None, None)
     nodes_per_replica: int | None = None
     """Nodes that an inference replica must have; None: those that it needs."""
-    teacher_nodes: int = 0
-    """Nodes that only hold the teacher, the last ones; 0: none."""
-    teacher_tp: int = 1
-    teacher_starts_workers: bool = False
+    served: tuple[ServedModel, ...] = ()
+    """Other models with nodes to themselves, the last ones, in the order of the nodes."""
 
     @classmethod
     def of(
@@ -58,13 +57,13 @@ class Sizes:
         placement: PlacementConfig,
         nodes: int,
         engine: str = "native",
-        teacher: TeacherReplicas | None = None,
+        served: tuple[ServedModel, ...] = (),
     ) -> Sizes:
         """Return the sizes of a recipe on `nodes` nodes.
 
         Args:
             engine: inference.engine of the recipe.
-            teacher: distill.replicas of the recipe.
+            served: models of the recipe that have separate nodes.
         """
         training, inference = placement.training, placement.inference
         return cls(
@@ -85,9 +84,7 @@ class Sizes:
             inference_ep=inference.ep,
             stage_ends=training.stage_ends,
             nodes_per_replica=inference.nodes_per_replica,
-            teacher_nodes=teacher.nodes if teacher else 0,
-            teacher_tp=teacher.tp if teacher else 1,
-            teacher_starts_workers=teacher is not None and capabilities_of(teacher.engine).starts_workers,
+            served=served,
         )
 
     @property
@@ -120,16 +117,18 @@ class Sizes:
         return self.replica_nodes if self.starts_workers else self.replica_gpus
 
     @property
-    def teacher_processes(self) -> int:
-        return 1 if self.teacher_starts_workers else self.teacher_tp
+    def served_nodes(self) -> int:
+        return sum(one.nodes for one in self.served)
 
     @property
-    def teacher_replicas(self) -> int:
-        return self.teacher_nodes * self.gpus_per_node // self.teacher_tp
+    def nodes_of_served(self) -> dict[str, range]:
+        """Nodes of each other model, by the kind of its replicas."""
+        ends = [*accumulate((one.nodes for one in self.served), initial=self.nodes - self.served_nodes)]
+        return {one.kind: range(*of) for one, of in zip(self.served, pairwise(ends), strict=True)}
 
     @property
     def training_nodes(self) -> int:
-        return self.nodes - self.inference_nodes - self.teacher_nodes
+        return self.nodes - self.inference_nodes - self.served_nodes
 
     @property
     def training_world(self) -> int:
@@ -195,16 +194,18 @@ def _split(s: Sizes) -> Iterator[str]:
     elif s.partitioned and not s.inference_nodes:
         yield f"placement.mode partitioned needs placement.inference.nodes, the nodes of {s.nodes} that only generate"
     elif s.training_nodes < 1:
-        apart = {"placement.inference.nodes": s.inference_nodes, "distill.replicas.nodes": s.teacher_nodes}
-        names = " and ".join(f"{key} {nodes}" for key, nodes in apart.items() if nodes)
-        counts = " - ".join(str(nodes) for nodes in (s.nodes, *apart.values()) if nodes)
-        verb = "leave" if all(apart.values()) else "leaves"
+        apart = {"placement.inference.nodes": s.inference_nodes} if s.inference_nodes else {}
+        apart |= {f"{one.key}.nodes": one.nodes for one in s.served}
+        names = " and ".join(f"{key} {nodes}" for key, nodes in apart.items())
+        counts = " - ".join(map(str, (s.nodes, *apart.values())))
+        verb = "leave" if len(apart) > 1 else "leaves"
         yield f"{names} of job.nodes {s.nodes} {verb} {counts} = {s.training_nodes} nodes to train"
-    elif s.teacher_nodes and s.gpus_per_node % s.teacher_tp:
-        yield (
-            f"distill.replicas.tp {s.teacher_tp} does not divide job.gpus_per_node {s.gpus_per_node} "
-            f"({_remainder(s.gpus_per_node, s.teacher_tp)}): a replica of the teacher stays on one node"
-        )
+    for one in s.served if s.training_nodes > 0 else ():
+        if s.gpus_per_node % one.tp:
+            yield (
+                f"{one.key}.tp {one.tp} does not divide job.gpus_per_node {s.gpus_per_node} "
+                f"({_remainder(s.gpus_per_node, one.tp)}): a replica of the {one.name} stays on one node"
+            )
 
 
 def _training(s: Sizes) -> Iterator[str]:

@@ -93,7 +93,7 @@ def lay_out(
     job = config.job.model_copy(update={"nodes": nodes})
     try:
         node_gpus = profile.gpus_per_node if profile else None
-        plan = place(job, placement, node_gpus, config.model, config.inference.engine, config.teacher_replicas)
+        plan = place(job, placement, node_gpus, config.model, config.inference.engine, config.served_models)
     except LayoutError:
         return None
     if config.grpo.prompts_per_step < plan.sizes.dp:

@@ -61,7 +61,7 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
     try:
         node_gpus = profile.gpus_per_node if profile else None
         plan = place(
-            config.job, config.placement, node_gpus, config.model, config.inference.engine, config.teacher_replicas
+            config.job, config.placement, node_gpus, config.model, config.inference.engine, config.served_models
         )
     except LayoutError as error:
         raise refusal(recipe, error.problems) from error
@@ -200,11 +200,14 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, limit: int | None) -> d
             "ep": sizes.inference_ep,
             "nodes_per_replica": sizes.replica_nodes,
         },
-        "teacher": {
-            "nodes": sizes.teacher_nodes,
-            "ranks": sizes.teacher_nodes * sizes.gpus_per_node,
-            "replicas": sizes.teacher_replicas,
-            "tp": sizes.teacher_tp,
+        **{
+            one.kind: {
+                "nodes": one.nodes,
+                "ranks": one.nodes * sizes.gpus_per_node,
+                "replicas": one.replicas(sizes.gpus_per_node),
+                "tp": one.tp,
+            }
+            for one in sizes.served
         },
         "batch": asdict(batch(config, plan)),
         "memory": [

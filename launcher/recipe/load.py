@@ -5,7 +5,8 @@ Imports no torch: a recipe is checked on the login node, before anything is subm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,13 @@ from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.evaluation_job import Evaluation, read_evaluation
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
-from megatron_rl.recipe.registry import check_files, environment_arguments, environment_class, with_kept_files
+from megatron_rl.recipe.registry import (
+    asks_reward_model,
+    check_files,
+    environment_arguments,
+    environment_class,
+    with_kept_files,
+)
 from megatron_rl.recipe.removed import REMOVED, harmless_keys
 from megatron_rl.recipe.section import Section, flat
 from megatron_rl.recipe.teacher_files import TeacherFiles, against_teacher, teacher_files
@@ -313,6 +320,7 @@ def _check_environments(config: RunConfig, locate: Locate) -> None:
                 f"{one.name!r} answers in one turn: leave it out, or set it for the "
                 "environments of agents alone (environments.N.grpo.turn_discount)"
             )
+    problems += _of_reward_model(config, locate)
     if problems:
         raise BadInput(problems)
 
@@ -329,3 +337,22 @@ def _against_teacher_prompt(config: RunConfig, environment: EnvironmentConfig) -
     if not given and teaching is not None and teaching.teacher == POLICY:
         return "teacher_prompt is missing, and distill.teacher is policy, which would judge what it has read itself"
     return ""
+
+
+def _of_reward_model(config: RunConfig, locate: Locate) -> Iterator[str]:
+    """Refuse a reward model that nothing asks, and environments that ask one which the run does not start."""
+    asking = []
+    for place, one in _environments(config).items():
+        with suppress(ValueError):  # bad arguments are reported elsewhere
+            asking += [place] * asks_reward_model(one)
+    if config.reward is not None and not asking:
+        yield (
+            f"{locate(('reward',))[0]}: reward is given, and no environment asks it: give environment judge the "
+            "argument reward_model without a url ({} is enough), or leave reward out"
+        )
+    for place in asking if config.reward is None else ():
+        key = (*place, "args", "reward_model")
+        yield (
+            f"{locate(key)[0]}: {'.'.join(key)} has no url, and the run starts no reward model: give the url of a "
+            "server and its model, or reward.model and reward.replicas.nodes"
+        )

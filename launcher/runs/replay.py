@@ -57,8 +57,8 @@ class Pair(NamedTuple):
 
     @property
     def differs_at(self) -> tuple[int, int] | None:
-        """Sequence and place of the first token that differs, where one of them ends at the latest; None: they are
-        equal, or there is only one answer."""
+        """Sequence and place of the first token that differs, where one of them ends at the latest, or the end of the
+        last sequence that both have; None: they are equal, or there is only one answer."""
         if self.again is None:
             return None
         for number, (old, new) in enumerate(zip(self.recorded.sequences, self.again.sequences, strict=False)):
@@ -66,6 +66,9 @@ class Pair(NamedTuple):
                 both = enumerate(zip(old.tokens, new.tokens, strict=False))
                 shorter = min(len(old.tokens), len(new.tokens))
                 return number, next((place for place, (one, other) in both if one != other), shorter)
+        both_have = min(len(self.recorded.sequences), len(self.again.sequences))
+        if both_have < max(len(self.recorded.sequences), len(self.again.sequences)):
+            return both_have - 1, len(self.again.sequences[both_have - 1].tokens)
         return None
 
     @property
@@ -140,12 +143,14 @@ def replay(
         for one in child.said():
             said |= one
         child.finish()
-    notes = [said[name] for name in ("unscored", "unrepeated") if name in said]
+    notes = [said[name] for name in ("unscored",) if name in said]
     if "unscored" in said and "group" not in said:
         raise BadInput(f"{run.root.name}: nothing can be repeated: {'; '.join(notes)}")
     again = from_json(GroupLine, said["group"]) if "group" in said else None
     if again is not None:
         notes += _caveats(config, recorded)
+    if said.get("programs"):
+        notes.append("a program took part again: what its tools, its clock and other servers say may differ")
     return Replayed(recorded, chosen if again else None, again, said.get("scores", ()), tuple(notes))
 
 

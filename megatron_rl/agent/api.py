@@ -14,16 +14,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.recorded_answers import RecordedAnswer
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, all_of
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
-from megatron_rl.generate.engine.interface import FinishReason, InferenceInterface, PromptTooLong
+from megatron_rl.generate.engine.interface import InferenceInterface, PromptTooLong
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.registry import RegisteredEnvironment, environment_arguments, environment_class
+
+if TYPE_CHECKING:  # imports an HTTP client, which is slow; the launcher imports this module to check a recipe
+    from megatron_rl.generate.replicas.served_models import Running
 
 logger = logging.getLogger(__name__)
 
@@ -186,16 +190,18 @@ class Environment(RegisteredEnvironment, GroupedRolloutGenerator, EvaluationAgen
         finals = {place: group.final_answers for place, group in enumerate(groups) if group.final_answers}
         return EvaluationResponse([group.trajectories for group in groups], failures, finals)
 
-    async def rescore(
-        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
-    ) -> CheckedReward | str:
+    async def rescore(self, problem: Problem, answer: RecordedAnswer, limits: RolloutLimits) -> CheckedReward | str:
         """Score a recorded answer again, or return the reason why it has no score.
 
-        responses: texts of the model's turns, without special tokens.
-
-        Raises NotImplementedError for an environment whose answers are scored elsewhere, as by a program.
+        Raises NotImplementedError for an environment whose answers are scored elsewhere, as by an agent server.
         """
         raise NotImplementedError(f"{type(self).__name__} does not score answers itself")
+
+    def use_reward_model(self, running: Running, limit_s: float) -> None:
+        """Have answers scored by the replicas of the run's reward model, where the arguments name no other scorer.
+
+        limit_s: seconds that all replicas may be away.
+        """
 
     def tracebacks(self) -> Mapping[str, str]:
         """Return tracebacks of errors in the environment's own code that lost answers. The keys are the prefixes of the

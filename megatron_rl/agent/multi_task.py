@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from megatron_rl.agent.api import (
     Demonstrator,
@@ -16,13 +17,16 @@ from megatron_rl.agent.api import (
 )
 from megatron_rl.agent.datasets import normalised
 from megatron_rl.agent.indexed_problems import IndexedProblems
+from megatron_rl.agent.recorded_answers import RecordedAnswer
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
-from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment_section import Environments, WeightedEnvironment
 from megatron_rl.recipe.registry import check_files, required_datasets, required_extras, used_files
 from megatron_rl.recipe.section import Section
+
+if TYPE_CHECKING:  # as in agent.api
+    from megatron_rl.generate.replicas.served_models import Running
 
 
 class MultiTaskConfig(Section):
@@ -102,11 +106,13 @@ class WeightedMultiTask(Environment, Demonstrator):
         id = request.problem.environment
         return await self._members[id].group_rollout(replace(request, limits=RolloutLimits.of(self._config[id])))
 
-    async def rescore(
-        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
-    ) -> CheckedReward | str:
+    async def rescore(self, problem: Problem, answer: RecordedAnswer, limits: RolloutLimits) -> CheckedReward | str:
         id = problem.environment
-        return await self._members[id].rescore(problem, responses, finish_reason, RolloutLimits.of(self._config[id]))
+        return await self._members[id].rescore(problem, answer, RolloutLimits.of(self._config[id]))
+
+    def use_reward_model(self, running: Running, limit_s: float) -> None:
+        for member in self._members.values():
+            member.use_reward_model(running, limit_s)
 
     def tracebacks(self) -> Mapping[str, str]:
         return {kind: trace for member in self._members.values() for kind, trace in member.tracebacks().items()}

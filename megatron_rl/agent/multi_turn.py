@@ -10,6 +10,7 @@ from inspect import isawaitable
 from typing import Any
 
 from megatron_rl.agent.keys import turn_key
+from megatron_rl.agent.recorded_answers import RecordedAnswer
 from megatron_rl.agent.reward_only import RewardOnlyAgent
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, as_task_error, await_score
@@ -76,11 +77,9 @@ class ConversationAgent(RewardOnlyAgent):
     ) -> Reward | Awaitable[Reward]:
         return self.get_trajectory_reward([response], golden, finish_reason)
 
-    async def rescore(
-        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
-    ) -> CheckedReward | str:
-        score = partial(self.get_trajectory_reward, responses, problem.golden, finish_reason)
-        return await self._scored(score, problem, responses[-1], limits)
+    async def rescore(self, problem: Problem, answer: RecordedAnswer, limits: RolloutLimits) -> CheckedReward | str:
+        score = partial(self.get_trajectory_reward, answer.responses, problem.golden, answer.finish_reason)
+        return await self._scored(score, problem, answer.responses[-1], limits)
 
     def turn(self, prompt: list[int], answer: list[int]) -> Turn:
         return Turn(self.tokenizer.decode(answer))

@@ -12,6 +12,7 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
+from megatron_rl.agent.recorded_answers import RecordedAnswer
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits, RolloutTimeout, run_within_limit, score_answer
 from megatron_rl.agent.trajectories import Problem, Trajectory, TrajectoryGroup
@@ -106,10 +107,8 @@ class RewardOnlyAgent(Environment):
 
         return await asyncio.gather(*(or_why_not(rollout, limits, spent_s) for rollout in rollouts))
 
-    async def rescore(
-        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
-    ) -> CheckedReward | str:
-        return await self._answer_score(problem, responses[-1], finish_reason, limits)
+    async def rescore(self, problem: Problem, answer: RecordedAnswer, limits: RolloutLimits) -> CheckedReward | str:
+        return await self._answer_score(problem, answer.responses[-1], answer.finish_reason, limits)
 
     def _waits(self) -> bool:
         """Whether a rollout awaits anything after its first turn."""

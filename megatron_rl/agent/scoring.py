@@ -39,6 +39,10 @@ class NotJudged(Exception):
     """An answer could not be judged, for a reason that is not the answer's: it is lost."""
 
 
+class NoScorer(Exception):
+    """Nothing is left that could score answers: the run ends."""
+
+
 class UnusableFunction(Exception):
     """The function cannot be imported; the message says why."""
 
@@ -117,7 +121,7 @@ class CheckedReward:
 async def score_answer(
     score: Callable[[], Reward | Awaitable[Reward]], limits: RolloutLimits
 ) -> CheckedReward | Exception:
-    """Return the score, or the exception of the last attempt. Raises WrongReward."""
+    """Return the score, or the exception of the last attempt. Raises WrongReward and NoScorer."""
     began, tries = time.monotonic(), 0
     while True:
         try:
@@ -126,6 +130,8 @@ async def score_answer(
                 left_s = limits.timeout_s - (time.monotonic() - began)
                 given = await await_score(left_s, given, limits)
             break
+        except NoScorer:
+            raise
         except BaseException as error:  # noqa: BLE001 - a task's scoring may raise anything, which must not end the run
             failure = as_task_error(error)
             tries += 1

@@ -12,10 +12,14 @@ from pathlib import Path
 from megatron_rl.contract.files import AnyPath, names_in
 
 TRAIN = "train"  # step of an attempt whose ranks train
-INFER, TEACHER = "infer", "teacher"
-"""Kinds of replicas: those that generate, and those that hold the teacher. Their steps are `infer-0`, `teacher-0`."""
-FOLDERS = {INFER: "replicas", TEACHER: "teachers"}  # kind of replicas -> folder of their files in that of the attempt
-NUMBER_OPTIONS = {INFER: "--replica", TEACHER: "--teacher"}
+INFER, TEACHER, REWARD = "infer", "teacher", "reward"
+"""Kinds of replicas: those that generate, and those that hold the teacher or the reward model. Their steps are
+`infer-0`, `teacher-0`, `reward-0`."""
+FOLDERS = {INFER: "replicas", TEACHER: "teachers", REWARD: "reward_models"}
+"""Kind of replicas -> folder of their files in that of the attempt."""
+SERVED = {TEACHER: "teacher", REWARD: "reward model"}
+"""Kinds of replicas with another model than the policy -> that model in words."""
+NUMBER_OPTIONS = {INFER: "--replica", TEACHER: "--teacher", REWARD: "--reward"}
 """Kind of replicas -> option of `megatron_rl.replica_main` with the number of one."""
 OF_REPLICAS = "-infer"  # suffix of names that belong to an image which only the inference replicas run in
 TRACKERS = ("wandb", "mlflow", "trackio")

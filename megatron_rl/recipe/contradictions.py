@@ -14,6 +14,7 @@ from megatron_rl.recipe.inference import pages_of
 from megatron_rl.recipe.lora_section import EXPERT_LINEARS
 from megatron_rl.recipe.row_limits import against_rows
 from megatron_rl.recipe.sections import Sections
+from megatron_rl.recipe.served_models import VLLM_SECTIONS
 
 
 def contradictions(config: Sections) -> Iterator[str]:
@@ -27,6 +28,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from against_rows(config)
     yield from _of_router_replay(config)
     yield from _of_teacher(config)
+    yield from _of_served_models(config)
     if against := against_engine(config):
         yield against
     yield from _of_profile(config)
@@ -181,6 +183,8 @@ def _of_objective(config: Sections) -> Iterator[str]:
 
 def _taught(config: Sections) -> Iterator[tuple[str, DistillConfig, GrpoConfig]]:
     """Yield the key, the teacher and the algorithm of each environment with a teacher."""
+    if config.supervised:
+        return
     entries = enumerate(config.environments) if config.environments else [(0, None)]
     trained = [(number, one) for number, one in entries if one is None or one.trained_on]
     for (number, one), distill in zip(trained, config.teachings.by_id.values(), strict=True):
@@ -214,7 +218,7 @@ def _of_teacher(config: Sections) -> Iterator[str]:
                 f"{key} is given, and {place}.divergence.temperature is {divergence.temperature:g}: servers report "
                 "log-probs of a text at temperature 1 only; set 1, or leave it out"
             )
-    if config.distill is None:
+    if config.distill is None or config.supervised:
         return
     teachings = config.teachings.each
     if not teachings:
@@ -223,15 +227,21 @@ def _of_teacher(config: Sections) -> Iterator[str]:
         return
     if not any(one.replicas is not None for one in teachings):
         yield "distill.replicas is given, and every environment has a teacher elsewhere: leave it out"
-    if config.job.fewest_nodes < config.job.most_nodes:
+
+
+def _of_served_models(config: Sections) -> Iterator[str]:
+    if config.reward is not None and config.supervised:
         yield (
-            f"job.nodes {config.job.nodes} is a range, and distill.replicas needs one number: each node has a fixed "
-            "role"
+            "reward is given, and training.objective is supervised, which scores no answers to train on: set "
+            "training.objective to grpo, or leave reward out"
         )
-    images = {one.image for one in config.started_vllms.values()}
-    if len(images) > 1:
-        names = " and ".join(sorted(map(str, images)))
-        yield f"inference.vllm.image and distill.replicas.vllm.image are {names}: a run has one image with vLLM"
+    for one in config.served_models:
+        if config.job.fewest_nodes < config.job.most_nodes:
+            yield f"job.nodes {config.job.nodes} is a range, and {one.key} needs one number: each node has a fixed role"
+    images = {kind: str(one.image) for kind, one in config.started_vllms.items()}
+    if len({*images.values()}) > 1:
+        keys = " and ".join(f"{VLLM_SECTIONS[kind]}.image" for kind in images)
+        yield f"{keys} are {' and '.join(sorted({*images.values()}))}: a run has one image with vLLM"
 
 
 def _of_profile(config: Sections) -> Iterator[str]:

@@ -168,6 +168,12 @@ def required_extras(config: EnvironmentConfig) -> list[str]:
     return _result_of("extras", config)
 
 
+def asks_reward_model(config: EnvironmentConfig) -> bool:
+    """Whether an environment asks the reward model that the run starts: the property `asks_run` of its arguments.
+    Raises ValueError as `environment_arguments` does."""
+    return bool(getattr(environment_arguments(config), "asks_run", False))
+
+
 def used_files(config: EnvironmentConfig) -> list[str]:
     """Return the files of user code that an environment runs; a run keeps a copy of each. Raises ValueError as
     `environment_arguments` does."""

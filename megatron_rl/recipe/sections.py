@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_rl.contract.paths import INFER, TEACHER
+from megatron_rl.contract.paths import INFER, REWARD, TEACHER
 from megatron_rl.recipe.data import DataConfig
 from megatron_rl.recipe.distill import DistillConfig, TeacherReplicas, Teachings
 from megatron_rl.recipe.engines import capabilities_of
@@ -19,9 +19,11 @@ from megatron_rl.recipe.inference import PAGE_TOKENS, InferenceConfig, Sampling
 from megatron_rl.recipe.job import HarvestConfig, JobConfig, Offload, PlacementConfig, ProfileConfig, data_parallel_size
 from megatron_rl.recipe.logs import LoggingConfig, NotifyConfig
 from megatron_rl.recipe.model import ModelConfig
+from megatron_rl.recipe.reward_section import RewardConfig
 from megatron_rl.recipe.rollout import AsyncConfig, CurriculumConfig, ResumeConfig
 from megatron_rl.recipe.save_section import SaveConfig
 from megatron_rl.recipe.section import FilePath, PathMark, Section
+from megatron_rl.recipe.served_models import ServedModel
 from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 from megatron_rl.recipe.training import OptimizerConfig, TrainingConfig
 from megatron_rl.recipe.vllm import VllmConfig
@@ -73,6 +75,8 @@ class Sections(Section):
     grpo: GrpoConfig = GrpoConfig()
     distill: DistillConfig | None = None
     """Teacher of the policy, in addition to rewards or alone; default: none."""
+    reward: RewardConfig | None = None
+    """Reward model that the run starts; default: none."""
     asynchronous: AsyncConfig = Field(default=AsyncConfig(), alias="async")  # a keyword of Python
     optimizer: OptimizerConfig
     training: TrainingConfig
@@ -101,6 +105,8 @@ class Sections(Section):
 
     @property
     def teachings(self) -> Teachings:
+        if self.supervised:
+            return Teachings({})
         own = [one.distill for one in self.environments or () if one.trained_on]
         teachings = [self.distill if its is None else its.over(self.distill) for its in own or [None]]
         return Teachings(dict(zip(self.environment_ids or [""], teachings, strict=True)))
@@ -162,8 +168,7 @@ class Sections(Section):
         """Data-parallel replicas of the training ranks on the most nodes."""
         layout, apart = self.placement.training, self.placement.inference.nodes or 0
         nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
-        if self.teacher_replicas is not None:
-            nodes -= self.teacher_replicas.nodes
+        nodes -= sum(one.nodes for one in self.served_models)
         return data_parallel_size(nodes * self.job.gpus_per_node, layout.tp, layout.pp, layout.cp)
 
     @property
@@ -176,13 +181,35 @@ class Sections(Section):
         replicas = self.teacher_replicas
         if replicas is None or not capabilities_of(replicas.engine).starts_workers:
             return None
+        return replicas.vllm or self._vllm_of_policy
+
+    @property
+    def reward_vllm(self) -> VllmConfig | None:
+        """Settings of the vLLM that holds the reward model; None: the run starts none."""
+        return (self.reward.replicas.vllm or self._vllm_of_policy) if self.reward else None
+
+    @property
+    def _vllm_of_policy(self) -> VllmConfig:
+        """Image and Python of the policy's vLLM, for another model."""
         own = self.inference.own_vllm
-        return replicas.vllm or (own.model_copy(update={"args": {}}) if own else VllmConfig())
+        return own.model_copy(update={"args": {}}) if own else VllmConfig()
+
+    @property
+    def served_models(self) -> tuple[ServedModel, ...]:
+        """Models on replicas with separate nodes, whose weights never change, in the order of those nodes."""
+        found = []
+        if (distill := self.distill) is not None and (teacher := self.teacher_replicas) is not None:
+            key, layout = "distill.replicas", (teacher.nodes, teacher.tp)
+            found.append(ServedModel(TEACHER, key, distill.teacher, teacher.engine, *layout))
+        if (reward := self.reward) is not None:
+            layout = reward.replicas.nodes, reward.replicas.tp
+            found.append(ServedModel(REWARD, "reward.replicas", reward.model, "vllm", *layout))
+        return tuple(found)
 
     @property
     def started_vllms(self) -> dict[str, VllmConfig]:
         """Settings of the vLLM of each kind of replica (`contract.paths`) that has it."""
-        found = {INFER: self.inference.own_vllm, TEACHER: self.teacher_vllm}
+        found = {INFER: self.inference.own_vllm, TEACHER: self.teacher_vllm, REWARD: self.reward_vllm}
         return {kind: vllm for kind, vllm in found.items() if vllm is not None}
 
     @property

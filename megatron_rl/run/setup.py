@@ -21,6 +21,7 @@ from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import build_judges, build_models
 from megatron_rl.run.problems import build_material, check_unchanged
 from megatron_rl.run.repeated_evaluation import ResumedEvaluation, resume_evaluation
+from megatron_rl.run.reward_model import connect_reward_model
 from megatron_rl.run.state import Counters, Run, best_so_far, restore
 
 
@@ -46,6 +47,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
     trainer = Trainer(models.policy, models.optimizer, objective, config, here, *progress)
     trainer.grammars = Grammars(tokenizer)
 
+    connect_reward_model(config, here, environment)
     generation = build_generation(config, here, lesson, models, replicas)
     evaluation = ResumedEvaluation()
     if generation is not None:

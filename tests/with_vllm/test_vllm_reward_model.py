@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import torch
-from hf_helpers import SIZES, tokenizer
+from tiny_classifier import classified, write_classifier
 from vllm_front import PYTHON_VARIABLE, START_S, until
 
 from megatron_rl.agent.api import GroupRolloutRequest
@@ -27,24 +26,11 @@ from megatron_rl.generate.vllm.plugin import write_version
 from megatron_rl.recipe.inference import Sampling
 
 CLOSE = 1e-3
-TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}{{ message['content'] }}{% endfor %}"
-"""Roles are their first letters: the vocabulary has one token per character from 0 on."""
-SHAPE = SIZES | {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "num_labels": 1}
-TOKENS = 80
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    folder = tmp_path_factory.mktemp("classifier")
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**SHAPE, "vocab_size": TOKENS, "pad_token_id": 0})
-    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    words = tokenizer(TOKENS)
-    words.chat_template = TEMPLATE
-    words.save_pretrained(folder)
-    return folder
+    return write_classifier(tmp_path_factory.mktemp("classifier"))
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +65,6 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         psutil.wait_procs(everything, 60)
 
 
-def expected(folder: Path, text: str) -> float:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt", add_special_tokens=False)
-    with torch.no_grad():
-        return float(model(input_ids=tokens["input_ids"]).logits[0, 0])
-
-
 @pytest.mark.parametrize("text", [None, "{question}={response}"])
 def test_rewards_of_a_group_are_the_classifiers_values(folder: Path, url: str, text: str | None) -> None:
     config = JudgedConfig.model_validate({"reward_model": {"url": url, "model": "scorer", "text": text}})
@@ -108,4 +85,4 @@ def test_rewards_of_a_group_are_the_classifiers_values(folder: Path, url: str, t
         return [each.reward for each in found.trajectories]
 
     shown = [f"u1+1a{answer}" if text is None else f"1+1={answer}" for answer in answers]
-    assert asyncio.run(group()) == pytest.approx([expected(folder, each) for each in shown], abs=CLOSE)
+    assert asyncio.run(group()) == pytest.approx(classified(folder, shown), abs=CLOSE)

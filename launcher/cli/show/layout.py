@@ -14,6 +14,7 @@ from launcher.cli.show.node_lines import FOLD, MARGIN, legend, node_lines
 from launcher.plan.placement import Plan
 from launcher.plan.sizes import Sizes
 from launcher.plan.summary import TIGHT
+from megatron_rl.contract.paths import REWARD, TEACHER
 from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.data import RowSet
@@ -90,7 +91,8 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
             if config.generates
             else "",
         ),
-        ("teacher", _teacher(config, plan)),
+        ("teacher", _teacher(config, sizes)),
+        ("reward model", _served(sizes, REWARD)),
         *_batch(config, summary["batch"]),
         ("model", _parameters(summary["model"])),
         ("checkpoint", _checkpoint(summary["checkpoint"])),
@@ -114,21 +116,29 @@ def _units(config: RunConfig) -> str:
     return "GPUs" if config.job.device == "cuda" else "processors"
 
 
-def _teacher(config: RunConfig, plan: Plan) -> str:
-    return "; ".join(dict.fromkeys(_place_of(teaching, plan) for teaching in config.teachings.each))
+def _teacher(config: RunConfig, sizes: Sizes) -> str:
+    return "; ".join(dict.fromkeys(_place_of(teaching, sizes) for teaching in config.teachings.each))
 
 
-def _place_of(distill: DistillConfig, plan: Plan) -> str:
-    sizes = plan.sizes
+def _place_of(distill: DistillConfig, sizes: Sizes) -> str:
     if distill.teacher == POLICY:
         return "the policy, which reads other prompts"
+    if distill.replicas is not None:
+        return _served(sizes, TEACHER)
     if distill.server:
         return f"{distill.teacher} at {', '.join(distill.server.urls)}"
-    if distill.replicas is None:
-        return f"{distill.teacher} on the training ranks, frozen"
-    ranks = sizes.teacher_nodes * sizes.gpus_per_node
-    product = _product({"tp": sizes.teacher_tp, "replicas": sizes.teacher_replicas}, ranks)
-    return f"{product}: {distill.teacher} ({distill.replicas.engine})"
+    return f"{distill.teacher} on the training ranks, frozen"
+
+
+def _served(sizes: Sizes, kind: str) -> str:
+    """Replicas of another model than the policy; empty if there are none. kind: theirs."""
+    for one in sizes.served:
+        if one.kind == kind:
+            product = _product(
+                {"tp": one.tp, "replicas": one.replicas(sizes.gpus_per_node)}, one.nodes * sizes.gpus_per_node
+            )
+            return f"{product}: {one.model} ({one.engine})"
+    return ""
 
 
 def _of_replica(sizes: Sizes) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.cli.show.terminal import columns
 from launcher.runs.replay import Pair, Replayed, changed_scores
-from megatron_rl.contract.rollout_records import SequenceLine
+from megatron_rl.contract.rollout_records import AnswerLine, SequenceLine
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.contract.text import printable
 
@@ -55,13 +55,21 @@ def _said(found: Replayed, place: int, pair: Pair) -> Iterator[str]:
         if pair.again is None:
             yield "lost this time"
         elif (differs := pair.differs_at) is not None:
-            first = pair.recorded.sequences[differs[0]].turns[0][0]
-            yield f"differs from token {differs[1] - first} of its answer on"
+            yield f"differs from {_place(pair.recorded, *differs)} on"
         else:
             yield f"identical, log-probs differ by {pair.largest_difference:g} at most"
     yield from _scored(found, place)
     if pair.reward is not None and pair.differs_at is not None:
         yield f"the new answer earns {pair.reward:g}"
+
+
+def _place(answer: AnswerLine, number: int, place: int) -> str:
+    """Place of a token in words, within a turn of the model; what stands between turns belongs to the next one."""
+    turns = answer.sequences[number].turns
+    turn = next((at for at, (_, end) in enumerate(turns) if place < end), len(turns) - 1)
+    of = "its answer" if len(turns) == len(answer.sequences) == 1 else f"turn {turn + 1}"
+    before = place - turns[turn][0]
+    return f"token {before} of {of}" if before >= 0 else f"the text before {of}"
 
 
 def _scored(found: Replayed, place: int) -> Iterator[str]:

@@ -31,7 +31,7 @@ KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 class LocalReplicas(NamedTuple):
-    kind: str  # INFER or TEACHER
+    kind: str  # of `FOLDERS`
     replicas: int
     ranks: int  # processes of each
     gpus: int  # GPUs of each, if its processes start the workers on equal shares of them; 0: each process has one

@@ -1,5 +1,5 @@
-"""The replicas of an attempt, which generate or hold the teacher: started beside its training, and again when one ends
-or falls silent.
+"""The replicas of an attempt, which generate, or hold the teacher or the reward model: started beside its training, and
+again when one ends or falls silent.
 
 What starts the ranks of a replica depends on where the attempt runs (slurm_steps, local_ranks); whether and when it
 starts again is one policy (judge.replica_restarts). A lost replica never ends the training from here: only the ranks

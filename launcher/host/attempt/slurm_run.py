@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from itertools import chain
 from typing import Callable, NamedTuple, TypeVar
 
 from launcher.host.attempt.begin import begin_attempt, code_paths, forget_attempt, next_attempt
@@ -46,7 +47,7 @@ from megatron_rl.contract.codes import (
     SILENCE_VARIABLE,
 )
 from megatron_rl.contract.files import FULL
-from megatron_rl.contract.paths import INFER, TEACHER, TRAIN, Attempt
+from megatron_rl.contract.paths import FOLDERS, INFER, TRAIN, Attempt
 
 RETRY_S = 20.0  # seconds of retries on this host before an attempt has begun
 PAUSE_S = 1.0  # seconds between them
@@ -124,12 +125,12 @@ def supervise_attempt(
         steps.use_code(code_paths(context))
         assignment = preparation.run()
         kept = SlurmReplicas(context, steps, attempt, assignment)
-        generating, teaching = kept.files(INFER), kept.files(TEACHER)
-        if generating or teaching:
+        files = {kind: kept.files(kind) for kind in FOLDERS}
+        if any(files.values()):
             make_token(context.run)
-        replicas = Replicas([*generating, *teaching], kept.start, silence_limit)
+        replicas = Replicas([*chain.from_iterable(files.values())], kept.start, silence_limit)
         runner.tasks.append(lambda now: None if runner.leaving else replicas.poll(now))
-        harvest = Harvest(context, steps, attempt, len(generating), settings.harvest)
+        harvest = Harvest(context, steps, attempt, len(files[INFER]), settings.harvest)
         runner.tasks.append(lambda now: None if runner.leaving else harvest.poll(now))
         runner.tasks += notifier.watch(attempt)
         try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.agent.api import Environment, GroupRolloutRequest
 from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.recorded_answers import RecordedAnswer, RecordedInference
 from megatron_rl.agent.reward_value import Reward, WrongReward
 from megatron_rl.agent.scoring import (
     CheckedReward,
@@ -90,7 +91,22 @@ class EndpointAgent(Environment):
         results = await all_of(self._rollout(request, key) for key in keys)
         trajectories = [result for result in results if isinstance(result, Trajectory)]
         failures = Counter(result for result in results if isinstance(result, str))
-        return TrajectoryGroup(request.ordinal or 0, request.problem, trajectories, failures)
+        lost = tuple(sample for sample, result in enumerate(results) if isinstance(result, str))
+        return TrajectoryGroup(request.ordinal or 0, request.problem, trajectories, failures, lost=lost)
+
+    async def rescore(self, problem: Problem, answer: RecordedAnswer, limits: RolloutLimits) -> CheckedReward | str:
+        """Let the program of today work on the problem again, with the recorded answers of the model: what it makes of
+        them is the score. A program that asks for something else has no score for these answers."""
+        recorded = RecordedInference(answer, self.tokenizer)
+        asked = GroupRolloutRequest(None, problem, 1, answer.sampling, 0, recorded, limits)
+        found = await self._rollout(asked, 0)
+        if recorded.strange:
+            return f"answer {recorded.strange} is asked for by other messages, tools or results than recorded"
+        if isinstance(found, str):
+            return found
+        if recorded.left:
+            return f"the program ends after {recorded.answered} of {recorded.answered + recorded.left} recorded answers"
+        return CheckedReward(found.reward, found.components, found.output, found.turn_scores)
 
     def tracebacks(self) -> Mapping[str, str]:
         return self._traces

@@ -8,10 +8,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -50,7 +50,7 @@ class Endpoint:
     """Seconds without a byte from the server. An answer arrives only when it is complete."""
 
 
-class _Server:
+class Server:
     def __init__(self, endpoint: Endpoint, transport: httpx.AsyncBaseTransport | None) -> None:
         self.endpoint = endpoint
         self.outstanding = 0
@@ -73,18 +73,26 @@ class _Server:
 
     async def score(self, tokens: Sequence[int], top: int) -> list[TokenScore]:
         """Score each token after the first. Raises EndpointError and ConfigurationError."""
-        try:
-            response = await self._client.post("completions", json=scoring_body(tokens, self.endpoint.model, top))
-        except httpx.TransportError as gone:
-            raise EndpointAway(f"{self.endpoint.url}: {gone!r}") from gone
-        if not response.is_success:
-            raise self._error(response)
+        response = await self.post("completions", scoring_body(tokens, self.endpoint.model, top))
         try:
             return scores(response.json(), tokens, top)
         except (KeyError, TypeError, ValueError) as error:
             raise EndpointError(
                 f"{self.endpoint.url}: the log-probs of a prompt are missing ({error!r}): {response.text[:200]}"
             ) from error
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        """Return the response to a request. Raises EndpointError and ConfigurationError."""
+        try:
+            response = await self._client.post(path, json=body)
+        except httpx.TransportError as gone:
+            raise EndpointAway(f"{self.endpoint.url}: {gone!r}") from gone
+        if not response.is_success:
+            raise self._error(response)
+        return response
+
+    async def close(self) -> None:
+        await self._client.aclose()
 
     def _error(self, response: httpx.Response) -> Exception:
         endpoint, status, message = self.endpoint, response.status_code, _message(response)
@@ -100,9 +108,12 @@ class _Server:
         return kind(f"{endpoint.url}: HTTP {status}: {message}")
 
 
+Answer = TypeVar("Answer")
+
+
 class ScoringServers:
-    """Log-probs of texts by servers with one model. A text goes to the server with the fewest outstanding tokens, and
-    to another one if that is away."""
+    """Servers with one model, which score texts. A text goes to the server with the fewest outstanding tokens, and to
+    another one if that is away."""
 
     def __init__(
         self,
@@ -119,7 +130,7 @@ class ScoringServers:
         Raises ConfigurationError if the token of an endpoint cannot be read.
         """
         self._transport, self._limit_s, self._sleep = transport, limit_s, sleep
-        self._servers: list[_Server] = []
+        self._servers: list[Server] = []
         self.use(endpoints)
         self._logged_at = -math.inf
         self.busy_s = 0.0
@@ -129,7 +140,7 @@ class ScoringServers:
         """Send requests to these servers from now on; without any, requests wait. Those that were asked before still
         answer. Belongs to the loop of the requests."""
         known = {server.endpoint: server for server in self._servers}
-        self._servers = [known.get(each) or _Server(each, self._transport) for each in endpoints]
+        self._servers = [known.get(each) or Server(each, self._transport) for each in endpoints]
 
     async def score(self, tokens: Sequence[int], top: int = 0) -> list[TokenScore]:
         """Score each token after the first, given those before it, at temperature 1.
@@ -138,12 +149,23 @@ class ScoringServers:
 
         Raises EndpointError, and ConfigurationError if a server refuses its token or has another model.
         """
+        return await self.ask(lambda server: server.score(tokens, top), len(tokens))
+
+    async def ask(self, request: Callable[[Server], Awaitable[Answer]], size: int = 1) -> Answer:
+        """Return the answer to a request. Raises EndpointError, and ConfigurationError as `score` does.
+
+        size: what it adds to the outstanding tokens of a server; or 1 for every request.
+        """
         began = time.monotonic()
-        found = await self._score(tokens, top)
+        found = await self._asked(request, size)
         self.busy_s += time.monotonic() - began
         return found
 
-    async def _score(self, tokens: Sequence[int], top: int) -> list[TokenScore]:
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.close()
+
+    async def _asked(self, request: Callable[[Server], Awaitable[Answer]], size: int) -> Answer:
         waited = 0.0  # for a server; an answer that is lost may have taken longer
         while True:
             now = time.monotonic()
@@ -155,9 +177,9 @@ class ScoringServers:
                 if waited > self._limit_s:
                     raise EndpointAway(f"no server was there for {waited:.0f} s")
                 continue
-            server.outstanding += len(tokens)
+            server.outstanding += size
             try:
-                found = await server.score(tokens, top)
+                found = await request(server)
             except EndpointAway as away:
                 server.note_away(time.monotonic())
                 if waited > self._limit_s:
@@ -167,7 +189,7 @@ class ScoringServers:
                 server.pause = FIRST_PAUSE_S
                 return found
             finally:
-                server.outstanding -= len(tokens)
+                server.outstanding -= size
 
     def _log(self, away: EndpointAway) -> None:
         if (now := time.monotonic()) - self._logged_at >= LOG_EVERY_S:

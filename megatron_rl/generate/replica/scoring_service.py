@@ -1,9 +1,11 @@
-"""A replica that holds the teacher, whose weights never change: log-probs of prompts, in the bodies of `mrl serve`."""
+"""A replica with another model than the policy, whose weights never change: the teacher, which returns log-probs of
+prompts in the bodies of `mrl serve`, or the reward model, a classifier with the bodies of vLLM."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Protocol
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -33,16 +35,26 @@ class Scorer(Running, Protocol):
         ...
 
 
-class ScoringService:
-    """Implements `Service`."""
+class Classifier(Running, Protocol):
+    async def classify(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Response to a request of vLLM's route /classify. Raises ValueError if it is refused, and EngineGone."""
+        ...
 
-    def __init__(self, scorer: Scorer, replica: Replica, address: ReplicaAddress, token: str) -> None:
+
+class FixedModelService(ABC):
+    """Has one route. Implements `Service`."""
+
+    path: ClassVar[str]
+
+    def __init__(self, engine: Running, replica: Replica, address: ReplicaAddress, token: str) -> None:
         self.address = address
-        self.app = with_token(
-            Starlette(routes=[Route("/v1/completions", self._completions, methods=["POST"])]), [token]
-        )
-        self.engine, self._replica = scorer, replica
+        self.app = with_token(Starlette(routes=[Route(self.path, self._answered, methods=["POST"])]), [token])
+        self.engine, self._replica = engine, replica
         self.over = False
+
+    @abstractmethod
+    async def answer(self, body: Any) -> dict[str, Any]:
+        """Response to a request. Raises ValueError, KeyError or TypeError if the request is wrong, and EngineGone."""
 
     async def until_over(self, asked: asyncio.Event, limit_s: float) -> None:
         """Return when the ranks of the run have left, or are asked to leave; where they end otherwise, the host side
@@ -51,15 +63,36 @@ class ScoringService:
             await first_of(asked.wait(), limit_s=LOOK_S)
         self.over = not asked.is_set()
 
-    async def _completions(self, request: Request) -> Response:
+    async def _answered(self, request: Request) -> Response:
         try:
-            body = await request.json()
-            tokens, top = [int(each) for each in body["prompt"]], int(body["prompt_logprobs"])
-            return JSONResponse(scoring_answer(tokens, await self.engine.score(tokens, top)))
+            return JSONResponse(await self.answer(await request.json()))
         except EngineGone as error:
             return _error(503, error)
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, error)
+
+
+class ScoringService(FixedModelService):
+    path = "/v1/completions"
+
+    def __init__(self, scorer: Scorer, *of_replica: Any) -> None:
+        super().__init__(scorer, *of_replica)
+        self._scorer = scorer
+
+    async def answer(self, body: Any) -> dict[str, Any]:
+        tokens, top = [int(each) for each in body["prompt"]], int(body["prompt_logprobs"])
+        return scoring_answer(tokens, await self._scorer.score(tokens, top))
+
+
+class ClassifyingService(FixedModelService):
+    path = "/v1/classify"
+
+    def __init__(self, classifier: Classifier, *of_replica: Any) -> None:
+        super().__init__(classifier, *of_replica)
+        self._classifier = classifier
+
+    async def answer(self, body: Any) -> dict[str, Any]:
+        return await self._classifier.classify(dict(body))
 
 
 def _error(status: int, error: Exception) -> Response:

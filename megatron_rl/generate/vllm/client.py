@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +149,10 @@ class VllmClient:
             return token_scores(content["prompt_logprobs"], tokens, top)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise VllmGone(f"vLLM has scored no prompt: {error!r}") from error
+
+    async def classify(self, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Response of a sequence classifier to a request of the route /classify. limit_s: seconds that it may take."""
+        return await self._post("/classify", {**body, "model": MODEL_NAME}, limit_s=limit_s)
 
     async def pause(self) -> None:
         """Freeze generation between two tokens; answers stay where they are."""

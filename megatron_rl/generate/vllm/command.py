@@ -47,6 +47,8 @@ communicators, and with `placement.offload` none or buffers their weights, are t
 need."""
 GUIDED = {"backend": "guidance"}
 """vLLM's guided decoding by llguidance, with which training computes the same masks: model/grammar.py."""
+CPU_CACHE_BYTES = 2**30
+"""Cache of a reward model on a CPU, which needs it for the texts of one step of the model."""
 BYTES = {"fp32": 4, "bf16": 2}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -191,8 +193,7 @@ def serve_command(
         options["gpu-memory-utilization"] = SHARE_TO_START
     if sizes.cpu or sizes.beside_ranks or sizes.cache_tokens is not None:
         options["kv-cache-memory-bytes"] = str(sizes.cache_bytes)
-    words = [option_word(name, value) for name, value in options.items()]
-    return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
+    return _serve(python, served, options)
 
 
 def _split(sizes: ServeSizes) -> dict[str, str | bool]:
@@ -269,6 +270,36 @@ def teacher_command(config: RunConfig, served: Served, sizes: ServeSizes, python
     if divergence is not None and divergence.top_k is not None:
         further = {**further, "max-logprobs": str(divergence.top_k)}
     return serve_command(python, served, sizes, config.teacher_vllm, further, seed)
+
+
+def classifier_command(config: RunConfig, served: Served, python: str, seed: int) -> list[str]:
+    """The command of `vllm serve` for the reward model. It may be of any architecture, so vLLM reads its sizes from its
+    own files.
+
+    seed: see seed_of.
+    """
+    assert config.reward is not None
+    replicas = config.reward.replicas
+    options = given_options((config.reward_vllm or VllmConfig()).args)
+    options |= {
+        "runner": "pooling",
+        "served-model-name": MODEL_NAME,
+        "uds": str(served.socket),
+        "disable-uvicorn-access-log": True,
+        "dtype": DTYPES[config.model.dtype],
+        "tensor-parallel-size": str(replicas.tp),
+        "seed": str(seed),
+    }
+    if replicas.sequence_length is not None:
+        options["max-model-len"] = str(replicas.sequence_length)
+    if config.job.device == "cpu":
+        options |= {"enforce-eager": True, "kv-cache-memory-bytes": str(CPU_CACHE_BYTES)}
+    return _serve(python, served, options)
+
+
+def _serve(python: str, served: Served, options: Options) -> list[str]:
+    words = [option_word(name, value) for name, value in options.items()]
+    return [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(served.model), *words]
 
 
 def sizes_of(config: RunConfig) -> ServeSizes:

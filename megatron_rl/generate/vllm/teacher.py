@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.replica.scoring_service import ScoringService
 from megatron_rl.generate.vllm.command import Served, ServeSizes, teacher_command
-from megatron_rl.generate.vllm.process import VllmGone, VllmRefused
+from megatron_rl.generate.vllm.fixed_vllm import FixedVllm
 from megatron_rl.generate.vllm.replica import opened_vllm
 from megatron_rl.generate.vllm.running import RunningVllm
 from megatron_rl.generate.vllm.start import version_here
@@ -72,7 +71,7 @@ def _weights(config: RunConfig) -> tuple[Path, ServeSizes]:
     return folder.absolute(), sizes
 
 
-class VllmScorer:
+class VllmScorer(FixedVllm):
     """Log-probs of prompts by one vLLM. Implements `Scorer`."""
 
     def __init__(self, vllm: RunningVllm, limit_s: float, vocabulary: int) -> None:
@@ -80,25 +79,10 @@ class VllmScorer:
         limit_s: seconds that the log-probs of one prompt may take.
         vocabulary: entries of the teacher's.
         """
-        self._vllm, self._limit_s, self._vocabulary = vllm, limit_s, vocabulary
-        self._open = 0
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._vllm.running()
-
-    async def watch(self) -> None:
-        await self._vllm.watch(lambda: self._open > 0)
+        super().__init__(vllm, limit_s)
+        self._vocabulary = vocabulary
 
     async def score(self, tokens: list[int], top: int) -> list[TokenScore]:
         if (largest := max(tokens)) >= self._vocabulary:  # without a tokenizer vLLM accepts it, and its engine ends
             raise ValueError(f"token {largest} is none of the teacher's, which has {self._vocabulary}")
-        self._open += 1
-        try:
-            found = await self._vllm.client.score(tokens, top, self._limit_s)
-        except (VllmRefused, VllmGone) as error:
-            of_request = isinstance(error, VllmRefused) and error.status < 500
-            raise (ValueError if of_request else EngineGone)(str(error)) from error
-        finally:
-            self._open -= 1
-        self._vllm.activity.beat()
-        return found
+        return await self.answered(self.vllm.client.score(tokens, top, self.limit_s))

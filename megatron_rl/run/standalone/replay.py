@@ -4,7 +4,7 @@
 
 It scores the recorded answers with the environment's code of today, and samples the same prompt again with the random
 numbers of the step. It writes JSON objects to stdout: {"scores": [...]}, one for each recorded answer, or {"unscored":
-WHY}; then {"group": GroupLine}, or {"unrepeated": WHY}. Errors go to stderr in one line.
+WHY}; then {"group": GroupLine}, with "programs": true if programs took part. Errors go to stderr in one line.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import repeat
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from megatron_rl.agent.api import Environment, GroupRolloutRequest, build_environment
 from megatron_rl.agent.keys import group_key
 from megatron_rl.agent.problem_digest import name_of
+from megatron_rl.agent.recorded_answers import RecordedAnswer
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
@@ -28,6 +29,7 @@ from megatron_rl.contract.manifest import CheckpointError
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.rollout_records import AnswerLine, GroupLine, group_json
 from megatron_rl.contract.shapes import from_json
+from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.learn.rollout.record import answer_line, group_line
 from megatron_rl.model.tokenizer import Tokenizer, build_tokenizer
 from megatron_rl.rank.world import die_with_parent
@@ -66,14 +68,11 @@ def _replay(asked: Replay, output: IO[str]) -> None:
                 say(unscored=str(error))
             if asked.checkpoint is None:
                 return
-            if not environment.agent_of(problem).repeatable:
-                say(unrepeated=f"environment {config.task.name!r} runs a program, which may do something else now")
-                return
             with _request(asked, asked.checkpoint, config, problem, recorded) as request:
                 group = loop.run(environment.group_rollout(request))
             answers = [answer_line(each, repeat(0.0), tokenizer.token_bytes) for each in group.trajectories]
             again = group_line(recorded.step, group, [0.0] * len(answers), answers=answers)
-            say(group=json.loads(group_json(again)))
+            say(group=json.loads(group_json(again)), programs=not environment.agent_of(problem).repeatable)
         finally:
             loop.run(environment.close())
 
@@ -99,8 +98,9 @@ async def scores_now(
     """
     limits, found = RolloutLimits.of(config.task), []
     for answer, reason in zip(recorded.answers, recorded.finish_reasons, strict=True):
-        responses = _responses(answer, tokenizer)
-        score = await environment.rescore(problem, responses, "length" if reason == "length" else "stop", limits)
+        texts, end = _responses(answer, tokenizer), "length" if reason == "length" else "stop"
+        given = RecordedAnswer(answer.sequences, texts, cast(FinishReason, end), config.sampling)
+        score = await environment.rescore(problem, given, limits)
         if isinstance(score, CheckedReward):
             found.append({"reward": score.reward, "components": dict(score.components)})
         else:

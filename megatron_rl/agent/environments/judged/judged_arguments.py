@@ -73,10 +73,6 @@ or TIE.
 class ScoringModel(Section):
     """A model on a server that scores answers."""
 
-    url: str
-    """URL of the server including the API version, such as http://node:8000/v1"""
-    model: str
-    """Name of the model on the server."""
     token_file: LaterPath | None = None
     """File with the server's token ..."""
     token_variable: str | None = None
@@ -139,6 +135,11 @@ class CompareConfig(Section):
 class JudgeConfig(ScoringModel):
     """The model that judges in words, and its prompt."""
 
+    url: str
+    """URL of the server including the API version, such as http://node:8000/v1"""
+    model: str
+    """Name of the model on the server."""
+
     prompt: str | None = None
     """Prompt in Python's format syntax, with {question}, {response}, and {answer}, the reference. It must request a
     line such as VERDICT: 7. With `rubric` it must show {criteria}, and request a line such as NAME: 7 for each.
@@ -179,7 +180,13 @@ class JudgeConfig(ScoringModel):
 
 
 class RewardModelConfig(ScoringModel):
-    """A sequence classifier behind the route /classify of `vllm serve MODEL --runner pooling`."""
+    """A sequence classifier behind the route /classify of `vllm serve MODEL --runner pooling`, or on replicas that the
+    run starts."""
+
+    url: str | None = None
+    """URL of the server, such as http://node:8000; default: the replicas of `reward.replicas`."""
+    model: str | None = None
+    """Name of the model on the server; leave it out without a url."""
 
     label: NonNegativeInt | None = None
     """Class whose value is the reward; needed for a model with several."""
@@ -188,6 +195,18 @@ class RewardModelConfig(ScoringModel):
     text: str | None = None
     """Text to classify, in Python's format syntax, with {question}, {response}, and {answer}; default: the question and
     the response as messages, which the classifier's chat template renders."""
+
+    @model_validator(mode="after")
+    def _names_a_server_or_none(self) -> RewardModelConfig:
+        if self.url is not None and self.model is None:
+            raise ValueError("url is given without model, the name of the model on that server")
+        of_server = [name for name in ("model", "token_file", "token_variable") if getattr(self, name) is not None]
+        if self.url is None and of_server:
+            raise ValueError(
+                f"{of_server[0]} is given without url: name the server, or leave both out and start the reward model "
+                "by `reward`"
+            )
+        return self
 
     @field_validator("text")
     @classmethod
@@ -210,6 +229,11 @@ class JudgedConfig(HFDatasetConfig):
         if (self.judge is None) == (self.reward_model is None):
             raise ValueError("give either judge or reward_model")
         return self
+
+    @property
+    def asks_run(self) -> bool:
+        """Whether a reward model scores that the run itself starts."""
+        return self.reward_model is not None and self.reward_model.url is None
 
 
 def _shows(prompt: str, needed: Sequence[str], fields: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from megatron_rl.agent.datasets import Question
 from megatron_rl.agent.environments.judged.judged_arguments import JudgedConfig
 from megatron_rl.agent.hf_dataset import HFDatasetAgent
 from megatron_rl.agent.keys import stable_key
+from megatron_rl.agent.recorded_answers import RecordedAnswer
 from megatron_rl.agent.reward_only import or_why_not
 from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.scoring import CheckedReward, NotJudged, RolloutLimits
@@ -27,6 +28,8 @@ from megatron_rl.model.tokenizer import Tokenizer
 if TYPE_CHECKING:  # slow imports, as those within functions; the launcher imports this module to check a recipe
     from megatron_rl.agent.environments.judged.contests import Outcome
     from megatron_rl.agent.environments.judged.judges import Judge, RewardModel
+    from megatron_rl.agent.environments.judged.reward_replicas import ScoringReplicas
+    from megatron_rl.generate.replicas.served_models import Running
 
 
 class JudgedEnvironment(HFDatasetAgent):
@@ -41,11 +44,13 @@ class JudgedEnvironment(HFDatasetAgent):
         super().__init__(config, tokenizer)
         self._scorer: Judge | RewardModel
         self._compares: Judge | None = None
+        self._replicas: ScoringReplicas | None = None
         if config.judge is not None:
             self._scorer = judge = Judge(config.judge)
             self._compares = judge if config.judge.compare else None
         elif config.reward_model is not None:
-            self._scorer = RewardModel(config.reward_model)
+            self._scorer = model = RewardModel(config.reward_model)
+            self._replicas = model.replicas
 
     def golden(self, question: Question) -> dict[str, Any]:
         return {"question": question.text, "answer": question.answer}
@@ -57,13 +62,11 @@ class JudgedEnvironment(HFDatasetAgent):
             return await self._compares.match(golden["question"], response, golden["answer"], golden["answer"])
         return await self._scorer.score(golden["question"], response, golden["answer"])
 
-    async def rescore(
-        self, problem: Problem, responses: Sequence[str], finish_reason: FinishReason, limits: RolloutLimits
-    ) -> CheckedReward | str:
+    async def rescore(self, problem: Problem, answer: RecordedAnswer, limits: RolloutLimits) -> CheckedReward | str:
         """Raises NotImplementedError where a reward is relative to the other answers of a group."""
         if self._compares is not None:
             raise NotImplementedError("judge.compare scores an answer beside the others of its group, and none alone")
-        return await super().rescore(problem, responses, finish_reason, limits)
+        return await super().rescore(problem, answer, limits)
 
     async def _results(
         self,
@@ -114,6 +117,10 @@ class JudgedEnvironment(HFDatasetAgent):
         if judge.config.compare is not None and judge.config.compare.matches == "knockout":
             return await knockout(len(texts), match, stable_key("draw", key))
         return await all_against_all(len(texts), match)
+
+    def use_reward_model(self, running: Running, limit_s: float) -> None:
+        if self._replicas is not None:
+            self._replicas.use(running, limit_s)
 
     async def close(self) -> None:
         await self._scorer.close()

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.agent.environments.judged.judged_arguments import Criterion, JudgeConfig, RewardModelConfig
-from megatron_rl.agent.environments.judged.scoring_server import ScoringServer
+from megatron_rl.agent.environments.judged.reward_replicas import ScoringReplicas
+from megatron_rl.agent.environments.judged.scoring_server import CachedScorer, ScoringServer
 from megatron_rl.agent.environments.judged.verdicts import preference_in, score_in
 from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.scoring import NotJudged
@@ -20,7 +21,7 @@ class Judge:
     def __init__(self, config: JudgeConfig, **replaced: Any) -> None:
         """replaced: see `ScoringServer`."""
         self.config = config
-        self.server = ScoringServer(config, **replaced)
+        self.server = ScoringServer(config, config.url, config.model, **replaced)
 
     async def score(self, question: str, response: str, answer: str) -> Reward:
         """Return the score of a response, from 0 to 1; with a rubric also that by each criterion. Raises NotJudged."""
@@ -71,12 +72,18 @@ class Judge:
 
 
 class RewardModel:
-    """A sequence classifier behind vLLM's route /classify."""
+    """A sequence classifier behind vLLM's route /classify, on a server or on replicas of the run."""
 
     def __init__(self, config: RewardModelConfig, **replaced: Any) -> None:
         """replaced: see `ScoringServer`."""
         self.config = config
-        self.server = ScoringServer(config, **replaced)
+        self.replicas: ScoringReplicas | None = None
+        """Those that the run starts; None: there is a server."""
+        self._asked: CachedScorer
+        if config.url is None or config.model is None:
+            self._asked = self.replicas = ScoringReplicas(config)
+        else:
+            self._asked = ScoringServer(config, config.url, config.model, **replaced)
 
     async def score(self, question: str, response: str, answer: str) -> Reward:
         """Return the classifier's value for a response. Raises NotJudged."""
@@ -86,7 +93,7 @@ class RewardModel:
             given: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in said.items()]}
         else:
             given = {"input": config.text.format(question=question, response=response, answer=answer)}
-        values = await self.server.ask("classify", {**given, "use_activation": config.activation}, _values)
+        values = await self._asked.ask("classify", {**given, "use_activation": config.activation}, _values)
         if config.label is None and len(values) > 1:
             raise NotJudged(f"the classifier has {len(values)} classes: name one by reward_model.label")
         label = config.label or 0
@@ -95,7 +102,7 @@ class RewardModel:
         return float(values[label])
 
     async def close(self) -> None:
-        await self.server.close()
+        await self._asked.close()
 
 
 def _listed(criteria: Sequence[Criterion]) -> str:

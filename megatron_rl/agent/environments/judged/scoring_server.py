@@ -1,9 +1,11 @@
-"""Client of a server whose model scores answers: bounded, patient, and never asked the same twice."""
+"""Client of a server whose model scores answers, or of replicas of the run: bounded, patient, and never asked the same
+twice."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
@@ -23,22 +25,17 @@ LONGEST_BYTES = 10_000_000
 """Bytes of a response, at most; a verdict has thousands."""
 
 
-class ScoringServer:
-    def __init__(
-        self,
-        config: ScoringModel,
-        *,
-        transport: httpx.AsyncBaseTransport | None = None,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-    ) -> None:
-        """transport, sleep: replaced by tests. Raises ConfigurationError if the token cannot be read."""
-        file = Path(config.token_file).expanduser() if config.token_file else None
-        self.config = config
-        self._headers = authorization(file, config.token_variable)
-        self._transport, self._sleep = transport, sleep
-        self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = {}
+class CachedScorer(ABC):
+    """Keeps replies, and sends the same request once."""
+
+    def __init__(self, config: ScoringModel) -> None:
+        self._limits = config
         self._replies: OrderedDict[str, Any] = OrderedDict()
         self._asking: dict[str, asyncio.Task[Any]] = {}
+
+    @abstractmethod
+    async def _ask(self, path: str, body: Mapping[str, Any], read: Read) -> Any:
+        """Return what `read` finds in the response to a request. Raises NotJudged."""
 
     async def ask(self, path: str, body: Mapping[str, Any], read: Read, *, repeatable: bool = True) -> Any:
         """Return what `read` finds in the response to a request.
@@ -47,7 +44,7 @@ class ScoringServer:
 
         Raises NotJudged.
         """
-        if not repeatable or not self.config.cached:
+        if not repeatable or not self._limits.cached:
             return await self._ask(path, body, read)
         # Ten thousand whole prompts, with an answer or two in each, would be a gigabyte.
         key = blake2b(json.dumps([path, body]).encode(), digest_size=16).hexdigest()
@@ -64,16 +61,38 @@ class ScoringServer:
         for asking in [*self._asking.values()]:
             asking.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
-        client, _ = self._clients.pop(asyncio.get_running_loop(), (None, None))
-        if client is not None:
-            await client.aclose()
 
     def _keep(self, key: str, task: asyncio.Task[Any]) -> None:
         del self._asking[key]
         if not task.cancelled() and task.exception() is None:
             self._replies[key] = task.result()
-            if len(self._replies) > self.config.cached:
+            if len(self._replies) > self._limits.cached:
                 self._replies.popitem(last=False)
+
+
+class ScoringServer(CachedScorer):
+    def __init__(
+        self,
+        config: ScoringModel,
+        url: str,
+        model: str,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """transport, sleep: replaced by tests. Raises ConfigurationError if the token cannot be read."""
+        super().__init__(config)
+        file = Path(config.token_file).expanduser() if config.token_file else None
+        self.config, self._url, self._model = config, url, model
+        self._headers = authorization(file, config.token_variable)
+        self._transport, self._sleep = transport, sleep
+        self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = {}
+
+    async def close(self) -> None:
+        await super().close()
+        client, _ = self._clients.pop(asyncio.get_running_loop(), (None, None))
+        if client is not None:
+            await client.aclose()
 
     async def _ask(self, path: str, body: Mapping[str, Any], read: Read) -> Any:
         client, room = self._client()
@@ -82,7 +101,7 @@ class ScoringServer:
             for left in reversed(range(self.config.attempts)):
                 try:
                     async with asyncio.timeout(self.config.timeout_s):
-                        status, content = await _posted(client, path, {"model": self.config.model, **body})
+                        status, content = await _posted(client, path, {"model": self._model, **body})
                     if httpx.codes.is_success(status):
                         return read(json.loads(content))
                     why = f"HTTP {status}"
@@ -95,17 +114,17 @@ class ScoringServer:
                     break
                 await self._sleep(pause)
                 pause = min(LONGEST_PAUSE_S, 2 * pause)
-        raise NotJudged(f"the judge at {self.config.url} did not answer: {why}")
+        raise NotJudged(f"the judge at {self._url} did not answer: {why}")
 
     def _client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             client = httpx.AsyncClient(
-                base_url=self.config.url.rstrip("/") + "/",
+                base_url=self._url.rstrip("/") + "/",
                 headers=self._headers,
                 timeout=httpx.Timeout(self.config.timeout_s, connect=10.0),
                 limits=httpx.Limits(max_connections=self.config.at_once),  # otherwise 100
-                trust_env=not is_inside(httpx.URL(self.config.url).host),
+                trust_env=not is_inside(httpx.URL(self._url).host),
                 transport=self._transport,
             )
             self._clients[loop] = client, asyncio.Semaphore(self.config.at_once)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from launcher.plan.placement import Plan, place, rank_kinds
 from launcher.plan.sizes import LayoutError, Sizes
+from megatron_rl.contract.paths import REWARD, TEACHER
 from megatron_rl.contract.plan_records import PlanStep
-from megatron_rl.recipe.distill import TeacherReplicas
 from megatron_rl.recipe.job import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
+from megatron_rl.recipe.served_models import ServedModel
 
 
 def planned(
@@ -25,10 +26,12 @@ def planned(
     node_gpus: int | None = None,
     device: Any = "cuda",
     teacher: dict[str, Any] | None = None,
+    reward: dict[str, Any] | None = None,
     engine: str = "native",
     **placement: Any,
 ) -> Plan:
-    """Partitioned if inference nodes are given. teacher: `distill.replicas`. engine: `inference.engine`."""
+    """Partitioned if inference nodes are given. teacher: `distill.replicas`. reward: `reward.replicas`. engine:
+    `inference.engine`."""
     mode: Any = "partitioned" if inference and "nodes" in inference else "colocated"
     return place(
         JobConfig(nodes=nodes, gpus_per_node=gpus, device=device),
@@ -40,7 +43,14 @@ def planned(
         ),
         node_gpus,
         engine=engine,
-        teacher=TeacherReplicas(**teacher) if teacher else None,
+        served=tuple(
+            ServedModel(kind, key, "a/model", **{"engine": own, "tp": 1, **given})
+            for kind, key, own, given in (
+                (TEACHER, "distill.replicas", "native", teacher),
+                (REWARD, "reward.replicas", "vllm", reward),
+            )
+            if given
+        ),
     )
 
 
@@ -167,7 +177,7 @@ def test_a_vllm_beside_the_ranks_does_not_cross_nodes(across: bool) -> None:
 def test_the_last_nodes_hold_the_teacher_in_both_modes(inference):
     plan = planned(4, 8, {"tp": 4}, inference, teacher={"nodes": 2, "tp": 4})
     training = 1 if inference else 2
-    assert (plan.sizes.training_nodes, plan.sizes.dp, plan.sizes.teacher_replicas) == (training, 2 * training, 4)
+    assert (plan.sizes.training_nodes, plan.sizes.dp, plan.sizes.served[0].replicas(8)) == (training, 2 * training, 4)
     teachers = [(step.name, step.nodes, step.tasks_per_node, first_gpu(step, plan)) for step in plan.steps[-4:]]
     assert teachers == [
         ("teacher-0", [2], 4, 0),
@@ -183,6 +193,29 @@ def test_the_last_nodes_hold_the_teacher_in_both_modes(inference):
 def test_a_teacher_in_vllm_is_one_process_a_replica():
     *_, step = planned(2, 8, teacher={"nodes": 1, "tp": 8, "engine": "vllm"}).steps
     assert (step.name, step.tasks_per_node, step.gpus_per_node) == ("teacher-0", 1, 8)
+
+
+def test_the_reward_model_is_behind_the_teacher_on_the_last_nodes() -> None:
+    plan = planned(6, 8, None, {"nodes": 2}, teacher={"nodes": 1, "tp": 8}, reward={"nodes": 2, "tp": 4})
+    assert plan.sizes.training_nodes == 1
+    last = [(step.name, step.nodes, step.tasks_per_node, first_gpu(step, plan)) for step in plan.steps[-5:]]
+    assert last == [
+        ("teacher-0", [3], 8, 0),
+        ("reward-0", [4], 1, 0),
+        ("reward-1", [4], 1, 4),
+        ("reward-2", [5], 1, 0),
+        ("reward-3", [5], 1, 4),
+    ]
+    ranks = Counter(rank.role for rank in plan.ranks)
+    assert ranks == {"training": 8, "inference": 16, "teacher": 8, "reward": 16}
+
+
+def test_nodes_of_the_reward_model_that_are_not_there_are_refused_with_the_nearest_layouts() -> None:
+    with pytest.raises(
+        LayoutError, match=r"reward\.replicas\.nodes 2 of job\.nodes 2 leaves 2 - 2 = 0 nodes"
+    ) as refused:
+        planned(2, 8, None, None, reward={"nodes": 2})
+    assert "reward.replicas.nodes=1" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,32 @@ def test_tokens_are_shown_around_the_first_that_differs() -> None:
     assert sum(line.startswith("      ") for line in whole) == 10
 
 
+def conversation(*texts: str) -> AnswerLine:
+    """Turns of the model, with a token of its partner between two of them."""
+    drawn = "?".join(texts)
+    one = answer(drawn).sequences[0]
+    turns, first = [], 2
+    for text in texts:
+        turns.append([first, first + len(text)])
+        first += len(text) + 1
+    return AnswerLine(drawn, [one._replace(turns=turns)])
+
+
+def test_the_turn_that_differs_is_named() -> None:
+    def line(old: AnswerLine, new: AnswerLine) -> str:
+        found = Replayed(group(old, rewards=(1.0,)), 4, group(new, rewards=(0.0,)), (), ())
+        return [*replay_lines(found, None)][2]
+
+    old = conversation("ab", "cd")
+    assert "differs from token 1 of turn 2 on" in line(old, conversation("ab", "cx"))
+    one = old.sequences[0]
+    other_tool = one._replace(tokens=[*one.tokens[:4], ord("!"), *one.tokens[5:]])
+    assert "differs from the text before turn 2 on" in line(old, AnswerLine("", [other_tool]))
+    branches = AnswerLine("", [one, one])
+    assert "differs from token 2 of turn 2 on" in line(old, branches)
+    assert "differs from token 2 of turn 2 on" in line(branches, old)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A run of nine steps with checkpoints after steps 6 and 8, whose step 5 has one prompt with tokens."""

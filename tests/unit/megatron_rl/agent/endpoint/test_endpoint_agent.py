@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count, repeat
 from typing import Any
 
 import httpx
@@ -13,10 +15,12 @@ from server_helpers import byte_tokenizer
 from megatron_rl.agent.api import GroupRolloutRequest
 from megatron_rl.agent.endpoint.agent import EndpointAgent, RolloutLost, RunResult
 from megatron_rl.agent.endpoint.session import RolloutSession
-from megatron_rl.agent.scoring import RolloutLimits
-from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, TrajectoryGroup
-from megatron_rl.generate.engine.interface import Completion, GenerationRequest
+from megatron_rl.agent.recorded_answers import RecordedAnswer
+from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
+from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem, Trajectory, TrajectoryGroup
+from megatron_rl.generate.engine.interface import Completion, FinishReason, GenerationRequest
 from megatron_rl.generate.engine.scripted import ScriptedInference
+from megatron_rl.learn.rollout.record import answer_line
 from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
@@ -247,3 +251,84 @@ def test_environment_serves_in_whatever_loop_its_rollouts_run() -> None:
                 found = runner.run(agent.group_rollout(request()))
                 assert len(found.trajectories) == 4
             runner.run(agent.close())
+
+
+async def talks(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> dict[str, Any]:
+    """Ask for two answers at once, and then for one that continues the better one."""
+    asked = {"prompt": problem.prompt, "n": 2}
+    first = sorted(each["text"] for each in (await client.post("completions", json=asked)).json()["choices"])
+    last = await ask(client, f"{problem.prompt}{first[-1]} sure?")
+    return {"right": float(last == "2"), "calls": 2}
+
+
+def scored_again(run: Run, found: TrajectoryGroup, **config: Any) -> list[CheckedReward | str]:
+    async def rescore() -> list[CheckedReward | str]:
+        agent = Programs(run, **config)
+        try:
+            return [
+                await asyncio.wait_for(agent.rescore(PROBLEM, recorded(each), RolloutLimits(timeout_s=30)), 30)
+                for each in found.trajectories
+            ]
+        finally:
+            await agent.close()
+
+    return asyncio.run(rescore())
+
+
+def recorded(answer: Trajectory) -> RecordedAnswer:
+    line = answer_line(answer, repeat(0.0), byte_tokenizer().token_bytes)
+    reason: FinishReason = "length" if answer.finish_reason == "length" else "stop"
+    return RecordedAnswer(line.sequences, [line.text], reason, Sampling(max_new_tokens=20))
+
+
+def test_a_program_scores_the_recorded_answers_again_and_gets_them_in_its_calls() -> None:
+    replies = ["1", "2", "2", "1"]
+    engine = ScriptedInference(byte_tokenizer(), lambda prompt, sample: replies[len(prompt) % 2 + sample])
+    found = group(talks, request(engine, 2))
+    assert [sum(len(one.turns) for one in each.sequences) for each in found.trajectories] == [3, 3]
+    same = [(one.reward, one.components) for one in scored_again(talks, found) if isinstance(one, CheckedReward)]
+    assert same == [(one.reward, one.components) for one in found.trajectories]
+
+    async def pays_twice(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> dict[str, Any]:
+        before = await talks(problem, session, client)
+        return {**before, "right": 2.0 + before["right"]}
+
+    (one, _) = scored_again(pays_twice, found)
+    assert isinstance(one, CheckedReward)
+    assert one.components["right"] == 2.0 + found.trajectories[0].components["right"]
+
+
+def test_a_program_that_asks_for_other_answers_than_recorded_has_no_score_for_them() -> None:
+    found = group(talks, request(size=1))
+
+    async def asks_otherwise(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
+        await client.post("completions", json={"prompt": problem.prompt, "n": 2})
+        with suppress(httpx.HTTPError):
+            await ask(client, "really?")
+        return 1.0
+
+    async def ends_early(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
+        await client.post("completions", json={"prompt": problem.prompt, "n": 2})
+        return 1.0
+
+    async def breaks(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
+        raise RolloutLost("it broke")
+
+    assert scored_again(asks_otherwise, found) == [
+        "answer 3 is asked for by other messages, tools or results than recorded"
+    ]
+    assert scored_again(ends_early, found) == ["the program ends after 2 of 3 recorded answers"]
+    assert scored_again(breaks, found) == ["it broke"]
+
+
+def test_lost_rollouts_keep_the_numbers_of_the_others() -> None:
+    tries = count()
+
+    async def breaks_once(problem: Problem, session: RolloutSession, client: httpx.AsyncClient) -> float:
+        if next(tries) == 1:
+            raise RolloutLost("it broke")
+        await ask(client)
+        return 1.0
+
+    found = group(breaks_once, request(size=3), concurrency=1)
+    assert (found.failures, found.lost, found.samples) == ({"it broke": 1}, (1,), [0, 2])

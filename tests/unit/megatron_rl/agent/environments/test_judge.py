@@ -19,6 +19,7 @@ from megatron_rl.agent.environments.judged.judged_arguments import JudgeConfig, 
 from megatron_rl.agent.environments.judged.judged_environment import JudgedEnvironment
 from megatron_rl.agent.environments.judged.judges import Judge, RewardModel
 from megatron_rl.agent.environments.judged.scoring_server import LONGEST_BYTES
+from megatron_rl.agent.recorded_answers import RecordedAnswer
 from megatron_rl.agent.scoring import NotJudged, RolloutLimits
 from megatron_rl.agent.scripted_trial import CodePoints
 from megatron_rl.agent.trajectories import Problem
@@ -343,7 +344,8 @@ def test_answers_of_a_group_are_compared_with_one_another() -> None:
 
 
 def test_a_compared_answer_has_no_score_alone_that_could_be_set_beside_its_recorded_one() -> None:
-    again = comparing("all", preferring(shorter)).rescore(QUESTION, ["22"], "stop", RolloutLimits(60.0))
+    answer = RecordedAnswer([], ["22"], "stop", Sampling(max_new_tokens=9))
+    again = comparing("all", preferring(shorter)).rescore(QUESTION, answer, RolloutLimits(60.0))
     with pytest.raises(NotImplementedError, match="scores an answer beside the others of its group"):
         asyncio.run(again)
 
@@ -453,7 +455,7 @@ def test_as_many_requests_as_are_allowed_are_under_way_at_once() -> None:
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-            judge = Judge(CONFIG.model_copy(update={"url": url, "at_once": many, "timeout_s": 10.0, "attempts": 1}))
+            judge = Judge(CONFIG.model_copy(update={"url": url, "at_once": many, "timeout_s": 60.0, "attempts": 1}))
             try:
                 return [*await asyncio.gather(*(judge.score("1+1?", str(each), "2") for each in range(many)))]
             finally:
