@@ -159,7 +159,7 @@ class DistillConfig(Section):
 
     @property
     def judged_by(self) -> tuple[object, ...]:
-        """What the judgement of a text depends on. Teachings in which it is the same share a teacher."""
+        """Everything that decides how a text is judged. Teachings in which it is the same share a teacher."""
         return self.teacher, self.replicas is not None, self.server, self.divergence
 
     @model_validator(mode="after")
@@ -245,7 +245,7 @@ class Teachings:
     """Teachers of the environments that are trained on."""
 
     by_id: Mapping[str, DistillConfig | None]
-    """That of each environment, in the order of `RunConfig.environment_ids`, or of the only one under an empty id.
+    """Teaching of each environment, in the order of `RunConfig.environment_ids`, or of the only one under an empty id.
     None: no teacher."""
 
     @property

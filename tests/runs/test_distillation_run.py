@@ -117,7 +117,7 @@ def test_a_run_learns_from_a_divergence(
 
 
 def several_teachers(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    """A recipe with two teachers of its own: one for plain sums, and the policy, which reads the answers of others."""
+    """A recipe with two teachers: one for plain sums, and the policy, which reads the answers of others."""
     rows = folder / "sums.jsonl"
     rows.write_text("".join(f'{{"problem": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(40)))
     hinted = {"train": str(rows), "prompt": "{question}=", "teacher_prompt": "{question}={answer}. {question}="}

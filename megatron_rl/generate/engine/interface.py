@@ -49,7 +49,7 @@ class PromptScores:
 
 
 class TokenScore(NamedTuple):
-    """What a model expects at one position of a text."""
+    """Log-probs of a model at one position of a text."""
 
     logprob: float  # log-prob of the text's own token
     tokens: list[int]  # likeliest ones, the likeliest first; empty unless they were asked for

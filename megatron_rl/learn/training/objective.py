@@ -43,7 +43,7 @@ class Scores:
     teaching: Tensor | None = None
     """int64 index of the teaching in `Teachings.each`, -1 for none; None: the only one judges all."""
     distributions: Sequence[JudgedTokens] = ()
-    """Those of each teacher with a `divergence`, on the last stage."""
+    """Distributions of each teacher with a `divergence`, on the last stage."""
     current: Tensor | None = None
     """bool, tokens whose ratio is relative to the weights before the step, that of the others to the weights that
     sampled them; None: that of all tokens is relative to the weights before the step."""
