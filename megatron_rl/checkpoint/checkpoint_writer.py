@@ -27,6 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_rl.checkpoint.plain_pickle import read_plain
 from megatron_rl.checkpoint.publish import SaveFailed, SaveOutcome, discard, publish
 from megatron_rl.checkpoint.shards import METADATA, Abandoned, Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.contract.manifest import Manifest, read_saved
@@ -218,8 +219,8 @@ def _failure(rank: int) -> str:
 
 
 def _read_part(file: Path) -> WrittenPart:
-    # Written by a rank of this run. Any process that can write here can also change the checkpoints themselves.
-    part: WrittenPart = pickle.loads(file.read_bytes())
+    with file.open("rb") as content:
+        part: WrittenPart = read_plain(content)
     return part
 
 

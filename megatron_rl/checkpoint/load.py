@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
+from megatron_rl.checkpoint.plain_pickle import reason
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, MetricsLine
 from megatron_rl.contract.manifest import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
 from megatron_rl.contract.paths import RunDir
@@ -145,7 +148,7 @@ def read(
         (state dict for `load_state_dict`, the meta given to `save`).
 
     Raises:
-        CheckpointError: it belongs to another model.
+        CheckpointError: it belongs to another model, or its pickles name more than data.
         Damaged: it has become unreadable since its verification; tensors may be partly overwritten.
     """
     from megatron_rl.checkpoint.saving_ranks import LoadOnce  # slow to import, and a new run reads no checkpoint
@@ -160,6 +163,8 @@ def read(
         )
     except CheckpointingException as error:
         raise CheckpointError(f"{checkpoint.folder} does not fit this model: {error}") from error
+    except UnpicklingError as error:
+        raise CheckpointError(f"{checkpoint.folder / COMMON_STATE_FNAME}: {reason(error)}") from error
     return state, checkpoint.manifest.meta
 
 

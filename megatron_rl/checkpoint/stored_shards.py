@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,12 +22,15 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_rl.checkpoint.plain_pickle import read_plain, reason
+from megatron_rl.checkpoint.shards import METADATA
 from megatron_rl.checkpoint.stored_index import shape_in_whole
 
 
@@ -34,10 +38,10 @@ class StoredShards:
     """Reader of the tensors and objects of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the index. Raises OSError, and others if it is damaged."""
+        """Read the index. Raises OSError, and ValueError for one that is damaged or names more than data."""
         self._reader = FileSystemReader(folder)
         with _without_collector():
-            metadata = self._reader.read_metadata()
+            metadata = _index_in(folder / METADATA)
         self._reader.set_up_storage_reader(metadata, is_coordinator=False)
         self._described = metadata.state_dict_metadata
 
@@ -91,6 +95,19 @@ class StoredShards:
         return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
 
+def _index_in(path: Path) -> Metadata:
+    with path.open("rb") as file:
+        try:
+            found = read_plain(file)
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ValueError(f"{path.name} is not an index: {error}") from error
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise ValueError(f"{path.name} is not an index")
+    return found
+
+
 @contextmanager
 def _without_collector() -> Iterator[None]:
     """Pause Python's search for garbage, which otherwise takes most of the time in which millions of objects are
@@ -119,5 +136,8 @@ class _ShardPlanner(DefaultLoadPlanner):
         """Do nothing: the data was read in place."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Pickled by ranks of this run, as a list with one object, because megatron-core does so.
-        (self.objects[read_item.dest_index.fqn],) = torch.load(value, weights_only=False)
+        # A list with one object, because megatron-core writes one.
+        try:
+            (self.objects[read_item.dest_index.fqn],) = torch.load(value, weights_only=True)
+        except UnpicklingError as error:
+            raise ValueError(f"{read_item.dest_index.fqn}: {reason(error)}") from error

@@ -90,10 +90,10 @@ class TorchDistReader:
         """only: names of the weights to read; default: all. Raises CheckpointError if the checkpoint belongs to another
         model."""
         self._folder = folder
-        self._stored = StoredShards(folder)
         items = _split(policy)[0].items()
         self._shards = {name: _shards(item) for name, item in items if only is None or name in only}
         with self._fitting():
+            self._stored = StoredShards(folder)
             for name in self.names:
                 self.dtype(name)
 
