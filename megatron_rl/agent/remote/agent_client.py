@@ -25,6 +25,7 @@ from megatron_rl.agent.remote.agent_wire import (
 )
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.replicas.wire import REFUSED, Garbled, decode_request, encode_request
+from megatron_rl.generate.serving.plain_replies import PLAIN, plain, plain_blocking
 from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 CONNECT_S = 5.0
 SILENCE_S = POLL_S + 25.0
+LONGEST_BYTES = 2**30
+"""Bytes of a reply, at most: a result holds all answers of a group, each token with its log-prob."""
 GOODBYE_S = 1.0
 """Seconds to wait for the end of a session; the server also ends abandoned sessions by itself."""
 MAX_STARTS = 20
@@ -73,7 +76,7 @@ class AgentClient:
         self._sleep = sleep
         self._options: dict[str, Any] = {
             "base_url": self._url,
-            "headers": {"Authorization": f"Bearer {token}"},
+            "headers": PLAIN | {"Authorization": f"Bearer {token}"},
             "timeout": httpx.Timeout(SILENCE_S, connect=CONNECT_S),
             "trust_env": False,  # proxies do not serve the job's own nodes
             "verify": self._url.startswith("https:"),  # loading certificates takes a quarter of a second
@@ -86,7 +89,7 @@ class AgentClient:
     def fetch(self, patience_s: float) -> AgentDescription:
         """Fetch description, prompts and demonstrations. Blocks for up to `patience_s` seconds. Raises
         ConfigurationError if the server is unavailable or is not an agent of mrl."""
-        with httpx.Client(**self._options) as client:
+        with httpx.Client(event_hooks=plain_blocking(LONGEST_BYTES), **self._options) as client:
             body = self._get(client, "/about", time.monotonic() + patience_s)
         protocol = body.get("protocol") if isinstance(body, dict) else None
         if isinstance(protocol, int) and protocol != PROTOCOL:  # the other fields may differ too
@@ -205,7 +208,9 @@ class AgentClient:
         """Return the server's response. Raises AgentUnavailable."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            self._client, self._loop = httpx.AsyncClient(transport=self._transport, **self._options), loop
+            hooks = plain(LONGEST_BYTES)
+            self._client = httpx.AsyncClient(transport=self._transport, event_hooks=hooks, **self._options)
+            self._loop = loop
         try:
             return self._content(await self._client.request(method, path, json=body))
         except httpx.RequestError as error:  # includes bodies that cannot be decoded

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import httpx
 
 from megatron_rl.generate.engine.interface import TokenScore
+from megatron_rl.generate.serving.plain_replies import PLAIN, plain
 from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ RETRIED = {408, 429, 500, 502, 503, 504}
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Seconds between two attempts; the pause doubles each time."""
 CONNECT_S = 10.0
+LONGEST_BYTES = 2**28
+"""Bytes of a reply, at most. Those of a text of a million tokens have a sixth of that."""
 LOG_EVERY_S = 30.0
 """Seconds between two log lines about an unreachable server."""
 
@@ -58,7 +61,8 @@ class Server:
         self.pause = FIRST_PAUSE_S
         self._client = httpx.AsyncClient(
             base_url=endpoint.url,
-            headers=authorization(endpoint.token_file, endpoint.token_variable),
+            headers=PLAIN | authorization(endpoint.token_file, endpoint.token_variable),
+            event_hooks=plain(LONGEST_BYTES),
             timeout=httpx.Timeout(endpoint.timeout_s, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # a proxy from the environment does not lead to the job's own nodes
@@ -76,7 +80,7 @@ class Server:
         response = await self.post("completions", scoring_body(tokens, self.endpoint.model, top))
         try:
             return scores(response.json(), tokens, top)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise EndpointError(
                 f"{self.endpoint.url}: the log-probs of a prompt are missing ({error!r}): {response.text[:200]}"
             ) from error
@@ -248,7 +252,7 @@ def _token_score(at: Any, token: int, top: int) -> TokenScore:
 def _message(response: httpx.Response) -> str:
     try:
         found = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text[:500]
     error = found.get("error", found) if isinstance(found, dict) else found
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

@@ -18,6 +18,7 @@ import httpx
 from megatron_rl.agent.environments.judged.judged_arguments import ScoringModel
 from megatron_rl.agent.scoring import NotJudged
 from megatron_rl.generate.engine.openai import FIRST_PAUSE_S, LONGEST_PAUSE_S, RETRIED, authorization
+from megatron_rl.generate.serving.plain_replies import PLAIN, ReplyRefused, plain
 
 Read = Callable[[Any], Any]
 """Takes what is needed out of a response. May raise ValueError, LookupError or TypeError."""
@@ -101,14 +102,16 @@ class ScoringServer(CachedScorer):
             for left in reversed(range(self.config.attempts)):
                 try:
                     async with asyncio.timeout(self.config.timeout_s):
-                        status, content = await _posted(client, path, {"model": self._model, **body})
-                    if httpx.codes.is_success(status):
-                        return read(json.loads(content))
-                    why = f"HTTP {status}"
-                    passing = status in RETRIED
+                        replied = await client.post(path, json={"model": self._model, **body})
+                    if replied.is_success:
+                        return read(json.loads(replied.content))
+                    why = f"HTTP {replied.status_code}"
+                    passing = replied.status_code in RETRIED
+                except ReplyRefused as error:
+                    why, passing = str(error), False
                 except (httpx.TransportError, TimeoutError) as error:
                     why, passing = type(error).__name__, True
-                except (ValueError, LookupError, TypeError):
+                except (ValueError, LookupError, TypeError, RecursionError):
                     why, passing = "not in the expected form", False
                 if not (left and passing):
                     break
@@ -121,7 +124,8 @@ class ScoringServer(CachedScorer):
         if loop not in self._clients:
             client = httpx.AsyncClient(
                 base_url=self._url.rstrip("/") + "/",
-                headers=self._headers,
+                headers=PLAIN | self._headers,
+                event_hooks=plain(LONGEST_BYTES),
                 timeout=httpx.Timeout(self.config.timeout_s, connect=10.0),
                 limits=httpx.Limits(max_connections=self.config.at_once),  # otherwise 100
                 trust_env=not is_inside(httpx.URL(self._url).host),
@@ -129,17 +133,6 @@ class ScoringServer(CachedScorer):
             )
             self._clients[loop] = client, asyncio.Semaphore(self.config.at_once)
         return self._clients[loop]
-
-
-async def _posted(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-    """Return the status and the content of the response to a request. Raises ValueError if it is too long."""
-    content = bytearray()
-    async with client.stream("POST", path, json=body) as answered:
-        async for part in answered.aiter_bytes():
-            content += part
-            if len(content) > LONGEST_BYTES:
-                raise ValueError(f"a reply of more than {LONGEST_BYTES:,} bytes")
-    return answered.status_code, bytes(content)
 
 
 def is_inside(host: str) -> bool:

@@ -433,8 +433,15 @@ def test_a_reply_that_never_ends_or_is_far_too_long_is_given_up() -> None:
     hasty = CONFIG.model_copy(update={"timeout_s": 0.2, "attempts": 2})
     with pytest.raises(NotJudged, match="did not answer: TimeoutError"):
         judged(lambda _: httpx.Response(200, content=trickle()), hasty)
+    with pytest.raises(NotJudged, match="did not answer: a reply of more than 10,000,000 bytes"):
+        judged(lambda _: httpx.Response(200, content=blanks(LONGEST_BYTES + 1)))
     with pytest.raises(NotJudged, match="not in the expected form"):
-        judged(lambda _: httpx.Response(200, content=b" " * (LONGEST_BYTES + 1)))
+        judged(lambda _: httpx.Response(200, content=b"[" * 100_000))
+
+
+async def blanks(size: int) -> AsyncIterator[bytes]:
+    for start in range(0, size, 2**20):
+        yield b" " * min(2**20, size - start)
 
 
 def test_as_many_requests_as_are_allowed_are_under_way_at_once() -> None:
