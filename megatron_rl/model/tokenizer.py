@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.contract.files import check_regular, read_bytes
 from megatron_rl.model.control_tokens import MARK, ControlTokens
+from megatron_rl.model.template_limits import bound_templates
 from megatron_rl.model.token_bytes import TokenBytes
 from megatron_rl.recipe.extras import needed
 from megatron_rl.recipe.hub import local_folder
@@ -164,6 +165,7 @@ class HuggingFaceTokenizer:
             today: YYYY-MM-DD, the current day for chat templates; None reads the clock.
             renderer: see `Tokenizer.renderer`.
         """
+        bound_templates()
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
         self._tokenizer = tokenizer
@@ -350,7 +352,11 @@ def load_pretrained_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         if path.exists() and not path.is_dir():
             check_regular(path)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,  # the default asks at a terminal
+        )
     except Exception as error:  # many kinds, depending on what is wrong with the files
         raise ValueError(error) from error
     return tokenizer

@@ -254,3 +254,17 @@ def test_an_invalid_generation_config_is_one_clear_error(
 def test_a_date_is_a_day_of_the_calendar(day: object) -> None:
     with pytest.raises(ValueError, match="date"):
         TokenizerConfig.model_validate({"path": "owner/words", "date": day})
+
+
+def test_code_that_comes_with_a_tokenizer_is_neither_run_nor_offered(
+    hugging_face_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, made = shutil.copytree(hugging_face_folder, tmp_path / "tokenizer"), tmp_path / "made"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"import pathlib\npathlib.Path({str(made)!r}).touch()\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match=r"tokenizer\.path"):
+        build_tokenizer(TokenizerConfig(path=str(folder)))
+    assert not made.exists()
