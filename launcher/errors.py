@@ -10,6 +10,7 @@ from typing import IO, Any
 import click
 
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_USAGE
+from megatron_rl.contract.text import printable_lines
 
 
 class BadInput(click.ClickException):
@@ -23,7 +24,7 @@ class BadInput(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         for problem in self.problems:
-            click.echo(f"error: {problem}", file=file, err=file is None)
+            click.echo(f"error: {printable_lines(problem)}", file=file, err=file is None)
 
 
 def show(error: click.ClickException, as_json: bool) -> None:
@@ -35,7 +36,7 @@ def show(error: click.ClickException, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"error": problems, "exit_code": error.exit_code}))
     for problem in problems:
-        click.echo(f"error: {problem}", err=True)
+        click.echo(f"error: {printable_lines(problem)}", err=True)
 
 
 RECIPE_OPTIONS = ("-c", "--conf", "--config", "--config-file", "--recipe", "--yaml")

@@ -18,6 +18,7 @@ from launcher.cli.completion import complete_run
 from launcher.doctor.preflight import refuse_unready
 from launcher.runs.policy_path import prepare_policy
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED
+from megatron_rl.contract.text import printable_lines
 
 MODULE = "megatron_rl.run.standalone.talk"
 LEAVE, CLEAR = "/exit", "/clear"
@@ -121,9 +122,9 @@ class _Conversation:
                 reply = self._next()
                 if "text" in reply:
                     pieces.append(reply["text"])
-                    click.echo(reply["text"], nl=False)
+                    click.echo(printable_lines(reply["text"]), nl=False)
                 elif "refused" in reply:
-                    click.echo(f"error: {reply['refused']}", err=True)
+                    click.echo(f"error: {printable_lines(reply['refused'])}", err=True)
                     return
                 elif "end" in reply:
                     break

@@ -15,6 +15,7 @@ from launcher.explain.record import Record, read_record
 from launcher.runs.find import find
 from megatron_rl.contract.learning import WINDOW
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.text import printable_lines
 
 WIDTH = 110
 SHOWN = {
@@ -48,7 +49,7 @@ def command(run: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(explanation_json(found, explanation)))
     else:
-        click.echo("\n".join(explanation_lines(found, record, explanation)))
+        click.echo(printable_lines("\n".join(explanation_lines(found, record, explanation))))
 
 
 def explanation_lines(run: RunDir, record: Record, explanation: Explanation) -> list[str]:

@@ -11,6 +11,7 @@ import click
 from launcher.cli.arguments import RUN
 from launcher.errors import Failed
 from launcher.runs.logs import LogFollower, log_files, refuse_absent_attempt
+from megatron_rl.contract.text import with_colours
 
 TICK = 0.3  # seconds between two reads of the files
 ASK_EVERY_S = 10.0  # seconds between two checks that the run is alive
@@ -92,5 +93,5 @@ def _follow(log: LogFollower, as_json: bool) -> None:
 def _print(log: LogFollower, as_json: bool) -> int:
     found = log.new_lines()
     for line in found:
-        click.echo(json.dumps(line._asdict()) if as_json else line.line)
+        click.echo(json.dumps(line._asdict()) if as_json else with_colours(line.line))
     return len(found)

@@ -9,6 +9,7 @@ import click
 
 from launcher.cli.arguments import RUN
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_UNKNOWN
+from megatron_rl.contract.text import printable_lines
 
 if TYPE_CHECKING:
     from megatron_rl.contract.paths import RunDir
@@ -73,7 +74,7 @@ def command(
         click.echo(json.dumps({"runs": rows} if every else rows[0]))
     else:
         text = "\n\n".join("\n".join(status_lines(one)) for one in rows)
-        click.echo(text or "no run is queued or running")
+        click.echo(printable_lines(text) or "no run is queued or running")
     unsure = any(one.state in UNSURE for one in statuses) or any(row["unread"] for row in rows)
     context.exit(EXIT_UNKNOWN if unsure else EXIT_FINISHED)
 

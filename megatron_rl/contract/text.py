@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_COLOUR = re.compile("(\x1b\\[[0-9;]*m)")
+
 
 def printable(text: str) -> str:
     """Return a text in one line: control characters, line breaks and marks that reorder text are escaped. A terminal
@@ -12,6 +16,11 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text of several lines, with tabs, and with all else escaped."""
     return "".join(each if each in "\n\t" else printable(each) for each in text)
+
+
+def with_colours(text: str) -> str:
+    """Do as `printable_lines`, and keep what sets a colour: a log may have some, and a terminal resets them."""
+    return "".join(part if _COLOUR.fullmatch(part) else printable_lines(part) for part in _COLOUR.split(text))
 
 
 def size(byte_count: float) -> str:

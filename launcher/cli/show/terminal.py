@@ -11,6 +11,8 @@ from types import FrameType
 
 import click
 
+from megatron_rl.contract.text import with_colours
+
 WIDTH = 100  # columns of help in the terminal
 PAGE_WIDTH = 120  # columns of the generated pages
 
@@ -37,9 +39,10 @@ def at_terminal() -> bool:
 
 
 def echo(text: str, err: bool = False, nl: bool = True) -> None:
-    """Print without raising: `mrl-submit demo | head -1` must not end the run."""
+    """Print without raising, since `mrl-submit demo | head -1` must not end the run, and nothing that a terminal would
+    obey except colours."""
     try:
-        click.echo(text, err=err, nl=nl)
+        click.echo(with_colours(text), err=err, nl=nl)
     except (OSError, ValueError):  # a closed pipe, a full disk; a closed file, an encoding that lacks a character
         discard_output()
 
