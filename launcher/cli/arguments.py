@@ -82,9 +82,9 @@ RUN = click.argument("run", required=False, shell_complete=complete_run)
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 RECIPE = together(click.argument("recipe", shell_complete=complete_recipe), OVERRIDES)
 
-TRUST_RUN = click.option("--trust", is_flag=True, help="Accept a run of another user: its code and pickles run as you.")
+TRUST_RUN = click.option("--trust", is_flag=True, help="Accept a run or recipe of another user: its code runs as you.")
 TRUST_POLICY = click.option(
-    "--trust", is_flag=True, help="Open files of another user: a checkpoint can run code as you."
+    "--trust", is_flag=True, help="Accept files of another user: a run or recipe brings code, which runs as you."
 )
 DTYPE = click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: that of the run or the weights.")
 DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)

@@ -171,7 +171,7 @@ def _trial(name: str, problems: int, env_args: Sequence[str], options: Mapping[s
 
     tokenizer = None
     if Path(name).is_file():
-        recipe = load_recipe(name, [f"environment.args.{one}" for one in env_args])
+        recipe = load_recipe(name, [f"environment.args.{one}" for one in env_args], trusted=options["trust"])
         if not recipe.config.generates:
             raise BadInput(f"{name}: the recipe has no environment; `mrl rows {name}` shows its rows")
         asked, tokenizer = recipe.config.task, recipe.config.tokenizer

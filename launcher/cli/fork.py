@@ -39,8 +39,8 @@ def command(
     value may change, except those that the weights determine (model.*, tokenizer.*); changes are recorded in its
     fork.json. It trains on the problems of today, whereas resuming RUN requires the problems that it began with.
 
-    The new run uses RUN's snapshot of the code (or today's, with --update-code) and unpickles parts of its checkpoint
-    as you, so a run of another user is refused without --trust.
+    The new run uses RUN's snapshot of the code (or today's, with --update-code), so a run of another user is refused
+    without --trust.
 
     \b
     Exit codes: as of mrl-submit

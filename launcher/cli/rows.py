@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from launcher.cli.arguments import RECIPE
+from launcher.cli.arguments import RECIPE, TRUST_RUN
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.fetch.needs import known_caches
@@ -45,6 +45,7 @@ Exit codes:
 @click.option("-n", "first", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rows to show.")
 @click.option("--all", "whole", is_flag=True, help="Read every row, and show their counts and lengths.")
 @click.option("--cluster", help="Cluster whose files are read, instead of the recipe's.")
+@TRUST_RUN
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: {rows: [...]}, with --all {sets: [...]}.")
 @click.pass_context
 def command(
@@ -54,13 +55,14 @@ def command(
     first: int,
     whole: bool,
     cluster: str | None,
+    trust: bool,
     as_json: bool,
 ) -> None:
     from launcher.cli.show.row_lines import count_lines, row_lines
 
     clusters = load_clusters()
     run = find(recipe) if not Path(recipe).is_file() and names_run(recipe) else None
-    asked = load_recipe(str(run.resolved) if run else recipe, overrides, known_caches(clusters))
+    asked = load_recipe(str(run.resolved) if run else recipe, overrides, known_caches(clusters), trusted=trust)
     _, profile = clusters.choose_profile(cluster, asked.config.cluster)
     if why := why_not_here(asked.config, profile):
         raise BadInput(why)

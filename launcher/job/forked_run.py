@@ -50,7 +50,7 @@ def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> Plan
         trusted: whether it may be a run of another user.
     """
     source, step = checkpoint_named(run_at_step, trusted)
-    recipe = load_recipe(str(source.resolved), overrides)
+    recipe = load_recipe(str(source.resolved), overrides, trusted=True)  # see checkpoint_named
     changed = changes(read_resolved(source.resolved), recipe.config)
     refuse_misfits(changed, step, recipe.config.training.steps)
     return PlannedFork(source, step, recipe, tuple(changed))

@@ -84,7 +84,7 @@ def _loaded(
     recipe: Recipe, more: Sequence[str], profile: Profile | None, caches: Sequence[Path], because: str | None
 ) -> Recipe:
     """Load a recipe again with more overrides, which the command that resumes its run repeats."""
-    loaded = load_recipe(recipe.asked, [*recipe.overrides, *more, *_of_profile(recipe, profile)], caches)
+    loaded = load_recipe(recipe.asked, [*recipe.overrides, *more, *_of_profile(recipe, profile)], caches, trusted=True)
     return replace(loaded, engine_because=because)
 
 

@@ -45,7 +45,7 @@ def read_card(
         licence: that of the model; None for that of its base.
     """
     record = read_record(run, answers=False)
-    config = load_recipe(str(run.resolved)).config
+    config = load_recipe(str(run.resolved), trusted=True).config  # nothing of it runs
     lines = [line for line in record.lines if line.step <= step]
     base = base_of(config)
     published = base if base and is_hub_name(base) else None

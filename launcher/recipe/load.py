@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from launcher.errors import BadInput
+from launcher.recipe.authors import refuse_code_of_others
 from launcher.recipe.located_yaml import YamlProblems, dump, locator, read, read_mapping, read_text
 from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import ITEM, KeyPath, Locate, generic, known_keys, validation_problems, where_named
@@ -67,7 +68,9 @@ class Recipe:
         return tuple(override.text for override in self.written.overrides)
 
 
-def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path] = ()) -> Recipe:
+def load_recipe(
+    asked: str, overrides: Sequence[str] = (), caches: Sequence[Path] = (), *, trusted: bool = False
+) -> Recipe:
     """Read and validate a recipe. Raises BadInput with every problem found, each with its file and line or the
     override it came from.
 
@@ -76,6 +79,7 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
         overrides: `section.key=value`, the value written as in YAML; later ones win. That of an engine brings others:
             see engine_override.
         caches: directories (HF_HOME) that may hold the hub model whose shape the recipe leaves out.
+        trusted: whether files of other users may name code.
     """
     given = _parse_overrides(overrides)
     files = read_files(asked)
@@ -108,6 +112,8 @@ def load_recipe(asked: str, overrides: Sequence[str] = (), caches: Sequence[Path
     absolute = _with_absolute_paths(config.model_dump(), RunConfig, folder_of, locate)
     config = RunConfig.model_validate(absolute)
     config = _with_teachers(config, caches, locate, filled)
+    if not trusted:
+        refuse_code_of_others(config, written)
     run = RunDir(Path(asked).parent)  # resolved.yaml of a run lies beside the run's copies of the user's code
     for place, one in _environments(config).items() if config.generates else ():
         try:

@@ -73,6 +73,11 @@ class Written:
         place = self._place(key)
         return ValueOrigin(place[0].name, place[1]) if place else ValueOrigin(self.files[0].name, None)
 
+    def file_of(self, key: KeyPath) -> RecipeFile | None:
+        """Return the file that gives a key its value; None for an override, and for a default."""
+        place = None if self._override(key) else self._place(key)
+        return place[0] if place else None
+
     def is_overridden(self, key: KeyPath) -> bool:
         return self._override(key) is not None
 

@@ -6,13 +6,13 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from pwd import getpwuid
 from typing import NamedTuple
 
 from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.errors import BadInput
 from launcher.host.record.identity import copied_from
 from launcher.runs.find import is_run
+from megatron_rl.contract.files import owner_name
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, read
 from megatron_rl.contract.run_records import Owner, RunIdentity
@@ -65,9 +65,8 @@ ROOT = 0  # user id; root could do anything without our help
 
 
 def refuse_others(run: RunDir, trusted: bool) -> None:
-    """Raise BadInput for a run of another user: to resume it means to run its snapshot of the code, and to unpickle
-    parts of its checkpoints, as oneself. Also for a directory in which all users, or its other owner, can replace
-    them."""
+    """Raise BadInput for a run of another user: to resume it means to run its snapshot of the code as oneself. Also for
+    a directory in which all users, or its other owner, can replace it."""
     if trusted:
         return
     parts = (run.resolved, run.code, run.script, run.checkpoints) if is_run(str(run.root)) else ()
@@ -85,8 +84,8 @@ def refuse_others(run: RunDir, trusted: bool) -> None:
             )
         if found.st_uid not in (os.geteuid(), ROOT):
             raise BadInput(
-                f"{path}: belongs to {_name(found.st_uid)}; that run would act as you: its code is run, and parts of "
-                "its checkpoints are unpickled, which can run anything. Give --trust if you trust its author"
+                f"{path}: belongs to {owner_name(found.st_uid)}, and the code of that run would run as you: "
+                "give --trust if you trust its author"
             )
 
 
@@ -96,10 +95,3 @@ def warning_of_readers(root: Path) -> str | None:
         if root.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             return f"other users can read {root}, with prompts, answers and logs of the run; run chmod 700 on it"
     return None
-
-
-def _name(uid: int) -> str:
-    try:
-        return getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"

@@ -66,7 +66,7 @@ def plan_runs(request: Request, clusters: Clusters) -> tuple[str, list[PlannedRu
             "comma that belongs to a value"
         )
     caches = known_caches(clusters)
-    recipes = [load_recipe(request.recipe, variant.overrides, caches) for variant in found]
+    recipes = [load_recipe(request.recipe, variant.overrides, caches, trusted=request.trust) for variant in found]
     _refuse_twins(recipes, found)
     chosen = {clusters.choose(request.cluster, recipe.config.cluster) for recipe in recipes}
     if len(chosen) > 1:

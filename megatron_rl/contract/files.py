@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import pwd
 import re
 import stat
 import time
@@ -39,9 +40,9 @@ def write_atomic(path: AnyPath, text: str, durable: bool = True, private: bool =
     # A process id is unique only on its node, but the nodes share the file system.
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            if private:
-                os.fchmod(file.fileno(), stat.S_IRUSR | stat.S_IWUSR)
+        # A private file is so from its creation: who opens it a moment before its mode changes could read it later.
+        opener = _created_private if private else None
+        with open(str(temporary), "w", encoding="utf-8", opener=opener) as file:
             file.write(text)
             file.flush()
             if durable:
@@ -182,6 +183,18 @@ def again_if_stale(read: Callable[[], T]) -> T:
         if error.errno != errno.ESTALE:
             raise
     return read()
+
+
+def owner_name(uid: int) -> str:
+    """Name of a user, or its number where the machine has no name for it."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _created_private(path: str, flags: int) -> int:
+    return os.open(path, flags, stat.S_IRUSR | stat.S_IWUSR)
 
 
 def _read_bytes(path: AnyPath) -> bytes:

@@ -108,3 +108,19 @@ def test_missing_folder_is_empty_and_unlistable_folder_is_an_error(tmp_path, mon
     for look in (run.checkpoint_steps, run.last_attempt, run.attempt(1).errors):
         with pytest.raises(OSError, match="Input/output"):
             look()
+
+
+def test_a_private_file_is_private_from_its_creation(tmp_path, monkeypatch):
+    """Another user could open it before its mode is changed, and read what is written later."""
+
+    def unchanged(*_: object) -> None:
+        raise AssertionError("its mode was another one before")
+
+    monkeypatch.setattr(os, "fchmod", unchanged)
+    monkeypatch.setattr(os, "chmod", unchanged)
+    before = os.umask(0)
+    try:
+        write_atomic(tmp_path / "token", "secret\n", private=True)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
