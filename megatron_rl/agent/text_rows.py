@@ -10,7 +10,6 @@ import csv
 import importlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -20,6 +19,8 @@ from megatron_rl.recipe.data_files import PACKED, data_suffix
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 BOM = b"\xef\xbb\xbf"
 LINE_BYTES = 4096  # read at first to find one line
+LONGEST_ROW = 2**28  # characters; a row of a million tokens has a sixtieth of that
+LONGEST_LIST = 2**32  # characters of one list with all rows
 
 
 class SpelledNumber(float):
@@ -127,16 +128,29 @@ def _values(file: str, opened: IO[str]) -> Iterator[TextRow]:
     """Yield what stands in each row, which may be another JSON value than an object."""
     alone = Path(file).suffix not in PACKED
     offset = _bom_bytes(file) if alone else 0
-    for number, line in enumerate(opened, 1):
+    for number, line in enumerate(_lines(file, opened), 1):
         begin, offset = offset, offset + (len(line) if line.isascii() else len(line.encode()))
         if not line.strip():
             continue
         if line.lstrip().startswith("["):  # one list holds all rows
-            for place, row in enumerate(parse_json(line + opened.read(), file), 1):
+            text = line + opened.read(LONGEST_LIST)
+            if len(text) > LONGEST_LIST:
+                raise ValueError(f"{file}: one list of more than {LONGEST_LIST:,} characters: write a row on each line")
+            for place, row in enumerate(parse_json(text, file), 1):
                 yield TextRow(f"{file}: row {place}", row)
             return
         where = f"{file}:{number}"
         yield TextRow(where, parse_json(line, where), begin if alone else None)
+
+
+def _lines(file: str, opened: IO[str]) -> Iterator[str]:
+    """Yield the lines. Raises ValueError for one that is too long: a few packed bytes may be gigabytes."""
+    number = 0
+    while line := opened.readline(LONGEST_ROW):
+        number += 1
+        if len(line) == LONGEST_ROW:
+            raise ValueError(f"{file}:{number}: a row of more than {LONGEST_ROW:,} characters")
+        yield line
 
 
 def _bom_bytes(file: str) -> int:
@@ -149,8 +163,8 @@ def _integer(text: str) -> int | SpelledNumber:
 
 
 def _table(file: str, opened: IO[str], delimiter: str) -> Iterator[TextRow]:
-    csv.field_size_limit(sys.maxsize)  # worked solutions may exceed the default of 128 KiB
-    reader = csv.DictReader(opened, delimiter=delimiter, restkey="")
+    csv.field_size_limit(LONGEST_ROW)  # worked solutions may exceed the default of 128 KiB
+    reader = csv.DictReader(_lines(file, opened), delimiter=delimiter, restkey="")
     try:
         for row in reader:
             if "" in row:

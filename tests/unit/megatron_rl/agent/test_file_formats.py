@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from optional import needs
 
+from megatron_rl.agent import text_rows
 from megatron_rl.agent.data_rows import DataSource, read_rows
 from megatron_rl.agent.datasets import DataSet, Question, read_questions
 
@@ -155,3 +156,20 @@ def test_compressed_text_needs_no_package(tmp_path: Path) -> None:
     for suffix, packed in ((".gz", gzip.compress(text)), (".bz2", bz2.compress(text)), (".xz", lzma.compress(text))):
         (tmp_path / f"rows.jsonl{suffix}").write_bytes(packed)
         assert [row.values for row in read_rows(DataSource(path=str(tmp_path / f"rows.jsonl{suffix}")))] == ROWS
+
+
+def test_a_small_file_that_unpacks_to_a_row_without_end_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_rows, "LONGEST_ROW", 4096)
+    monkeypatch.setattr(text_rows, "LONGEST_LIST", 8192)
+    long = "a" * 2**24
+    for name, text, said in (
+        ("rows.jsonl.gz", f'{{"prompt": "b"}}\n{{"prompt": "{long}"}}', "rows.jsonl.gz:2: a row of more than 4,096"),
+        ("rows.csv.gz", f"prompt\n{long}\n", "rows.csv.gz:2: a row of more than 4,096"),
+        ("rows.tsv.gz", 'prompt\n"' + "a\n" * 2**20, "field larger than field limit"),
+        ("rows.json.gz", "[\n" + '{"prompt": "b"},\n' * 2**16 + "{}]", "write a row on each line"),
+    ):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+        with pytest.raises(ValueError, match=said):
+            list(read_rows(DataSource(path=str(tmp_path / name))))
