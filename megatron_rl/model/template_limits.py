@@ -26,7 +26,7 @@ from jinja2.utils import concat as joined
 LIMIT_S = 60.0  # of one rendering; an honest one of a million tokens takes less than a second
 MOST = 2**26  # characters of one text, and eighths of a character for each item of a list: 16 million tokens and more
 MOST_IN_ALL = 2**31  # the same of everything that one rendering makes, also of what it drops again
-MOST_NUMBER = 10**6  # largest number that a function takes, such as a width
+MOST_NUMBER = 10**6  # largest width, or number of items
 MOST_BITS = 4096  # of a number that is computed
 MOST_SOURCE = 2**20  # characters of a template
 MOST_INDENT = 16
@@ -35,6 +35,8 @@ OFTEN = 4096  # items between two looks at the time
 
 WIDEST = 200  # characters that a format makes of one of its own, with widths below a thousand
 SPLITS = frozenset({"split", "rsplit", "splitlines"})
+NUMBERED = frozenset({"batch", "center", "indent", "round", "slice", "truncate"})
+"""Filters whose numbers say how much they write. Other functions are given numbers of messages, such as arguments."""
 LISTS = frozenset({"batch", "list", "slice", "sort", "unique"})
 REFUSED_METHODS = frozenset({"expandtabs", "format_map", "maketrans", "translate"})
 REFUSED_FILTERS = ("urlize", "wordwrap", "xmlattr")
@@ -197,7 +199,8 @@ class _Filters(dict[str, Callable[..., Any]]):
         def checked(*given: Any, **named: Any) -> Any:
             _now().turn()
             values = given[behind:]
-            _check_numbers((*values[1:], *named.values()))
+            if name in NUMBERED:
+                _check_numbers((*values[1:], *named.values()))
             if name == "join" and values and not isinstance(values[0], str | list | tuple | dict):
                 values = (list(_turns(values[0])), *values[1:])  # an iterator, which can be read once
             if name in LISTS and values and isinstance(values[0], str):
@@ -255,8 +258,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _now().turn()
-        _check_numbers((*args, *kwargs.values()))
-        if isinstance(owner := getattr(__obj, "__self__", None), str | bytes):
+        if isinstance(owner := getattr(__obj, "__self__", None), str | bytes | int):
+            _check_numbers((*args, *kwargs.values()))
             args = _checked_method(str(getattr(__obj, "__name__", "")), owner, args, kwargs)
         elif getattr(__obj, "__name__", "") == "strftime_now" and args:
             _formatted(str(args[0]), None)
@@ -304,7 +307,7 @@ def _checked_method(name: str, owner: Any, args: tuple[Any, ...], kwargs: dict[s
         _joined(args[0], owner)
     elif name == "replace":
         _replaced(owner, *args, **kwargs)
-    elif name in SPLITS:
+    elif name in SPLITS and isinstance(owner, str):
         _divided(owner, args)
     return args
 
