@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,10 @@ def load_clusters(path: Path | None = None, environ: Mapping[str, str] = os.envi
         raise BadInput(f"{file}: cannot be read: {error.strerror}; MRL_CLUSTERS names another file") from error
     if not there:
         return Clusters(str(file), None, {}, shipped, environ, lambda path: (str(file), False))
-    document = read_mapping(str(file), read_text(file), "cluster profiles, such as lab: {partition: gpu, ...}")
+    text = read_text(file)
+    if file.stat().st_mode & stat.S_IWOTH:
+        raise BadInput(f"{file}: all users can write it, and its commands and images run as you: run chmod o-w on it")
+    document = read_mapping(str(file), text, "cluster profiles, such as lab: {partition: gpu, ...}")
     locate = locator(str(file), document)
     nested = "clusters" in document.value
     prefix = ("clusters",) if nested else ()

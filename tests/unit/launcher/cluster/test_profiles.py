@@ -85,6 +85,12 @@ def test_the_file_of_mrl_clusters_must_exist(tmp_path):
     ]
 
 
+def test_a_file_that_all_users_can_write_is_refused(write, tmp_path):
+    write(LAB)
+    (tmp_path / "clusters.yaml").chmod(0o666)
+    assert "all users can write it, and its commands and images run as you" in problems(write, LAB)[0]
+
+
 def test_the_cluster_is_chosen_by_command_line_then_environment_then_recipe_then_default(write):
     text = f"default: two\nclusters:\n  one: {MINIMAL}\n  two: {MINIMAL}\n"
     many = write(text)
