@@ -9,6 +9,7 @@ import os
 import pwd
 import re
 import stat
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -164,6 +165,26 @@ def cache_folder(kind: str) -> Path:
     """Return the folder for caches of a kind, which may not exist yet. MRL_CACHE moves the caches."""
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mrl"
     return Path(os.environ.get(CACHE_VARIABLE, home)) / kind
+
+
+def own_temporary_folder(name: str) -> Path:
+    """Return a folder among temporary files that this user alone can write, with its number in the name. It is made if
+    it does not exist. Raises PermissionError if another user has made it, who could put files there for us to run."""
+    folder = Path(tempfile.gettempdir(), f"{name}-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(errno.EPERM, "belongs to another user, or others may write into it", str(folder))
+    return folder
+
+
+def compiler_cache() -> str:
+    """Return the folder for code that torch compiles and loads again. By default it is one in /tmp whose name another
+    user can guess, make first, and fill."""
+    try:
+        return str(own_temporary_folder("mrl-compiled"))
+    except OSError:
+        return tempfile.mkdtemp(prefix="mrl-compiled-")
 
 
 def names_in(folder: AnyPath) -> list[str]:

@@ -25,6 +25,7 @@ from megatron_rl.contract.codes import (
     FINISHED,
     KILLED_TOO_S,
 )
+from megatron_rl.contract.files import compiler_cache
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox, LogFormatter
@@ -61,6 +62,7 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, notifi
     # Otherwise torch (seen in 2.11 and 2.13) compiles in processes beside this one. A signal that asks the ranks to
     # leave ends them, and the next compilation waits for them for ever.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler_cache())
     timeline = Timeline()
     files.folder.mkdir(parents=True, exist_ok=True)
     activity = Activity(files, published=world.rank == 0)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
 from megatron_rl.contract.children import death_with_parent
+from megatron_rl.contract.files import own_temporary_folder
 
 MAGIC = b"hsqs"
 """First bytes of a squashfs file, which `enroot import` makes."""
@@ -78,12 +77,10 @@ def root_of(image: Path) -> Iterator[Path]:
 
 
 def _own_folder() -> Path:
-    folder = Path(tempfile.gettempdir(), f"mrl-images-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    owner = folder.lstat()
-    if owner.st_uid != os.getuid() or stat.S_IMODE(owner.st_mode) & 0o077 or not stat.S_ISDIR(owner.st_mode):
-        raise UnusableImage(f"{folder}: it belongs to another user, or others may write into it: delete it")
-    return folder
+    try:
+        return own_temporary_folder("mrl-images")
+    except PermissionError as error:
+        raise UnusableImage(f"{error.filename}: it {error.strerror}: delete it") from error
 
 
 def _unpack(image: Path, root: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.contract.files import compiler_cache
 from megatron_rl.generate.vllm.client import MODEL_NAME
 from megatron_rl.generate.vllm.plugin import BACKEND
 from megatron_rl.generate.vllm.returned_choices import returned_form
@@ -334,11 +334,9 @@ def vllm_environment(
         settings = [each for each in found.pop(name).split(",") if not each.strip().startswith(EXPANDABLE)]
         found |= {name: ",".join(settings)} if settings else {}
     found["PYTHONPATH"] = ":".join([str(served.plugins), *filter(None, [environ.get("PYTHONPATH")])])
-    # The cache of torch's compiler outlives vLLM. By default it is a folder with the user's name in TMPDIR.
-    compiled = Path(environ.get("TMPDIR", "/tmp")) / f"torchinductor_{environ.get('USER') or os.geteuid()}"
     ours = {
         "TMPDIR": str(served.temporary),
-        "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
+        "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR") or compiler_cache(),  # outlives vLLM
         "VLLM_RPC_BASE_PATH": str(served.folder),  # sockets between its processes, in /tmp by default
         "VLLM_SERVER_DEV_MODE": "1",  # opens the routes of weights; the socket is for the front alone
         "VLLM_NO_USAGE_STATS": "1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +125,26 @@ def test_a_private_file_is_private_from_its_creation(tmp_path, monkeypatch):
     finally:
         os.umask(before)
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("planted", ["open to all", "a link", "another user's"])
+def test_compiled_code_is_loaded_from_no_folder_that_another_user_made(tmp_path, monkeypatch, planted):
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
+    folder, other = tmp_path / f"mrl-compiled-{os.getuid()}", tmp_path / "other"
+    if planted == "a link":
+        other.mkdir()
+        folder.symlink_to(other)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if planted == "open to all" else 0o755)
+        if planted == "another user's":
+            if os.geteuid() != 0:
+                pytest.skip("only root can give a folder to another user")
+            os.chown(folder, 65534, 65534)
+    found = files.compiler_cache()
+    assert found not in (str(folder), str(other))
+    assert Path(found).stat().st_mode & 0o777 == 0o700
+    if not folder.is_symlink():
+        os.chown(folder, os.getuid(), os.getgid())
+    folder.unlink() if folder.is_symlink() else folder.rmdir()
+    assert files.compiler_cache() == str(folder) == files.compiler_cache()

@@ -159,10 +159,13 @@ def test_options_that_vllm_refuses_are_a_wrong_configuration_and_other_ends_are_
         pass
 
 
-def test_temporary_files_are_in_the_private_folder_and_the_compilers_cache_is_not(tmp_path: Path) -> None:
-    found = vllm_environment({"TMPDIR": "/scratch", "USER": "me"}, Served(tmp_path / "model", tmp_path), cpu=True)
-    assert found["TMPDIR"] == str(tmp_path / "tmp")
-    assert found["TORCHINDUCTOR_CACHE_DIR"] == "/scratch/torchinductor_me"
+def test_temporary_files_are_in_the_private_folder_and_the_compilers_cache_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = vllm_environment({"TMPDIR": "/scratch"}, Served(tmp_path / "model", tmp_path / "vllm"), cpu=True)
+    assert found["TMPDIR"] == str(tmp_path / "vllm" / "tmp")
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/mrl-compiled-{os.getuid()}"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no files")
