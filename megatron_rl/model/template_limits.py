@@ -33,7 +33,7 @@ MOST_INDENT = 16
 ITEM = 8
 OFTEN = 4096  # items between two looks at the time
 
-WIDEST = 200  # characters that a format makes of one of its own, with widths below a thousand
+WIDEST = 200  # characters that a format makes of each of its characters, with widths below a thousand
 SPLITS = frozenset({"split", "rsplit", "splitlines"})
 NUMBERED = frozenset({"batch", "center", "indent", "round", "slice", "truncate"})
 """Filters whose numbers say how much they write. Other functions are given numbers of messages, such as arguments."""
@@ -44,7 +44,7 @@ REFUSED_GLOBALS = ("lipsum",)
 MADE, TEXT, TURN = "_made", "_text", "_turns"
 """Filters that `BoundedEnvironment` puts around expressions."""
 WIDE = re.compile(r"\d{4}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
-"""In a format: a width of a thousand, or one that is an argument."""
+"""Finds a width of a thousand in a format, or one that is an argument."""
 
 
 class TemplateUnbounded(SecurityError):

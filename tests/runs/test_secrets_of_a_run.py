@@ -123,6 +123,6 @@ def test_no_file_log_argument_or_output_has_a_secret(home: Path, shape: tuple[st
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_sees_no_environment_of_a_process() -> None:
-    """What ps shows of other users' processes are their arguments; their environments need their rights."""
+    """`ps` shows the arguments of other users' processes; their environments need their rights."""
     other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "cat", f"/proc/{os.getpid()}/environ"]
     assert os.spawnvp(os.P_WAIT, other[0], other) != 0

@@ -1,4 +1,4 @@
-"""What a model, a program or a rank writes cannot control the terminal of who looks at a run."""
+"""A text of a model, a program or a rank cannot control the terminal of anyone who looks at a run."""
 
 from __future__ import annotations
 
