@@ -167,7 +167,7 @@ def _replicas(config: RunConfig, sizes: Sizes, attempt: Attempt) -> Iterator[Loc
         command = replica_command(replica_python(config, None, INFER), attempt)
         gpus = sizes.replica_gpus if sizes.starts_workers else 0
         yield LocalReplicas(INFER, sizes.replicas, sizes.replica_processes, gpus, command, sizes.shares_devices)
-    for one in sizes.served:
+    for one in sizes.fixed:
         command = replica_command(replica_python(config, None, one.kind), attempt)
         gpus = one.tp if one.starts_workers else 0
         yield LocalReplicas(one.kind, one.replicas(sizes.gpus_per_node), one.processes, gpus, command)

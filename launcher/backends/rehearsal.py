@@ -62,7 +62,7 @@ def rehearsed_kinds(
 ) -> list[RankKind]:
     """Return the kinds of ranks that can be rehearsed: not those of an engine that divides their memory itself, nor
     those of a teacher whose shape is unknown."""
-    left_out = {one.kind for one in sizes.served if one.starts_workers or teachers.of_replicas is None}
+    left_out = {one.kind for one in sizes.fixed if one.starts_workers or teachers.of_replicas is None}
     if capabilities_of(config.inference.engine).starts_workers:
         left_out.add("inference")
     return [kind for kind in rank_kinds(sizes) if kind.role not in left_out]

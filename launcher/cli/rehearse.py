@@ -82,7 +82,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
                 click.echo(f"note: the teacher is left out: {one.teacher} is not on this machine", err=True)
         if elsewhere:
             click.echo(f"note: {OF_ENGINE[sizes.shares_devices].format(engine)}", err=True)
-        for one in sizes.served:
+        for one in sizes.fixed:
             if one.starts_workers:
                 left_out = f"the replicas of the {one.name} are left out: vLLM divides their memory itself"
                 click.echo(f"note: {left_out}", err=True)

@@ -13,7 +13,7 @@ from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import DoctorFinding, error, note, ok, warning
 from megatron_rl.contract.paths import INFER
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.served_models import VLLM_SECTIONS
+from megatron_rl.recipe.fixed_models import VLLM_SECTIONS
 from megatron_rl.recipe.vllm import VllmConfig
 from megatron_rl.recipe.vllm_releases import CPU_BUILD, TRIED, nearest, package_of, untried
 

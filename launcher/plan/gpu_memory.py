@@ -80,7 +80,7 @@ def rank_memories(config: RunConfig, sizes: Sizes, vocab: int) -> list[RankMemor
     found = [max((_training(config, sizes, vocab, stage) for stage in range(sizes.pp)), key=lambda one: one.total)]
     if sizes.partitioned:
         found.append(_inference(config, sizes, vocab))
-    if TEACHER in sizes.nodes_of_served and config.distill and config.distill.parameters:
+    if TEACHER in sizes.nodes_of_fixed and config.distill and config.distill.parameters:
         found.append(_teacher(config, config.distill.parameters))
     return found
 
@@ -137,9 +137,9 @@ def least_host_bytes(config: RunConfig, sizes: Sizes) -> int:
         for one in rank_memories(config, sizes, rows)
     }
     counts = {"training": sizes.training_world, "colocated": sizes.training_world, "inference": sizes.generating}
-    counts |= {one.kind: one.nodes * sizes.gpus_per_node for one in sizes.served}
+    counts |= {one.kind: one.nodes * sizes.gpus_per_node for one in sizes.fixed}
     fronts = sizes.replicas * sizes.starts_workers
-    fronts += sum(one.replicas(sizes.gpus_per_node) * one.starts_workers for one in sizes.served)
+    fronts += sum(one.replicas(sizes.gpus_per_node) * one.starts_workers for one in sizes.fixed)
     workers = sizes.generating * sizes.shares_devices
     held = sum(counts[role] * (PROCESS_BYTES + each) for role, each in lasting.items())
     return held + workers * PROCESS_BYTES + fronts * (PROCESS_BYTES + VLLM_BYTES)

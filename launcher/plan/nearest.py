@@ -69,21 +69,21 @@ def nearest(sizes: Sizes, node_gpus: int | None, model: ModelConfig | None) -> l
 
 
 def _keys(sizes: Sizes) -> dict[str, str]:
-    return _KEYS | {f"{one.kind}.{size}": f"{one.key}.{size}" for one in sizes.served for size in ("nodes", "tp")}
+    return _KEYS | {f"{one.kind}.{size}": f"{one.key}.{size}" for one in sizes.fixed for size in ("nodes", "tp")}
 
 
 def _value(sizes: Sizes, name: str) -> Any:
     kind, _, size = name.rpartition(".")
-    return getattr(next(one for one in sizes.served if one.kind == kind), size) if kind else getattr(sizes, name)
+    return getattr(next(one for one in sizes.fixed if one.kind == kind), size) if kind else getattr(sizes, name)
 
 
 def _changed(sizes: Sizes, changes: Mapping[str, Any]) -> Sizes:
     plain = {name: value for name, value in changes.items() if "." not in name}
-    served = sizes.served
+    fixed = sizes.fixed
     for name in changes.keys() - plain.keys():
         kind, _, size = name.partition(".")
-        served = tuple(replace(one, **{size: changes[name]}) if one.kind == kind else one for one in served)
-    return replace(sizes, **plain, served=served)
+        fixed = tuple(replace(one, **{size: changes[name]}) if one.kind == kind else one for one in fixed)
+    return replace(sizes, **plain, fixed=fixed)
 
 
 def _strain(sizes: Sizes, changes: dict[str, Any]) -> float:
@@ -128,8 +128,8 @@ def _simplest(sizes: Sizes, node_gpus: int | None) -> dict[str, Any]:
     plain["gpus_per_node"] = min(sizes.gpus_per_node, node_gpus or sizes.gpus_per_node)
     plain["asked_inference_tp"] = sizes.asked_inference_tp and 1
     plain |= dict.fromkeys(LARGE, 1) | {"nodes_per_replica": None}
-    if sizes.served:
-        plain["nodes"] = max(1 + len(sizes.served), sizes.nodes)
+    if sizes.fixed:
+        plain["nodes"] = max(1 + len(sizes.fixed), sizes.nodes)
         plain |= {name: 1 for name in _keys(sizes) if "." in name}
     return {name: value for name, value in plain.items() if value != _value(sizes, name)}
 

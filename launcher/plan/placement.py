@@ -28,9 +28,9 @@ from typing import Literal, cast
 from launcher.plan.sizes import LayoutError, Sizes, check
 from megatron_rl.contract.paths import INFER, TRAIN
 from megatron_rl.contract.plan_records import PlanRole, PlanStep, steps_of_roles
+from megatron_rl.recipe.fixed_models import FixedModel
 from megatron_rl.recipe.job import JobConfig, PlacementConfig
 from megatron_rl.recipe.model import ModelConfig
-from megatron_rl.recipe.served_models import ServedModel
 
 Role = Literal["colocated", "training", "inference", "teacher", "reward"]
 """The last two are kinds of replicas with another model than the policy."""
@@ -81,12 +81,12 @@ class Plan:
         sizes = self.sizes
         found = [PlanRole(TRAIN, 0, sizes.nodes - sizes.training_nodes, None, sizes.gpus_per_node)]
         if sizes.has_replicas:
-            first = 0 if sizes.shares_devices else -(sizes.inference_nodes + sizes.served_nodes)
+            first = 0 if sizes.shares_devices else -(sizes.inference_nodes + sizes.fixed_nodes)
             tasks = sizes.replica_processes // sizes.replica_nodes
-            behind, shares = sizes.served_nodes, sizes.shares_devices
+            behind, shares = sizes.fixed_nodes, sizes.shares_devices
             found.append(PlanRole(INFER, first, behind, sizes.replica_gpus, tasks, shares_devices=shares))
-        for one in sizes.served:
-            its = sizes.nodes_of_served[one.kind]
+        for one in sizes.fixed:
+            its = sizes.nodes_of_fixed[one.kind]
             found.append(PlanRole(one.kind, its.start - sizes.nodes, sizes.nodes - its.stop, one.tp, one.processes))
         return found
 
@@ -108,7 +108,7 @@ def place(
     node_gpus: int | None = None,
     model: ModelConfig | None = None,
     engine: str = "native",
-    served: tuple[ServedModel, ...] = (),
+    fixed: tuple[FixedModel, ...] = (),
 ) -> Plan:
     """Return the plan for `job.nodes`, or for its upper end if it is a range.
 
@@ -116,14 +116,14 @@ def place(
         node_gpus: GPUs of each node of the cluster; None: unknown.
         model: also refuse sizes that do not divide this model.
         engine: inference.engine of the recipe.
-        served: models of the recipe that have separate nodes.
+        fixed: models of the recipe that have separate nodes.
 
     Raises:
         LayoutError: the layout is impossible. The message has the arithmetic and the nearest valid layouts.
     """
     limit = node_gpus if job.device == "cuda" else None
     counts = range(job.most_nodes, job.fewest_nodes - 1, -1)
-    sizes = [Sizes.of(job, placement, nodes, engine, served) for nodes in counts]
+    sizes = [Sizes.of(job, placement, nodes, engine, fixed) for nodes in counts]
     problems = {each.nodes: check(each, limit, model) for each in sizes}
     possible = [each for each in sizes if not problems[each.nodes]]
     for end in (sizes[0], sizes[-1]):
@@ -146,11 +146,11 @@ def _advice(
 
 def _ranks(sizes: Sizes, nodes: range) -> Iterator[Rank]:
     training = sizes.training_world
-    serving = {node: one for one in sizes.served for node in sizes.nodes_of_served[one.kind]}
+    serving = {node: one for one in sizes.fixed for node in sizes.nodes_of_fixed[one.kind]}
     for rank in range(nodes.start * sizes.gpus_per_node, nodes.stop * sizes.gpus_per_node):
         node, gpu = divmod(rank, sizes.gpus_per_node)
         if one := serving.get(node):
-            within = rank - sizes.nodes_of_served[one.kind].start * sizes.gpus_per_node
+            within = rank - sizes.nodes_of_fixed[one.kind].start * sizes.gpus_per_node
             yield Rank(rank, node, gpu, cast(Role, one.kind), None, Infer(*divmod(within, one.tp)))
         elif rank >= training:
             yield Rank(rank, node, gpu, "inference", None, _infer(rank - training, sizes))
@@ -197,4 +197,4 @@ def rank_kinds(sizes: Sizes) -> list[RankKind]:
     stages = sorted({0, min(1, sizes.pp - 1), sizes.pp - 1})
     kinds = [RankKind(role, stage, stage * (world // sizes.pp), world) for stage in stages]
     kinds += [RankKind("inference", None, 0, sizes.replica_gpus)] * sizes.has_replicas
-    return kinds + [RankKind(cast(Role, one.kind), None, 0, one.tp) for one in sizes.served]
+    return kinds + [RankKind(cast(Role, one.kind), None, 0, one.tp) for one in sizes.fixed]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.fixed_models import FixedModel
 from megatron_rl.recipe.job import JobConfig, PlacementConfig, StageEnds, data_parallel_size
 from megatron_rl.recipe.layer_sizes import stage_layers
 from megatron_rl.recipe.model import ModelConfig
-from megatron_rl.recipe.served_models import ServedModel
 
 
 class LayoutError(Exception):
@@ -47,7 +47,7 @@ class Sizes:
     stage_ends: StageEnds = (None, None)
     nodes_per_replica: int | None = None
     """Nodes that an inference replica must have; None: those that it needs."""
-    served: tuple[ServedModel, ...] = ()
+    fixed: tuple[FixedModel, ...] = ()
     """Other models with nodes to themselves, the last ones, in the order of the nodes."""
 
     @classmethod
@@ -57,13 +57,13 @@ class Sizes:
         placement: PlacementConfig,
         nodes: int,
         engine: str = "native",
-        served: tuple[ServedModel, ...] = (),
+        fixed: tuple[FixedModel, ...] = (),
     ) -> Sizes:
         """Return the sizes of a recipe on `nodes` nodes.
 
         Args:
             engine: inference.engine of the recipe.
-            served: models of the recipe that have separate nodes.
+            fixed: models of the recipe that have separate nodes.
         """
         training, inference = placement.training, placement.inference
         return cls(
@@ -84,7 +84,7 @@ class Sizes:
             inference_ep=inference.ep,
             stage_ends=training.stage_ends,
             nodes_per_replica=inference.nodes_per_replica,
-            served=served,
+            fixed=fixed,
         )
 
     @property
@@ -117,18 +117,18 @@ class Sizes:
         return self.replica_nodes if self.starts_workers else self.replica_gpus
 
     @property
-    def served_nodes(self) -> int:
-        return sum(one.nodes for one in self.served)
+    def fixed_nodes(self) -> int:
+        return sum(one.nodes for one in self.fixed)
 
     @property
-    def nodes_of_served(self) -> dict[str, range]:
+    def nodes_of_fixed(self) -> dict[str, range]:
         """Nodes of each other model, by the kind of its replicas."""
-        ends = [*accumulate((one.nodes for one in self.served), initial=self.nodes - self.served_nodes)]
-        return {one.kind: range(*of) for one, of in zip(self.served, pairwise(ends), strict=True)}
+        ends = [*accumulate((one.nodes for one in self.fixed), initial=self.nodes - self.fixed_nodes)]
+        return {one.kind: range(*of) for one, of in zip(self.fixed, pairwise(ends), strict=True)}
 
     @property
     def training_nodes(self) -> int:
-        return self.nodes - self.inference_nodes - self.served_nodes
+        return self.nodes - self.inference_nodes - self.fixed_nodes
 
     @property
     def training_world(self) -> int:
@@ -195,12 +195,12 @@ def _split(s: Sizes) -> Iterator[str]:
         yield f"placement.mode partitioned needs placement.inference.nodes, the nodes of {s.nodes} that only generate"
     elif s.training_nodes < 1:
         apart = {"placement.inference.nodes": s.inference_nodes} if s.inference_nodes else {}
-        apart |= {f"{one.key}.nodes": one.nodes for one in s.served}
+        apart |= {f"{one.key}.nodes": one.nodes for one in s.fixed}
         names = " and ".join(f"{key} {nodes}" for key, nodes in apart.items())
         counts = " - ".join(map(str, (s.nodes, *apart.values())))
         verb = "leave" if len(apart) > 1 else "leaves"
         yield f"{names} of job.nodes {s.nodes} {verb} {counts} = {s.training_nodes} nodes to train"
-    for one in s.served if s.training_nodes > 0 else ():
+    for one in s.fixed if s.training_nodes > 0 else ():
         if s.gpus_per_node % one.tp:
             yield (
                 f"{one.key}.tp {one.tp} does not divide job.gpus_per_node {s.gpus_per_node} "

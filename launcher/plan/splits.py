@@ -19,6 +19,7 @@ from megatron_rl.recipe.cards import Card
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.device_turns import Act
 from megatron_rl.recipe.engines import capabilities_of
+from megatron_rl.recipe.fixed_models import fixed_models
 from megatron_rl.recipe.job import PlacementConfig
 
 MOST_SPLITS = 8
@@ -93,7 +94,14 @@ def lay_out(
     job = config.job.model_copy(update={"nodes": nodes})
     try:
         node_gpus = profile.gpus_per_node if profile else None
-        plan = place(job, placement, node_gpus, config.model, config.inference.engine, config.served_models)
+        plan = place(
+            job,
+            placement,
+            node_gpus,
+            config.model,
+            config.inference.engine,
+            fixed_models(config.distill, config.reward),
+        )
     except LayoutError:
         return None
     if config.grpo.prompts_per_step < plan.sizes.dp:

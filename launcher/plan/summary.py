@@ -21,6 +21,7 @@ from launcher.recipe.load import Recipe, refusal
 from megatron_rl.contract.shapes import to_json
 from megatron_rl.recipe.cards import find_card, without_fp8
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.fixed_models import fixed_models
 from megatron_rl.recipe.job import Offload
 from megatron_rl.recipe.model import too_small_head
 
@@ -61,7 +62,12 @@ def make_plan(recipe: Recipe, profile: Profile | None) -> Plan:
     try:
         node_gpus = profile.gpus_per_node if profile else None
         plan = place(
-            config.job, config.placement, node_gpus, config.model, config.inference.engine, config.served_models
+            config.job,
+            config.placement,
+            node_gpus,
+            config.model,
+            config.inference.engine,
+            fixed_models(config.distill, config.reward),
         )
     except LayoutError as error:
         raise refusal(recipe, error.problems) from error
@@ -207,7 +213,7 @@ def _of_count(config: RunConfig, plan: Plan, vocab: int, limit: int | None) -> d
                 "replicas": one.replicas(sizes.gpus_per_node),
                 "tp": one.tp,
             }
-            for one in sizes.served
+            for one in sizes.fixed
         },
         "batch": asdict(batch(config, plan)),
         "memory": [

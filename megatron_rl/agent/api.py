@@ -27,7 +27,7 @@ from megatron_rl.recipe.inference import Sampling
 from megatron_rl.recipe.registry import RegisteredEnvironment, environment_arguments, environment_class
 
 if TYPE_CHECKING:  # imports an HTTP client, which is slow; the launcher imports this module to check a recipe
-    from megatron_rl.generate.replicas.served_models import Running
+    from megatron_rl.generate.replicas.fixed_replicas import Running
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from megatron_rl.recipe.registry import check_files, required_datasets, required
 from megatron_rl.recipe.section import Section
 
 if TYPE_CHECKING:  # as in agent.api
-    from megatron_rl.generate.replicas.served_models import Running
+    from megatron_rl.generate.replicas.fixed_replicas import Running
 
 
 class MultiTaskConfig(Section):

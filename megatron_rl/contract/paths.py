@@ -17,7 +17,7 @@ INFER, TEACHER, REWARD = "infer", "teacher", "reward"
 `infer-0`, `teacher-0`, `reward-0`."""
 FOLDERS = {INFER: "replicas", TEACHER: "teachers", REWARD: "reward_models"}
 """Kind of replicas -> folder of their files in that of the attempt."""
-SERVED = {TEACHER: "teacher", REWARD: "reward model"}
+FIXED = {TEACHER: "teacher", REWARD: "reward model"}
 """Kinds of replicas with another model than the policy -> that model in words."""
 NUMBER_OPTIONS = {INFER: "--replica", TEACHER: "--teacher", REWARD: "--reward"}
 """Kind of replicas -> option of `megatron_rl.replica_main` with the number of one."""

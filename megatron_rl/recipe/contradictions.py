@@ -8,13 +8,13 @@ from megatron_rl.recipe.architectures.rows import ARCHITECTURES
 from megatron_rl.recipe.distill import DistillConfig
 from megatron_rl.recipe.engine_limits import against_engine
 from megatron_rl.recipe.evaluation_limits import against_evaluation
+from megatron_rl.recipe.fixed_models import VLLM_SECTIONS, fixed_models
 from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.hf_config import architecture_of, features, names_of
 from megatron_rl.recipe.inference import pages_of
 from megatron_rl.recipe.lora_section import EXPERT_LINEARS
 from megatron_rl.recipe.row_limits import against_rows
 from megatron_rl.recipe.sections import Sections
-from megatron_rl.recipe.served_models import VLLM_SECTIONS
 
 
 def contradictions(config: Sections) -> Iterator[str]:
@@ -28,7 +28,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from against_rows(config)
     yield from _of_router_replay(config)
     yield from _of_teacher(config)
-    yield from _of_served_models(config)
+    yield from _of_fixed_models(config)
     if against := against_engine(config):
         yield against
     yield from _of_profile(config)
@@ -229,13 +229,13 @@ def _of_teacher(config: Sections) -> Iterator[str]:
         yield "distill.replicas is given, and every environment has a teacher elsewhere: leave it out"
 
 
-def _of_served_models(config: Sections) -> Iterator[str]:
+def _of_fixed_models(config: Sections) -> Iterator[str]:
     if config.reward is not None and config.supervised:
         yield (
             "reward is given, and training.objective is supervised, which scores no answers to train on: set "
             "training.objective to grpo, or leave reward out"
         )
-    for one in config.served_models:
+    for one in fixed_models(config.distill, config.reward):
         if config.job.fewest_nodes < config.job.most_nodes:
             yield f"job.nodes {config.job.nodes} is a range, and {one.key} needs one number: each node has a fixed role"
     images = {kind: str(one.image) for kind, one in config.started_vllms.items()}

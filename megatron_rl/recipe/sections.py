@@ -14,6 +14,7 @@ from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.environment_grpo import Algorithms
 from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig, Environments
 from megatron_rl.recipe.evaluation_section import EvaluationConfig
+from megatron_rl.recipe.fixed_models import fixed_models
 from megatron_rl.recipe.grpo import GrpoConfig
 from megatron_rl.recipe.inference import PAGE_TOKENS, InferenceConfig, Sampling
 from megatron_rl.recipe.job import HarvestConfig, JobConfig, Offload, PlacementConfig, ProfileConfig, data_parallel_size
@@ -23,10 +24,9 @@ from megatron_rl.recipe.reward_section import RewardConfig
 from megatron_rl.recipe.rollout import AsyncConfig, CurriculumConfig, ResumeConfig
 from megatron_rl.recipe.save_section import SaveConfig
 from megatron_rl.recipe.section import FilePath, PathMark, Section
-from megatron_rl.recipe.served_models import ServedModel
 from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 from megatron_rl.recipe.training import OptimizerConfig, TrainingConfig
-from megatron_rl.recipe.vllm import VllmConfig
+from megatron_rl.recipe.vllm import VllmConfig, as_policy
 
 NAME_WORDS = "letters, digits, dots, dashes and underscores, the first a letter or digit"
 
@@ -168,7 +168,7 @@ class Sections(Section):
         """Data-parallel replicas of the training ranks on the most nodes."""
         layout, apart = self.placement.training, self.placement.inference.nodes or 0
         nodes = self.job.most_nodes - (apart if self.placement.mode == "partitioned" else 0)
-        nodes -= sum(one.nodes for one in self.served_models)
+        nodes -= sum(one.nodes for one in fixed_models(self.distill, self.reward))
         return data_parallel_size(nodes * self.job.gpus_per_node, layout.tp, layout.pp, layout.cp)
 
     @property
@@ -181,35 +181,13 @@ class Sections(Section):
         replicas = self.teacher_replicas
         if replicas is None or not capabilities_of(replicas.engine).starts_workers:
             return None
-        return replicas.vllm or self._vllm_of_policy
-
-    @property
-    def reward_vllm(self) -> VllmConfig | None:
-        """Settings of the vLLM that holds the reward model; None: the run starts none."""
-        return (self.reward.replicas.vllm or self._vllm_of_policy) if self.reward else None
-
-    @property
-    def _vllm_of_policy(self) -> VllmConfig:
-        """Image and Python of the policy's vLLM, for another model."""
-        own = self.inference.own_vllm
-        return own.model_copy(update={"args": {}}) if own else VllmConfig()
-
-    @property
-    def served_models(self) -> tuple[ServedModel, ...]:
-        """Models on replicas with separate nodes, whose weights never change, in the order of those nodes."""
-        found = []
-        if (distill := self.distill) is not None and (teacher := self.teacher_replicas) is not None:
-            key, layout = "distill.replicas", (teacher.nodes, teacher.tp)
-            found.append(ServedModel(TEACHER, key, distill.teacher, teacher.engine, *layout))
-        if (reward := self.reward) is not None:
-            layout = reward.replicas.nodes, reward.replicas.tp
-            found.append(ServedModel(REWARD, "reward.replicas", reward.model, "vllm", *layout))
-        return tuple(found)
+        return replicas.vllm or as_policy(self.inference.own_vllm)
 
     @property
     def started_vllms(self) -> dict[str, VllmConfig]:
         """Settings of the vLLM of each kind of replica (`contract.paths`) that has it."""
-        found = {INFER: self.inference.own_vllm, TEACHER: self.teacher_vllm, REWARD: self.reward_vllm}
+        reward = (self.reward.replicas.vllm or as_policy(self.inference.own_vllm)) if self.reward else None
+        found = {INFER: self.inference.own_vllm, TEACHER: self.teacher_vllm, REWARD: reward}
         return {kind: vllm for kind, vllm in found.items() if vllm is not None}
 
     @property

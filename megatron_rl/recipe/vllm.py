@@ -104,3 +104,9 @@ class VllmConfig(Section):
         if not valid:
             raise ValueError("args: gpu-memory-utilization must be a share of a GPU's memory, above 0 and at most 1")
         return self
+
+
+def as_policy(own: VllmConfig | None) -> VllmConfig:
+    """Return the settings of a vLLM with another model than the policy: image and Python of the policy's. own: that
+    one."""
+    return own.model_copy(update={"args": {}}) if own else VllmConfig()

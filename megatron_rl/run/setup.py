@@ -21,7 +21,7 @@ from megatron_rl.run.lesson import record_lesson, right_answer
 from megatron_rl.run.models import build_judges, build_models
 from megatron_rl.run.problems import build_material, check_unchanged
 from megatron_rl.run.repeated_evaluation import ResumedEvaluation, resume_evaluation
-from megatron_rl.run.reward_model import connect_reward_model
+from megatron_rl.run.reward_connection import connect_reward_model
 from megatron_rl.run.state import Counters, Run, best_so_far, restore
 
 

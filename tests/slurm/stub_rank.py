@@ -1,7 +1,7 @@
 #!/usr/bin/env -S python3 -S
 """Rank without torch that does in milliseconds what training does. A profile names this file as the ranks' `python`.
 
-    stub_rank.py -m MODULE --run-dir DIR --attempt N [--replica K | --teacher K]
+    stub_rank.py -m MODULE --run-dir DIR --attempt N [--replica K | --teacher K | --reward K]
 
 Each process writes its environment to attempts/NNN/seen/STEP.RANK.json. MRL_STUB, a JSON object in the environment of
 the job, has these keys, all optional:
@@ -37,8 +37,8 @@ parser.add_argument("-P", action="store_true")
 parser.add_argument("-m", dest="module")
 parser.add_argument("--run-dir")
 parser.add_argument("--attempt", type=int)
-parser.add_argument("--replica", type=int)
-parser.add_argument("--teacher", type=int)
+for kind, option in paths.NUMBER_OPTIONS.items():
+    parser.add_argument(option, type=int, dest=kind)
 options = parser.parse_args()
 asked = {"steps": 5, "seconds": 0.05, **json.loads(os.environ.get("MRL_STUB", "{}"))}
 run = RunDir(options.run_dir)
@@ -47,10 +47,9 @@ rank = int(os.environ["SLURM_PROCID"])
 told = []
 activity = Activity(attempt, published=False)
 files = attempt
-if options.replica is not None:
-    files = attempt.replica(options.replica)
-elif options.teacher is not None:
-    files = attempt.replica(options.teacher, paths.TEACHER)
+for kind in paths.NUMBER_OPTIONS:
+    if (number := getattr(options, kind)) is not None:
+        files = attempt.replica(number, kind)
 box = BlackBox(files, rank, int(os.environ["SLURM_NTASKS"]), activity)
 
 
@@ -152,6 +151,6 @@ def serve():
 seen = attempt.folder / "seen" / "{}.{}.json".format(os.environ["MRL_STEP"], rank)
 seen.parent.mkdir(exist_ok=True)
 what = {"module": options.module, "host": os.uname().nodename, "cwd": os.getcwd(), "code": paths.__file__}
-write_json(seen, dict(what, replica=options.replica, environment=dict(os.environ)))
+write_json(seen, dict(what, replica=options.infer, environment=dict(os.environ)))
 role = os.environ["MRL_STEP"].partition("-")[0]
-{"train": train, "infer": serve, "teacher": serve, "fabric": reduce}[role]()
+{"train": train, "infer": serve, "teacher": serve, "reward": serve, "fabric": reduce}[role]()

@@ -92,7 +92,7 @@ def _facts(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Table:
             else "",
         ),
         ("teacher", _teacher(config, sizes)),
-        ("reward model", _served(sizes, REWARD)),
+        ("reward model", _fixed(sizes, REWARD)),
         *_batch(config, summary["batch"]),
         ("model", _parameters(summary["model"])),
         ("checkpoint", _checkpoint(summary["checkpoint"])),
@@ -124,15 +124,15 @@ def _place_of(distill: DistillConfig, sizes: Sizes) -> str:
     if distill.teacher == POLICY:
         return "the policy, which reads other prompts"
     if distill.replicas is not None:
-        return _served(sizes, TEACHER)
+        return _fixed(sizes, TEACHER)
     if distill.server:
         return f"{distill.teacher} at {', '.join(distill.server.urls)}"
     return f"{distill.teacher} on the training ranks, frozen"
 
 
-def _served(sizes: Sizes, kind: str) -> str:
+def _fixed(sizes: Sizes, kind: str) -> str:
     """Replicas of another model than the policy; empty if there are none. kind: theirs."""
-    for one in sizes.served:
+    for one in sizes.fixed:
         if one.kind == kind:
             product = _product(
                 {"tp": one.tp, "replicas": one.replicas(sizes.gpus_per_node)}, one.nodes * sizes.gpus_per_node

@@ -19,8 +19,8 @@ def node_lines(plan: Plan) -> Iterator[str]:
     """Yield `node 3 dp6 p1 | dp7 p1` for each node, with a label for each tensor-parallel group of its GPUs, and after
     `with` the replicas on the same GPUs. Of many nodes with one role the first three and the last are shown."""
     sizes = plan.sizes
-    generating = range(sizes.training_nodes, plan.nodes - sizes.served_nodes)
-    for nodes in (range(sizes.training_nodes), generating, *sizes.nodes_of_served.values()):
+    generating = range(sizes.training_nodes, plan.nodes - sizes.fixed_nodes)
+    for nodes in (range(sizes.training_nodes), generating, *sizes.nodes_of_fixed.values()):
         folded = len(nodes) > FOLD
         for node in [*nodes[:3], nodes[-1]] if folded else nodes:
             if folded and node == nodes[-1]:
@@ -55,7 +55,7 @@ def legend(plan: Plan) -> str:
     what = ["dp: data-parallel replica"]
     if sizes.has_replicas:
         what.append("r: inference replica" + ", in turns on the same GPUs" * sizes.shares_devices)
-    what += [f"{LETTERS[one.kind]}: replica of the {one.name}" for one in sizes.served]
+    what += [f"{LETTERS[one.kind]}: replica of the {one.name}" for one in sizes.fixed]
     if sizes.pp > 1:
         what.append("p: pipeline stage")
     if sizes.cp > 1:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from launcher.host.judge.verdict import Verdict
 from megatron_rl.contract.attempt_records import ReplicaState
 from megatron_rl.contract.codes import CRASHED, MISCONFIGURED, REPLICA_GIVEN_UP
-from megatron_rl.contract.paths import INFER, SERVED
+from megatron_rl.contract.paths import FIXED, INFER
 
 RESTARTS = 5  # restarts of a replica in one attempt
 EARNED_S = 1800.0  # seconds of life that earn one of them back
 PAUSE_S = 5.0  # seconds before the first restart
 LONGEST_PAUSE_S = 80.0  # seconds
-NAMES = {INFER: "inference replica", **{kind: f"replica of the {model}" for kind, model in SERVED.items()}}
+NAMES = {INFER: "inference replica", **{kind: f"replica of the {model}" for kind, model in FIXED.items()}}
 
 
 class Restart(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +83,7 @@ class VllmClient:
         """Return once all processes that compute have reacted, which they do between two steps of the model, and which
         `/health` does not ask. Raises VllmGone if that takes longer than CONNECT_S."""
         try:
-            await self._post("/collective_rpc", {"method": "check_health"}, limit_s=CONNECT_S)
+            await self.post("/collective_rpc", {"method": "check_health"}, limit_s=CONNECT_S)
         except VllmClosed:
             raise
         except (VllmGone, VllmRefused) as error:
@@ -140,7 +140,7 @@ class VllmClient:
         top: likeliest tokens to return at each position. limit_s: seconds that it may take.
         """
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top, "detokenize": False}
-        content = await self._post(
+        content = await self.post(
             "/inference/v1/generate",
             {"model": MODEL_NAME, "token_ids": [*tokens], "sampling_params": sampling, "priority": FIRST},
             limit_s=limit_s,
@@ -150,61 +150,57 @@ class VllmClient:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise VllmGone(f"vLLM has scored no prompt: {error!r}") from error
 
-    async def classify(self, body: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Response of a sequence classifier to a request of the route /classify. limit_s: seconds that it may take."""
-        return await self._post("/classify", {**body, "model": MODEL_NAME}, limit_s=limit_s)
-
     async def pause(self) -> None:
         """Freeze generation between two tokens; answers stay where they are."""
-        await self._post("/pause", params={"mode": "keep"})
+        await self.post("/pause", params={"mode": "keep"})
 
     async def resume(self) -> None:
-        await self._post("/resume")
+        await self.post("/resume")
 
     async def sleep(self) -> None:
         """Pause as `pause` does, and give up the memory of weights and cache. No-op for what was given up before, and
         in releases before 0.31 also for the rest."""
-        await self._post("/sleep", params={"level": "2", "mode": "keep"})
+        await self.post("/sleep", params={"level": "2", "mode": "keep"})
 
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> bool:
         """Take memory for weights, which have no values yet, or for the cache. Returns whether it has both, and has
         resumed."""
-        await self._post("/wake_up", params={"tags": tag})  # whose answer says so from 0.32 on
+        await self.post("/wake_up", params={"tags": tag})  # whose answer says so from 0.32 on
         return (await self._call("GET", "/is_sleeping")).get("is_sleeping") is False
 
     async def begin_receive(self, version: int, epoch: dict[str, Any] | None, setting: dict[str, Any]) -> None:
         asked = {"version": version, "epoch": epoch, "setting": setting}
-        await self._post("/init_weight_transfer_engine", {"init_info": asked})
+        await self.post("/init_weight_transfer_engine", {"init_info": asked})
 
     async def start_update(self) -> None:
-        await self._post("/start_weight_update")
+        await self.post("/start_weight_update")
 
     async def update(self, version: int, *, load: bool) -> None:
         try:
-            await self._post("/update_weights", {"update_info": {"version": version, "load": load}})
+            await self.post("/update_weights", {"update_info": {"version": version, "load": load}})
         except VllmRefused:
             # The worker that reports a failed transfer has ended its update with it, and the others have not. That one
             # refuses this call, as expected.
             with suppress(VllmRefused):
-                await self._post("/finish_weight_update")
+                await self.post("/finish_weight_update")
             raise
 
     async def finish_update(self, version: int) -> None:
-        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self.post("/finish_weight_update", {"weight_version": str(version)})
 
     async def forget_prefixes(self) -> None:
         """Drop all cached keys and values, also those of unfinished answers, which are computed again."""
-        await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        await self.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
 
     async def start_profile(self, name: str) -> None:
         """Begin traces of the workers, which end by themselves, see profiler_config. name: first part of theirs."""
         # By `/start_profile`, which calls the same, releases before 0.32 pass on no name.
         arguments = {"is_start": True, "profile_prefix": name}
-        await self._post("/collective_rpc", {"method": "profile", "kwargs": arguments})
+        await self.post("/collective_rpc", {"method": "profile", "kwargs": arguments})
 
     async def stop_profile(self) -> None:
         """End traces that have not ended. No-op if there are none."""
-        await self._post("/collective_rpc", {"method": "profile", "kwargs": {"is_start": False}})
+        await self.post("/collective_rpc", {"method": "profile", "kwargs": {"is_start": False}})
 
     async def stats(self) -> VllmStats:
         try:
@@ -213,13 +209,14 @@ class VllmClient:
             raise _gone("/metrics", error) from error
         return stats_in(response.text)
 
-    async def _post(
+    async def post(
         self,
         path: str,
         content: dict[str, Any] | None = None,
         params: dict[str, str] | None = None,
         limit_s: float = CONTROL_S,
     ) -> dict[str, Any]:
+        """Response to a request. limit_s: seconds that it may take."""
         return await self._call("POST", path, content, params, limit_s)
 
     async def _call(

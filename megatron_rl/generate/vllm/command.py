@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.contract.files import compiler_cache
+from megatron_rl.contract.paths import REWARD
 from megatron_rl.generate.vllm.client import MODEL_NAME
 from megatron_rl.generate.vllm.plugin import BACKEND
 from megatron_rl.generate.vllm.returned_choices import returned_form
@@ -280,7 +281,7 @@ def classifier_command(config: RunConfig, served: Served, python: str, seed: int
     """
     assert config.reward is not None
     replicas = config.reward.replicas
-    options = given_options((config.reward_vllm or VllmConfig()).args)
+    options = given_options(config.started_vllms[REWARD].args)
     options |= {
         "runner": "pooling",
         "served-model-name": MODEL_NAME,

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.contract.paths import REWARD
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
 from megatron_rl.generate.replica.scoring_service import ClassifyingService
+from megatron_rl.generate.vllm.client import MODEL_NAME
 from megatron_rl.generate.vllm.command import Served, classifier_command
 from megatron_rl.generate.vllm.fixed_vllm import FixedVllm
 from megatron_rl.generate.vllm.replica import opened_vllm
@@ -35,7 +37,7 @@ def open_reward_model(here: ReplicaRank) -> Iterator[RankWork]:
         served = Served(weights, folder)
         return served, classifier_command(config, served, sys.executable, seed)
 
-    version = version_here(config.reward_vllm)
+    version = version_here(config.started_vllms[REWARD])
     with opened_vllm(here, version, command, "reward.replicas.vllm.args") as vllm:
         if vllm is None:
             yield None
@@ -48,4 +50,5 @@ class VllmClassifier(FixedVllm):
     """Classes of texts by one vLLM. Implements `Classifier`."""
 
     async def classify(self, body: dict[str, Any]) -> dict[str, Any]:
-        return await self.answered(self.vllm.client.classify(body, self.limit_s))
+        asked = {**body, "model": MODEL_NAME}
+        return await self.answered(self.vllm.client.post("/classify", asked, limit_s=self.limit_s))

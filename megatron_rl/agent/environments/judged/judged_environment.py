@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # slow imports, as those within functions; the launcher impor
     from megatron_rl.agent.environments.judged.contests import Outcome
     from megatron_rl.agent.environments.judged.judges import Judge, RewardModel
     from megatron_rl.agent.environments.judged.reward_replicas import ScoringReplicas
-    from megatron_rl.generate.replicas.served_models import Running
+    from megatron_rl.generate.replicas.fixed_replicas import Running
 
 
 class JudgedEnvironment(HFDatasetAgent):

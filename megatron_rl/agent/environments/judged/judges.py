@@ -78,7 +78,7 @@ class RewardModel:
         """replaced: see `ScoringServer`."""
         self.config = config
         self.replicas: ScoringReplicas | None = None
-        """Replicas that the run starts; None: there is a server."""
+        """Replicas that the run starts; None: a server scores."""
         self._asked: CachedScorer
         if config.url is None or config.model is None:
             self._asked = self.replicas = ScoringReplicas(config)

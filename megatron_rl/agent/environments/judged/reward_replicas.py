@@ -12,7 +12,7 @@ from megatron_rl.agent.environments.judged.judged_arguments import ScoringModel
 from megatron_rl.agent.environments.judged.scoring_server import CachedScorer, Read
 from megatron_rl.agent.scoring import NoScorer, NotJudged
 from megatron_rl.generate.engine.openai import EndpointError, ScoringServers
-from megatron_rl.generate.replicas.served_models import NoReplicaLeft, Running
+from megatron_rl.generate.replicas.fixed_replicas import NoReplicaLeft, Running
 from megatron_rl.recipe.errors import ConfigurationError
 
 LOOK_S = 1.0

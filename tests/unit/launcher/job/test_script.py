@@ -488,6 +488,16 @@ def test_a_teacher_in_vllm_runs_in_the_image_with_vllm_and_the_other_replicas_do
     assert {"--container-image=/vllm.sqsh", "--ntasks=1", "--cpus-per-task=32"} <= {*teacher}
 
 
+def test_replicas_of_the_reward_model_are_steps_in_the_image_with_vllm(tmp_path):
+    reward = "reward={model: a/classifier, replicas: {nodes: 1, tp: 4, vllm: {image: 'vllm/vllm-openai:v0.32.0'}}}"
+    judge = "environment={name: judge, args: {train: {path: a/set}, reward_model: {}}}"
+    given = ("inference.engine=native", "job.nodes=9", "evaluation.every=0", "evaluation.sets={}", judge, reward)
+    train, replica = asked_of_srun(tmp_path, render(a_job("qwen2.5-32b-dapo", *given)), "train", "reward-1")
+    assert "--container-image=/ranks.sqsh" in train and "--nodes=8" in train
+    assert {"--container-image=/vllm.sqsh", "--ntasks=1", "--job-name=reward-1"} <= {*replica}
+    assert gpus_shown(replica) == "4,5,6,7" and replica[-2:] == ["--reward", "1"]
+
+
 def test_pyxis_is_left_to_mount_the_image_where_the_profile_says_so():
     script = render(a_job("qwen2.5-32b-dapo", on=profile(container=Container(image="a:b", named=False))))
     assert "--meet-s 1800" in script, "each node unpacks its own before the check can begin"

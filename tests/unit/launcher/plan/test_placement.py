@@ -14,8 +14,8 @@ from launcher.plan.placement import Plan, place, rank_kinds
 from launcher.plan.sizes import LayoutError, Sizes
 from megatron_rl.contract.paths import REWARD, TEACHER
 from megatron_rl.contract.plan_records import PlanStep
+from megatron_rl.recipe.fixed_models import FixedModel
 from megatron_rl.recipe.job import InferenceLayout, JobConfig, PlacementConfig, TrainingLayout
-from megatron_rl.recipe.served_models import ServedModel
 
 
 def planned(
@@ -43,8 +43,8 @@ def planned(
         ),
         node_gpus,
         engine=engine,
-        served=tuple(
-            ServedModel(kind, key, "a/model", **{"engine": own, "tp": 1, **given})
+        fixed=tuple(
+            FixedModel(kind, key, "a/model", **{"engine": own, "tp": 1, **given})
             for kind, key, own, given in (
                 (TEACHER, "distill.replicas", "native", teacher),
                 (REWARD, "reward.replicas", "vllm", reward),
@@ -177,7 +177,7 @@ def test_a_vllm_beside_the_ranks_does_not_cross_nodes(across: bool) -> None:
 def test_the_last_nodes_hold_the_teacher_in_both_modes(inference):
     plan = planned(4, 8, {"tp": 4}, inference, teacher={"nodes": 2, "tp": 4})
     training = 1 if inference else 2
-    assert (plan.sizes.training_nodes, plan.sizes.dp, plan.sizes.served[0].replicas(8)) == (training, 2 * training, 4)
+    assert (plan.sizes.training_nodes, plan.sizes.dp, plan.sizes.fixed[0].replicas(8)) == (training, 2 * training, 4)
     teachers = [(step.name, step.nodes, step.tasks_per_node, first_gpu(step, plan)) for step in plan.steps[-4:]]
     assert teachers == [
         ("teacher-0", [2], 4, 0),

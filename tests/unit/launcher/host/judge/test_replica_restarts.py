@@ -17,7 +17,7 @@ from launcher.host.judge.replica_restarts import (
 from launcher.host.judge.verdict import Verdict
 from megatron_rl.contract.attempt_records import ReplicaState
 from megatron_rl.contract.codes import CRASHED, FINISHED, MISCONFIGURED, REPLICA_GIVEN_UP, REPLICA_WAITING
-from megatron_rl.contract.paths import TEACHER
+from megatron_rl.contract.paths import REWARD, TEACHER
 
 CRASH = Verdict(CRASHED, 7, "RuntimeError: boom", 0, "n3", "generate")
 
@@ -73,10 +73,11 @@ def test_a_crash_without_a_replica_left_is_what_ended_them(replicas, outcome):
     assert found.node is None, "the rank that trains, and its node, are not to blame"
 
 
-def test_a_crash_without_a_replica_of_the_teacher_left_says_so():
-    found = without_replicas(CRASH, [gone(0, True)], TEACHER)
+@pytest.mark.parametrize(("kind", "model"), [(TEACHER, "teacher"), (REWARD, "reward model")])
+def test_a_crash_without_a_replica_of_another_model_left_says_so(kind, model):
+    found = without_replicas(CRASH, [gone(0, True)], kind)
     assert found.outcome == MISCONFIGURED
-    assert found.error == "no replica of the teacher was left: infer-0 rank 0: boom"
+    assert found.error == f"no replica of the {model} was left: infer-0 rank 0: boom"
 
 
 @pytest.mark.parametrize("replicas", [[], [gone(0), gone(1, state=REPLICA_WAITING)]])

@@ -27,7 +27,7 @@ from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.engine.openai import Endpoint
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.generate.replica.scoring_service import ClassifyingService
-from megatron_rl.generate.replicas.served_models import NoReplicaLeft, running_replicas
+from megatron_rl.generate.replicas.fixed_replicas import NoReplicaLeft, running_replicas
 from megatron_rl.generate.replicas.wire import PROTOCOL, digest_of
 from megatron_rl.recipe.inference import Sampling
 

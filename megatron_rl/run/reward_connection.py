@@ -23,7 +23,7 @@ def connect_reward_model(config: RunConfig, here: Here, environment: Environment
     """
     if config.reward is None or environment is None:
         return
-    from megatron_rl.generate.replicas.served_models import running_replicas  # its HTTP client is slow to import
+    from megatron_rl.generate.replicas.fixed_replicas import running_replicas  # its HTTP client is slow to import
 
     limit_s = config.job.silence_limit_s
     running = running_replicas(here.run_dir, here.attempt, REWARD, config.reward.replicas.answer_limit_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_rl.contract.paths import SERVED, Attempt, RunDir
+from megatron_rl.contract.paths import FIXED, Attempt, RunDir
 from megatron_rl.generate.engine.openai import Endpoint
 from megatron_rl.generate.replicas.links import Roster
 from megatron_rl.generate.replicas.wire import digest_of
@@ -25,7 +25,7 @@ def running_replicas(run_dir: RunDir, attempt: Attempt, kind: str, answer_limit_
     def running() -> list[Endpoint]:
         found = roster.read()
         if found.given_up is not None:
-            raise NoReplicaLeft(f"all replicas of the {SERVED[kind]} are given up: {found.given_up}")
+            raise NoReplicaLeft(f"all replicas of the {FIXED[kind]} are given up: {found.given_up}")
         urls = (f"http://{each.host}:{each.port}/v1" for each in found.addresses if each.digest == digest)
         return [Endpoint(url, kind, token_file=run_dir.token, timeout_s=answer_limit_s) for url in urls]
 
