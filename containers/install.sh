@@ -12,8 +12,18 @@ pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT
 python3 "$here/pins.py" >"$pins"
 
+# Images that were tried have a lock: all that they lack, with hashes. After it only the wheel itself is installed.
+locked=$here/locked/image-pytorch-${NVIDIA_PYTORCH_VERSION:-}.txt
+from=()
+if [[ -f $locked ]]; then
+    pip install --no-cache-dir --no-deps --require-hashes -r "$locked"
+    from=(--no-index)
+else
+    echo "this image has no lock in $here/locked: pip chooses what constraints.txt leaves open, and checks no hashes" >&2
+fi
+
 wheel=$(printf '%s\n' "$@" | sort -V | tail -n 1)
-pip install --no-cache-dir -c "$pins" -c "$here/constraints.txt" "${wheel}[train,huggingface,math,wandb,serve]"
+pip install --no-cache-dir "${from[@]}" -c "$pins" -c "$here/constraints.txt" "${wheel}[train,huggingface,math,wandb,serve]"
 if ! python3 "$here/pins.py" | diff "$pins" - >&2; then
     echo "pip replaced packages that were built for this image, see above" >&2
     exit 1

@@ -1,10 +1,11 @@
-"""Rehearses containers/install.sh and install-vllm.sh without their image: pip resolves as it would there, beside
-metadata of the image's distributions, and installs nothing.
+"""Rehearses containers/install.sh without its image: pip resolves as it would there without a lock, beside metadata of
+the image's distributions, and installs nothing.
 
-    python tests/helpers/image_rehearsal.py [pytorch-25.06] [pytorch-25.11] [vllm]
+    python tests/helpers/image_rehearsal.py [pytorch-25.06] [pytorch-25.11]
 
-asks the package index and writes images/NAME.resolved.json, which tests compare with the constraints. Both scripts end
-with their first import, since nothing was installed. Needs Python 3.12; takes minutes.
+asks the package index and writes images/NAME.resolved.json, which tests compare with the constraints, and of which
+`make locks` makes the image's lock. The script ends with its first import, since nothing was installed. Needs Python
+3.12; takes minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CONTAINERS = ROOT / "containers"
 IMAGES = Path(__file__).parent / "images"
 EXTRAS = ("train", "huggingface", "math", "wandb", "serve")
 """Extras of mrl that install.sh names."""
-NAMES = ("pytorch-25.06", "pytorch-25.11", "vllm")
+NAMES = ("pytorch-25.06", "pytorch-25.11")
 
 
 def asked_for() -> list[Requirement]:
@@ -39,13 +40,8 @@ def asked_for() -> list[Requirement]:
 
 def inputs(name: str) -> str:
     """Digest of everything that a resolution depends on, besides the index."""
-    if name == "vllm":
-        parts = [
-            (CONTAINERS / file).read_text(encoding="utf-8") for file in ("constraints-vllm.txt", "install-vllm.sh")
-        ]
-    else:
-        files = [CONTAINERS / "constraints.txt", CONTAINERS / "pins.py", IMAGES / f"{name}.json"]
-        parts = [*(file.read_text(encoding="utf-8") for file in files), *sorted(map(str, asked_for()))]
+    files = [CONTAINERS / "constraints.txt", CONTAINERS / "pins.py", IMAGES / f"{name}.json"]
+    parts = [*(file.read_text(encoding="utf-8") for file in files), *sorted(map(str, asked_for()))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -62,8 +58,6 @@ def environment(folder: Path, name: str) -> Path:
     """Create a virtual environment with stand-ins for the distributions of an image, and return its `bin`."""
     subprocess.run(["python3.12", "-m", "venv", str(folder / "venv")], check=True)
     found = folder / "venv" / "bin"
-    if name == "vllm":
-        return found
     described = image(name)
     subprocess.run([found / "python", "-m", "pip", "install", "--quiet", f"pip=={described['pip']}"], check=True)
     packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
@@ -87,22 +81,18 @@ def rehearse(name: str, folder: Path) -> dict[str, Any]:
     report, constraint, tools = folder / "report.json", folder / "constraint.txt", folder / "tools"
     tools.mkdir()
     # Not by variables: a pip that builds a source distribution would hand them on to the pip of the build.
-    dry = f'#!/bin/sh\nexec {{python}} -m pip "$@" --dry-run --quiet --report {report}\n'
-    venv = f'#!/bin/sh\n{found}/python "$@" || exit\n[ "$2" = venv ] || exit 0\ncp {tools}/pip-of-vllm "$3/bin/pip"\n'
-    texts = {"pip": dry.format(python=found / "python"), "pip-of-vllm": dry.format(python=folder / "vllm/bin/python")}
-    for tool, text in {**texts, "python3": venv}.items():
-        (tools / tool).write_text(text, encoding="utf-8")
-        (tools / tool).chmod(0o755)
-    script = [str(CONTAINERS / "install-vllm.sh")]
-    environ = os.environ | {"PATH": f"{tools}:{found}:{os.environ['PATH']}", "VLLM_ENVIRONMENT": str(folder / "vllm")}
-    if name != "vllm":
-        pins = [f"{one}=={version}" for one, version in image(name)["distributions"].items()]
-        constraint.write_text("\n".join(pins) + "\n", encoding="utf-8")
-        environ["PIP_CONSTRAINT"] = str(constraint)  # as in the image
-        build = [found / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
-        subprocess.run(build, check=True)
-        (wheel,) = folder.glob("mrl-*.whl")
-        script = [str(CONTAINERS / "install.sh"), str(wheel)]
+    pip = f'#!/bin/sh\nexec {found}/python -m pip "$@" --dry-run --quiet --report {report}\n'
+    (tools / "pip").write_text(pip, encoding="utf-8")
+    (tools / "pip").chmod(0o755)
+    pins = [f"{one}=={version}" for one, version in image(name)["distributions"].items()]
+    constraint.write_text("\n".join(pins) + "\n", encoding="utf-8")
+    # As in the image, except that its release has no lock.
+    environ = {one: value for one, value in os.environ.items() if one != "NVIDIA_PYTORCH_VERSION"}
+    environ |= {"PATH": f"{tools}:{found}:{os.environ['PATH']}", "PIP_CONSTRAINT": str(constraint)}
+    build = [found / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+    subprocess.run(build, check=True)
+    (wheel,) = folder.glob("mrl-*.whl")
+    script = [str(CONTAINERS / "install.sh"), str(wheel)]
     done = subprocess.run(["bash", *script], env=environ, stdout=sys.stderr, check=False)
     if not report.exists():
         raise subprocess.CalledProcessError(done.returncode, script)

@@ -94,7 +94,7 @@ def test_the_builds_of_an_image_are_pinned_and_no_package_that_mrl_needs_newer(n
     assert not {"packaging", "fsspec", "huggingface-hub", "tokenizers", "requests"} & found.keys()
 
 
-@pytest.mark.parametrize("name", [*IMAGES, "vllm"])
+@pytest.mark.parametrize("name", IMAGES)
 def test_the_resolution_on_record_is_of_the_present_constraints(name):
     assert resolved(name)["inputs"] == inputs(name), f"record it: python tests/helpers/image_rehearsal.py {name}"
 

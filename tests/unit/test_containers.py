@@ -90,8 +90,9 @@ def test_an_image_that_cannot_import_the_newest_wheel_is_discarded(tmp_path, imp
 
 
 @pytest.fixture
-def install(tmp_path):
+def install(tmp_path, monkeypatch):
     """Run install.sh with stand-ins for its Python and pip, which note their arguments; return (exit code, notes)."""
+    monkeypatch.delenv("NVIDIA_PYTORCH_VERSION", raising=False)
     note = f'echo "$0 $@ ${{PIP_CONSTRAINT:-free}}" >>{tmp_path}/notes'
     answer = f"""case "$*" in
     *pins.py) if [ "$REPLACED" = yes ]; then echo "torch==$(wc -l <{tmp_path}/notes)"; else echo torch==2; fi ;;
@@ -121,6 +122,19 @@ def test_the_constraints_of_the_image_do_not_apply_and_its_own_builds_stay(insta
     assert install(REPLACED="yes")[0] == 1
 
 
+def test_an_image_that_was_tried_gets_the_packages_of_its_lock_and_nothing_else(install, tmp_path):
+    code, notes = install(NVIDIA_PYTORCH_VERSION="25.06")
+    of_lock, of_mrl = (line for line in notes.splitlines() if line.startswith(f"{tmp_path}/bin/pip install"))
+    assert code == 0
+    assert f"--no-deps --require-hashes -r {CONTAINERS}/locked/image-pytorch-25.06.txt free" in of_lock
+    assert " --no-index " in of_mrl and "/d/mrl-0.1.0-py3-none-any.whl[" in of_mrl
+
+
+def test_pip_chooses_the_packages_of_an_image_without_a_lock(install):
+    code, notes = install(NVIDIA_PYTORCH_VERSION="99.01")
+    assert code == 0 and "--no-index" not in notes and "--require-hashes" not in notes
+
+
 def test_an_image_whose_packages_do_not_accept_the_calls_is_discarded(install):
     code, notes = install(UNFIT="yes")
     assert code == 1
@@ -131,7 +145,7 @@ def test_vllm_gets_an_environment_of_its_own_without_the_pins_of_the_image(insta
     """Its torch is another one than that of the image."""
     code, notes = install(VLLM="yes")
     (of_vllm,) = (line for line in notes.splitlines() if line.startswith(f"{tmp_path}/vllm/bin/pip install"))
-    assert code == 0 and "constraints-vllm.txt vllm " in of_vllm and of_vllm.endswith(" free")
+    assert code == 0 and of_vllm.endswith("--no-deps --require-hashes -r " + f"{CONTAINERS}/locked/vllm.txt free")
 
 
 def test_vllm_is_not_installed_unless_asked_for(install, tmp_path):
