@@ -19,6 +19,7 @@ from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USA
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.shapes import from_json
 from megatron_rl.recipe.evaluation_job import Evaluation
+from megatron_rl.recipe.extras import OF_RANKS, install_command, missing
 from megatron_rl.recipe.requests import Trial
 
 
@@ -139,6 +140,8 @@ class ModuleProcess:
         last = self._complaints[-1] if self._complaints else ""
         if code == EXIT_USAGE:
             return BadInput(last)
+        if last.startswith("ModuleNotFoundError: ") and (absent := missing([OF_RANKS])):
+            return BadInput(f"not installed: {', '.join(absent)}; {install_command(OF_RANKS)}")
         return Failed(f"{self._module} ended with exit code {code}{': ' if last else ''}{last}")
 
 

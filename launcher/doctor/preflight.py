@@ -28,15 +28,12 @@ from megatron_rl.contract.text import size
 from megatron_rl.recipe.adapters import check_whole
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.data_files import is_text_file
-from megatron_rl.recipe.extras import install_command, is_installed, missing, names
+from megatron_rl.recipe.extras import OF_RANKS, install_command, is_installed, missing, names
 from megatron_rl.recipe.fixed_models import VLLM_SECTIONS
 from megatron_rl.recipe.hf_config import CONFIG_FILE
 from megatron_rl.recipe.model import package_of
 from megatron_rl.recipe.registry import required_extras
 from megatron_rl.recipe.vllm import VllmConfig
-
-OF_RANKS = "train"
-"""Extra of mrl that computing with a model needs."""
 
 
 @dataclass(frozen=True, slots=True)

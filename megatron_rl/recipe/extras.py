@@ -19,6 +19,8 @@ from urllib.parse import unquote, urlsplit
 from megatron_rl.contract.codes import IMAGE_VARIABLE
 
 OURS = "mrl"
+OF_RANKS = "train"
+"""Extra with the packages that every rank imports."""
 PACKAGE = Path(__file__).parents[1]  # directory of the code of the ranks
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
