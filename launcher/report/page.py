@@ -77,6 +77,7 @@ def _render(template: str, data: Mapping[str, Any], **values: Any) -> str:
             policy=policy,
             styles=[Markup(text) for text in styles],
             scripts=[Markup(text) for text in scripts],
+            licence=Markup(_file("vendor/uPlot.LICENSE")),
             data={name: Markup(json_block(value)) for name, value in data.items()},
             **values,
         )

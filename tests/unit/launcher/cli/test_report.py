@@ -96,6 +96,13 @@ def test_the_page_names_no_other_file_and_runs_only_its_own_scripts(run: RunDir)
     assert "unsafe" not in policy
 
 
+def test_the_page_has_the_notice_that_the_licence_of_its_library_asks_for(run: RunDir):
+    CliRunner().invoke(command, [str(run.root)], catch_exceptions=False)
+    text = (run.root / "report.html").read_text(encoding="utf-8")
+    notice = re.search(r"<!--([^<]*?)-->", text)
+    assert notice and "Leon Sorokin" in notice[1] and "Permission is hereby granted" in notice[1]
+
+
 def test_text_of_a_run_is_neither_code_nor_invisible(run: RunDir):
     page = page_of(run)
     assert not page.named("img")
