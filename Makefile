@@ -35,7 +35,7 @@ TORCH := "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' containers/constraints-cpu.txt)
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-clients test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs locks
+.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-clients test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs locks licences wheel
 .DEFAULT_GOAL := help
 
 help:
@@ -137,6 +137,21 @@ $(DOCS_READY): $(READY) $(LOCKED)/docs.txt
 	$(BIN)/python -m venv --clear .venv-docs
 	.venv-docs/bin/python $(BY_LOCK) $(LOCKED)/docs.txt --quiet
 	@touch $@
+
+licences: $(READY) $(VLLM_READY) $(VERIFIERS_READY) $(CLIENTS_READY) $(DOCS_READY) ## write docs/licences.md from the packages of all environments
+	$(BIN)/python containers/licences.py .venv*/lib/python3*/site-packages
+
+# Of HEAD, so that uncommitted files do not matter. The commit is in the version unless HEAD has the release's tag.
+wheel: $(READY) ## dist/: wheel and source distribution of HEAD, with its commit in their version; the same bits each time
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	version=$$(git show HEAD:pyproject.toml | sed -n 's/^version = "\(.*\)"$$/\1/p'); \
+	git archive HEAD | tar -x -C "$$folder"; \
+	if [ "$$(git tag --list "v$$version" --points-at HEAD)" != "v$$version" ]; then \
+	    sed -i "s/^version = .*/version = \"$$version+g$$(git rev-parse --short=12 HEAD)\"/" "$$folder/pyproject.toml"; \
+	fi; \
+	export SOURCE_DATE_EPOCH=$$(git show --no-patch --format=%ct HEAD); \
+	(cd "$$folder" && "$(CURDIR)/$(BIN)/hatchling" build --directory built) >"$$folder/log" 2>&1 || { cat "$$folder/log" >&2; exit 1; }; \
+	mkdir -p dist; cp "$$folder"/built/* dist/; cd "$$folder/built"; ls | sed 's|^|dist/|'
 
 locks: $(READY) ## write containers/locked: versions and hashes of every environment. OF=docs: one; OF=--upgrade: newest versions
 	$(BIN)/python -m venv --clear .venv-locks
