@@ -109,6 +109,13 @@ class _Commands(click.Group):
             with formatter.section(heading):
                 formatter.write_dl([(name, SHORT_HELP[name]) for name in names])
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from launcher.documents import documents
+
+        if folder := documents():
+            formatter.write_paragraph()
+            formatter.write_text(f"Files that messages name, docs/... and containers/..., are in {folder}")
+
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None

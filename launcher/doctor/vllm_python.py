@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from launcher.backends.probe.vllm_probe import VllmFacts
 from launcher.cluster.profile import Profile
 from launcher.cluster.software import rank_image, replica_image
 from launcher.doctor.finding import DoctorFinding, error, note, ok, warning
+from launcher.documents import documents
 from megatron_rl.contract.paths import INFER
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.fixed_models import VLLM_SECTIONS
@@ -21,8 +21,6 @@ OLDEST_PYTHON = (3, 11)
 
 
 OF_IMAGES = "torchvision torchaudio torchcodec"
-CONTAINERS = Path(__file__).parents[2] / "containers"
-"""Folder of the versions that were tried together; only a clone has it."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -93,8 +91,9 @@ def _install(version: str, named: str) -> str:
     package, release = package_of(version), nearest(version)
     on_cpu = version.endswith(CPU_BUILD)
     index = f"--extra-index-url {CPU_INDEX} " if on_cpu else ""
-    pins = CONTAINERS / f"constraints-{package}{'' if release == TRIED[-1] else f'-{release}'}.txt"
-    constraints = f"-c {shlex.quote(str(pins))} " if pins.is_file() else ""
+    pins = f"constraints-{package}{'' if release == TRIED[-1] else f'-{release}'}.txt"  # that were tried together
+    file = folder / "containers" / pins if (folder := documents()) else None
+    constraints = f"-c {shlex.quote(str(file))} " if file and file.is_file() else ""
     commands = [
         f"{shlex.quote(sys.executable)} -m venv $HOME/vllm",
         f"$HOME/vllm/bin/pip install {index}{constraints}{package}=={release}",

@@ -3,40 +3,95 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import threading
+import tomllib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SHORT = ("training.steps=2", "model.supervised.steps=2", "evaluation.every=0")
 pytestmark = pytest.mark.slow
 
 
+PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
+
+
+def build(source: Path, target: Path, *only: str) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--directory", str(target), *only],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """Folder bin of an environment with the wheel and its dependencies."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], check=True, timeout=600)
-    (wheel,) = folder.glob("mrl-*.whl")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True, timeout=300)
-    python = folder / "env" / "bin" / "python"
-    subprocess.run([str(python), *pip[1:], "install", str(wheel)], check=True, timeout=900)
+def built(tmp_path_factory) -> Path:
+    """Folder with the wheel and the source distribution."""
+    folder = tmp_path_factory.mktemp("built")
+    build(ROOT, folder)
+    return folder
+
+
+def environment(folder: Path, wheel: Path) -> Path:
+    """Create a virtual environment with the wheel, without its dependencies, and return its `bin`."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
+    python = folder / "bin" / "python"
+    subprocess.run([str(python), *PIP, "install", "--no-deps", "--no-index", str(wheel)], check=True, timeout=300)
     return python.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (found,) = built.glob("mrl-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory, wheel) -> Path:
+    """Folder bin of an environment with the wheel and its dependencies, as a login node has them."""
+    found = environment(tmp_path_factory.mktemp("wheel") / "env", wheel)
+    pins = ROOT / "containers" / "locked" / "cpu.txt"
+    names = {Requirement(text).name for text in PROJECT["dependencies"]}
+    wanted = [line for line in pins.read_text().splitlines() if line.split("==")[0] in names]
+    pinned = [line.removesuffix(" \\") for line in wanted]
+    subprocess.run([str(found / "python"), *PIP, "install", *pinned], check=True, timeout=900)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trains(tmp_path_factory, wheel) -> Path:
+    """Folder bin of an environment with the wheel, beside the packages of this one, in which nobody can write."""
+    folder = tmp_path_factory.mktemp("trains") / "env"
+    found = environment(folder, wheel)
+    (own,) = (folder / "lib").glob("python3*/site-packages")
+    # A plain path: files *.pth in it, such as that of the clone, are not read.
+    (own / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    subprocess.run(["chmod", "-R", "a-w", str(folder)], check=True, timeout=60)
+    return found
 
 
 def run(installed: Path, where: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    # Without its privileges root too cannot write where a mode forbids it.
+    limited = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
     return subprocess.run(
-        [str(installed / command[0]), *command[1:]],
+        [*limited, str(installed / command[0]), *command[1:]],
         cwd=where,
         env={**kept, "HOME": str(where), **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
 
@@ -72,3 +127,35 @@ def test_plan_recipes_and_prefetch_work_without_an_extra(installed, tmp_path):
         said = run(installed, tmp_path, *asked, HF_ENDPOINT=f"http://127.0.0.1:{hub.server_address[1]}").stderr
         hub.shutdown()
     assert "fetching from the hub needs `pip install 'huggingface-hub" in said
+
+
+def test_the_wheel_of_the_source_distribution_is_that_of_the_tree_bit_for_bit(built, wheel, tmp_path):
+    (source,) = built.glob("mrl-*.tar.gz")
+    with tarfile.open(source) as packed:
+        packed.extractall(tmp_path, filter="data")
+    build(tmp_path / source.name.removesuffix(".tar.gz"), tmp_path / "again", "--target", "wheel")
+    assert (tmp_path / "again" / wheel.name).read_bytes() == wheel.read_bytes()
+
+
+def test_every_file_that_a_message_names_is_installed(installed, tmp_path):
+    """Messages name pages and scripts of the clone, and `mrl --help` says where an installed mrl has them."""
+    said = run(installed, tmp_path, "mrl", "--help").stdout
+    folder = Path(re.sub(r"\s+", " ", said).rpartition(" are in ")[2].strip())
+    assert folder.is_relative_to(installed.parent)
+    sources = [file for side in ("launcher", "megatron_rl") for file in (ROOT / side).rglob("*.py")]
+    named = {name for file in sources for name in re.findall(r"\b((?:docs|containers)/[\w.-]+\.\w+)", file.read_text())}
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (folder / name).is_file()] == []
+
+
+def test_the_demo_trains_where_nobody_can_write_into_the_installation(trains, tmp_path):
+    done = run(trains, tmp_path, "mrl-submit", "demo", *SHORT, "--run-dir", "run")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for command in (
+        *(("status", "run"), ("report", "run"), ("rollouts", "run"), ("explain", "run"), ("rows", "demo")),
+        *(("evaluate", "run"), ("environments", "try", "gsm8k")),
+    ):
+        tried = run(trains, tmp_path, "mrl", *command)
+        assert tried.returncode == 0, f"{command}: {tried.stdout[-2000:]}{tried.stderr[-2000:]}"
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "var uPlot" in page and "Leon Sorokin" in page

@@ -22,7 +22,8 @@ ORDER = {
     """,
     "launcher": """
         host.process host.slurm host.judge host.record host.code host.image host.attempt host
-        errors recipe cluster plan backends fetch doctor runs explain report job push start api cli.show cli.submit cli
+        errors documents recipe cluster plan backends fetch doctor runs explain report job push start api
+        cli.show cli.submit cli
     """,
 }
 SHARED = ("megatron_rl.contract", "megatron_rl.recipe")
