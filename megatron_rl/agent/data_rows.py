@@ -157,6 +157,8 @@ def _files(source: DataSource, scratch: Path) -> list[str]:
         place /= source.split
     if (saved := place / "state.json").exists():  # by `save_to_disk`
         return [str(place / one["filename"]) for one in json.loads(saved.read_text())["_data_files"]]
+    if (script := place / f"{place.name}.py").exists():  # datasets before 4 offers to run it
+        raise ValueError(f"{script.name} is a script, which is never run: write the rows as Parquet or JSON lines")
     # Imported here because it takes seconds; the launcher, which only checks the arguments, does not have it.
     import datasets
 

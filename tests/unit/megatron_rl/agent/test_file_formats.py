@@ -173,3 +173,12 @@ def test_a_small_file_that_unpacks_to_a_row_without_end_is_one_error(
         (tmp_path / name).write_bytes(gzip.compress(text.encode()))
         with pytest.raises(ValueError, match=said):
             list(read_rows(DataSource(path=str(tmp_path / name))))
+
+
+def test_a_script_that_comes_with_a_data_set_is_not_run(tmp_path: Path) -> None:
+    (folder := tmp_path / "rows").mkdir()
+    as_lines(folder)
+    (folder / "rows.py").write_text(f"open({str(tmp_path / 'made')!r}, 'w')\n")
+    with pytest.raises(ValueError, match=r"rows\.py is a script, which is never run"):
+        list(read_rows(DataSource(path=str(folder))))
+    assert not (tmp_path / "made").exists()
