@@ -38,7 +38,7 @@ from megatron_rl.recipe.registry import (
     environment_class,
     with_kept_files,
 )
-from megatron_rl.recipe.removed import REMOVED, harmless_keys
+from megatron_rl.recipe.removed import REMOVED, tolerated_keys
 from megatron_rl.recipe.section import Section, flat
 from megatron_rl.recipe.teacher_files import TeacherFiles, against_teacher, teacher_files
 
@@ -86,7 +86,7 @@ def load_recipe(
     more = implied(files.overridden(given))
     written = files.overridden([*given, *more])
     locate = written.locate
-    if Path(asked).name != RunDir("").resolved.name and (removed := harmless_keys(written.values)):
+    if Path(asked).name != RunDir("").resolved.name and (removed := tolerated_keys(written.values)):
         raise BadInput(f"{locate(tuple(key.split('.')))[0]}: {key}: was removed: {REMOVED[key]}" for key in removed)
     values, listed_in = _with_environments_of_file(written)
 

@@ -20,6 +20,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "inference.server": _SERVERS,
     "distill.server.kind=sglang": "SGLang has another API: serve the teacher with vLLM",
     "distill.server.kind": "vLLM and `mrl serve` are asked in the same way; leave it out",
+    "model.norms_around": "write model.norms: around where it was true; leave it out where it was false",
     "placement.inference.transfer": "replicas get whole versions, or with model.lora the adapters alone; leave it out",
     "logging.histograms_every": "`mrl report` and `mrl rollouts` show rewards and lengths of answers; leave it out",
     "logging.prometheus": "metrics.jsonl has the same numbers, and an exporter that reads its last line is ten lines; "
@@ -39,6 +40,11 @@ HARMLESS: Final = frozenset(
     }
 )
 """Keys of REMOVED on which no result depends: a run that has recorded them goes on without them."""
+RENAMED: Final[Mapping[str, tuple[str, Mapping[Any, Any]]]] = {
+    "model.norms_around": ("norms", {False: "before", True: "around"}),
+}
+"""Key of REMOVED -> name of the key in the same section that replaces it, and its value for each former value: a run
+that has recorded the former key goes on with the present one."""
 REMOVED_OF_PROFILES: Final[Mapping[str, str]] = dict.fromkeys(
     ("gpu_hour_price", "currency"), "`mrl report` shows the GPU-hours of a run; leave it out"
 )
@@ -73,8 +79,8 @@ def moved_hint(error: BaseException) -> str:
 
 
 def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop removed keys that are null, 0 or in HARMLESS, as runs of earlier versions have recorded them. Raises
-    ValueError for a removed value."""
+    """Drop removed keys that are null, 0 or in HARMLESS, and rename those in RENAMED, as runs of earlier versions have
+    recorded them. Raises ValueError for a removed value."""
     found = dict(values)
     for removed, instead in REMOVED.items():
         key, _, value = removed.partition("=")
@@ -82,16 +88,30 @@ def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
         inside = _inside(found, section)
         if inside is None or name not in inside:
             continue
-        if value and inside[name] == value:
+        if key in RENAMED:
+            found = _renamed(found, section, name, *RENAMED[key])
+        elif value and inside[name] == value:
             raise ValueError(f"{key} is {value}, which was removed: {instead}")
-        if key in HARMLESS or (not value and not inside[name]):
+        elif key in HARMLESS or (not value and not inside[name]):
             found = _without(found, key.split("."))
     return found
 
 
-def harmless_keys(values: Mapping[str, Any]) -> list[str]:
-    places = ((key, _inside(values, key.rpartition(".")[0])) for key in sorted(HARMLESS))
+def tolerated_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return the removed keys among `values` that a recorded run may have, but no recipe."""
+    places = ((key, _inside(values, key.rpartition(".")[0])) for key in sorted(HARMLESS | RENAMED.keys()))
     return [key for key, inside in places if inside is not None and key.rpartition(".")[2] in inside]
+
+
+def _renamed(
+    values: Mapping[str, Any], section: str, former: str, name: str, meaning: Mapping[Any, Any]
+) -> dict[str, Any]:
+    """Give the key `former` of a section its present name, unless its value has no meaning."""
+    inside = dict(_inside(values, section) or {})
+    if not isinstance(inside[former], bool | str) or inside[former] not in meaning:
+        return dict(values)
+    inside = {name: meaning[inside.pop(former)], **inside}
+    return _with(values, section.split("."), inside)
 
 
 def _inside(values: Mapping[str, Any], section: str) -> Mapping[str, Any] | None:
@@ -99,6 +119,11 @@ def _inside(values: Mapping[str, Any], section: str) -> Mapping[str, Any] | None
     for name in section.split(".") if section else ():
         inside = inside.get(name) if isinstance(inside, Mapping) else None
     return inside if isinstance(inside, Mapping) else None
+
+
+def _with(values: Mapping[str, Any], path: list[str], inside: Mapping[str, Any]) -> dict[str, Any]:
+    name, *rest = path
+    return {**values, name: _with(values[name], rest, inside) if rest else inside}
 
 
 def _without(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:

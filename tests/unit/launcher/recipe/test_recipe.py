@@ -175,6 +175,25 @@ def test_a_run_of_an_earlier_version_keeps_its_recipe(tmp_path):
     assert load_recipe(str(tmp_path / "resolved.yaml")).config == now
 
 
+@pytest.mark.parametrize(("before", "now"), [(True, "around"), (False, "before")])
+def test_a_run_of_an_earlier_version_keeps_a_renamed_key(tmp_path, before, now):
+    values = load_recipe("demo").config.model_dump()
+    del values["model"]["norms"]
+    values["model"]["norms_around"] = before
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    for config in (read_resolved(tmp_path / "resolved.yaml"), load_recipe(str(tmp_path / "resolved.yaml")).config):
+        assert config == load_recipe("demo", [f"model.norms={now}"]).config
+
+
+def test_a_recipe_with_a_renamed_key_is_told_the_present_one(write):
+    write()
+    Path("my.yaml").write_text("extends: demo\nmodel:\n  norms_around: true\n", encoding="utf-8")
+    wanted = "model.norms_around: was removed: write model.norms: around where it was true"
+    (problem,) = problems("my.yaml")
+    assert problem.startswith(f"my.yaml:3: {wanted}")
+    assert wanted in problems("demo", "model.norms_around=true")[0]
+
+
 def test_override_values_are_yaml_and_later_ones_win():
     config = load_recipe("demo", ["optimizer.learning_rate=3e-4", "grpo.advantage_std=none", "training.steps=5"]).config
     assert (config.optimizer.learning_rate, config.grpo.advantage_std, config.training.steps) == (3e-4, "none", 5)
