@@ -46,6 +46,7 @@ def command(
     Exit codes: as of mrl-submit
     """
     from launcher.cli.submit.launch import launch
+    from launcher.cluster.choice import LOCAL
     from launcher.job.forked_run import forked, plan_fork
     from launcher.recipe.changes import as_json as changes_json
     from launcher.start.request import Request
@@ -56,12 +57,13 @@ def command(
         answer = {"from": str(fork.source.root.absolute()), "step": fork.step, "changes": changes_json(fork.changes)}
         click.echo(json.dumps(answer) if as_json else f"would fork {where}")
         return
-    with forked(fork, run_dir) as run:
+    chosen = cluster or fork.recipe.config.cluster or LOCAL
+    with forked(fork, run_dir, keeps_code=chosen != LOCAL and not others["update_code"]) as run:
         if not as_json:
             click.echo(f"forked {where}")
         request = Request(
             recipe=str(run.resolved),
-            cluster=cluster or fork.recipe.config.cluster or "local",
+            cluster=chosen,
             run_dir=run.root,
             trust=trust,
             as_json=as_json,

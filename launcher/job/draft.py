@@ -24,11 +24,12 @@ from launcher.job.code_sources import code_sources
 from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import notes as notification_notes
 from launcher.job.notifications import refusals as notification_refusals
+from launcher.job.run_directory import keys_file
 from launcher.job.script import PlannedJob, render
 from launcher.job.steps import with_surroundings
 from launcher.job.tracker_notes import tracker_notes
 from launcher.plan.summary import make_plan, plan_json, with_offload
-from launcher.recipe.load import Recipe, refusal
+from launcher.recipe.load import Recipe, dump_resolved, refusal
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import ABSENT, Unreadable, read
@@ -72,7 +73,7 @@ def draft(
             *_notes(job, update_code),
             *(f"{one.text}; {one.fix}".removesuffix("; ") for one in needed if one.level == "note"),
         ]
-        obstacles = [*_obstacles(job, resumes), *problems(needed)]
+        obstacles = [*_obstacles(job, resumes), *problems(needed), *_newer_keys(job, run, update_code)]
         script = render(job)
         verdict = lesson.verdict()
     return Draft(job, (*notes, *verdict.notes), (*obstacles, *verdict.problems), script)
@@ -117,6 +118,17 @@ def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]
         return plan_sources(ours, included)
     except SnapshotError as error:
         raise BadInput(f"--update-code: {error}") from error
+
+
+def _newer_keys(job: PlannedJob, run: RunDir, update_code: bool) -> list[str]:
+    """Return why the code of the run's snapshot cannot read the recipe."""
+    if update_code or (keys_of := keys_file(run)) is None or corrections(run, job.recipe):
+        return []
+    try:
+        dump_resolved(job.recipe.config, keys_of)
+    except BadInput as error:
+        return [*refusal(job.recipe, error.problems).problems]
+    return []
 
 
 def _notes(job: PlannedJob, update_code: bool) -> list[str]:

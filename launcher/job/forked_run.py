@@ -57,16 +57,23 @@ def plan_fork(run_at_step: str, overrides: Sequence[str], trusted: bool) -> Plan
 
 
 @contextmanager
-def forked(fork: PlannedFork, given: Path | None) -> Iterator[RunDir]:
+def forked(fork: PlannedFork, given: Path | None, keeps_code: bool = False) -> Iterator[RunDir]:
     """Make the run; it is removed again where the caller fails to start it. Raises BadInput: the directory holds a run
-    already. `given`: its directory; None: a new one beside the source's."""
+    already, or the code that it is to run does not know a key.
+
+    Args:
+        given: its directory; None: a new one beside the source's.
+        keeps_code: whether it starts with the source's snapshot of the code, if there is one.
+    """
     found_there = given is not None and given.exists()
     name = run_name(fork.recipe.config.name, time.localtime())
     if found_there and RunDir(str(given)).resolved.exists():
         raise BadInput(f"{given}: holds a run already; give a new directory")
     with run_directory(given, name, fork.source.root.absolute().parent) as root:
         gone = "the checkpoint may have been removed meanwhile (save.keep), or the disk be full"
-        with opened(fork.recipe, root.absolute(), False, source=fork.source) as found, disk_errors(root, gone):
+        code_of = fork.source if keeps_code else None
+        opening = opened(fork.recipe, root.absolute(), False, source=fork.source, code_of=code_of)
+        with opening as found, disk_errors(root, gone):
             fill(fork, found.run)
         try:
             yield found.run

@@ -53,7 +53,12 @@ def prepare(recipe: Recipe, root: Path, change: bool) -> OpenedRun:
 
 @contextmanager
 def opened(
-    recipe: Recipe, root: Path, change: bool, my_job: str | None = None, source: RunDir | None = None
+    recipe: Recipe,
+    root: Path,
+    change: bool,
+    my_job: str | None = None,
+    source: RunDir | None = None,
+    code_of: RunDir | None = None,
 ) -> Iterator[OpenedRun]:
     """Lock `root` and write the recipe into it. Where the caller fails everything is restored, unless it has set
     `handed_over`. Raises BadInput where the directory is in use, foreign or unwritable, or its run has other values.
@@ -61,6 +66,7 @@ def opened(
     Args:
         my_job: Slurm job of this process, which may own the run.
         source: run whose copies of the user's code a new run takes over.
+        code_of: run whose snapshot of the code will read the recipe, if it has one; None: today's code will.
     """
     run = RunDir(root)
     refuse_foreign(run)
@@ -84,7 +90,7 @@ def opened(
                 if altered and not found.corrected:
                     _record_changes(run, altered, run.last_attempt() + 1)
                 found.changes = tuple(altered)
-                _write_recipe(run, recipe)
+                _write_recipe(run, recipe, None if code_of is None else keys_file(code_of))
             yield found
 
 
@@ -186,12 +192,17 @@ def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> Non
         run.done.unlink(missing_ok=True)  # before resolved.yaml: DONE must never stand beside unfinished steps
 
 
-def _write_recipe(run: RunDir, recipe: Recipe) -> None:
+def keys_file(code_of: RunDir) -> Path | None:
+    """File with the recipe keys that a run's snapshot of the code knows; None if it has no snapshot."""
+    return code_of.resolved if code_of.code_record.exists() and code_of.resolved.exists() else None
+
+
+def _write_recipe(run: RunDir, recipe: Recipe, keys_of: Path | None) -> None:
     if not run.recipe.exists():
         write_atomic(run.recipe, asked_text(recipe))
     if recipe.evaluation:
         write_atomic(run.evaluation_request, recipe.evaluation.model_dump_json(indent=2) + "\n")
-    write_atomic(run.resolved, dump_resolved(recipe.config))
+    write_atomic(run.resolved, dump_resolved(recipe.config, keys_of))
 
 
 @contextmanager

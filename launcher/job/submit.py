@@ -79,7 +79,8 @@ def submit(
     name, parent = drafted.job.run_dir.name, drafted.job.run_dir.parent
     with run_directory(given, name, parent) as root:
         job = in_directory(drafted.job, root.absolute())
-        with opened(job.recipe, job.run_dir, change) as found:
+        code_of = None if update_code else RunDir(job.run_dir)
+        with opened(job.recipe, job.run_dir, change, code_of=code_of) as found:
             run = found.run
             if found.finished:
                 return SubmittedJob(run, None, (), drafted.notes, False)

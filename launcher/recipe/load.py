@@ -20,6 +20,7 @@ from launcher.recipe.located_yaml import YamlProblems, dump, locator, read, read
 from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import ITEM, KeyPath, Locate, generic, known_keys, validation_problems, where_named
 from launcher.recipe.published import find_folder, find_published
+from launcher.recipe.snapshot_keys import in_keys_of
 from launcher.recipe.suggest import did_you_mean
 from launcher.recipe.written import SECTIONS, Override, ValueOrigin, Written, implied, read_files
 from megatron_rl.contract.paths import RunDir
@@ -105,7 +106,7 @@ def load_recipe(
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise BadInput(validation_problems(error, RunConfig, locate)) from error
+        raise _refusal_of(error, Path(asked), locate) from error
     if published:
         published.check(config.model, locate)
     _check_environments(config, locate)
@@ -158,10 +159,15 @@ def origins(recipe: Recipe) -> dict[str, ValueOrigin]:
     return filled | {key: recipe.written.origin(tuple(key.split("."))) for key in flat(recipe.written.values)}
 
 
-def dump_resolved(config: RunConfig) -> str:
-    """Text of resolved.yaml: the recipe with every default written out; reads back as the same RunConfig."""
+def dump_resolved(config: RunConfig, keys_of: Path | None = None) -> str:
+    """Text of resolved.yaml: the recipe with every default written out; reads back as the same RunConfig. Raises
+    BadInput as `in_keys_of`.
+
+    keys_of: resolved.yaml whose keys it is to have; None: all of today.
+    """
     head = "# Every value of this run, defaults included. Written by mrl-submit; the ranks read this file.\n"
-    return head + dump(config.model_dump())
+    recorded = None if keys_of is None else read_mapping(str(keys_of), read_text(keys_of), SECTIONS).value
+    return head + dump(config.model_dump() if recorded is None else in_keys_of(recorded, config))
 
 
 def read_resolved(path: Path) -> RunConfig:
@@ -171,7 +177,20 @@ def read_resolved(path: Path) -> RunConfig:
     try:
         return RunConfig.model_validate(document.value)
     except ValidationError as error:
-        raise BadInput(validation_problems(error, RunConfig, locator(str(path), document))) from error
+        raise _refusal_of(error, path, locator(str(path), document)) from error
+
+
+def _refusal_of(error: ValidationError, path: Path, locate: Locate) -> BadInput:
+    """Make the error for values that RunConfig refuses: a line for each; one line for a run of a newer mrl."""
+    places = [tuple(map(str, detail["loc"])) for detail in error.errors() if detail["type"] == "extra_forbidden"]
+    newer = [".".join(key) for key in places if not locate(key)[1] and ".".join(key) not in REMOVED]
+    if path.name != RunDir("").resolved.name or not newer:
+        return BadInput(validation_problems(error, RunConfig, locate))
+    more = f" and {len(newer) - 1} more" if len(newer) > 1 else ""
+    return BadInput(
+        f"{path}: a newer mrl recorded this run, with keys that this one does not know ({newer[0]}{more}): use that "
+        "mrl, or a later one"
+    )
 
 
 def recorded_evaluation(run: RunDir) -> Evaluation | None:

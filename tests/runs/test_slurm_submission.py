@@ -12,10 +12,12 @@ from pathlib import Path
 
 import commands
 import pytest
+import yaml
 from slurm_text import squeue_record
 
+from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import read, write
+from megatron_rl.contract.records import encode_line, read, write
 from megatron_rl.contract.run_records import Owner, RunIdentity
 
 SQUEUE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"  # the job has ended
@@ -139,6 +141,34 @@ def test_refused_update_of_the_code_leaves_the_old_code(cluster, tmp_path):
     assert done.returncode == 2, done.stderr
     assert str(run.code.readlink()) == "code-001"
     assert not (run.root / "code-002").exists()
+
+
+def test_run_of_an_older_snapshot_keeps_its_keys(cluster, tmp_path):
+    submit("--run-dir", "r")
+    run = RunDir(tmp_path / "r")
+    values = yaml.safe_load(run.resolved.read_text())
+    del values["model"]["norms"], values["save"]["keep_every"]
+    values["model"]["norms_around"] = False
+    run.resolved.write_text(yaml.safe_dump(values))
+    run.metrics.write_text(encode_line(MetricsLine(1, {})) + "\n")
+
+    newer = ("resume", "r", "evaluation.every=300", "save.keep_every=50")
+    refused = "save.keep_every: the run continues with the code of its snapshot, which is older than this key"
+    done = commands.run(["mrl", *newer])
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert refused in done.stderr
+    assert (
+        f"would be refused: override 'save.keep_every=50': {refused}"
+        in commands.run(["mrl", *newer, "--dry-run"]).stderr
+    )
+    assert yaml.safe_load(run.resolved.read_text()) == values
+
+    assert commands.run(["mrl", "resume", "r", "training.steps=901"]).returncode == 0
+    values["training"]["steps"] = 901
+    assert yaml.safe_load(run.resolved.read_text()) == values
+    assert commands.run(["mrl", *newer, "--update-code"]).returncode == 0
+    now = yaml.safe_load(run.resolved.read_text())
+    assert (now["model"]["norms"], now["save"]["keep_every"]) == ("before", 50)
 
 
 def test_job_that_sbatch_may_have_accepted_keeps_its_directory(cluster, tmp_path):

@@ -20,6 +20,7 @@ from launcher.job.run_directory import opened
 from launcher.job.script import PlannedJob, header
 from launcher.job.submit import refuse_unknown_partitions, write_files
 from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
+from megatron_rl.contract.paths import RunDir
 
 TICK = 0.2
 BATCH = ("ENVIRONMENT", "BATCH")
@@ -48,7 +49,7 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
     refuse_unknown_partitions([drafted.job])
     with run_directory(given, drafted.job.run_dir.name, drafted.job.run_dir.parent) as root:
         job = in_directory(drafted.job, root.absolute())
-        with opened(job.recipe, job.run_dir, change, my_job=job_id) as found:
+        with opened(job.recipe, job.run_dir, change, job_id, code_of=RunDir(job.run_dir)) as found:
             run = found.run
             if found.finished:
                 click.echo(f"{run.root}: already finished, nothing to do")

@@ -185,6 +185,23 @@ def test_a_run_of_an_earlier_version_keeps_a_renamed_key(tmp_path, before, now):
         assert config == load_recipe("demo", [f"model.norms={now}"]).config
 
 
+def test_a_run_of_a_newer_version_is_refused_in_one_line(tmp_path):
+    values = load_recipe("demo").config.model_dump()
+    values["model"]["foresight"] = 3
+    values["telepathy"] = {"range": 7}
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    wanted = (
+        f"{tmp_path}/resolved.yaml: a newer mrl recorded this run, with keys that this one does not know "
+        "(model.foresight and 1 more): use that mrl, or a later one"
+    )
+    assert problems(str(tmp_path / "resolved.yaml")) == [wanted]
+    with pytest.raises(BadInput) as refused:
+        read_resolved(tmp_path / "resolved.yaml")
+    assert [*refused.value.problems] == [wanted]
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(load_recipe("demo").config.model_dump()), encoding="utf-8")
+    assert "projekt: unknown key" in problems(str(tmp_path / "resolved.yaml"), "logging.wandb={projekt: mine}")[0]
+
+
 def test_a_recipe_with_a_renamed_key_is_told_the_present_one(write):
     write()
     Path("my.yaml").write_text("extends: demo\nmodel:\n  norms_around: true\n", encoding="utf-8")
