@@ -193,18 +193,18 @@ def _defect_found_twice(check: Callable[[], str | None]) -> str | None:
 
 
 def _agree_on_manifest(folder: Path, control: Control) -> Manifest:
-    found: list[Manifest | str | None] = [None]
+    found: list[Manifest | CheckpointError] = []
 
     def check() -> str | None:
         try:
-            found[0] = read_manifest(folder)
-        except Damaged as error:
-            found[0] = str(error)
-        return found[0] if isinstance(found[0], str) else None
+            found[:] = [read_manifest(folder)]
+        except CheckpointError as error:
+            found[:] = [error]
+        return str(found[0]) if isinstance(found[0], Damaged) else None
 
     if control.rank == 0:
         _defect_found_twice(check)
-    manifest = control.share(found[0])
-    if not isinstance(manifest, Manifest):
-        raise Damaged(str(manifest))
+    (manifest,) = control.share(found)
+    if isinstance(manifest, CheckpointError):
+        raise manifest
     return manifest

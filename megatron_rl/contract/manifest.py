@@ -84,12 +84,18 @@ def read_saved(folder: Path) -> CheckpointSaved | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest. Raises Damaged if `folder` is not a published checkpoint or its manifest was changed."""
+    """Read the manifest. Raises Damaged if `folder` is not a published checkpoint or its manifest was changed, and
+    CheckpointError if a newer mrl has written it: an older checkpoint in its place would lose steps."""
     path = folder / MANIFEST
     try:
         raw = json.loads(read_bytes(path))
         if raw.pop("sha256") != _digest(raw):
             raise ValueError("its SHA-256 differs")
+        if newer := sorted(raw.keys() - {field.name for field in dataclasses.fields(Manifest)}):
+            raise CheckpointError(
+                f"a newer mrl has written {path}, with fields that this one does not know ({', '.join(newer)}): "
+                "continue with that mrl, or a later one"
+            )
         files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
         return Manifest(files=files, **raw)
     except FileNotFoundError:
@@ -114,7 +120,7 @@ def find_defect(folder: Path) -> str | None:
     """Return why the checkpoint in `folder` cannot be used, judged by names and sizes of its files; None if it can."""
     try:
         files = read_manifest(folder).files
-    except Damaged as error:
+    except CheckpointError as error:
         return str(error)
     return _first(_find_wrong_size(folder / name, record) for name, record in files.items())
 
