@@ -44,7 +44,7 @@ RENAMED: Final[Mapping[str, tuple[str, Mapping[Any, Any]]]] = {
     "model.norms_around": ("norms", {False: "before", True: "around"}),
 }
 """Key of REMOVED -> name of the key in the same section that replaces it, and its value for each former value: a run
-that has recorded the former key goes on with the present one."""
+that has recorded the former key continues with the present one."""
 REMOVED_OF_PROFILES: Final[Mapping[str, str]] = dict.fromkeys(
     ("gpu_hour_price", "currency"), "`mrl report` shows the GPU-hours of a run; leave it out"
 )
