@@ -54,7 +54,7 @@ test: $(READY) ## lint, unit tests, whole runs here and, if its packages are ins
 
 tests: $(READY)
 	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder \
-	    --durations-file tests/durations.json tests/unit tests/runs tests/slurm
+	    --durations-file tests/durations.json tests/unit tests/runs tests/slurm tests/upgrades
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
 	$(BIN)/pytest -m slow --timeout 3600 tests
