@@ -9,7 +9,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-JOINED = {"README.md": "index.md", "containers/README.md": "containers.md", "CONTRIBUTING.md": "contributing.md"}
+JOINED = {
+    "README.md": "index.md",
+    "containers/README.md": "containers.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 """Page of the repository -> its name in the site."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
