@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from run_helpers import make_run
 
 from launcher.errors import BadInput, Unsure
@@ -13,8 +14,8 @@ from launcher.recipe.load import load_recipe
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.manifest import Manifest, write_manifest
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import append, read, read_lines
-from megatron_rl.contract.run_records import Fork
+from megatron_rl.contract.records import append, read, read_lines, write
+from megatron_rl.contract.run_records import CodeSnapshot, Fork
 from megatron_rl.recipe.own_code import kept
 
 
@@ -59,6 +60,20 @@ def test_the_fork_takes_over_the_runs_copies_of_code_that_is_gone_meanwhile(tmp_
         assert kept(recipe.config.grpo.policy_loss, target).startswith(str(target.kept_files))
         (copy,) = target.kept_files.glob("*/mine.py")
         assert copy.read_text() == "def loss(tokens, config): ...\n"
+
+
+def test_a_fork_that_keeps_older_code_has_the_keys_which_that_knows(tmp_path):
+    source = trained(tmp_path / "a")
+    write(source.code_record, CodeSnapshot(2, 0.0, [], ["."]))
+    values = yaml.safe_load(source.resolved.read_text())
+    del values["model"]["norms"]
+    source.resolved.write_text(yaml.safe_dump(values | {"model": values["model"] | {"norms_around": False}}))
+    fork = PlannedFork(source, 3, load_recipe("demo", ["grpo.kl_beta=0.1"]), ())
+    for keeps_code, key in ((True, "norms_around"), (False, "norms")):
+        with forked(fork, tmp_path / key, keeps_code) as target:
+            recorded = yaml.safe_load(target.resolved.read_text())
+            assert {name for name in recorded["model"] if name.startswith("norms")} == {key}
+            assert recorded["grpo"]["kl_beta"] == 0.1
 
 
 def test_weights_take_no_space_and_outlive_their_run(tmp_path):
