@@ -19,6 +19,7 @@ from launcher.backends.slurm.cluster_facts import (
 )
 from launcher.cluster.profile import Profile
 from launcher.host.slurm.formats import time_limit_s
+from megatron_rl.contract.text import whole_number
 
 OUT_OF_SERVICE = ("down", "drain", "draining", "drained", "fail", "failing", "maint", "unknown", "future", "error")
 
@@ -156,7 +157,7 @@ def _nodes(text: str) -> dict[str, list[Node]]:
             name=name,
             state=re.sub(r"[^a-z_]", "", state.lower()),
             gres=gres(resources),
-            cpus=int(cpus) if cpus.isdecimal() else 0,
+            cpus=whole_number(cpus) or 0,
             features=frozenset(features.split(",")) - {"(null)"},
         )
         found.setdefault(partition, []).append(node)

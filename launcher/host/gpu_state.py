@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
+from megatron_rl.contract.text import whole_number
+
 LEFTOVER_MIB = 256  # MiB of GPU memory from which a foreign process counts: an exclusive node has no other user
 MEMLOCK_MIB = 1024  # MiB of locked memory that are needed with RDMA: NCCL registers its buffers
 OPEN_FILES = 4096  # open files that are needed: sockets of a large job, data files, libraries
@@ -46,7 +48,7 @@ SAID_XIDS = {
     **dict.fromkeys(range(144, 151), ("NVLink error", r"\bFatal\b")),
     154: ("GPU needs a recovery", r"changed from .* to (?!0x0 \(None\))"),
 }
-_XID = re.compile(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+)(.*)")
+_XID = re.compile(r"^\[\s*(\d+\.\d+)\].*NVRM: Xid \((?:PCI:)?([^)]*)\): (\d{1,9})(?!\d)(.*)")
 
 
 def xid_problems(kernel_log: str, uptime: float) -> list[str]:
@@ -71,7 +73,7 @@ def gpu_problems(document: str, shared: bool = False) -> list[str]:
     problems = []
     for index, gpu in enumerate(ElementTree.fromstring(document).findall("gpu")):
         for process in gpu.iterfind("processes/process_info"):
-            used = re.match(r"(\d+) MiB", _text(process, "used_memory"))
+            used = re.match(r"(\d{1,18}) MiB", _text(process, "used_memory"))
             if "C" in _text(process, "type") and used and int(used.group(1)) >= LEFTOVER_MIB:
                 pid, name, memory = (_text(process, key) for key in ("pid", "process_name", "used_memory"))
                 problems.append(f"GPU {index} is used by process {pid} ({name}, {memory})")
@@ -82,7 +84,7 @@ def gpu_problems(document: str, shared: bool = False) -> list[str]:
                 "`nvidia-smi -c DEFAULT` as root changes that"
             )
         counts = [_text(node, ".") for node in gpu.iterfind("ecc_errors/volatile//*") if "uncorrectable" in node.tag]
-        if errors := sum(int(count) for count in counts if count.isdecimal()):  # "N/A" where the GPU has no ECC
+        if errors := sum(whole_number(count) or 0 for count in counts):  # "N/A" where the GPU has no ECC
             problems.append(f"GPU {index} has {errors} uncorrectable memory errors")
         if _text(gpu, "remapped_rows/remapped_row_failure") == "Yes":
             problems.append(f"GPU {index} cannot remap a broken memory row")
@@ -96,7 +98,7 @@ def gpu_problems(document: str, shared: bool = False) -> list[str]:
         widths = [
             _text(gpu, "pci/pci_gpu_link_info/link_widths/" + name) for name in ("current_link_width", "max_link_width")
         ]
-        lanes = [int(width[:-1]) for width in widths if re.match(r"\d+x$", width)]
+        lanes = [int(width[:-1]) for width in widths if re.match(r"\d{1,9}x$", width)]
         if len(lanes) == 2 and lanes[0] < lanes[1]:
             problems.append(f"GPU {index} has {lanes[0]} of its {lanes[1]} PCIe lanes")
         state, status = _text(gpu, "fabric/state"), _text(gpu, "fabric/status")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from launcher.errors import BadInput, Failed
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.text import whole_number
 
 BATCH = "batch"  # role
 BLOCK = 1 << 16
@@ -105,8 +106,9 @@ def missing(run: RunDir, role: str, rank: int, attempt: int | None) -> str:
     roles: dict[str, list[int]] = {BATCH: []} if run.batch_log.is_file() else {}
     for path in log_files(run, attempt):
         name, _, number = path.stem.rpartition(".")
-        if path != run.batch_log and path.suffix == ".log" and number.isdigit():
-            roles.setdefault(name, []).append(int(number))
+        its_rank = whole_number(number)
+        if path != run.batch_log and path.suffix == ".log" and its_rank is not None:
+            roles.setdefault(name, []).append(its_rank)
     if role in roles:
         return f"{role} has no rank {rank}; its ranks: {', '.join(map(str, sorted(roles[role])))}"
     return f"no log of the role {role}; the roles are: {', '.join(roles)}"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.contract.files import read_bytes, write_atomic
+from megatron_rl.contract.records import encode_line, if_readable, read
+from megatron_rl.contract.shapes import Mismatch, from_json, record, to_json
 
 MANIFEST = "manifest.json"
 SAVED = "saved.json"
@@ -26,16 +26,16 @@ class Damaged(CheckpointError):
     """A checkpoint has other content than was written, or cannot be read. Another one may be good."""
 
 
-@dataclass(frozen=True)
-class FileRecord:
+@record(version=None)
+class FileRecord(NamedTuple):
     """Size and hash of one file of a checkpoint, as written."""
 
     bytes: int
     sha256: str
 
 
-@dataclass(frozen=True)
-class Manifest:
+@record(version=None)
+class Manifest(NamedTuple):
     step: int
     save_id: str  # unique per save; distinguishes saves of the same step
     world_size: int  # number of ranks that wrote it. Any other number can load it
@@ -59,8 +59,8 @@ class Manifest:
         return CheckpointSaved(self.step, self.save_id, self.bytes, self.blocked_s, self.total_s)
 
 
-@dataclass(frozen=True)
-class CheckpointSaved:
+@record(version=None)
+class CheckpointSaved(NamedTuple):
     """Facts of a published checkpoint that every rank learns: a manifest of 16,384 ranks has two megabytes."""
 
     step: int
@@ -72,15 +72,12 @@ class CheckpointSaved:
 
 def write_saved(folder: Path, saved: CheckpointSaved) -> None:
     """Raises OSError."""
-    write_atomic(folder / SAVED, json.dumps(dataclasses.asdict(saved)) + "\n", durable=False)
+    write_atomic(folder / SAVED, encode_line(saved) + "\n", durable=False)
 
 
 def read_saved(folder: Path) -> CheckpointSaved | None:
     """Record of a published checkpoint; None if the folder or the file is not there or cannot be read yet."""
-    try:
-        return CheckpointSaved(**json.loads((folder / SAVED).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
+    return if_readable(read(CheckpointSaved, folder / SAVED))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -89,25 +86,24 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         raw = json.loads(read_bytes(path))
-        if raw.pop("sha256") != _digest(raw):
-            raise ValueError("its SHA-256 differs")
+        if not isinstance(raw, dict) or raw.pop("sha256", None) != _digest(raw):
+            raise Mismatch("its SHA-256 differs")
         if newer := sorted(raw.keys() - {field.name for field in dataclasses.fields(Manifest)}):
             raise CheckpointError(
                 f"a newer mrl has written {path}, with fields that this one does not know ({', '.join(newer)}): "
                 "continue with that mrl, or a later one"
             )
-        files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
-        return Manifest(files=files, **raw)
+        return from_json(Manifest, raw)
     except FileNotFoundError:
         raise Damaged(f"{folder} is not a checkpoint of mrl: it has no {MANIFEST}") from None
     except OSError as error:
         raise Damaged(_unreadable(path, error)) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} is damaged ({error}); use another checkpoint") from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    raw = dataclasses.asdict(manifest)
+    raw = to_json(manifest)
     text = json.dumps({**raw, "sha256": _digest(raw)}, indent=1, sort_keys=True)
     write_atomic(folder / MANIFEST, text + "\n")
 

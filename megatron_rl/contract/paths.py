@@ -110,10 +110,13 @@ class RunDir:
     def attempt(self, number: int) -> Attempt:
         return Attempt(self, number)
 
+    def attempt_numbers(self) -> list[int]:
+        """Return the numbers of the attempts, oldest first. Raises OSError if the folder cannot be listed."""
+        return _numbers(self.root / "attempts", r"([0-9]+)")
+
     def last_attempt(self) -> int:
-        """Return the number of the newest attempt; 0 before the first. Raises OSError if the folder cannot be
-        listed."""
-        return max(_numbers(self.root / "attempts", r"([0-9]+)"), default=0)
+        """Return the number of the newest attempt; 0 before the first. Raises OSError as `attempt_numbers` does."""
+        return max(self.attempt_numbers(), default=0)
 
 
 def _numbers(folder: Path, pattern: str) -> list[int]:

@@ -130,7 +130,7 @@ def read_rollouts(run: RunDir, first: int, last: int) -> Iterator[GroupLine]:
         yield from read_rollouts(RunDir(fork.source), first, min(last, fork.step))
         first = fork.step + 1
     try:
-        attempts = [run.attempt(number) for number in range(run.last_attempt(), 0, -1)]
+        attempts = [run.attempt(number) for number in reversed(run.attempt_numbers())]
     except OSError as error:
         logger.warning("the rollouts of %s are left out: %s", run.root, error)
         return
@@ -156,7 +156,7 @@ def rollout_parts(run: RunDir, last: int) -> dict[int, int]:
     fork = parent_of(run)
     parts = Counter(rollout_parts(RunDir(fork.source), min(last, fork.step)) if fork is not None else {})
     try:
-        attempts = [run.attempt(number) for number in range(1, run.last_attempt() + 1)]
+        attempts = [run.attempt(number) for number in run.attempt_numbers()]
     except OSError:
         return parts
     for attempt in attempts:

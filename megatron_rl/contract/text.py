@@ -1,4 +1,5 @@
-"""Texts of a task, a model or an exception, which may hold anything, as a terminal can show them."""
+"""Texts of a task, a model, a command or an exception, which may hold anything: as a terminal can show them, and as
+numbers."""
 
 from __future__ import annotations
 
@@ -21,6 +22,12 @@ def printable_lines(text: str) -> str:
 def with_colours(text: str) -> str:
     """Do as `printable_lines`, and keep what sets a colour: a log may have some, and a terminal resets them."""
     return "".join(part if _COLOUR.fullmatch(part) else printable_lines(part) for part in _COLOUR.split(text))
+
+
+def whole_number(text: str | None) -> int | None:
+    """Return the number that a text of at most 18 ASCII digits is; None for any other text. `str.isdigit` also accepts
+    characters that int() refuses, and int() raises ValueError for thousands of digits."""
+    return int(text) if text and re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def size(byte_count: float) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.host.process.limited import run_limited
 from megatron_rl.contract.children import module_command
-from megatron_rl.contract.text import size
+from megatron_rl.contract.text import size, whole_number
 
 LIMIT_S = 20.0  # seconds for the child
 BLOCK = 1 << 20  # bytes
@@ -76,9 +76,10 @@ def over_quota(text: str, free_wanted: int) -> str | None:
     `*` marks an exceeded one."""
     for line in text.splitlines():
         fields = line.split()
-        if len(fields) < 8 or not fields[1].rstrip("*").isdigit() or not fields[3].isdigit():
+        used_kib, soft_kib, hard_kib = (whole_number(field.rstrip("*")) for field in [*fields, "", "", "", ""][1:4])
+        if len(fields) < 8 or used_kib is None or soft_kib is None or hard_kib is None:
             continue
-        used, limit = int(fields[1].rstrip("*")) * 1024, (int(fields[3]) or int(fields[2])) * 1024
+        used, limit = used_kib * 1024, (hard_kib or soft_kib) * 1024
         if "*" in fields[1] or "*" in fields[5]:
             return f"{fields[0]}: over quota"
         if limit and used + free_wanted > limit:

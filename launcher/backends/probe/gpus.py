@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from launcher.backends.probe.command import ask
+from megatron_rl.contract.text import whole_number
 
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,compute_mode", "--format=csv,noheader,nounits")
 LIMIT_S = 10.0
@@ -54,7 +55,8 @@ def inspect_gpus(root: Path = Path("/"), torch: Path | None = None) -> GpuFacts:
 def _smallest(answer: str) -> tuple[str | None, int | None]:
     """Name and bytes of the smallest GPU of nvidia-smi's lines such as `NVIDIA L4, 23034, Default`."""
     lines = (line.rsplit(",", 2) for line in answer.splitlines())
-    found = [(int(rest[0]) * 2**20, name.strip()) for name, *rest in lines if rest and rest[0].strip().isdigit()]
+    sizes = ((whole_number(rest[0].strip()), name.strip()) for name, *rest in lines if rest)
+    found = [(mib * 2**20, name) for mib, name in sizes if mib is not None]
     memory, name = min(found, default=(None, None))
     return name, memory
 

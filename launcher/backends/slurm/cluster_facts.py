@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 from launcher.backends.probe.command import CommandAnswer, ask
 from launcher.host.slurm.formats import NOTHING, parse_config, parse_fields
+from megatron_rl.contract.text import whole_number
 
 Fields = dict[str, str]
 
@@ -46,7 +47,7 @@ def table(text: str) -> list[Fields]:
 
 def number(text: str | None, default: int = 0) -> int:
     """The number that starts `30 sec`, `20` or `5`."""
-    found = re.match(r"\d+", text or "")
+    found = re.match(r"[0-9]{1,18}(?![0-9])", text or "")
     return int(found.group()) if found else default
 
 
@@ -58,7 +59,8 @@ def options(text: str | None) -> dict[str, str]:
 
 def tres(text: str | None) -> dict[str, int]:
     """`node=2,gres/gpu=16` -> counts; values that are not plain numbers, such as memory with its unit, are omitted."""
-    return {key: int(value) for key, value in options(text).items() if value.isdecimal()}
+    counts = ((key, whole_number(value)) for key, value in options(text).items())
+    return {key: count for key, count in counts if count is not None}
 
 
 def gres(text: str | None) -> list[Gres]:
@@ -66,14 +68,15 @@ def gres(text: str | None) -> list[Gres]:
     found = []
     for part in re.sub(r"\([^)]*\)", "", text or "").split(","):
         name, *rest = part.split(":")
-        if rest and rest[-1].isdecimal():
-            found.append(Gres(name, rest[0] if len(rest) > 1 else None, int(rest[-1])))
+        count = whole_number(rest[-1]) if rest else None
+        if count is not None:
+            found.append(Gres(name, rest[0] if len(rest) > 1 else None, count))
     return found
 
 
 def version(text: str) -> tuple[int, int, int] | None:
     """`slurm-wlm 22.05.8` -> (22, 5, 8)."""
-    found = re.search(r"\b(\d+)\.(\d+)\.(\d+)", text)
+    found = re.search(r"\b([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})", text)
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 

@@ -233,7 +233,7 @@ def parse_sacct(text: str) -> list[JobState]:
 def _exit_code(word: str, text: str) -> int | None:
     """Exit code of a script that ended by itself; None where it cannot be parsed. `text`: `CODE:SIGNAL`; from squeue
     before 23.02, the status of waitpid(2)."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     if word not in ENDED_ITSELF or found is None:
         return None
     if found[2] is None:

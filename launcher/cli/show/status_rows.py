@@ -79,7 +79,7 @@ def _goodput(status: RunStatus, unread: list[str]) -> dict[str, Any] | None:
     run = status.run
     running, queued = status.state in ("running", "saving", "unknown"), status.state in ("queued", "requeued")
     try:
-        if not any(run.attempt(number).timeline.exists() for number in range(1, status.attempt + 1)):
+        if not any(run.attempt(number).timeline.exists() for number in run.attempt_numbers()):
             return None
         job = resolved_values(run).get("job")
         device = "GPU" if isinstance(job, dict) and job.get("device") == "cuda" else "process"

@@ -21,6 +21,7 @@ from launcher.job.script import PlannedJob, header
 from launcher.job.submit import refuse_unknown_partitions, write_files
 from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_FINISHED, EXIT_INTERRUPTED
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.text import whole_number
 
 TICK = 0.2
 BATCH = ("ENVIRONMENT", "BATCH")
@@ -41,7 +42,9 @@ def run_in_allocation(drafted: Draft, given: Path | None, change: bool) -> int:
     needed = drafted.job.recipe.config.job.fewest_nodes
     if job_id is None:
         raise BadInput(f"--in-allocation: this shell is not in an allocation; get one with: {_salloc(drafted.job)}")
-    had = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if (had := whole_number(nodes)) is None:
+        raise BadInput(f"--in-allocation: SLURM_JOB_NUM_NODES={nodes!r} is not a number; use a shell of salloc")
     if had < needed:
         raise BadInput(f"--in-allocation: job {job_id} has {had} nodes, but this run needs {needed} (job.nodes)")
     if drafted.obstacles:

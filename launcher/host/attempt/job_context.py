@@ -8,6 +8,7 @@ from typing import NamedTuple
 from launcher.host.slurm.formats import expand_hosts
 from megatron_rl.contract.codes import CLUSTER_VARIABLE, RUN_DIR_VARIABLE, SUCCEEDS_VARIABLE
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.text import whole_number
 
 FAULTS_VARIABLE = "MRL_HOST_FAULTS"  # host-side failures in a row of the jobs that this one succeeds
 
@@ -32,8 +33,8 @@ class JobContext(NamedTuple):
 
 
 def context_of(environ: dict[str, str]) -> JobContext:
-    """Job of an environment. Raises Refused where it describes none, or cannot be parsed."""
-    if "SLURM_JOB_ID" not in environ:
+    """Job of an environment. Raises JobRefused where it describes none, or cannot be parsed."""
+    if "SLURM_JOB_ID" not in environ or RUN_DIR_VARIABLE not in environ:
         raise JobRefused("this script is one for Slurm: sbatch it, or run it in an allocation (salloc)")
     if "SLURM_ARRAY_JOB_ID" in environ:
         raise JobRefused(
@@ -44,17 +45,25 @@ def context_of(environ: dict[str, str]) -> JobContext:
         hosts = expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))
     except ValueError as error:
         raise JobRefused(f"SLURM_JOB_NODELIST: {error}; start the script in a job of Slurm's") from error
-    start = environ.get("SLURM_JOB_START_TIME")  # Slurm sets it from 23.02 on
     return JobContext(
         run=RunDir(environ[RUN_DIR_VARIABLE]),
         cluster=environ.get(CLUSTER_VARIABLE, ""),
         job_id=environ["SLURM_JOB_ID"],
         hosts=hosts,
-        restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
+        restarts=_number(environ, "SLURM_RESTART_COUNT") or 0,
         succeeds=environ.get(SUCCEEDS_VARIABLE),
         slurm_cluster=environ.get("SLURM_CLUSTER_NAME"),
-        held_since=float(start) if start else None,
+        held_since=_number(environ, "SLURM_JOB_START_TIME"),  # set by Slurm from 23.02 on
         batch_host=environ.get("SLURMD_NODENAME") or os.uname().nodename,
-        faults=int(environ.get(FAULTS_VARIABLE, "0")),
+        faults=_number(environ, FAULTS_VARIABLE) or 0,
         environ=environ,
     )
+
+
+def _number(environ: dict[str, str], name: str) -> int | None:
+    """Value of a variable; None if it is unset or empty. Raises JobRefused where it is not a number."""
+    text = environ.get(name)
+    number = whole_number(text)
+    if text and number is None:
+        raise JobRefused(f"{name}={text!r} is not a number; unset it, or start the script in a job of Slurm's")
+    return number

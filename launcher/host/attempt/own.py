@@ -21,6 +21,7 @@ from megatron_rl.contract.attempt_records import AttemptEnd, LedgerLine
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import read_or_raise, write
 from megatron_rl.contract.run_records import Owner
+from megatron_rl.contract.text import whole_number
 
 LEFTOVERS_S = 60.0  # seconds for which processes of an earlier start may still hold the lock
 COMPLETING_S = 300.0  # seconds to wait for an earlier job that completes: an epilog, or a process that does not die
@@ -154,6 +155,6 @@ def _has_ended(owner: Owner, context: JobContext) -> bool:
     except SlurmRefused as error:
         return bool(owner.slurm_cluster) and "Invalid job id" in str(error)
     name, submitted_at, restarts = job.get("JobName", ""), time_of(job.get("SubmitTime")), job.get("Restarts", "")
-    if not is_job_of(owner, job.get("Comment", ""), name, submitted_at, int(restarts) if restarts.isdigit() else 0):
+    if not is_job_of(owner, job.get("Comment", ""), name, submitted_at, whole_number(restarts) or 0):
         return bool(owner.slurm_cluster)
     return job.get("JobState") in ENDED

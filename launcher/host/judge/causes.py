@@ -8,6 +8,7 @@ from typing import NamedTuple
 from launcher.host.slurm.formats import CLOCK_S, ENDED, seconds_of, time_of
 from megatron_rl.contract.attempt_records import Drain
 from megatron_rl.contract.codes import CANCELLED, NODE_FAILURE, PREEMPTED, REQUEUE, SIGNALLED, TIME_LIMIT
+from megatron_rl.contract.text import whole_number
 
 OF_ENDED = {
     "PREEMPTED": PREEMPTED,
@@ -96,8 +97,7 @@ def cause_in_log(text: str, job_id: str, since: float) -> str | None:
 
 
 def is_returning(job: dict[str, str], restarts: int) -> bool:
-    found = job.get("Restarts", "")
-    return found.isdigit() and int(found) > restarts
+    return (whole_number(job.get("Restarts")) or 0) > restarts
 
 
 def has_script(job: dict[str, str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 
@@ -27,9 +28,10 @@ NOTHING = ("", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE")  # values of a 
 # A key in `scontrol show job -o` follows a blank and looks like this; values may hold blanks too.
 _FIELD = r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)="
 _COMMA = r",(?![^\[]*\])"  # between two hosts, not inside brackets: `node[01-03,07]-ib` is one part
-_RANGE = r"[0-9]+(?:-[0-9]+)?"
+_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
 _HOSTS = rf"(?:[^\s,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
-MOST_HOSTS = 1 << 16  # hosts in one range; Slurm allows no larger cluster
+MOST_HOSTS = 1 << 16  # hosts in one list; Slurm allows no larger cluster
+_NUMBER = "[0-9]{1,9}"
 _BRACKETS = r"\[([^\]]*)\]"
 
 
@@ -54,6 +56,8 @@ def expand_hosts(node_list: str) -> list[str]:
             raise ValueError(f"{node_list!r} is not a list of nodes as Slurm writes it: {part!r}")
         pieces = re.split(_BRACKETS, part)  # text, numbers, text, numbers, ..., text
         choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        if len(hosts) + math.prod(map(len, choices)) > MOST_HOSTS:
+            raise ValueError(f"{node_list[:200]!r} names more than {MOST_HOSTS} nodes")
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
     return hosts
 
@@ -81,7 +85,7 @@ def is_dead(state: str) -> bool:
 
 def seconds_of(text: str | None) -> float | None:
     """Seconds of Slurm's `1-02:00:00` or `04:00:00`; None for UNLIMITED."""
-    found = re.match(r"^(?:(\d+)-)?(\d+):(\d+):(\d+)$", text or "")
+    found = re.match(rf"^(?:({_NUMBER})-)?({_NUMBER}):({_NUMBER}):({_NUMBER})$", text or "")
     if found is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
@@ -92,7 +96,7 @@ def time_limit_s(text: str | None) -> int | None:
     """Seconds of a value of --time, where a bare number means minutes; None: no limit. Raises ValueError."""
     if text is None or text.upper() in NOTHING or text == "-1":
         return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    found = re.fullmatch(rf"(?:({_NUMBER})-)?({_NUMBER})(?::({_NUMBER}))?(?::({_NUMBER}))?", text)
     if found is None:
         raise ValueError(f"{text!r} is not a time as Slurm writes it")
     days, first, second, third = (int(part or 0) for part in found.groups())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from launcher.host.slurm.call import SlurmRefused, SlurmSilent, call, submitting_environment, unclear
 from launcher.host.slurm.formats import CLOCK_S, expand_hosts, parse_config, parse_fields, time_of
+from megatron_rl.contract.text import whole_number
 
 KILL_WAIT_S = 30.0  # Slurm's default
 
@@ -82,7 +83,7 @@ def preemption_cancels(job: dict[str, str]) -> bool | None:
 
 def kill_wait() -> float:
     try:
-        found = re.match(r"\d+", _config().get("KillWait", ""))
+        found = re.match(r"[0-9]{1,9}(?![0-9])", _config().get("KillWait", ""))
     except SlurmRefused:
         found = None
     return float(found.group()) if found else KILL_WAIT_S
@@ -144,13 +145,19 @@ def jobs_called(name: str) -> dict[str, str]:
 
 def steps_of(job_id: str) -> list[str]:
     steps = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i"]).split()
-    return [step for step in steps if step.rpartition(".")[2].isdigit()]
+    return [step for step in steps if _number_of(step) is not None]
 
 
 def step_called(job_id: str, name: str) -> str | None:
     rows = call(["squeue", "--noheader", "--steps", "--jobs=" + job_id, "--format=%i %j"]).splitlines()
-    found = [row.split()[0] for row in rows if row.split()[1:] == [name]]
-    return max(found, key=lambda step: int(step.rpartition(".")[2])) if found else None
+    numbers = {row.split()[0]: _number_of(row.split()[0]) for row in rows if row.split()[1:] == [name]}
+    found = {step: number for step, number in numbers.items() if number is not None}
+    return max(found, key=found.__getitem__) if found else None
+
+
+def _number_of(step: str) -> int | None:
+    """Number of a step such as `4711.3`; None for the others, such as 4711.batch."""
+    return whole_number(step.rpartition(".")[2])
 
 
 def _mine(name: str, field: str, *options: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ class RecordReader:
         self._evaluations = RecordTail(MetricsLine, run.evaluations)
         self._timeline = RecordTail(TimelineLine, attempt.timeline)
         self._at: dict[int, float] = {}
-        for number in range(1, attempt.number):
+        for number in (earlier for earlier in run.attempt_numbers() if earlier < attempt.number):
             lines = read_lines(TimelineLine, run.attempt(number).timeline)
             if not isinstance(lines, Unreadable):  # its steps are then shown without their time
                 self._at |= times(lines.records)

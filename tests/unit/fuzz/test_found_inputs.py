@@ -1,0 +1,125 @@
+"""Inputs that once gave a traceback, a hang or a wrong answer, each with what its reader makes of it now. Searches with
+random input add rows here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from launcher.backends.probe import gpus
+from launcher.backends.probe.disk import over_quota
+from launcher.backends.slurm import cluster_facts
+from launcher.host.attempt.job_context import JobRefused, context_of
+from launcher.host.slurm import queries
+from launcher.host.slurm.formats import expand_hosts, seconds_of, time_limit_s
+from launcher.runs.logs import missing
+from megatron_rl.contract.manifest import SAVED, Damaged, find_defect, read_saved
+from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.rollout_records import read_rollouts, rollout_parts
+from megatron_rl.contract.text import whole_number
+
+DIGITS = "9" * 5000  # int() refuses more than 4,300
+REFUSALS = (ValueError, JobRefused, Damaged)
+
+
+class Refused(NamedTuple):
+    """The reader raises an error that its callers expect, with these words."""
+
+    words: str
+
+
+class Given(NamedTuple):
+    reader: Callable[..., Any]
+    text: str
+    found: Any
+    """What the reader returns, or Refused."""
+
+
+def answered(reader: Callable[[], Any]) -> Callable[[str], Any]:
+    """Reader of what a command of Slurm prints."""
+
+    def read(text: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(queries, "call", lambda command: text)
+            return reader()
+
+    return read
+
+
+def job(variable: str) -> Callable[[str], Any]:
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "MRL_RUN_DIR": "/runs/a"}
+    return lambda text: context_of({**given, variable: text})
+
+
+TEXTS = {
+    "a step without a number": Given(answered(lambda: queries.step_called("7", "train")), "warning: train\n", None),
+    "digits that are none": Given(whole_number, "²", None),
+    "digits of another script": Given(whole_number, "٣", None),
+    "more digits than int() takes": Given(whole_number, DIGITS, None),
+    "a setting of Slurm's": Given(cluster_facts.number, DIGITS, 0),
+    "a count of a resource": Given(cluster_facts.tres, f"node=2,gres/gpu={DIGITS}", {"node": 2}),
+    "GPUs of a node": Given(cluster_facts.gres, f"gpu:{DIGITS}", []),
+    "KillWait without an end": Given(answered(queries.kill_wait), f"KillWait = {DIGITS} sec\n", queries.KILL_WAIT_S),
+    "ranges that multiply": Given(expand_hosts, "n[1-65536][1-65536]", Refused("names more than 65536 nodes")),
+    "ranges that add up": Given(expand_hosts, "a[1-65536],b", Refused("names more than 65536 nodes")),
+    "a host of many digits": Given(expand_hosts, f"n[{'0' * 5000}-1]", Refused("is not a list of nodes")),
+    "a time of many digits": Given(seconds_of, f"{DIGITS}:00:00", None),
+    "a limit of many digits": Given(time_limit_s, DIGITS, Refused("is not a time as Slurm writes it")),
+    "memory of a GPU": Given(gpus._smallest, "NVIDIA L4, ²3034, Default", (None, None)),
+    "a quota in words": Given(lambda text: over_quota(text, 1), "/lustre 12 none 0 - 5 0 0 -", None),
+    "restarts in words": Given(job("SLURM_RESTART_COUNT"), "once", Refused("SLURM_RESTART_COUNT='once' is not a num")),
+    "a start in words": Given(
+        job("SLURM_JOB_START_TIME"), "nan", Refused("SLURM_JOB_START_TIME='nan' is not a number")
+    ),
+}
+
+
+def test_texts():
+    for name, (reader, text, found) in TEXTS.items():
+        try:
+            answer = reader(text)
+        except REFUSALS as error:
+            answer = error
+        if isinstance(found, Refused):
+            assert isinstance(answer, REFUSALS) and found.words in str(answer), (name, answer)
+        else:
+            assert answer == found, (name, answer)
+
+
+def saved(folder: Path, text: str) -> Any:
+    (folder / SAVED).write_text(text)
+    return read_saved(folder)
+
+
+def test_a_record_of_a_save_that_is_nested_without_end_or_has_other_types(tmp_path):
+    whole = {"step": 3, "save_id": "a", "bytes": 5, "blocked_s": 0.5, "total_s": 1.0}
+    assert saved(tmp_path, json.dumps(whole)) is not None
+    assert saved(tmp_path, "[" * 100_000) is None
+    for key in whole:
+        assert saved(tmp_path, json.dumps({**whole, key: [key]})) is None
+
+
+def test_a_manifest_that_is_nested_without_end_or_a_list(tmp_path):
+    for text in ("[" * 100_000, "[]", '"sha256"', "9" * 5000):
+        (tmp_path / "manifest.json").write_text(text)
+        assert "manifest.json is damaged" in (find_defect(tmp_path) or "")
+
+
+def test_an_attempt_of_an_impossible_number(tmp_path):
+    """Not each number before it is looked for."""
+    run = RunDir(tmp_path)
+    run.attempt(10**30).folder.mkdir(parents=True)
+    assert [*read_rollouts(run, 1, 10)] == []
+    assert rollout_parts(run, 10) == {}
+
+
+def test_a_log_whose_rank_is_not_a_number(tmp_path):
+    run = RunDir(tmp_path)
+    run.attempt(1).logs.mkdir(parents=True)
+    for name in ("train.0.log", "train.².log", f"train.{'9' * 200}.log"):
+        (run.attempt(1).logs / name).touch()
+    assert missing(run, "train", 3, 1) == "train has no rank 3; its ranks: 0"
