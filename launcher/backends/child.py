@@ -116,7 +116,7 @@ class ModuleProcess:
             for line in self.process.stdout:
                 try:
                     found = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(found, dict):
                     yield found

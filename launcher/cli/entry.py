@@ -41,9 +41,15 @@ def _run(module: str) -> None:
     except KeyboardInterrupt:
         sys.exit(_interrupted())
     except OSError as error:
-        if not _output_is_lost():
+        if _output_is_lost():
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+            sys.exit(EXIT_LOST)
+        if error.filename is None:
             raise
-        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # A file that no command expects to fail, such as one of the installation: one line for each of them.
+        from launcher.errors import Failed, show
+
+        show(Failed(f"{error.filename}: {error.strerror}"), as_json="--json" in sys.argv[1:])
         sys.exit(EXIT_LOST)
     finally:
         gc.freeze()  # otherwise the interpreter collects all loaded objects twice more at exit

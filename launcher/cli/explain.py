@@ -53,7 +53,7 @@ def command(run: str | None, as_json: bool) -> None:
 
 
 def explanation_lines(run: RunDir, record: Record, explanation: Explanation) -> list[str]:
-    lines = [f"{run.root.name}: {explanation.steps} of {record.key('training.steps')} steps"]
+    lines = [f"{run.root.name}: {explanation.steps} of {record.key('training.steps', int)} steps"]
     if explanation.failure is not None:
         lines += ["", *failure_lines(explanation.failure), ""]
     changes = {label: record.change(name) for name, label in SHOWN.items()}

@@ -53,7 +53,7 @@ FALLEN = 0.05
 
 def reward_not_above_start(record: Record) -> Seen | None:
     rewards, right = record.series("mean_reward"), record.last("right_ratio")
-    planned = record.key("training.steps") or 0
+    planned = record.key("training.steps", int) or 0
     if not max(LONG_ENOUGH, planned // 2) <= len(rewards) < TREND_STEPS or (right is not None and right >= SOLVED):
         return None  # from TREND_STEPS on the warning reward-not-rising says it
     rise = rise_of(rewards)
@@ -105,7 +105,7 @@ def entropy_collapse(record: Record) -> Seen | None:
 
 
 def clipped(record: Record) -> Seen | None:
-    share, loss = record.last("clip_fraction"), record.key("grpo.policy_loss")
+    share, loss = record.last("clip_fraction"), record.key("grpo.policy_loss", str) or ""
     limit = CLIPPED.get(loss, CLIPPED_USUALLY)
     if share is None or share <= limit:
         return None
@@ -117,7 +117,7 @@ def clipped(record: Record) -> Seen | None:
 
 def engine_mismatch(record: Record) -> Seen | None:
     difference, age = record.last("inference_logprob_difference"), record.last("staleness_mean")
-    short = precision_of(record.key("inference.vllm.args") or {}).beyond(record.key("model.dtype"))
+    short = precision_of(record.key("inference.vllm.args", dict) or {}).beyond(record.key("model.dtype", str))
     limit, where = (DIFFERENCE_OF_8_BITS, "with 8 bits") if short else (DIFFERENCE, "in bf16")
     if difference is None or age is None or difference <= limit or age > 0:  # older weights differ for good reason
         return None
@@ -139,17 +139,18 @@ def stale(record: Record) -> Seen | None:
 
 def _grpo(record: Record) -> list[Mapping[str, Any]]:
     """Return the keys of `grpo` as each environment that is trained on has them."""
-    listed: list[Mapping[str, Any]] = record.key("environments") or []
+    listed = [one for one in record.key("environments", list) or [] if isinstance(one, Mapping)]
     trained = [one for one in listed if not one.get("evaluation_only") and one.get("weight", 1.0)]
-    return [{**(record.key("grpo") or {}), **(one.get("grpo") or {})} for one in trained or [{}]]
+    shared = record.key("grpo", dict) or {}
+    return [{**shared, **own} for one in trained or [{}] if isinstance(own := one.get("grpo") or {}, Mapping)]
 
 
 def learning_rate_below_bf16(record: Record) -> Seen | None:
     rates = record.series("learning_rate")
-    if record.key("model.dtype") != "bf16" or len(rates) < WINDOW or not any(rates):
+    if record.key("model.dtype", str) != "bf16" or len(rates) < WINDOW or not any(rates):
         return None
     updates = max(1.0, (number(record.lines[-1], "policy_version") or 0) / len(record.lines))
-    steps = record.key("training.steps") or len(rates)
+    steps = record.key("training.steps", int) or len(rates)
     moved = sum(rates) * updates + rates[-1] * updates * max(0, steps - len(rates))
     if moved >= BF16_STEP * TYPICAL_WEIGHT:
         return None

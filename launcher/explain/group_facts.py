@@ -87,7 +87,7 @@ def explained_by_length(answers: Sequence[tuple[int, float]]) -> float:
     if not total or len(answers) <= len(bins):
         return 0.0
     within = sum(pvariance(rewards) * len(rewards) for rewards in bins)
-    return 1 - (within / (len(answers) - len(bins))) / (total / (len(answers) - 1))
+    return 1 - within * (len(answers) - 1) / ((len(answers) - len(bins)) * total)
 
 
 def _bins(answers: Sequence[tuple[int, float]]) -> Iterator[list[float]]:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.errors import Failed
 from launcher.explain.group_facts import NO_FACTS, NO_FORMATS, Formats, GroupFacts, facts_of, formats_of
@@ -19,6 +19,8 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, patiently, read, read_lines
 from megatron_rl.contract.rollout_records import read_rollouts
 from megatron_rl.contract.run_records import LessonRecord, PromptCounts
+
+T = TypeVar("T")
 
 RECORDED_STEPS = 50
 
@@ -45,12 +47,13 @@ class Record:
         """Counts over the first prompts; zeros if they are not known."""
         return self.lesson.prompts if self.lesson else PromptCounts(0, 0, 0, 0, 0, 0, 0)
 
-    def key(self, name: str) -> Any:
-        """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null."""
+    def key(self, name: str, kind: type[T]) -> T | None:
+        """Return the value of a recipe key, such as `grpo.policy_loss`; None if it, or its section, is null, or where a
+        resolved.yaml that somebody edited has a value of another type."""
         value: Any = self.recipe
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return value if isinstance(value, kind) else None
 
     def last(self, name: str) -> float | None:
         """Return the mean of a metric over the newest steps; None unless each of at least WINDOW steps has it."""

@@ -18,6 +18,7 @@ from launcher.recipe.meaning import with_defaults
 from launcher.report.read import results_of
 from launcher.report.run_report import ResultRow, generated_tokens
 from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.learning import number
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
@@ -88,12 +89,12 @@ def licence_of(base: str, homes: Sequence[Path]) -> dict[str, str]:
     ]
     for folder in folders:
         try:
-            text = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
+            text = read_bytes(folder / "README.md").decode("utf-8", "replace")
             head = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}
-        except (OSError, IndexError, yaml.YAMLError):
+        except (OSError, IndexError, yaml.YAMLError, ValueError, RecursionError):  # ValueError: the date 2024-13-01
             continue
         if isinstance(head, Mapping) and isinstance(head.get("license"), str):
-            return {key: str(head[key]) for key in LICENCE if head.get(key)}
+            return {key: head[key] for key in LICENCE if isinstance(head.get(key), str)}
     return {}
 
 

@@ -248,7 +248,7 @@ def _with_environments_of_file(written: Written) -> tuple[dict[str, Any], Path |
     try:
         path = (written.folder(key, given) / Path(given).expanduser()).absolute()
         listed = read(read_text(path)).value
-    except (YamlProblems, BadInput, RuntimeError) as error:  # RuntimeError: ~nobody
+    except (YamlProblems, BadInput, RuntimeError, ValueError) as error:  # the latter two: ~nobody, a zero byte
         said = error.problems[0] if isinstance(error, BadInput) else f"{given}: {error}"
         raise BadInput(f"{written.locate(key)[0]}: environments: {said}") from error
     return {**written.values, "environments": listed}, path.parent

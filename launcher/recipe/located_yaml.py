@@ -17,11 +17,13 @@ import yaml
 
 from launcher.errors import BadInput
 from megatron_rl.contract.files import read_bytes
+from megatron_rl.contract.text import size
 
 if TYPE_CHECKING:  # mrl status reads YAML and checks no recipe, and pydantic is slow to import
     from launcher.recipe.problems import KeyPath, Locate
 
 DEEPEST = 50  # levels of nested collections
+LARGEST = 16 << 20  # bytes of a file
 MOST = 100_000  # values, with aliases expanded
 _TOO_DEEP = f"is nested more than {DEEPEST} deep"
 
@@ -40,8 +42,16 @@ class Located:
     lines: dict[KeyPath, int]
 
 
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-_BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
+_YAML = "tag:yaml.org,2002:"
+_INT, _FLOAT = f"{_YAML}int", f"{_YAML}float"
+_BOOL, _TEXT = f"{_YAML}bool", f"{_YAML}str"
+_TAGS = {
+    yaml.ScalarNode: {_INT, _FLOAT, _BOOL, _TEXT, f"{_YAML}null", f"{_YAML}timestamp"},
+    yaml.SequenceNode: {f"{_YAML}seq"},
+    yaml.MappingNode: {f"{_YAML}map"},
+}
+"""Kind of node -> tags that its value may have: no sets, ordered mappings, bytes or objects."""
+_MOST_DIGITS = 19  # of a whole number: larger ones do not fit into 64 bits, and some not into a float
 
 
 _Fastest = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C if PyYAML was built with libyaml
@@ -78,14 +88,17 @@ def read_text(path: Path) -> str:
     """Read a regular file, with lines ended by \\n alone: sbatch rejects scripts with \\r.
 
     Raises:
-        BadInput: it cannot be read, or is not UTF-8.
+        BadInput: it cannot be read, is not UTF-8, or has more than LARGEST bytes.
     """
     try:
+        if (found := path.stat()).st_size > LARGEST:
+            raise BadInput(f"{path}: has {size(found.st_size)}, more than the {size(LARGEST)} that are read of YAML")
         return read_bytes(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: is not UTF-8 text (byte {error.start})") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no file can have this name"
+        raise BadInput(f"{path}: cannot be read: {why}") from error
 
 
 def read_mapping(file: str, text: str, holds: str) -> Located:
@@ -148,7 +161,7 @@ def read(text: str) -> Located:
         raise YamlProblems([_explain(error, text)]) from error
     except UnicodeEncodeError as error:
         raise YamlProblems([(None, "is not UTF-8 text")]) from error
-    except ValueError as error:  # such as the date 2024-13-01
+    except (ValueError, IndexError) as error:  # IndexError: !!int ""
         raise YamlProblems([(None, f"not valid YAML: {error}")]) from error
     return Located(value, lines)
 
@@ -194,6 +207,9 @@ def _walk(
 ) -> None:
     if node in above:
         problems.append((node.start_mark.line + 1, f"{'.'.join(path)}: refers to itself"))
+    elif node.tag not in _TAGS[type(node)]:
+        name = f"{'.'.join(path)}: " if path else ""
+        problems.append((node.start_mark.line + 1, f"{name}has the YAML tag {node.tag}; remove it"))
     elif isinstance(node, yaml.ScalarNode):
         if doubt := _doubt(node):
             name = f"{'.'.join(path)}: " if path else ""
@@ -209,9 +225,9 @@ def _walk(
             if key.tag == "tag:yaml.org,2002:merge":
                 _walk(value, path, (*above, node), lines, problems)
                 continue
-            if key.tag == _BOOL:  # `on`, which YAML 1.1 makes true
+            if key.tag == _BOOL and isinstance(key, yaml.ScalarNode):  # `on`, which YAML 1.1 makes true
                 key.tag = _TEXT
-            if key.tag != _TEXT:
+            if key.tag != _TEXT or not isinstance(key, yaml.ScalarNode):
                 given = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a collection"
                 problems.append((line, f"keys are text, got {given}"))
                 continue
@@ -231,6 +247,8 @@ def _doubt(node: yaml.ScalarNode) -> str:
         return "is a date to some readers of YAML and text to others; put it in quotes"
     if kind == "bool" and node.value.lower() not in ("true", "false"):
         return "is true or false to some readers of YAML and text to others; write true or false, or put it in quotes"
+    if kind == "int" and sum(character.isdigit() for character in node.value) > _MOST_DIGITS:
+        return f"has more than {_MOST_DIGITS} digits, and no number of a recipe is that large"
     is_number = kind in ("int", "float") or (kind == "str" and not node.style)
     if is_number and _UNLIKE.fullmatch(node.value):
         return (

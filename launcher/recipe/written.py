@@ -163,7 +163,7 @@ def _base(file: RecipeFile, where: str, document: Located) -> Written:
         path = Path(file.name).parent / Path(name).expanduser()
         base = RecipeFile(str(path), read_text(path), path.absolute().parent)
         its_own = read_mapping(base.name, base.text, SECTIONS).value.get(EXTENDS)
-    except RuntimeError as error:  # ~nobody
+    except (RuntimeError, ValueError) as error:  # ~nobody, or a zero byte
         raise BadInput(f"{where}: {name}: {error}") from error
     except BadInput as error:
         raise BadInput(f"{where}: {problem}" for problem in error.problems) from error

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
@@ -19,6 +18,7 @@ from markupsafe import Markup
 from launcher.report.compare import Comparison, overlaid, verdict
 from launcher.report.run_report import RunReport
 from launcher.runs.find import pasteable_command
+from megatron_rl.contract.text import moment
 from megatron_rl.recipe.section import flat
 
 FOLDER = Path(__file__).with_name("page")
@@ -134,10 +134,7 @@ def _templates() -> jinja2.Environment:
 
 
 def _date(at: float) -> str:
-    try:
-        return time.strftime("%d %B %Y, %H:%M", time.localtime(at)).lstrip("0")
-    except (OverflowError, ValueError, OSError):  # a damaged record
-        return "an unknown time"
+    return moment(at, "%d %B %Y, %H:%M").lstrip("0")
 
 
 def duration(seconds: float) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from launcher.errors import BadInput
 from launcher.explain.explanation import explain
@@ -68,11 +67,11 @@ def read_report(run: RunDir, now: float) -> RunReport:
     groups, unread_parts = chosen_groups(run, step)
     collected = collect(groups)
     starts, ends = starts_in(ledger), ends_in(ledger)
-    device = "GPU" if record.key("job.device") == "cuda" else "process"
+    device = "GPU" if record.key("job.device", str) == "cuda" else "process"
     return RunReport(
         status=status,
         path=str(run.root.absolute()),
-        recipe=str(record.key("name") or ""),
+        recipe=record.key("name", str) or "",
         step=step,
         began=starts[0].at if starts else None,
         ended=None if running or not ends else ends[-1].at,
@@ -186,13 +185,14 @@ def results_of(run: RunDir, unread: list[str]) -> list[ResultRow]:
 
 
 def _rows(result: EvaluationResult) -> list[ResultRow]:
-    checkpoint: Any = result.settings.get("checkpoint") or {}
+    found = result.settings.get("checkpoint")
+    checkpoint = found if isinstance(found, Mapping) else {}
     step = checkpoint.get("step")
     weights = f"step {step}" if step is not None else str(checkpoint.get("name") or checkpoint.get("path") or "")
     return [
         ResultRow(weights, set_name, name, score.value, score.standard_error, score.problems)
-        for set_name, found in result.sets.items()
-        for name, score in found.scores.items()
+        for set_name, scored in result.sets.items()
+        for name, score in scored.scores.items()
     ]
 
 

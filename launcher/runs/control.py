@@ -26,6 +26,7 @@ from megatron_rl.contract.records import (
     read_or_raise,
     write,
 )
+from megatron_rl.contract.shapes import LARGEST_INT
 
 DRAIN_MARGIN_S = 60  # seconds for the unfinished step, beside the save itself
 SAVE_LIMIT_S = 600.0  # seconds of a save, where the recipe of the run has no limit
@@ -196,4 +197,6 @@ def _save_limit_s(status: RunStatus) -> float:
     except BadInput:
         save = None
     limit = save.get("timeout_s") if isinstance(save, dict) else None
-    return float(limit if isinstance(limit, int | float) else SAVE_LIMIT_S) + DRAIN_MARGIN_S
+    if not isinstance(limit, int | float) or not 0 <= limit <= LARGEST_INT:  # somebody edited it
+        limit = SAVE_LIMIT_S
+    return float(limit) + DRAIN_MARGIN_S

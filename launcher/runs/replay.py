@@ -221,9 +221,10 @@ def _checkpoint(run: RunDir, recorded: GroupLine, asked: int | None) -> int:
 
 def _version(run: RunDir, step: int) -> int | None:
     try:
-        return int(read_manifest(run.checkpoint(step)).meta.get("policy_version", step))
+        version = read_manifest(run.checkpoint(step)).meta.get("policy_version", step)
     except (CheckpointError, OSError):
         return None
+    return version if isinstance(version, int) else None
 
 
 def _caveats(config: RunConfig, recorded: GroupLine) -> list[str]:

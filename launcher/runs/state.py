@@ -140,9 +140,9 @@ def result_file(run: RunDir) -> Path | None:
     """Result file of a job that evaluates; None for a run that trains, or whose request cannot be read."""
     try:
         out = json.loads(read_text(run.evaluation_request))["out"]
-    except (BadInput, ValueError, LookupError, TypeError):
+        return Path(out) if out else run.evaluation
+    except (BadInput, ValueError, LookupError, TypeError, RecursionError):
         return None
-    return Path(out) if out else run.evaluation
 
 
 def last_line(run: RunDir) -> LedgerLine | None:

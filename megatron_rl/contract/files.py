@@ -146,7 +146,10 @@ def read_bytes(path: AnyPath) -> bytes:
 @contextlib.contextmanager
 def open_regular(path: AnyPath) -> Iterator[BinaryIO]:
     """Open a regular file for reading. Raises OSError as `read_bytes` does."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe waits for its writer
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK, opening a pipe waits for a writer
+    except ValueError as error:  # a zero byte, or what no encoding of file names has
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from error
     try:
         _refuse_irregular(os.fstat(descriptor), str(path))
         with open(descriptor, "rb", closefd=False) as file:
@@ -188,10 +191,10 @@ def compiler_cache() -> str:
 
 
 def names_in(folder: AnyPath) -> list[str]:
-    """Return the names in a folder; none if it does not exist. Raises OSError."""
+    """Return the names in a folder; none if it does not exist, or no folder can have this name. Raises OSError."""
     try:
         return again_if_stale(lambda: [found.name for found in Path(folder).iterdir()])
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return []
 
 

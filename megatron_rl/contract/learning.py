@@ -17,7 +17,7 @@ from operator import mul
 from typing import Callable, Generic, NamedTuple, TypeVar
 
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.shapes import LARGEST_INT
+from megatron_rl.contract.shapes import LARGEST_FLOAT, LARGEST_INT
 
 WINDOW = 10  # steps that most rules look back: enough to ignore one odd batch, few enough to warn early
 LEAST = 3  # fewest steps of a mean: the first batches of a small run may all be odd
@@ -56,11 +56,11 @@ class Hindrance(NamedTuple):
 
 
 def number(line: MetricsLine, name: str) -> float | None:
-    """Return a value of one step; None if it was not finite, is too large for a float, or was not measured."""
+    """Return a value of one step; None if it was not finite, is too large for arithmetic, or was not measured."""
     value = line.values.get(name)
     if type(value) is int and abs(value) <= LARGEST_INT:  # not isinstance: a bool is an int
         return value
-    return value if type(value) is float else None
+    return value if type(value) is float and abs(value) <= LARGEST_FLOAT else None
 
 
 def numbers(lines: Iterable[MetricsLine], name: str) -> list[float]:

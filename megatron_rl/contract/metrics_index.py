@@ -9,7 +9,6 @@ record.
 from __future__ import annotations
 
 import base64
-import math
 import os
 import struct
 from collections import deque
@@ -24,6 +23,7 @@ from megatron_rl.contract.learning import Hindrance, Recent, number
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Place, RecordTail, append, decode_lines
 from megatron_rl.contract.run_records import IndexRow
+from megatron_rl.contract.shapes import LARGEST_FLOAT
 from megatron_rl.contract.tail import last_lines
 from megatron_rl.contract.window_rules import Watch
 
@@ -111,7 +111,7 @@ class MetricsIndex:
             return
         self._lines = 0
         recent, warnings = self._summary.watch.recent, self._summary.watch.warnings
-        if not all(map(math.isfinite, recent.best or ())):  # rewards whose sum is not
+        if any(abs(one) > LARGEST_FLOAT for one in recent.best or ()):  # which a mean of the largest rewards may be
             return
         row = IndexRow(
             step=self._summary.step,
@@ -186,7 +186,7 @@ def _unpacked(text: str) -> Sequence[float] | None:
         numbers: tuple[float, ...] = struct.unpack(f"<{len(data) // 8}d", data)
     except (ValueError, struct.error):
         return None
-    return numbers if all(map(math.isfinite, numbers)) else None
+    return numbers if all(abs(one) <= LARGEST_FLOAT for one in numbers) else None
 
 
 def _lines_before(file: BinaryIO, row: IndexRow) -> list[tuple[MetricsLine, bytes]]:

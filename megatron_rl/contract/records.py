@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Callable, Generic, NamedTuple, TypeVar, Union, overload
 
-from megatron_rl.contract.files import AnyPath, append_line, read_bytes, write_atomic
+from megatron_rl.contract.files import AnyPath, append_line, open_regular, read_bytes, write_atomic
 from megatron_rl.contract.shapes import SHAPES, Mismatch, from_json, to_json
 
 T = TypeVar("T")
@@ -214,7 +214,7 @@ class RecordTail(Generic[T]):
             if self._place is None:
                 self._place, self.damaged = self._begin(), 0
             at, last = self._place
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(at - len(last))
                 data = file.read()
             if data.startswith(last):
@@ -232,8 +232,8 @@ def patiently(path: AnyPath, look: Callable[[], T | Unreadable], absent: S, pati
             found = look()
         except (FileNotFoundError, NotADirectoryError):
             return absent
-        except (OSError, ValueError) as error:  # ValueError: an impossible file name
-            found = Unreadable(str(path), getattr(error, "strerror", None) or str(error))
+        except OSError as error:
+            found = Unreadable(str(path), error.strerror or str(error))
         if not isinstance(found, Unreadable) or time.monotonic() >= give_up:
             return found
         time.sleep(LOOK_S)

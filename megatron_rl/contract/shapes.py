@@ -26,6 +26,7 @@ from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 T = TypeVar("T")
 
 LARGEST_INT = 2**63  # larger numbers are damage, and would raise OverflowError in arithmetic with floats
+LARGEST_FLOAT = 1e100  # so are these: sums of their squares would not be finite
 
 
 class Mismatch(ValueError):
@@ -224,7 +225,7 @@ def _plain_values(kind: Any, values: Collection[Any]) -> bool:
         return True
     if kind is int:
         return bool(min(values) >= -LARGEST_INT and max(values) <= LARGEST_INT)
-    return all(map(math.isfinite, values))
+    return all(map(math.isfinite, values)) and min(values) >= -LARGEST_FLOAT and max(values) <= LARGEST_FLOAT
 
 
 def _read_below(key: str, read: Reader, value: Any) -> Any:
@@ -240,10 +241,10 @@ SCALARS = {bool: "true or false", str: "text", int: "a whole number", float: "a 
 def _read_scalar(kind: Any, value: Any) -> Any:
     if kind in (bool, str) and isinstance(value, kind):
         return value
-    if kind is float and type(value) is float and -math.inf < value < math.inf:
+    if kind is float and type(value) is float and -LARGEST_FLOAT <= value <= LARGEST_FLOAT:
         return value
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    in_range = number and (isinstance(value, float) or abs(value) <= LARGEST_INT)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    in_range = number and abs(value) <= (LARGEST_FLOAT if isinstance(value, float) else LARGEST_INT)
     if in_range and (kind is float or (kind is int and isinstance(value, int))):
         return kind(value)
     raise _mismatch(SCALARS[kind], value)

@@ -4,6 +4,7 @@ numbers."""
 from __future__ import annotations
 
 import re
+import time
 
 _COLOUR = re.compile("(\x1b\\[[0-9;]*m)")
 
@@ -28,6 +29,14 @@ def whole_number(text: str | None) -> int | None:
     """Return the number that a text of at most 18 ASCII digits is; None for any other text. `str.isdigit` also accepts
     characters that int() refuses, and int() raises ValueError for thousands of digits."""
     return int(text) if text and re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def moment(at: float, form: str) -> str:
+    """Return a Unix time in this process's time zone, in a form of time.strftime."""
+    try:
+        return time.strftime(form, time.localtime(at))
+    except (OverflowError, ValueError, OSError):  # of a damaged record
+        return "an unknown time"
 
 
 def size(byte_count: float) -> str:

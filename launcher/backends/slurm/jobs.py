@@ -16,6 +16,7 @@ from launcher.host.slurm.call import SlurmRefused, SlurmSilent, run, unclear
 from launcher.host.slurm.formats import ENDED, parse_config, time_of
 from launcher.host.slurm.queries import show_job
 from megatron_rl.contract.run_records import Owner
+from megatron_rl.contract.text import whole_number
 
 Kind = Literal["pending", "running", "ended", "gone", "unknown"]
 
@@ -79,16 +80,22 @@ class JobState:
 
 def read_jobs(job_ids: Sequence[str]) -> dict[str, JobState]:
     """State of each job, from one query to squeue, and one to sacct for jobs that squeue does not list."""
-    ids = list(dict.fromkeys(job_ids))
-    found: dict[str, JobState] = {}
+    asked = dict.fromkeys(job_ids)
+    # One damaged id would have squeue reject the query about all of them, and then they would seem to be gone.
+    found = {
+        one: JobState(one, "", "unknown", reason=f"job.json has {one!r}, which is not the id of a job")
+        for one in asked
+        if whole_number(one) is None
+    }
+    ids = [one for one in asked if one not in found]
     try:
         for some in batched(ids):
             found |= _ask_squeue(some)
         for some in batched([one for one in ids if one not in found]):
             found |= _ask_sacct(some)
     except SlurmRefused as error:
-        return {one: JobState(one, "", "unknown", reason=str(error)) for one in ids}
-    return {one: found.get(one, JobState(one, "", "gone")) for one in ids}
+        return found | {one: JobState(one, "", "unknown", reason=str(error)) for one in ids}
+    return {one: found.get(one, JobState(one, "", "gone")) for one in asked}
 
 
 def batched(ids: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from megatron_rl.contract.learning import number
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Found, Unreadable, if_readable
 from megatron_rl.contract.run_records import Submission
+from megatron_rl.contract.text import moment
 
 if TYPE_CHECKING:
     from launcher.recipe.load import Recipe
@@ -73,7 +73,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["evaluation"]:
         reward = "; ".join(brief(scores) for scores in row["evaluation"].values())
     done = f"{'?' if row['step'] is None else row['step']}/{row['steps'] or '?'}"
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["submitted"]))
+    when = moment(row["submitted"], "%Y-%m-%d %H:%M")
     return (row["run"], row["state"], done, reward, row["cluster"], row["job"] or "-", when)
 
 

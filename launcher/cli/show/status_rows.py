@@ -25,6 +25,7 @@ from megatron_rl.contract.codes import MISCONFIGURED, REPLICA_FINISHED, REPLICA_
 from megatron_rl.contract.learning import Hindrance
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import UnreadableRecord
+from megatron_rl.contract.text import moment
 
 
 def status_json(status: RunStatus) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def _job(data: dict[str, Any]) -> str | None:
 def _avoids(data: dict[str, Any]) -> str | None:
     avoids = (data["job"] or {}).get("avoids") or {}
     ours = {host: since for host, since in avoids.items() if since is not None}
-    parts = [f"{host} since {time.strftime('%d %B %H:%M', time.localtime(since))}" for host, since in ours.items()]
+    parts = [f"{host} since {moment(since, '%d %B %H:%M')}" for host, since in ours.items()]
     theirs = len(avoids) - len(ours)
     parts += [f"{theirs} node{'s' if theirs > 1 else ''} as submitted"] if theirs else []
     return ", ".join(parts)

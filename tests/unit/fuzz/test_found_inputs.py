@@ -9,21 +9,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from slurm_text import squeue_record
 
 from launcher.backends.probe import gpus
 from launcher.backends.probe.disk import over_quota
-from launcher.backends.slurm import cluster_facts
+from launcher.backends.slurm import cluster_facts, jobs
+from launcher.errors import BadInput
 from launcher.host.attempt.job_context import JobRefused, context_of
 from launcher.host.slurm import queries
+from launcher.host.slurm.call import CommandOutput
 from launcher.host.slurm.formats import expand_hosts, seconds_of, time_limit_s
+from launcher.recipe.load import load_recipe
+from launcher.recipe.located_yaml import YamlProblems, read
+from launcher.report.read import results_of
 from launcher.runs.logs import missing
+from launcher.runs.state import result_file
+from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.evaluation_records import EvaluationResult
+from megatron_rl.contract.learning import number
 from megatron_rl.contract.manifest import SAVED, Damaged, find_defect, read_saved
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import write
 from megatron_rl.contract.rollout_records import read_rollouts, rollout_parts
-from megatron_rl.contract.text import whole_number
+from megatron_rl.contract.run_records import Fork
+from megatron_rl.contract.text import moment, whole_number
 
 DIGITS = "9" * 5000  # int() refuses more than 4,300
-REFUSALS = (ValueError, JobRefused, Damaged)
+REFUSALS = (ValueError, JobRefused, Damaged, YamlProblems, BadInput)
 
 
 class Refused(NamedTuple):
@@ -36,7 +48,7 @@ class Given(NamedTuple):
     reader: Callable[..., Any]
     text: str
     found: Any
-    """What the reader returns, or Refused."""
+    """Value that the reader returns, or Refused."""
 
 
 def answered(reader: Callable[[], Any]) -> Callable[[str], Any]:
@@ -55,6 +67,15 @@ def job(variable: str) -> Callable[[str], Any]:
     return lambda text: context_of({**given, variable: text})
 
 
+def recipe(text: str) -> Any:
+    Path("my.yaml").write_text(text)
+    return load_recipe("my.yaml")
+
+
+def metric(text: str) -> float | None:
+    return number(MetricsLine(1, {"loss": float(text)}), "loss")
+
+
 TEXTS = {
     "a step without a number": Given(answered(lambda: queries.step_called("7", "train")), "warning: train\n", None),
     "digits that are none": Given(whole_number, "²", None),
@@ -71,6 +92,17 @@ TEXTS = {
     "a limit of many digits": Given(time_limit_s, DIGITS, Refused("is not a time as Slurm writes it")),
     "memory of a GPU": Given(gpus._smallest, "NVIDIA L4, ²3034, Default", (None, None)),
     "a quota in words": Given(lambda text: over_quota(text, 1), "/lustre 12 none 0 - 5 0 0 -", None),
+    "a whole number of no digits": Given(read, 'a: !!int ""', Refused("not valid YAML")),
+    "a number of no digits": Given(read, 'a: !!float "_"', Refused("not valid YAML")),
+    "a key that is a list called text": Given(read, "? !!str [1]\n: 2", Refused("keys are text, got a collection")),
+    "a set": Given(read, "a: !!set {b}", Refused("a: has the YAML tag tag:yaml.org,2002:set; remove it")),
+    "bytes": Given(read, "a: [!!binary aGk=]", Refused("a.0: has the YAML tag tag:yaml.org,2002:binary; remove it")),
+    "a number beyond floats": Given(read, f"a: 1{'0' * 400}", Refused("has more than 19 digits")),
+    "a base that no file can be": Given(recipe, 'extends: "a\\0.yaml"', Refused("no file can have this name")),
+    "a base of nobody": Given(recipe, 'extends: "~a\\0/b.yaml"', Refused("my.yaml:1: extends: ")),
+    "a list that no file can be": Given(recipe, 'environments: "~a\\0/b.yaml"', Refused("my.yaml:1: environments: ")),
+    "a time beyond clocks": Given(lambda text: moment(float(text), "%Y"), "1e99", "an unknown time"),
+    "a metric whose square is not finite": Given(metric, "1e200", None),
     "restarts in words": Given(job("SLURM_RESTART_COUNT"), "once", Refused("SLURM_RESTART_COUNT='once' is not a num")),
     "a start in words": Given(
         job("SLURM_JOB_START_TIME"), "nan", Refused("SLURM_JOB_START_TIME='nan' is not a number")
@@ -78,7 +110,8 @@ TEXTS = {
 }
 
 
-def test_texts():
+def test_texts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for name, (reader, text, found) in TEXTS.items():
         try:
             answer = reader(text)
@@ -123,3 +156,36 @@ def test_a_log_whose_rank_is_not_a_number(tmp_path):
     for name in ("train.0.log", "train.².log", f"train.{'9' * 200}.log"):
         (run.attempt(1).logs / name).touch()
     assert missing(run, "train", 3, 1) == "train has no rank 3; its ranks: 0"
+
+
+def test_a_fork_of_a_run_that_no_directory_can_be(tmp_path):
+    run = RunDir(tmp_path)
+    write(run.fork, Fork("a\0b", 5, {}, 1.0))
+    assert ([*read_rollouts(run, 1, 9)], rollout_parts(run, 9)) == ([], {})
+
+
+def test_the_result_of_an_evaluation_of_a_checkpoint_that_is_not_described(tmp_path):
+    run, unread = RunDir(tmp_path), []
+    write(run.evaluation, EvaluationResult({"checkpoint": "step 5"}, {}, "a.jsonl"))
+    assert (results_of(run, unread), unread) == ([], [])
+
+
+def test_a_request_whose_result_is_not_a_path(tmp_path):
+    run = RunDir(tmp_path)
+    for out in ("[1]", "5", "{}", "[" * 100_000):
+        run.evaluation_request.write_text(f'{{"out": {out}}}')
+        assert result_file(run) in (None, run.evaluation)
+
+
+def test_a_damaged_id_of_a_job_does_not_hide_the_jobs_of_other_runs(monkeypatch):
+    """squeue rejects a query about several jobs for one of them, and then all would seem to be gone."""
+    asked: list[str] = []
+
+    def run(command: list[str]) -> CommandOutput:
+        asked.extend(command)
+        return CommandOutput(0, squeue_record(JobID="7", State="RUNNING"), "")
+
+    monkeypatch.setattr(jobs, "run", run)
+    found = jobs.read_jobs(["--me", "7"])
+    assert ({one: job.kind for one, job in found.items()}) == {"--me": "unknown", "7": "running"}
+    assert "--jobs=7" in asked

@@ -1,14 +1,12 @@
-"""Random recipes, overrides, profiles, run directories and arguments cause no traceback and no hang, and a meaningful
+"""Random recipes, overrides, profiles and arguments cause no traceback and no hang, and a meaningful
 exit code."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from dataclasses import fields, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -47,8 +45,6 @@ ODD = [
 ]
 WORD = st.sampled_from(ODD) | st.text(max_size=12)
 VALUE = WORD | st.integers().map(str) | st.floats().map(str)
-JUNK = st.sampled_from([b"", b"{", b"[]", b"5\n", b"{}", b"null\n", b"\xff\xfe\x00", b"[" * 5000, b'{"version": 99}'])
-JUNK |= st.binary(max_size=40)
 
 
 def texts(original: str) -> st.SearchStrategy[str]:
@@ -132,57 +128,6 @@ def test_profiles(home, text):
     (home / "odd.yaml").write_text(indented, encoding="utf-8", errors="surrogateescape")
     with mock.patch.dict(os.environ, {"MRL_CLUSTERS": str(home / "odd.yaml")}):
         assert tried(mrl_submit, ["demo", "--cluster", "lab", "--dry-run", "job.gpus_per_node=2"]) in (0, 2)
-
-
-FILES = [
-    *("run.json", "job.json", "attempts.jsonl", "resolved.yaml", "recipe.yaml", "metrics.jsonl", "evaluations.jsonl"),
-    *("plan.json", "job.sbatch", "changes.jsonl", "DONE", "wandb.json", "fork.json", "code", ".lock", "checkpoints"),
-    *("checkpoints/latest", "checkpoints/step-000001", "attempts", "attempts/001", "attempts/001/progress.json"),
-    *("attempts/001/drain.json", "attempts/001/timeline.jsonl", "attempts/001/marks.json", "logs", "logs/latest"),
-]
-DAMAGE = JUNK | st.sampled_from(["folder", "pipe", "loop", "dangling", "absent"])
-LOOKS = [
-    *(["status"], ["status", "--json"], ["logs"], ["logs", "--list"], ["cancel"], ["cancel", "--drain"], ["requeue"]),
-    *(["attach"], ["fork", "--dry-run"], ["resume", "--dry-run"]),
-]
-
-
-def damage(file: Path, kind: bytes | str) -> None:
-    if file.is_dir() and not file.is_symlink():
-        shutil.rmtree(file)
-    else:
-        file.unlink(missing_ok=True)
-    if not file.parent.is_dir() or kind == "absent":
-        return
-    if isinstance(kind, bytes):
-        file.write_bytes(kind)
-    elif kind == "folder":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    else:
-        file.symlink_to(file.name if kind == "loop" else "nowhere")
-
-
-@examples(30)
-@given(
-    damages=st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=3),
-    look=st.sampled_from(LOOKS),
-    local=st.booleans(),
-)
-def test_run_directories(home, damages, look, local):
-    with TemporaryDirectory(dir=home) as folder:
-        root = Path(folder) / "run"
-        shutil.copytree(home / ("one" if local else "two"), root)
-        identify(RunDir(root))
-        (root / "checkpoints/step-000001").mkdir(parents=True)
-        for name, kind in damages:
-            try:
-                damage(root / name, kind)
-            except OSError:
-                continue  # the previous one has taken its place
-        tried(main, [look[0], str(root), *look[1:]])
-        tried(main, ["ls"])
 
 
 OPTIONS = [

@@ -249,8 +249,9 @@ def test_names_of_a_task_cannot_control_the_terminal():
     assert "\\x1b[2J\\nx" in found.seen and found.seen.isprintable()
 
 
-def test_a_key_below_something_that_is_no_section_is_absent():
-    assert Record({"model": 3}, []).key("model.dtype") is None
+def test_a_key_of_another_type_or_below_something_that_is_no_section_is_absent():
+    assert Record({"model": 3}, []).key("model.dtype", str) is None
+    assert Record({"model": {"dtype": 3}}, []).key("model.dtype", str) is None
 
 
 def test_right_answers_that_cannot_be_scored_are_a_finding_if_they_are_half():

@@ -7,7 +7,7 @@ from typing import Any, Union
 from hypothesis import strategies as st
 
 from megatron_rl.contract import attempt_records, run_records
-from megatron_rl.contract.shapes import LARGEST_INT, SHAPES
+from megatron_rl.contract.shapes import LARGEST_FLOAT, LARGEST_INT, SHAPES
 
 TYPES = [
     kind
@@ -21,7 +21,7 @@ LINES = [attempt_records.TimelineLine, attempt_records.MetricsLine]
 TEXT = st.text(max_size=8)
 SCALARS = {
     int: st.integers(-LARGEST_INT, LARGEST_INT),
-    float: st.floats(allow_nan=False, allow_infinity=False),
+    float: st.floats(-LARGEST_FLOAT, LARGEST_FLOAT),
     str: TEXT,
     bool: st.booleans(),
 }

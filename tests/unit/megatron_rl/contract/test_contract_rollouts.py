@@ -118,7 +118,7 @@ def test_forks_that_name_one_another_as_their_origin_end(forked: RunDir):
     [
         {"lengths": [1]},
         {"answers": [ANSWER]},
-        {"rewards": [1e308, 1e308]},
+        {"rewards": [1e90, 1e90]},
         {"answers": [ANSWER, ANSWER._replace(sequences=[SEQUENCE._replace(versions=[3])])]},
         {"answers": [ANSWER, ANSWER._replace(sequences=[SEQUENCE._replace(turns=[[1, 2], [0, 1]])])]},
     ],
