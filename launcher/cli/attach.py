@@ -13,6 +13,7 @@ import click
 
 from launcher.cli.arguments import RUN
 from launcher.errors import BadInput, Failed
+from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.records import ABSENT, Absent, Found, Unreadable, read
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def command(context: click.Context, run: str | None, rank: int, role: str, as_js
         # Under the script's name for the run directory: a container may not see it under another.
         code = Path(plan.environment.get(RUN_DIR_VARIABLE, found.root.absolute())) / found.code.readlink()
         image_file = attempt.replica_image if of else attempt.image
-        image = image_file.read_text(encoding="utf-8").strip() if image_file.exists() else ""
+        image = read_bytes(image_file).decode("utf-8", "replace").strip() if image_file.exists() else ""
     except OSError as error:
         raise Failed(f"{status.name}: {error.filename}: {error.strerror}") from error
     name = container_name(job.job_id, str(attempt.number), of) + ":exec"

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.errors import BadInput
 from launcher.recipe.changes import Change, differing
 from launcher.recipe.load import Recipe
-from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.files import read_bytes, write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, if_readable, read, write
 from megatron_rl.contract.run_records import KeptFile, KeptFiles
@@ -86,6 +86,6 @@ def _beside(file: Path) -> list[Path]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_bytes(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error

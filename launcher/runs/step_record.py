@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import Failed
 from megatron_rl.contract.attempt_records import MetricsLine
+from megatron_rl.contract.files import open_regular
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, decode_lines, read_lines
 
@@ -39,8 +41,8 @@ def newest_step(run: RunDir) -> int:
 def newest_line(path: Path) -> MetricsLine | Absent | Unreadable:
     """Return the last complete and readable line of metrics.jsonl, reading only the end of the file."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LONGEST_LINE))
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE))
             data = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return ABSENT

@@ -116,7 +116,7 @@ def _mapping_in(path: Path) -> dict[str, Any]:
             if isinstance(found, dict):
                 return found
             why = "no mapping"
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:  # LookupError: !!int ""
             why = str(error)
         if time.monotonic() > give_up:
             raise UnreadableRecord(f"{path} is damaged: {why}")

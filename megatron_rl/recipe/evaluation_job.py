@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.errors import ConfigurationError
@@ -62,7 +63,7 @@ class Evaluation(Section):
 def read_evaluation(run_dir: RunDir) -> Evaluation | None:
     """Read the request of a job that evaluates; None for a run that trains. Raises ConfigurationError."""
     try:
-        return Evaluation.model_validate_json(run_dir.evaluation_request.read_text(encoding="utf-8"))
+        return Evaluation.model_validate_json(read_bytes(run_dir.evaluation_request))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

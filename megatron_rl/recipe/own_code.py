@@ -252,6 +252,6 @@ def _tree(file: Path) -> ast.Module:
         return ast.parse(file.read_bytes(), filename=str(file))
     except OSError as error:
         raise ValueError(f"{file}: {(error.strerror or str(error)).lower()}") from error
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested without end
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ValueError(f"{file}{line}: not valid Python: {getattr(error, 'msg', error)}") from error

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from pydantic import ValidationError
 
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.contract.paths import CARRIED, RunDir
@@ -64,10 +63,10 @@ def teacher_files(folder: Path) -> TeacherFiles:
     run = RunDir(folder.absolute().parent.parent)
     if folder.absolute().parent == run.checkpoints and run.resolved.is_file():
         try:
-            sections = yaml.safe_load(run.resolved.read_text(encoding="utf-8"))
+            sections = yaml.safe_load(read_bytes(run.resolved).decode("utf-8"))
             model = ModelConfig.model_validate(sections["model"])
             tokenizer = TokenizerConfig.model_validate(sections["tokenizer"])
-        except (ValidationError, yaml.YAMLError, OSError, KeyError, TypeError) as error:
+        except (ValueError, yaml.YAMLError, OSError, LookupError, TypeError, RecursionError) as error:
             raise ConfigurationError(f"distill.teacher: {run.resolved} cannot be read: {error}") from error
         return TeacherFiles(folder, model, True, tokenizer)
     if (folder / CARRIED).is_dir():

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from launcher.host.process.processes import start_time
+from megatron_rl.contract.files import open_regular
 from megatron_rl.contract.records import Unreadable, decode, encode_line
 from megatron_rl.contract.run_records import LockOwner
 
@@ -112,7 +113,7 @@ def owner_of(path: Path) -> LockOwner | None:
 
 
 def _read_owner(path: Path) -> LockOwner | None:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         found = decode(LockOwner, file.read(4096), path)
     return None if isinstance(found, Unreadable) else found
 

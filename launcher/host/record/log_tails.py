@@ -9,6 +9,7 @@ from pathlib import Path
 from launcher.host.judge.causes import cause_in_log
 from launcher.host.judge.verdict import RankExit
 from megatron_rl.contract.attempt_records import AttemptStart
+from megatron_rl.contract.files import open_regular
 from megatron_rl.contract.paths import RankFiles, RunDir
 
 LINE_LIMIT = 300  # characters of a log's last line
@@ -50,7 +51,7 @@ _SIGNALS = {
 
 def tail(path: Path, size: int) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, 2) - size))
             return file.read().decode("utf-8", "replace")
     except OSError:

@@ -4,6 +4,7 @@ random input add rows here."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from launcher.backends.probe.disk import over_quota
 from launcher.backends.slurm import cluster_facts, jobs
 from launcher.errors import BadInput
 from launcher.host.attempt.job_context import JobRefused, context_of
+from launcher.host.record.log_tails import tail
 from launcher.host.slurm import queries
 from launcher.host.slurm.call import CommandOutput
 from launcher.host.slurm.formats import expand_hosts, seconds_of, time_limit_s
@@ -24,6 +26,7 @@ from launcher.recipe.located_yaml import YamlProblems, read
 from launcher.report.read import results_of
 from launcher.runs.logs import missing
 from launcher.runs.state import result_file
+from launcher.runs.step_record import newest_line
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.learning import number
@@ -33,6 +36,9 @@ from megatron_rl.contract.records import write
 from megatron_rl.contract.rollout_records import read_rollouts, rollout_parts
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.contract.text import moment, whole_number
+from megatron_rl.recipe.errors import ConfigurationError
+from megatron_rl.recipe.evaluation_job import read_evaluation
+from megatron_rl.recipe.own_code import imported_names
 
 DIGITS = "9" * 5000  # int() refuses more than 4,300
 REFUSALS = (ValueError, JobRefused, Damaged, YamlProblems, BadInput)
@@ -175,6 +181,24 @@ def test_a_request_whose_result_is_not_a_path(tmp_path):
     for out in ("[1]", "5", "{}", "[" * 100_000):
         run.evaluation_request.write_text(f'{{"out": {out}}}')
         assert result_file(run) in (None, run.evaluation)
+
+
+def test_files_that_are_pipes(tmp_path):
+    """Opening one waits for its writer, which never comes."""
+    run = RunDir(tmp_path)
+    for path in (run.metrics, run.evaluation_request):
+        os.mkfifo(path)
+    assert "is not a regular file" in str(newest_line(run.metrics))
+    assert tail(run.metrics, 100) == ""
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
+        read_evaluation(run)
+
+
+def test_own_code_that_is_nested_without_end(tmp_path):
+    for text in ("-" * 200_000 + "1", "(" * 5000 + ")" * 5000):
+        (tmp_path / "reward.py").write_text(f"x = {text}\n")
+        with pytest.raises(ValueError, match=": not valid Python: "):
+            imported_names(tmp_path / "reward.py")
 
 
 def test_a_damaged_id_of_a_job_does_not_hide_the_jobs_of_other_runs(monkeypatch):
