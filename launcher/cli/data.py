@@ -10,7 +10,7 @@ import click
 
 from launcher.errors import BadInput
 from megatron_rl.contract.evaluation_records import EvaluationResult, PassRate
-from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.files import seen, write_atomic
 from megatron_rl.contract.records import Unreadable, encode_line, read, read_lines
 
 
@@ -61,7 +61,7 @@ def filter_(rates: Path, least: float | None, most: float | None, out: Path, as_
 
 def _read(path: Path) -> list[PassRate]:
     """Read a file of pass rates, or that of a result. Raises BadInput."""
-    if not path.exists():
+    if not seen(path.exists):
         raise BadInput(f"{path}: there is no such file; `mrl evaluate RUN --keep` writes one")
     if path.suffix == ".json":
         result = read(EvaluationResult, path)

@@ -18,6 +18,7 @@ from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from launcher.runs.policy_path import prepare_policy
+from megatron_rl.contract.files import seen
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.text import printable_lines
 from megatron_rl.recipe.environment_section import EnvironmentConfig
@@ -170,7 +171,7 @@ def _trial(name: str, problems: int, env_args: Sequence[str], options: Mapping[s
     from launcher.job.evaluation_request import checked_environment, parse_args
 
     tokenizer = None
-    if Path(name).is_file():
+    if seen(Path(name).is_file):
         recipe = load_recipe(name, [f"environment.args.{one}" for one in env_args], trusted=options["trust"])
         if not recipe.config.generates:
             raise BadInput(f"{name}: the recipe has no environment; `mrl rows {name}` shows its rows")

@@ -41,9 +41,10 @@ def command(runs: tuple[str, ...], out: Path | None, by: str | None, lowest: boo
     from launcher.report.compared import runs_of
     from launcher.report.write import write_run
     from launcher.runs.find import find, is_run
+    from megatron_rl.contract.files import seen
 
     found = runs_of(runs) if runs else [find(None)]
-    if len(found) > 1 or (len(runs) == 1 and not is_run(runs[0]) and Path(runs[0]).is_dir()):
+    if len(found) > 1 or (len(runs) == 1 and not is_run(runs[0]) and seen(Path(runs[0]).is_dir)):
         if opened and not out:
             raise BadInput("--open needs --out FILE, the page of several runs")
         _compare(found, out, by or "mean_reward", lowest, as_json)

@@ -19,6 +19,7 @@ from launcher.job.lesson import request_of, rows_child, why_not_here
 from launcher.recipe.load import Recipe, load_recipe
 from launcher.runs.find import find, names_run
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
+from megatron_rl.contract.files import seen
 from megatron_rl.contract.paths import RunDir
 
 HELP = """Show the first rows or problems of RECIPE as the model sees them in training.
@@ -61,7 +62,7 @@ def command(
     from launcher.cli.show.row_lines import count_lines, row_lines
 
     clusters = load_clusters()
-    run = find(recipe) if not Path(recipe).is_file() and names_run(recipe) else None
+    run = find(recipe) if not seen(Path(recipe).is_file) and names_run(recipe) else None
     asked = load_recipe(str(run.resolved) if run else recipe, overrides, known_caches(clusters), trusted=trust)
     _, profile = clusters.choose_profile(cluster, asked.config.cluster)
     if why := why_not_here(asked.config, profile):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from launcher.errors import BadInput
 from launcher.recipe.located_yaml import Located, read_mapping, read_text
 from launcher.recipe.problems import KeyPath
 from launcher.recipe.shipped import BASES, SHIPPED, shipped_bases, shipped_recipes
+from megatron_rl.contract.files import seen
 from megatron_rl.recipe.engines import ENGINES, capabilities_of
 from megatron_rl.recipe.hf_config import SHAPE_KEYS
 
@@ -89,7 +90,7 @@ class Written:
         place = self._place(key)
         folder = (place[0] if place else self.files[0]).folder
         if folder is None:
-            return SHIPPED if _seen((SHIPPED / path).is_file) else Path.cwd()
+            return SHIPPED if seen((SHIPPED / path).is_file) else Path.cwd()
         return folder
 
     def overridden(self, overrides: Sequence[Override]) -> Written:
@@ -116,7 +117,7 @@ def read_files(asked: str) -> Written:
     path = Path(asked)
     if _is_shipped(asked):
         return with_base(_shipped(asked))
-    if not _seen(path.exists) and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
+    if not seen(path.exists) and path.suffix not in (".yaml", ".yml") and len(path.parts) == 1:
         raise BadInput(f"no recipe is called {asked!r} and no file either; {_suggestion(asked, shipped_recipes())}")
     return with_base(RecipeFile(asked, read_text(path), path.absolute().parent))
 
@@ -128,7 +129,7 @@ def shipped_values(name: str) -> dict[str, Any]:
 def _is_shipped(asked: str) -> bool:
     """Whether a name means a shipped recipe: a file of that name comes first, a folder of that name does not count."""
     path = Path(asked)
-    return asked in shipped_recipes() and (_seen(path.is_dir) or not _seen(path.exists))
+    return asked in shipped_recipes() and (seen(path.is_dir) or not seen(path.exists))
 
 
 def _shipped(name: str) -> RecipeFile:
@@ -235,15 +236,6 @@ def _key_in(section: Any, name: str, override: Override) -> Any:
 def _suggestion(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"shipped recipes: {', '.join(shipped_recipes())}"
-
-
-def _seen(look: Callable[[], bool]) -> bool:
-    """Return the result of a look at a path; False for a name that no file can have or that cannot be looked at, which
-    the reader of the path reports."""
-    try:
-        return look()
-    except (OSError, ValueError):
-        return False
 
 
 def implied(written: Written) -> tuple[Override, ...]:

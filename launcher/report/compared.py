@@ -13,7 +13,7 @@ from launcher.recipe.meaning import with_defaults
 from launcher.report.compare import ComparedRun
 from launcher.runs.find import at_once, find, is_run, newest_first
 from launcher.runs.state import read_statuses
-from megatron_rl.contract.files import names_in
+from megatron_rl.contract.files import names_in, seen
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.config import RunConfig
 
@@ -23,7 +23,7 @@ def runs_of(names: Sequence[str]) -> list[RunDir]:
     the beginning of several names, such as those of a sweep, all of these. Files are passed over if there is something
     else: a pattern of the shell also finds the logs beside the runs. Raises BadInput where there is none."""
     found: dict[Path, RunDir] = {}
-    others = [name for name in names if not Path(name).is_file()]
+    others = [name for name in names if not seen(Path(name).is_file)]
     for name in others or names:
         for run in _runs_of(name):
             found.setdefault(run.root.resolve(), run)
@@ -34,9 +34,9 @@ def _runs_of(name: str) -> list[RunDir]:
     path = Path(name)
     if is_run(name):
         return [RunDir(path)]
-    if path.is_dir():
+    if seen(path.is_dir):
         return _runs_in(path)
-    if "/" in name and path.name and path.parent.is_dir():
+    if "/" in name and path.name and seen(path.parent.is_dir):
         beside = (path.parent / one for one in sorted(names_in(path.parent)) if one.startswith(path.name))
         begun = [RunDir(one) for one in beside if is_run(str(one))]
     else:

@@ -8,6 +8,7 @@ from launcher.errors import BadInput
 from launcher.fetch.needs import Cache, Need, export
 from launcher.runs.find import find, is_run, names_run
 from launcher.runs.owner import refuse_others
+from megatron_rl.contract.files import seen
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.hf_config import CONFIG_FILE
 from megatron_rl.recipe.model import is_hub_name, package_of
@@ -45,7 +46,7 @@ def prepare_policy(path: str, trusted: bool) -> str:
 
 def run_named(path: str) -> RunDir | None:
     """Run that contains this path or has this name, if any."""
-    return find(path) if is_run(path) or (not Path(path).exists() and names_run(path)) else None
+    return find(path) if is_run(path) or (not seen(Path(path).exists) and names_run(path)) else None
 
 
 def _check_directory(folder: Path, trusted: bool) -> None:

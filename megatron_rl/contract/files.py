@@ -190,6 +190,15 @@ def compiler_cache() -> str:
         return tempfile.mkdtemp(prefix="mrl-compiled-")
 
 
+def seen(look: Callable[[], bool]) -> bool:
+    """Return the result of a look at a path, such as `path.is_file`; False for a name that no file can have or that
+    cannot be looked at, which the reader of the path reports."""
+    try:
+        return look()
+    except (OSError, ValueError):
+        return False
+
+
 def names_in(folder: AnyPath) -> list[str]:
     """Return the names in a folder; none if it does not exist, or no folder can have this name. Raises OSError."""
     try:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from click.testing import CliRunner
 from slurm_text import squeue_record
 
 from launcher.backends.probe import gpus
 from launcher.backends.probe.disk import over_quota
 from launcher.backends.slurm import cluster_facts, jobs
+from launcher.cli.main import main
+from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.errors import BadInput
 from launcher.host.attempt.job_context import JobRefused, context_of
 from launcher.host.record.log_tails import tail
@@ -192,6 +195,18 @@ def test_files_that_are_pipes(tmp_path):
     assert tail(run.metrics, 100) == ""
     with pytest.raises(ConfigurationError, match="is not a regular file"):
         read_evaluation(run)
+
+
+@pytest.mark.parametrize("program", [main, mrl_submit])
+def test_a_name_that_no_file_can_have(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    long = "x" * 5000
+    taking_one = [["report", long], ["report", long, long], ["rows", long], ["evaluate", long], ["status", long]]
+    taking_one += [["environments", "try", long], ["data", "filter", long, "--out", "kept"], ["fork", long]]
+    for words in taking_one if program is main else [[long, "--dry-run"], ["demo", "--run-dir", long, "--dry-run"]]:
+        done = CliRunner().invoke(program, words)
+        assert isinstance(done.exception, SystemExit) and done.exit_code == 2, (words, done.exception)
 
 
 def test_own_code_that_is_nested_without_end(tmp_path):
