@@ -89,6 +89,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
         os.environ.pop("MRL_CLUSTER", None)
         os.chdir(folder)
         patch.setattr(records, "PATIENCE_S", 0.0)
+        patch.setattr(os, "execvpe", lambda *_: None)  # mrl attach becomes srun
         patch.setattr(child, "module_command", lambda module: ["/bin/false"])
         make_reported_run(folder / "good", steps=12)
         make_furnished_run(folder / "slurm")
