@@ -50,9 +50,9 @@ def damaged_json(text: str, chance: Random) -> str:
     """JSON text with a value replaced, a key removed, given twice or added."""
     try:
         tree = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # it was damaged before
         return text
-    places = _places(tree)
+    places = places_in(tree)
     container, key = chance.choice(places) if places else (None, None)
     if container is None:
         return odd_json(chance)
@@ -65,7 +65,7 @@ def damaged_json(text: str, chance: Random) -> str:
         container.extend(container[:1] * 3)
     elif kind == 2 and isinstance(container[key], str):
         container[key] = chance.choice(ODD_TEXTS)
-    elif kind == 3 and isinstance(container[key], (int, float)):
+    elif kind == 3 and isinstance(container[key], (int, float)) and abs(container[key]) < 1e100:
         container[key] = container[key] * chance.choice([-1, 0, 1000, 1e18, 0.5])
     else:
         container[key] = _PLACE
@@ -76,7 +76,7 @@ def damaged_json(text: str, chance: Random) -> str:
     return whole
 
 
-def _places(tree: Any) -> list[tuple[Any, Any]]:
+def places_in(tree: Any) -> list[tuple[Any, Any]]:
     """Every place in a tree: a list or dictionary, and an index or a key."""
     found: list[tuple[Any, Any]] = []
     rest = [tree]
