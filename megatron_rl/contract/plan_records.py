@@ -30,7 +30,7 @@ class PlanStep(NamedTuple):
     rest: dict[str, Any] = {}
 
 
-@record(version=None)
+@record(version=None, least={"gpus": 1})
 class PlanRole(NamedTuple):
     """Steps that do the same: the one that trains, or all replicas of a kind."""
 
@@ -58,7 +58,7 @@ class CheckpointPlan(NamedTuple):
     rest: dict[str, Any] = {}  # sizes in bytes
 
 
-@record(rest="rest")
+@record(rest="rest", least={"gpus_per_node": 1})
 class PlanRecord(NamedTuple):
     """plan.json: the assignment of work to nodes and ranks. Written by mrl-submit; read by the batch host, rank 0,
     `mrl attach` and `mrl status`. `rest` is only for people and `mrl plan`."""

@@ -71,6 +71,7 @@ def record(
     event: str | None = None,
     keys: dict[str, str] | None = None,
     rest: str | None = None,
+    least: dict[str, int] | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Declare a NamedTuple to be a record.
 
@@ -81,6 +82,7 @@ def record(
         event: value of the key `event`, which distinguishes the kinds of lines of one file.
         keys: field -> its key in the JSON, if that is not a Python name.
         rest: the last field, a dict[str, Any], with all keys that belong to no other field.
+        least: field -> its lowest value, for numbers that readers divide by.
     """
 
     def declare(kind: type[T]) -> type[T]:
@@ -89,7 +91,9 @@ def record(
         types = {field: _type(text, module) for field, text in named.__annotations__.items() if field != rest}
         names = {field: (keys or {}).get(field, field) for field in types}
         defaults = named._field_defaults
-        readers = [(names[field], _reader(its), defaults.get(field, REQUIRED)) for field, its in types.items()]
+        checks = {field: _reader(its) for field, its in types.items()}
+        checks.update({field: partial(_at_least, lowest, checks[field]) for field, lowest in (least or {}).items()})
+        readers = [(names[field], check, defaults.get(field, REQUIRED)) for field, check in checks.items()]
         tags = {"version": version, "event": event}
         own = frozenset(names.values()) | {tag for tag, its in tags.items() if its is not None}
         SHAPES[kind] = Shape(version, event, rest, names, types, readers, dict(defaults), own)
@@ -233,6 +237,13 @@ def _read_below(key: str, read: Reader, value: Any) -> Any:
         return read(value)
     except Mismatch as error:
         raise error.below(key) from None
+
+
+def _at_least(lowest: int, read: Reader, value: Any) -> Any:
+    found = read(value)
+    if found is not None and found < lowest:
+        raise Mismatch(f"expected a number of at least {lowest}, got {found}")
+    return found
 
 
 SCALARS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}

@@ -35,7 +35,8 @@ from megatron_rl.contract.evaluation_records import EvaluationResult
 from megatron_rl.contract.learning import number
 from megatron_rl.contract.manifest import SAVED, Damaged, find_defect, read_saved
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import write
+from megatron_rl.contract.plan_records import PlanRecord
+from megatron_rl.contract.records import decode, write
 from megatron_rl.contract.rollout_records import read_rollouts, rollout_parts
 from megatron_rl.contract.run_records import Fork
 from megatron_rl.contract.text import moment, whole_number
@@ -184,6 +185,14 @@ def test_a_request_whose_result_is_not_a_path(tmp_path):
     for out in ("[1]", "5", "{}", "[" * 100_000):
         run.evaluation_request.write_text(f'{{"out": {out}}}')
         assert result_file(run) in (None, run.evaluation)
+
+
+def test_a_plan_with_replicas_of_no_gpu(tmp_path):
+    plan = {"nodes": 2, "gpus_per_node": 8, "spare_nodes": 0, "roles": []}
+    role = {"name": "infer", "first": -1, "behind": 0, "gpus": 0, "tasks_per_node": 4}
+    for text in ({**plan, "roles": [role]}, {**plan, "gpus_per_node": 0}):
+        found = decode(PlanRecord, json.dumps(text).encode(), "plan.json")
+        assert "expected a number of at least 1, got 0" in str(found)
 
 
 def test_files_that_are_pipes(tmp_path):
