@@ -1,0 +1,8 @@
+"""The chaos stands on the lab of tests/slurm."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "slurm"))
