@@ -15,6 +15,11 @@ READY := .venv/ready
 VLLM_RELEASE ?=
 VLLM := .venv-vllm$(VLLM_RELEASE:%=-%)
 VLLM_READY := $(VLLM)/ready
+# For `make test-chaos`: how long, which faults, and 24 for Debian 13's Slurm 24.11.
+CHAOS_SECONDS ?= 3600
+CHAOS_SEED ?= $(shell date +%Y%m%d)
+CHAOS_SLURM ?=
+CHAOS_REPORT ?= chaos-report.md
 VERIFIERS_READY := .venv-verifiers/ready
 CLIENTS_READY := .venv-clients/ready
 DOCS_READY := .venv-docs/ready
@@ -35,7 +40,7 @@ TORCH := "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' containers/constraints-cpu.txt)
 # Tests and demos start Python hundreds of times; with this variable each start would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-vllm test-verifiers test-clients test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs locks licences wheel
+.PHONY: help env demo test tests test-slow test-slurm-24 test-slurm-24-short test-chaos test-chaos-24 test-vllm test-verifiers test-clients test-browser test-gpu slurm-lab slurm-lab-24 bench bench-scale lint docs locks licences wheel
 .DEFAULT_GOAL := help
 
 help:
@@ -68,6 +73,15 @@ test-slurm-24: $(READY) ## the Slurm tests on Debian 13's Slurm 24.11
 test-slurm-24-short: $(READY)
 	$(IN_TRIXIE) $(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile \
 	    tests/slurm/test_slurm_preempted_often.py tests/slurm/test_slurm_commands.py
+
+# With vLLM in one kind of run where `make test-vllm` has installed it.
+test-chaos: $(READY) ## an hour of runs under faults of all kinds on a real Slurm, with a report. CHAOS_SECONDS=600 CHAOS_SEED=7
+	MRL_VLLM_PYTHON=$(or $(MRL_VLLM_PYTHON),$(if $(wildcard $(VLLM_READY)),$(CURDIR)/$(VLLM)/bin/python)) \
+	    $(if $(CHAOS_SLURM),$(IN_TRIXIE)) $(BIN)/python tests/chaos/chaos.py \
+	    --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --report $(CHAOS_REPORT)
+
+test-chaos-24:
+	@$(MAKE) --no-print-directory test-chaos CHAOS_SLURM=24
 
 # One after the other, because each start of vLLM takes all cores for half a minute.
 test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installed; a quarter of an hour. VLLM_RELEASE=0.31.0: an older one

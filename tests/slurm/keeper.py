@@ -5,7 +5,8 @@ The owner holds the keeper's standard input open. If the owner ends, even by SIG
 and leaves. Network devices live in the namespaces and end with them.
 
 The keeper reads its settings, one line of JSON, from standard input. Later commands come over the socket
-run/keeper.sock, one line of JSON each, with one line as answer: `kill` or `start` with a node, `forget`, `down`.
+run/keeper.sock, one line of JSON each, with one line as answer: `kill` or `start` with a node, `stop` or `continue`
+with slurmctld or slurmdbd, `forget`, `down`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -61,6 +63,7 @@ class Keeper:
         self.database_port: int | None = settings["database_port"]
         self.owned: bool = settings["owned"]
         self.slurmds: dict[str, subprocess.Popen] = {}
+        self.daemons: dict[str, subprocess.Popen] = {}
 
     def up(self) -> None:
         socket.sethostname("control")
@@ -81,8 +84,23 @@ class Keeper:
         _wait_for(run / "munge.socket")
         if self.accounting:
             self._start_accounting()
-        self.controller = self._start("slurmctld", "-D", "-f", str(self.conf))
+        self.begin("slurmctld")
         self.start(*self.nodes)
+
+    def begin(self, daemon: str, *options: str) -> None:
+        """Start slurmctld or slurmdbd."""
+        where = ["-f", str(self.conf)] if daemon == "slurmctld" else []
+        self.daemons[daemon] = self._start(daemon, "-D", *options, *where)
+
+    def stop(self, daemon: str, signum: int) -> None:
+        """End slurmctld or slurmdbd by a signal, at last by SIGKILL."""
+        process = self.daemons.pop(daemon)
+        process.send_signal(signum)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def start(self, *nodes: str) -> None:
         namespaces = ["--mount", "--uts", "--propagation", "private"]
@@ -122,9 +140,8 @@ class Keeper:
 
     def forget(self) -> None:
         """Restart the controller without its saved state."""
-        self.controller.kill()
-        self.controller.wait()
-        self.controller = self._start("slurmctld", "-D", "-c", "-f", str(self.conf))
+        self.stop("slurmctld", signal.SIGKILL)
+        self.begin("slurmctld", "-c")
 
     def address(self, node: str) -> str:
         return f"{self.subnet}.{self.nodes.index(node) + 1}" if self.subnet else ""
@@ -157,6 +174,14 @@ class Keeper:
                     return {"error": f"{node} is off already"}
                 case {"do": "start", "node": node} if node in self.slurmds:
                     return {"error": f"{node} is on already"}
+                case {"do": "stop", "daemon": daemon} if daemon not in self.daemons:
+                    return {"error": f"{daemon} does not run"}
+                case {"do": "continue", "daemon": daemon} if daemon in self.daemons:
+                    return {"error": f"{daemon} runs already"}
+                case {"do": "stop", "daemon": daemon, "signal": signum}:
+                    self.stop(daemon, signum)
+                case {"do": "continue", "daemon": daemon}:
+                    self.begin(daemon)
                 case {"do": "kill", "node": node}:
                     self.kill(node)
                 case {"do": "start", "node": node}:
@@ -187,7 +212,7 @@ class Keeper:
         )
         self._start("mariadbd", "--no-defaults", "--user=mysql", *files, *where, "--innodb-buffer-pool-size=64M")
         _wait_for(data / "socket")
-        self._start("slurmdbd", "-D")
+        self.begin("slurmdbd")
         _wait_until_it_works("sacctmgr", "--immediate", "add", "cluster", "lab", environment=self._environment())
 
     def _make_devices(self) -> None:

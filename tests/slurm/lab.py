@@ -83,6 +83,11 @@ class Cluster:
         self._keeper: subprocess.Popen | None = None
 
     @property
+    def keeper(self) -> int | None:
+        """Process whose descendants are all processes of the lab; None before it is up."""
+        return self._keeper.pid if self._keeper is not None else None
+
+    @property
     def conf(self) -> Path:
         return self.directory / "etc/slurm.conf"
 
@@ -191,6 +196,14 @@ class Cluster:
         wait_until(f"the slurmd of {name} listens", lambda: _listens(where[1], int(where[2])), SECONDS_UP)
         self.wait_until_up(name)
 
+    def stop_daemon(self, name: str, signum: int = signal.SIGTERM) -> None:
+        """End slurmctld, or slurmdbd of a lab with accounting, by a signal. Its state on the disk stays."""
+        self._order(do="stop", daemon=name, signal=int(signum))
+
+    def continue_daemon(self, name: str) -> None:
+        """Start a stopped daemon again."""
+        self._order(do="continue", daemon=name)
+
     @contextlib.contextmanager
     def configured(self, changes: Mapping[str, str]) -> Iterator[None]:
         """Replace these lines of slurm.conf."""
@@ -274,7 +287,7 @@ class Cluster:
         if self._keeper.stdout.readline() != f"{word}\n":
             raise LabError(f"the lab did not come up:\n{(self.directory / 'logs/keeper.log').read_text()}")
 
-    def _order(self, **order: str) -> None:
+    def _order(self, **order: str | int) -> None:
         with socket.socket(socket.AF_UNIX) as call:
             call.settimeout(SECONDS_UP)
             try:

@@ -3,8 +3,8 @@
     python tests/slurm/trixie.py make               create the directory if it does not exist, and print its path
     python tests/slurm/trixie.py run COMMAND...     run a command there, in this checkout and with this .venv
 
-A command sees the programs of that system, Slurm and Python 3.13 included, and the machine's processes, devices and
-/tmp. Its mounts belong to its own namespace and end with it. This needs root.
+A command sees the programs of that system, Slurm and Python 3.13 included, and the machine's processes, devices,
+/tmp and /var/tmp. Its mounts belong to its own namespace and end with it. This needs root.
 
 MRL_TRIXIE names the directory; the default is in XDG_CACHE_HOME/mrl. An existing directory is used unchanged.
 """
@@ -33,7 +33,7 @@ MIRROR = "http://deb.debian.org/debian"
 LIMIT_S = 1800.0
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SHARED = ("/proc", "/sys", "/dev", "/tmp", "/etc/hosts", "/etc/resolv.conf")
+SHARED = ("/proc", "/sys", "/dev", "/tmp", "/var/tmp", "/etc/hosts", "/etc/resolv.conf")
 
 
 def root() -> Path:

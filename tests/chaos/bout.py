@@ -1,0 +1,311 @@
+"""One run under chaos, from its submission to its end, with the faults that its seed draws."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from book import Book
+from fault import Fault, Target, Undo
+from file_faults import make, preloaded
+from kinds import Kind, complaint
+from lab import Cluster, LabError
+from login import Login, Run
+from process_faults import MAY_LOSE_ANSWERS
+
+from megatron_rl.contract.heartbeat_files import read_heartbeat
+
+PATIENCE_S = 600.0
+"""Limit of each wait for progress, generous for a busy machine: ranks take half a minute to start beside others."""
+SLURM_S = 180.0
+"""Limit for Slurm's commands, which fail while a fault has stopped its controller."""
+LONGEST_CALM_S = 25.0
+LONGEST_FAULT_S = 20.0
+MOST_FAULTS = 5
+TRIES = 12
+"""Draws until a fault finds something to hit."""
+TWO_AT_ONCE = 0.25
+"""Chance of a second fault before the first is over."""
+EMPTY_CACHE = 0.3
+"""Chance of a run with an empty cache, which teaches its base model itself."""
+SOON_S = 10.0
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
+
+T = TypeVar("T")
+
+
+class ChaosFailure(Exception):
+    """The run is not as promised; says why."""
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Lab, folder, faults and records that all runs share."""
+
+    lab: Cluster
+    folder: Path
+    """Folder of homes and run directories."""
+    book: Book
+    faults: Sequence[Sequence[Fault]]
+    """Families of faults: one family is drawn, then one of its faults."""
+    undisturbed: dict[str, Path]
+    stop_at: float
+    """Time of the monotonic clock after which no fault is drawn."""
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.stop_at
+
+
+@dataclass
+class Bout:
+    arena: Arena
+    kind: Kind
+    name: str
+    chance: random.Random
+    faults: int
+    """Faults to hit the run with."""
+    hit: list[str] = field(default_factory=list)
+    since_submitted: int = 0
+    """Faults since the run was last submitted: without any it must not be held."""
+
+    def __post_init__(self) -> None:
+        arena = self.arena
+        self.home = arena.folder / self.name
+        self.login = Login(arena.lab, self.home / "home", self.home / "share")
+        self.files = make(self.home / "file-faults")
+        cache = arena.lab.cache
+        if self.faults and self.chance.random() < EMPTY_CACHE:
+            cache = self.home / "cache"
+        environment = {"MRL_CACHE": str(cache)}
+        if self.faults:
+            environment |= preloaded(self.files)
+        self.login.profiles["real"] |= {"health_check": self.chance.random() < 0.5, "environment": environment}
+        self.run: Run
+
+    # The story
+
+    def fight(self) -> None:
+        """Submit the run, hit it, see it finish, and compare its record. Raises ChaosFailure."""
+        self.submit()
+        undone: list[Undo] = []
+        try:
+            for _ in range(self.faults):
+                if not self.wait_until_under_way() or not self.calm():
+                    break
+                step = self.steps()
+                began = time.monotonic()
+                if (undo := self.strike()) is None:
+                    continue
+                undone.append(undo)
+                if self.chance.random() < TWO_AT_ONCE and (second := self.strike()) is not None:
+                    undone.append(second)
+                self.look()
+                time.sleep(self.chance.uniform(0.3, LONGEST_FAULT_S))
+                self.undo(undone)
+                if self.wait_until_beyond(step):
+                    self.arena.book.recoveries.append(time.monotonic() - began)
+        finally:
+            self.undo(undone)
+        self.finish()
+
+    def go_on(self) -> None:
+        """Hit the run until the time is over, then stop it with a save. Raises ChaosFailure."""
+        undone: list[Undo] = []
+        try:
+            while not self.arena.is_over():
+                if self.wait_until_under_way() and self.calm() and (undo := self.strike()) is not None:
+                    undone.append(undo)
+                    time.sleep(self.chance.uniform(0.3, LONGEST_FAULT_S))
+                    self.undo(undone)
+                    self.wait_until_beyond(self.steps())
+        finally:
+            self.undo(undone)
+        self.patiently(lambda: self.login.call("mrl", "cancel", "--drain", self.run.dir.root))
+        self.wait_until_job_ended()
+        if (wrong := complaint(self.kind, self.run.dir, {}, ())) is not None:
+            raise ChaosFailure(wrong)
+        self.arena.book.runs[self.kind.name]["settled once"] += 1
+
+    def submit(self) -> None:
+        self.run = self.patiently(lambda: self.login.submit(*self.kind.words))
+        self.target = Target(
+            self.arena.lab, self.login, self.run, self.run.dir.root, self.phase, self.files if self.faults else None
+        )
+        self.note("submitted", job=self.run.job, kind=self.kind.name)
+
+    def calm(self) -> bool:
+        """Let the run be for a while. Whether it is still to be hit."""
+        until = time.monotonic() + self.chance.uniform(0.0, LONGEST_CALM_S)
+        while time.monotonic() < until and not self.has_ended():
+            time.sleep(0.3)
+        return not self.arena.is_over()
+
+    def strike(self) -> Undo | None:
+        """Hit the run with a fault that finds something to hit. Returns how to end the fault."""
+        for _ in range(TRIES):
+            fault = self.chance.choice(self.chance.choice(self.arena.faults))
+            self.arena.book.drawn[fault.kind] += 1
+            phase = self.phase() or "starting"
+            undo = fault.apply(self.target, self.chance)
+            if undo is not None:
+                self.arena.book.hit[fault.kind][phase] += 1
+                self.hit.append(fault.kind)
+                self.since_submitted += 1
+                self.note("fault", kind=fault.kind, phase=phase, step=self.steps())
+                return lambda: self.ended(fault.kind, undo)
+        return None
+
+    def ended(self, kind: str, undo: Undo) -> None:
+        undo()
+        self.note("fault is over", kind=kind)
+
+    def undo(self, undone: list[Undo]) -> None:
+        while undone:
+            undone.pop()()
+
+    def look(self) -> None:
+        """Ask for the run's state as its user does, who must get an answer or one clear line."""
+        done = subprocess.run(
+            self.login.command("mrl", "status", self.run.dir.root),
+            env=self.login.env,
+            capture_output=True,
+            text=True,
+            timeout=SLURM_S,
+            stdin=subprocess.DEVNULL,
+        )
+        if "Traceback" in done.stderr + done.stdout:
+            self.arena.book.fail(self.name, f"mrl status gave a traceback:\n{done.stderr}")
+
+    def finish(self) -> None:
+        """Wait until the run has finished, and judge its record. Raises ChaosFailure."""
+        while self.wait_until_beyond(None):
+            pass
+        if not self.run.dir.done.exists():
+            raise ChaosFailure("it is not finished")
+        self.wait_until_job_ended()
+        for outcome, cause in self.run.ends():
+            self.arena.book.attempts[f"{outcome}: {cause}" if cause else outcome] += 1
+        lost = [kind for kind in self.hit if kind in MAY_LOSE_ANSWERS]
+        if (wrong := complaint(self.kind, self.run.dir, self.arena.undisturbed, lost)) is not None:
+            raise ChaosFailure(wrong)
+        if "Traceback" in self.run.dir.batch_log.read_text(errors="replace"):
+            raise ChaosFailure("its batch log has a traceback")
+        equal = "settled once" if self.kind.like is None or lost else "equal"
+        self.arena.book.runs[self.kind.name][equal] += 1
+        self.note("finished", faults=len(self.hit), attempts=len(self.run.ends()))
+
+    # Waits
+
+    def wait_until_under_way(self) -> bool:
+        """Wait for an attempt. Returns whether there is one; False once the run has finished."""
+
+        def under_way() -> bool:
+            return self.state() == "RUNNING" and [line["event"] for line in self.run.ledger()[-1:]] == ["start"]
+
+        return self.wait("an attempt begins", under_way)
+
+    def wait_until_beyond(self, step: int | None) -> bool:
+        """Wait until the run has trained more than `step` steps. Returns False once it has finished."""
+        return self.wait(f"step {step} is done", lambda: step is not None and self.steps() > step)
+
+    def wait(self, what: str, reached: Callable[[], bool]) -> bool:
+        """Wait, and resume the run when it has stayed away. Returns False once it has finished."""
+        limit = time.monotonic() + PATIENCE_S
+        while not reached():
+            if self.run.dir.done.exists():
+                return False
+            if time.monotonic() > limit:
+                raise ChaosFailure(f"waited {PATIENCE_S:.0f} s in vain until {what}; the job is {self.state()}")
+            if self.has_ended() and not self.run.dir.done.exists():
+                self.resume()
+                limit = time.monotonic() + PATIENCE_S
+            self.hasten()
+            time.sleep(0.5)
+        return True
+
+    def wait_until_job_ended(self) -> None:
+        limit = time.monotonic() + PATIENCE_S
+        while self.state() not in ENDED:
+            if time.monotonic() > limit:
+                raise ChaosFailure(f"its job does not end, although the run has ended: it is {self.state()}")
+            time.sleep(0.5)
+
+    def resume(self) -> None:
+        """Resume a run that stays away, as its user does after a look at the reason. Raises ChaosFailure if there is
+        no reason, or no fault."""
+        said = json.loads(self.patiently(lambda: self.login.call("mrl", "status", self.run.dir.root, "--json")).stdout)
+        reason = f"{said.get('state')}: {said.get('reason') or said.get('message') or said.get('why') or ''}"
+        self.note("stays away", reason=reason, said=said)
+        if not self.since_submitted:
+            raise ChaosFailure(f"it stays away although nothing hit it: {reason}")
+        self.arena.book.resumed[reason] += 1
+        self.since_submitted = 0
+        answer = self.patiently(lambda: self.login.call("mrl", "resume", self.run.dir.root, "--json"))
+        job = json.loads(answer.stdout)["job_id"]
+        self.login.jobs.append(job)
+        self.run = self.login.adopt(self.run.dir.root, job)
+        self.target = Target(
+            self.arena.lab, self.login, self.run, self.run.dir.root, self.phase, self.target.file_faults
+        )
+
+    def hasten(self) -> None:
+        """Do not wait for a pause that the run has given itself, such as a quarter of an hour for a full disk."""
+        with contextlib.suppress(LabError, ValueError, IndexError):
+            if self.run.field("JobState") == "PENDING" and self.run.field("Reason") == "BeginTime":
+                start = time.mktime(time.strptime(self.run.field("StartTime"), "%Y-%m-%dT%H:%M:%S"))
+                if start > time.time() + SOON_S:
+                    self.arena.lab.run("scontrol", "update", f"JobId={self.run.job}", "StartTime=now")
+                    self.note("hastened", seconds=round(start - time.time()))
+
+    # Looks
+
+    def note(self, event: str, **facts: object) -> None:
+        self.arena.book.note(event, run=self.name, **facts)
+
+    def steps(self) -> int:
+        try:
+            return len(self.run.metrics())
+        except (OSError, ValueError):  # a fault has torn its last line
+            return 0
+
+    def phase(self) -> str | None:
+        attempt = self.run.dir.attempt(self.run.dir.last_attempt())
+        beat = read_heartbeat(attempt.heartbeats, 0)
+        return beat.phase if beat is not None else None
+
+    def state(self) -> str | None:
+        """Slurm's state of the job; None while Slurm does not answer."""
+        try:
+            return self.run.state()
+        except (LabError, IndexError, subprocess.TimeoutExpired):
+            return None
+
+    def has_ended(self) -> bool:
+        return self.state() in ENDED
+
+    def patiently(self, act: Callable[[], T]) -> T:
+        limit = time.monotonic() + SLURM_S
+        while True:
+            try:
+                return act()
+            except (AssertionError, LabError) as error:
+                if time.monotonic() > limit or "exit code 2\n" in str(error):  # refused, now and later
+                    raise ChaosFailure(str(error)) from None
+            time.sleep(2.0)
+
+    def leave(self) -> None:
+        """Cancel what is left of its jobs."""
+        if self.login.jobs:
+            self.arena.lab.run("scancel", "--quiet", *self.login.jobs, check=False)
+
+    def clear(self) -> None:
+        """Remove everything of a run that ended as promised."""
+        shutil.rmtree(self.home, ignore_errors=True)

@@ -1,0 +1,55 @@
+"""Processes of a run under chaos, by their roles."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import psutil
+
+RANK, REPLICA, BATCH, SRUN, DAEMON = "rank", "replica", "batch process", "srun", "step daemon"
+NURSERY, PROGRAM, OTHER = "program supervisor", "program", "helper process"
+MODULES = {
+    "megatron_rl.rank_main": RANK,
+    "megatron_rl.replica_main": REPLICA,
+    "launcher.host.job": BATCH,
+    "megatron_rl.agent.environments.program.nursery": NURSERY,
+}
+
+
+def processes_of(root: Path) -> dict[str, list[psutil.Process]]:
+    """Return the processes of a run by role. Those that end meanwhile may be missing."""
+    found: dict[str, list[psutil.Process]] = {}
+    known: set[int] = set()
+    variable = ("MRL_RUN_DIR", str(root))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if variable in process.environ().items():
+                found.setdefault(_role(process), []).append(process)
+                known.add(process.pid)
+    for process in [each for its in found.values() for each in its]:
+        with contextlib.suppress(psutil.Error):
+            parent = process.parent()
+            if parent is not None and parent.pid not in known and parent.name().startswith("slurmstepd"):
+                found.setdefault(DAEMON, []).append(parent)
+                known.add(parent.pid)
+    for nursery in found.get(NURSERY, []):
+        with contextlib.suppress(psutil.Error):
+            for child in nursery.children(recursive=True):
+                found.setdefault(PROGRAM, []).append(child)
+    return found
+
+
+def _role(process: psutil.Process) -> str:
+    words = process.cmdline()
+    if process.name() == "srun":
+        return SRUN
+    return next((MODULES[word] for word in words if word in MODULES and "sh" not in words[0][-4:]), OTHER)
+
+
+def rank_of(process: psutil.Process) -> str:
+    """Return the step and number of a rank, such as train.0."""
+    with contextlib.suppress(psutil.Error):
+        environment = process.environ()
+        return f"{environment.get('MRL_STEP')}.{environment.get('SLURM_PROCID')}"
+    return ""
