@@ -193,7 +193,7 @@ class Cluster:
         # Slurm may not have noticed yet that the node was off, and calls it idle all the time.
         where = re.search(rf"^NodeName={name} .*NodeAddr=(\S+) Port=(\d+)", self.conf.read_text(), re.MULTILINE)
         assert where is not None
-        wait_until(f"the slurmd of {name} listens", lambda: _listens(where[1], int(where[2])), SECONDS_UP)
+        wait_until(f"the slurmd of {name} listens", lambda: listens(where[1], int(where[2])), SECONDS_UP)
         self.wait_until_up(name)
 
     def stop_daemon(self, name: str, signum: int = signal.SIGTERM) -> None:
@@ -203,6 +203,21 @@ class Cluster:
     def continue_daemon(self, name: str) -> None:
         """Start a stopped daemon again."""
         self._order(do="continue", daemon=name)
+
+    def address(self, machine: str) -> str:
+        """Return the network address of a node, or of `control`."""
+        found = re.search(rf"^(\S+) {machine}$", (self.directory / "etc/hosts").read_text(), re.MULTILINE)
+        assert found is not None, machine
+        return found[1]
+
+    def at_the_switch(self, *command: str) -> None:
+        """Run a command in the network that the nodes' cables lead to; the end of a cable there is called like its
+        node. Raises LabError."""
+        assert self._keeper is not None and self.isolation == "net"
+        inside = ["nsenter", "--net", f"--target={self._keeper.pid}", *command]
+        done = subprocess.run(inside, env={"PATH": SYSTEM_PATH}, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise LabError(f"{' '.join(command)}: {done.stderr}")
 
     @contextlib.contextmanager
     def configured(self, changes: Mapping[str, str]) -> Iterator[None]:
@@ -309,7 +324,8 @@ def wait_until(what: str, condition: Callable[[], object], limit: float) -> None
         time.sleep(0.1)
 
 
-def _listens(address: str, port: int) -> bool:
+def listens(address: str, port: int) -> bool:
+    """Whether a machine answers a connection within a second."""
     try:
         socket.create_connection((address, port), timeout=1).close()
     except OSError:
