@@ -37,6 +37,8 @@ TWO_AT_ONCE = 0.25
 EMPTY_CACHE = 0.3
 """Chance of a run with an empty cache, which teaches its base model itself."""
 SOON_S = 10.0
+EVERY_S = 1.5
+"""Seconds between two questions to Slurm."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 T = TypeVar("T")
@@ -73,6 +75,7 @@ class Bout:
     faults: int
     """Faults to hit the run with."""
     hit: list[str] = field(default_factory=list)
+    hastened: float = 0.0
     since_submitted: int = 0
     """Faults since the run was last submitted: without any it must not be held."""
 
@@ -144,7 +147,7 @@ class Bout:
     def calm(self) -> bool:
         """Let the run be for a while. Whether it is still to be hit."""
         until = time.monotonic() + self.chance.uniform(0.0, LONGEST_CALM_S)
-        while time.monotonic() < until and not self.has_ended():
+        while time.monotonic() < until and not self.run.dir.done.exists():
             time.sleep(0.3)
         return not self.arena.is_over()
 
@@ -228,15 +231,15 @@ class Bout:
                 self.resume()
                 limit = time.monotonic() + PATIENCE_S
             self.hasten()
-            time.sleep(0.5)
+            time.sleep(EVERY_S)
         return True
 
     def wait_until_job_ended(self) -> None:
         limit = time.monotonic() + PATIENCE_S
-        while self.state() not in ENDED:
+        while not self.has_ended():
             if time.monotonic() > limit:
                 raise ChaosFailure(f"its job does not end, although the run has ended: it is {self.state()}")
-            time.sleep(0.5)
+            time.sleep(EVERY_S)
 
     def resume(self) -> None:
         """Resume a run that stays away, as its user does after a look at the reason. Raises ChaosFailure if there is
@@ -258,12 +261,14 @@ class Bout:
 
     def hasten(self) -> None:
         """Do not wait for a pause that the run has given itself, such as a quarter of an hour for a full disk."""
-        with contextlib.suppress(LabError, ValueError, IndexError):
-            if self.run.field("JobState") == "PENDING" and self.run.field("Reason") == "BeginTime":
-                start = time.mktime(time.strptime(self.run.field("StartTime"), "%Y-%m-%dT%H:%M:%S"))
-                if start > time.time() + SOON_S:
-                    self.arena.lab.run("scontrol", "update", f"JobId={self.run.job}", "StartTime=now")
-                    self.note("hastened", seconds=round(start - time.time()))
+        if time.monotonic() < self.hastened + SOON_S:
+            return
+        self.hastened = time.monotonic()
+        with contextlib.suppress(LabError, ValueError, IndexError, subprocess.TimeoutExpired):
+            ends = self.run.ledger()[-1:]
+            if ends and (ends[0].get("not_before") or 0.0) > time.time() + SOON_S and self.state() == "PENDING":
+                self.arena.lab.run("scontrol", "update", f"JobId={self.run.job}", "StartTime=now")
+                self.note("hastened", seconds=round(ends[0]["not_before"] - time.time()))
 
     # Looks
 

@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parents[1] / "slurm"))
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 import file_faults
+import network_cuts
 import process_faults
 import psutil
 import slurm_faults
@@ -38,7 +39,7 @@ from kinds import Kind, kinds, marathon
 from lab import Cluster, LabError, missing
 from leaks import baseline, leaks
 
-FAMILIES = {"processes": process_faults, "Slurm": slurm_faults, "files": file_faults}
+FAMILIES = {"processes": process_faults, "Slurm": slurm_faults, "files": file_faults, "network": network_cuts}
 BROKEN = (
     ChaosFailure,
     LabError,
