@@ -121,7 +121,6 @@ class Chaos:
 
     def make_undisturbed(self, arena: Arena, kind: Kind) -> None:
         bout = Bout(arena, kind, f"undisturbed-{kind.name}".replace(" ", "-"), random.Random(0), 0)
-        self.undisturbed[kind.name] = Path("/nowhere")
         try:
             bout.submit()
             self.undisturbed[kind.name] = bout.run.dir.root
@@ -170,7 +169,7 @@ class Chaos:
         bout = Bout(its, marathon(self.folder), "marathon", random.Random(f"{self.given.seed}/marathon"), 1)
         try:
             bout.submit()
-            watch = Watch(bout.run.dir.root)
+            watch = Watch(bout.run.dir.root, self.folder / "samples.csv")
             bout.go_on()
             self.growths += watch.stop()
             bout.clear()
@@ -195,6 +194,7 @@ def main() -> int:
             "seed": str(given.seed),
             "side by side": f"{given.side_by_side} and one that is watched",
         }
+        shutil.copytree(lab.directory / "logs", folder / "logs")  # the lab's directory ends with it
         lab.down()
         text = report(chaos.book, chaos.growths, facts)
         (folder / "report.md").write_text(text)

@@ -51,8 +51,10 @@ class Growth:
 class Watch:
     """Samples the processes of one run until it is stopped."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, samples: Path) -> None:
+        """samples: file for all samples, a line each: process id, seconds, descriptors, MiB."""
         self.root = root
+        self.samples = samples
         self.lives: dict[tuple[int, float], Life] = defaultdict(lambda: Life(""))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -75,6 +77,8 @@ class Watch:
                             life.role = f"{role} {rank_of(process)}" if role in (RANK, REPLICA) else role
                             memory = process.memory_info().rss / MIB
                             life.samples.append((time.monotonic(), process.num_fds(), memory))
+                            with self.samples.open("a") as file:
+                                file.write(f"{life.role},{process.pid},{','.join(map(str, life.samples[-1]))}\n")
 
 
 def growth_of(life: Life) -> Growth:

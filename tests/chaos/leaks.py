@@ -33,17 +33,17 @@ def baseline(lab: Cluster, temporary: Path) -> Baseline:
 def leaks(lab: Cluster, before: Baseline, temporary: Path) -> list[str]:
     """Return what is left in the end, one line each. temporary: /tmp, which nothing but the lab uses."""
     limit = time.monotonic() + SETTLED_S
-    while found := _found(lab, before, temporary):
+    while left := found(lab, before, temporary):
         if time.monotonic() > limit:
             break
         time.sleep(2.0)
-    return found
+    return left
 
 
-def _found(lab: Cluster, before: Baseline, temporary: Path) -> list[str]:
-    jobs = _jobs(lab)
+def found(lab: Cluster, before: Baseline, temporary: Path) -> list[str]:
+    """Return what is left now."""
     return [
-        *(f"job {job}" for job in jobs),
+        *(f"job {job}" for job in _jobs(lab)),
         *(f"process {line}" for line in _processes(lab)),
         *(f"port {line}" for line in _ports(lab)),
         *(f"shared memory {line}" for line in _shared_memory(lab)),
