@@ -26,7 +26,7 @@ JOB = (
 PROGRAM = (
     *("demo-program", "--cluster", "real", *JOB, "save.every=4", "evaluation.every=0"),
     *("model.hidden_size=32", "model.ffn_hidden_size=48", "model.supervised.steps=60"),
-    *("environment.args.timeout_s=40", "environment.args.held_out=0.02"),
+    *("environment.args.timeout_s=250", "job.silence_limit_s=300", "environment.args.held_out=0.02"),
 )
 FEW = ("grpo.prompts_per_step=2", "grpo.group_size=2")
 """Answers of programs, each of which starts a process."""

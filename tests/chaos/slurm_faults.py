@@ -14,7 +14,7 @@ from records import preempt
 
 NO_SIGNAL = {"SlurmctldParameters=preempt_send_user_signal\n": ""}
 NO_GRACE = {"GraceTime=20": "GraceTime=0"}
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 _whole_cluster = threading.Lock()
 """Held during a fault of the whole cluster, since two at once could not be undone one by one."""
@@ -48,7 +48,14 @@ def lose_a_node(target: Target, chance: random.Random) -> Undo | None:
         target.lab.kill_node(node)
     except LabError:  # another fault has switched it off
         return None
-    return lambda: target.lab.restart_node(node)
+    return lambda: _switch_on(target, node)
+
+
+def _switch_on(target: Target, node: str) -> None:
+    try:
+        target.lab.restart_node(node)
+    except LabError:  # on a busy machine, or while another fault has stopped the controller
+        target.lab.wait_until_up(node, limit=LIMIT_S)
 
 
 def drain_a_node(target: Target, chance: random.Random) -> Undo | None:
@@ -56,7 +63,15 @@ def drain_a_node(target: Target, chance: random.Random) -> Undo | None:
     node = chance.choice(nodes) if nodes else ""
     if not node or not _obeyed(target, "scontrol", "update", f"nodename={node}", "state=drain", "reason=chaos"):
         return None
-    return lambda: _insist(target, "scontrol", "update", f"nodename={node}", "state=resume")
+    return lambda: wait_until(f"{node} is not drained", lambda: _undrained(target, node), LIMIT_S)
+
+
+def _undrained(target: Target, node: str) -> bool:
+    """Whether jobs may start on a node again, after an order to let them."""
+    _obeyed(target, "scontrol", "update", f"nodename={node}", "state=resume")
+    with contextlib.suppress(LabError):
+        return "DRAIN" not in target.lab.run("scontrol", "show", "node", node, "--oneliner")
+    return False
 
 
 def requeue(target: Target, chance: random.Random) -> Undo | None:
