@@ -23,7 +23,7 @@ from process_faults import MAY_LOSE_ANSWERS
 
 from megatron_rl.contract.heartbeat_files import read_heartbeat
 
-PATIENCE_S = 600.0
+PATIENCE_S = 1500.0
 """Limit of each wait for progress, generous for a busy machine: ranks take half a minute to start beside others."""
 SLURM_S = 180.0
 """Limit for Slurm's commands, which fail while a fault has stopped its controller."""
@@ -277,8 +277,8 @@ class Bout:
 
     def steps(self) -> int:
         try:
-            return len(self.run.metrics())
-        except (OSError, ValueError):  # a fault has torn its last line
+            return self.run.dir.metrics.read_bytes().count(b"\n")
+        except FileNotFoundError:
             return 0
 
     def phase(self) -> str | None:

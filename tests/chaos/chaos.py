@@ -113,7 +113,7 @@ class Chaos:
         twins = {kind.like: kind for kind in kinds(None).values() if kind.like == kind.name}
         needed = [kind for name, kind in twins.items() if name in {each.like for each in self.kinds}]
         arena = self.arena(0.0, [])
-        with ThreadPoolExecutor(self.given.side_by_side) as pool:
+        with ThreadPoolExecutor(len(twins)) as pool:
             list(pool.map(lambda kind: self.make_undisturbed(arena, kind), needed))
         if not self.book.failures:
             self.disturb()

@@ -59,7 +59,7 @@ def kinds(vllm: str | None) -> dict[str, Kind]:
     if vllm is not None:
         engine = ("inference.engine=vllm", "inference.max_batch=16", f"inference.vllm.python={vllm}")
         shape = ("model.hidden_size=64", "model.num_attention_heads=2", "model.num_query_groups=2")  # of vLLM on CPUs
-        found.append(Kind("vLLM", (*demo, *apart, *engine, *shape, "job.silence_limit_s=300")))
+        found.append(Kind("vLLM", (*demo, *apart, *engine, *shape, "job.silence_limit_s=1200")))
     return {kind.name: kind for kind in found}
 
 
