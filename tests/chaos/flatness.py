@@ -15,7 +15,7 @@ from run_processes import BATCH, NURSERY, RANK, REPLICA, processes_of, rank_of
 
 EVERY_S = 5.0
 WATCHED = (BATCH, RANK, REPLICA, NURSERY)
-LONG_S = 240.0
+LONG_S = 480.0
 """Seconds after which a process counts as long-lived."""
 SETTLED = 0.34
 """Share of a life in which caches fill, which is left out."""
