@@ -203,7 +203,9 @@ class Bout:
             raise ChaosFailure("its batch log has a traceback")
         equal = "settled once" if self.kind.like is None or lost else "equal"
         self.arena.book.runs[self.kind.name][equal] += 1
-        self.note("finished", faults=len(self.hit), attempts=len(self.run.ends()))
+        ends = [line for line in self.run.ledger() if line["event"] == "end"]
+        said = [f"{line['outcome']}: {line.get('cause') or line.get('error') or ''}" for line in ends]
+        self.note("finished", faults=len(self.hit), ends=said)
 
     # Waits
 

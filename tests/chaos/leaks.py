@@ -14,6 +14,8 @@ from lab import Cluster, LabError
 DAEMONS = {"slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "slurmscriptd", "unshare"}
 LISTENING = "0A"
 SLURMD_PORT = 6818
+CACHES = {"torchinductor_0"}
+"""Folders of caches, of a fixed name for each user, that vLLM's torch keeps in /tmp."""
 SETTLED_S = 90.0
 """Seconds in which processes on their way out may still end."""
 
@@ -113,4 +115,4 @@ def _mounts(lab: Cluster) -> set[str]:
 
 
 def _files(temporary: Path) -> set[str]:
-    return {str(file) for file in temporary.iterdir()}
+    return {str(file) for file in temporary.iterdir() if file.name not in CACHES}

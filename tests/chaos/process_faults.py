@@ -8,9 +8,9 @@ import signal
 
 import psutil
 from fault import Fault, Target, Undo
-from run_processes import BATCH, DAEMON, NURSERY, OTHER, PROGRAM, RANK, REPLICA, SRUN, processes_of
+from run_processes import BATCH, DAEMON, NURSERY, OTHER, PROGRAM, RANK, REPLICA, SRUN, SUPERVISOR, processes_of
 
-ROLES = (RANK, REPLICA, BATCH, SRUN, DAEMON, NURSERY, PROGRAM, OTHER)
+ROLES = (RANK, REPLICA, BATCH, SRUN, DAEMON, NURSERY, SUPERVISOR, PROGRAM, OTHER)
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 
 
@@ -34,5 +34,7 @@ def _wake(victim: psutil.Process) -> None:
 
 
 FAULTS = tuple(_fault(role, signum) for role in ROLES for signum in SIGNALS)
-MAY_LOSE_ANSWERS = frozenset(f"{signum.name} of a {role}" for role in (NURSERY, PROGRAM, OTHER) for signum in SIGNALS)
+MAY_LOSE_ANSWERS = frozenset(
+    f"{signum.name} of a {role}" for role in (NURSERY, SUPERVISOR, PROGRAM, OTHER) for signum in SIGNALS
+)
 """Kinds that may cost an answer, which is then lost and not sampled again."""

@@ -8,13 +8,14 @@ from pathlib import Path
 import psutil
 
 RANK, REPLICA, BATCH, SRUN, DAEMON = "rank", "replica", "batch process", "srun", "step daemon"
-NURSERY, PROGRAM, OTHER = "program supervisor", "program", "helper process"
+NURSERY, SUPERVISOR, PROGRAM = "program nursery", "program supervisor", "program"
+OTHER = "helper process"
 MODULES = {
     "megatron_rl.rank_main": RANK,
     "megatron_rl.replica_main": REPLICA,
     "launcher.host.job": BATCH,
-    "megatron_rl.agent.environments.program.nursery": NURSERY,
 }
+NURSERY_MODULE = "megatron_rl.agent.environments.program.nursery"
 
 
 def processes_of(root: Path) -> dict[str, list[psutil.Process]]:
@@ -33,11 +34,20 @@ def processes_of(root: Path) -> dict[str, list[psutil.Process]]:
             if parent is not None and parent.pid not in known and parent.name().startswith("slurmstepd"):
                 found.setdefault(DAEMON, []).append(parent)
                 known.add(parent.pid)
-    for nursery in found.get(NURSERY, []):
+    for rank in found.get(RANK, []):
         with contextlib.suppress(psutil.Error):
-            for child in nursery.children(recursive=True):
-                found.setdefault(PROGRAM, []).append(child)
+            for nursery in rank.children():
+                if NURSERY_MODULE in nursery.cmdline():
+                    _add_programs(found, nursery)
     return found
+
+
+def _add_programs(found: dict[str, list[psutil.Process]], nursery: psutil.Process) -> None:
+    """Add the processes of programs, which do not inherit the run's environment."""
+    found.setdefault(NURSERY, []).append(nursery)
+    for supervisor in nursery.children():
+        found.setdefault(SUPERVISOR, []).append(supervisor)
+        found.setdefault(PROGRAM, []).extend(supervisor.children(recursive=True))
 
 
 def _role(process: psutil.Process) -> str:
