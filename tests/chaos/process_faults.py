@@ -34,7 +34,6 @@ def _wake(victim: psutil.Process) -> None:
 
 
 FAULTS = tuple(_fault(role, signum) for role in ROLES for signum in SIGNALS)
-MAY_LOSE_ANSWERS = frozenset(
-    f"{signum.name} of a {role}" for role in (NURSERY, SUPERVISOR, PROGRAM, OTHER) for signum in SIGNALS
-)
-"""Kinds that may cost an answer, which is then lost and not sampled again."""
+THEIRS = (NURSERY, SUPERVISOR, PROGRAM, OTHER)
+"""Roles of processes whose end may cost an answer, which is then lost and not sampled again."""
+MAY_LOSE_ANSWERS = frozenset(f"{signum.name} of a {role}" for role in THEIRS for signum in SIGNALS)
