@@ -1,7 +1,7 @@
 """Cut, one-way, lossy and slow networks between machines of a lab.
 
 Each node of a lab has a port of a switch, in the network namespace of the lab's keeper. Filters on these ports drop
-frames there, so neither end is told of it, as in a real network: connections stay open and fall silent.
+frames there, silently, as a real network does: connections stay open.
 
     undo = cut(lab, "node03", {lab.address("node01")})       # node03 and node01 do not hear one another
 """
