@@ -74,6 +74,8 @@ class Bout:
     chance: random.Random
     faults: int
     """Faults to hit the run with."""
+    disk: Path
+    """Folder of the run directory, which faults may fill."""
     hit: list[str] = field(default_factory=list)
     hastened: float = 0.0
     since_submitted: int = 0
@@ -82,12 +84,15 @@ class Bout:
     def __post_init__(self) -> None:
         arena = self.arena
         self.home = arena.folder / self.name
-        self.login = Login(arena.lab, self.home / "home", self.home / "share")
+        self.share = self.disk / self.name
+        self.temporary = Path("/tmp/runs") / self.name
+        self.temporary.mkdir(parents=True)
+        self.login = Login(arena.lab, self.home / "home", self.share)
         self.files = make(self.home / "file-faults")
         cache = arena.lab.cache
         if self.faults and self.chance.random() < EMPTY_CACHE:
             cache = self.home / "cache"
-        environment = {"MRL_CACHE": str(cache)}
+        environment = {"MRL_CACHE": str(cache), "TMPDIR": str(self.temporary)}
         if self.faults:
             environment |= preloaded(self.files)
         self.login.profiles["real"] |= {"health_check": self.chance.random() < 0.5, "environment": environment}
@@ -308,11 +313,14 @@ class Bout:
                     raise ChaosFailure(str(error)) from None
             time.sleep(2.0)
 
-    def leave(self) -> None:
-        """Cancel what is left of its jobs."""
-        if self.login.jobs:
-            self.arena.lab.run("scancel", "--quiet", *self.login.jobs, check=False)
-
     def clear(self) -> None:
         """Remove everything of a run that ended as promised."""
+        shutil.rmtree(self.share, ignore_errors=True)
         shutil.rmtree(self.home, ignore_errors=True)
+
+    def keep(self) -> None:
+        """Cancel the jobs of a run that failed, and move its directory where nothing fills the disk."""
+        if self.login.jobs:
+            self.arena.lab.run("scancel", "--quiet", *self.login.jobs, check=False)
+        shutil.copytree(self.share, self.home / "share", symlinks=True, dirs_exist_ok=True)
+        shutil.rmtree(self.share, ignore_errors=True)

@@ -10,6 +10,7 @@ at which they hit depend on the machine too. Needs root and the packages of test
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -26,20 +27,26 @@ sys.path.append(str(Path(__file__).parents[1] / "slurm"))
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 import file_faults
+import full_disks
 import network_cuts
 import process_faults
 import psutil
 import slurm_faults
+import torn_records
 from book import Book
 from bout import MOST_FAULTS, Arena, Bout, ChaosFailure
 from chaos_report import report
 from fault import Fault
 from flatness import Growth, Watch
+from full_disks import small_disk
 from kinds import Kind, kinds, marathon
 from lab import Cluster, LabError, missing
 from leaks import baseline, leaks
+from namespaces import SYSTEM_PATH
 
-FAMILIES = {"processes": process_faults, "Slurm": slurm_faults, "files": file_faults, "network": network_cuts}
+FAMILIES = (process_faults, slurm_faults, file_faults, network_cuts, torn_records, full_disks)
+MEGABYTES = 500
+"""Size of the disk of each run at a time."""
 BROKEN = (
     ChaosFailure,
     LabError,
@@ -91,13 +98,15 @@ def in_own_tmp(given: argparse.Namespace) -> int:
 
 
 class Chaos:
-    def __init__(self, given: argparse.Namespace, folder: Path, lab: Cluster) -> None:
+    def __init__(self, given: argparse.Namespace, folder: Path, lab: Cluster, disks: list[Path]) -> None:
+        """disks: a folder for each run at a time, which faults may fill if its disk is small."""
         self.given = given
         self.folder = folder
         self.lab = lab
+        self.disks = disks
         self.book = Book(folder / "timeline.jsonl")
         self.growths: list[Growth] = []
-        families = [[fault for fault in each.FAULTS if given.only in fault.kind] for each in FAMILIES.values()]
+        families = [[fault for fault in each.FAULTS if given.only in fault.kind] for each in FAMILIES]
         self.families = [family for family in families if family]
         vllm = os.environ.get("MRL_VLLM_PYTHON")
         kept = kinds(vllm if vllm and Path(vllm).exists() else None)
@@ -120,13 +129,16 @@ class Chaos:
         self.book.leaks += leaks(self.lab, before, Path("/tmp"))
 
     def make_undisturbed(self, arena: Arena, kind: Kind) -> None:
-        bout = Bout(arena, kind, f"undisturbed-{kind.name}".replace(" ", "-"), random.Random(0), 0)
+        bout = Bout(
+            arena, kind, f"undisturbed-{kind.name}".replace(" ", "-"), random.Random(0), 0, self.folder / "undisturbed"
+        )
         try:
             bout.submit()
             self.undisturbed[kind.name] = bout.run.dir.root
             bout.finish()
         except BROKEN:
             self.book.fail(bout.name, traceback.format_exc())
+            bout.keep()
 
     def disturb(self) -> None:
         arena = self.arena(self.given.seconds, self.families)
@@ -135,38 +147,36 @@ class Chaos:
         queue = iter(list(enumerate(kind for turn in order for kind in turn)))
         lock = threading.Lock()
 
-        def work() -> None:
+        def work(disk: Path) -> None:
             while not arena.is_over():
                 with lock:
                     number, kind = next(queue)
-                self.fight(arena, number, kind)
+                self.fight(arena, number, kind, disk)
 
-        threads = [threading.Thread(target=work) for _ in range(self.given.side_by_side)]
-        threads.append(threading.Thread(target=self.watch_marathon, args=(arena,)))
+        *disks, last = self.disks
+        threads = [threading.Thread(target=work, args=(disk,)) for disk in disks]
+        threads.append(threading.Thread(target=self.watch_marathon, args=(last,)))
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def fight(self, arena: Arena, number: int, kind: Kind) -> None:
+    def fight(self, arena: Arena, number: int, kind: Kind, disk: Path) -> None:
         chance = random.Random(f"{self.given.seed}/{number}")
         name = f"{number:03d}-{kind.name}".replace(" ", "-")
-        bout = Bout(arena, kind, name, chance, chance.randint(1, MOST_FAULTS))
+        bout = Bout(arena, kind, name, chance, chance.randint(1, MOST_FAULTS), disk)
         try:
             bout.fight()
             bout.clear()
-        except ChaosFailure as failure:
-            self.book.fail(name, str(failure))
-        except BROKEN:
-            self.book.fail(name, traceback.format_exc())
-        finally:
-            bout.leave()
+        except BROKEN as error:
+            self.book.fail(name, str(error) if isinstance(error, ChaosFailure) else traceback.format_exc())
+            bout.keep()
 
-    def watch_marathon(self, arena: Arena) -> None:
+    def watch_marathon(self, disk: Path) -> None:
         """Sample the processes of a run that goes on until the time is over, under faults that they survive."""
         gentle = [[f for f in family if any(word in f.kind for word in GENTLE)] for family in self.families]
         its = self.arena(self.given.seconds, [family for family in gentle if family])
-        bout = Bout(its, marathon(self.folder), "marathon", random.Random(f"{self.given.seed}/marathon"), 1)
+        bout = Bout(its, marathon(self.folder), "marathon", random.Random(f"{self.given.seed}/marathon"), 1, disk)
         try:
             bout.submit()
             watch = Watch(bout.run.dir.root, self.folder / "samples.csv")
@@ -175,8 +185,7 @@ class Chaos:
             bout.clear()
         except BROKEN:
             self.book.fail(bout.name, traceback.format_exc())
-        finally:
-            bout.leave()
+            bout.keep()
 
 
 def main() -> int:
@@ -184,23 +193,33 @@ def main() -> int:
     if INSIDE not in os.environ:
         return in_own_tmp(given)
     folder = Path(os.environ[INSIDE])
-    lab = Cluster(accounting=missing(accounting=True) is None).up()
-    chaos = Chaos(given, folder, lab)
-    try:
-        chaos.run()
-    finally:
-        facts = {
-            "Slurm": lab.run("sinfo", "--version", check=False).strip(),
-            "seed": str(given.seed),
-            "side by side": f"{given.side_by_side} and one that is watched",
-        }
-        shutil.copytree(lab.directory / "logs", folder / "logs")  # the lab's directory ends with it
-        lab.down()
-        text = report(chaos.book, chaos.growths, facts)
-        (folder / "report.md").write_text(text)
-        print(text)
+    with contextlib.ExitStack() as stack:
+        # Before the lab comes up, since its nodes see the mounts of that moment.
+        disks = [disk_at(folder / f"disk-{number}", stack) for number in range(given.side_by_side + 1)]
+        lab = Cluster(accounting=missing(accounting=True) is None).up()
+        stack.callback(lab.down)
+        chaos = Chaos(given, folder, lab, disks)
+        version = lab.run("sinfo", "--version").strip()
+        try:
+            chaos.run()
+        finally:
+            shutil.copytree(lab.directory / "logs", folder / "logs")  # the lab's directory ends with it
+            beside = f"{given.side_by_side} and one that is watched"
+            text = report(
+                chaos.book, chaos.growths, {"Slurm": version, "seed": str(given.seed), "side by side": beside}
+            )
+            (folder / "report.md").write_text(text)
+            print(text)
     steep = [growth for growth in chaos.growths if not growth.is_flat()]
     return 1 if chaos.book.failures or chaos.book.leaks or steep else 0
+
+
+def disk_at(folder: Path, stack: contextlib.ExitStack) -> Path:
+    """Return a folder on its own small disk, until the stack is closed, or on the machine's where none can be made."""
+    folder.mkdir()
+    if shutil.which("mkfs.ext4", path=SYSTEM_PATH) is not None:
+        stack.enter_context(small_disk(folder, MEGABYTES))
+    return folder
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from lab import Cluster, LabError
 DAEMONS = {"slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "slurmscriptd", "unshare"}
 LISTENING = "0A"
 SLURMD_PORT = 6818
-CACHES = {"torchinductor_0"}
-"""Folders of caches, of a fixed name for each user, that vLLM's torch keeps in /tmp."""
+EXPECTED = {"runs", "torchinductor_0"}
+"""Folders in /tmp: for temporary files of each run, and a cache of a fixed name that vLLM's torch keeps."""
 SETTLED_S = 90.0
 """Seconds in which processes on their way out may still end."""
 
@@ -115,4 +115,4 @@ def _mounts(lab: Cluster) -> set[str]:
 
 
 def _files(temporary: Path) -> set[str]:
-    return {str(file) for file in temporary.iterdir() if file.name not in CACHES}
+    return {str(file) for file in [*temporary.glob("*"), *temporary.glob("runs/*/*")] if file.name not in EXPECTED}
