@@ -158,7 +158,7 @@ class Bout:
 
     def strike(self) -> Undo | None:
         """Hit the run with a fault that finds something to hit. Returns how to end the fault."""
-        for _ in range(TRIES):
+        for _ in range(TRIES if self.arena.faults else 0):
             fault = self.chance.choice(self.chance.choice(self.arena.faults))
             self.arena.book.drawn[fault.kind] += 1
             phase = self.phase() or "starting"
