@@ -252,10 +252,12 @@ class Bout:
         """Resume a run that stays away, as its user does after a look at the reason. Raises ChaosFailure if there is
         no reason, or no fault."""
         said = json.loads(self.patiently(lambda: self.login.call("mrl", "status", self.run.dir.root, "--json")).stdout)
-        reason = f"{said.get('state')}: {said.get('reason') or said.get('message') or said.get('why') or ''}"
-        self.note("stays away", reason=reason, said=said)
+        reason = f"{said['state']}: {said['reason'] or 'as its user asked'}"
+        self.note("stays away", reason=reason)
         if not self.since_submitted:
             raise ChaosFailure(f"it stays away although nothing hit it: {reason}")
+        if not said["reason"] and said["state"] not in ("stopped", "cancelled"):
+            raise ChaosFailure(f"it stays away without a reason: {said}")
         self.arena.book.resumed[reason] += 1
         self.since_submitted = 0
         answer = self.patiently(lambda: self.login.call("mrl", "resume", self.run.dir.root, "--json"))
