@@ -31,6 +31,7 @@ import full_disks
 import network_cuts
 import process_faults
 import psutil
+import second_user
 import slurm_faults
 import torn_records
 from book import Book
@@ -44,7 +45,7 @@ from lab import Cluster, LabError, missing
 from leaks import baseline, leaks
 from namespaces import SYSTEM_PATH
 
-FAMILIES = (process_faults, slurm_faults, file_faults, network_cuts, torn_records, full_disks)
+FAMILIES = (process_faults, slurm_faults, file_faults, network_cuts, torn_records, full_disks, second_user)
 MEGABYTES = 500
 """Size of the disk of each run at a time."""
 BROKEN = (
@@ -154,12 +155,10 @@ class Chaos:
                 self.fight(arena, number, kind, disk)
 
         *disks, last = self.disks
-        threads = [threading.Thread(target=work, args=(disk,)) for disk in disks]
-        threads.append(threading.Thread(target=self.watch_marathon, args=(last,)))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self.disks)) as pool:
+            started = [*(pool.submit(work, disk) for disk in disks), pool.submit(self.watch_marathon, last)]
+        for each in started:
+            each.result()  # raises what no run is to blame for
 
     def fight(self, arena: Arena, number: int, kind: Kind, disk: Path) -> None:
         chance = random.Random(f"{self.given.seed}/{number}")

@@ -131,7 +131,7 @@ def _on_a_node(kind: str, folder_of: Callable[[Target], Path | None]) -> Fault:
     def apply(target: Target, chance: random.Random) -> Undo | None:
         run, folder = RunDir(target.run_dir), folder_of(target)
         try:
-            steps = read_json(run.attempt(run.last_attempt()).nodes)["steps"]
+            steps = (read_json(run.attempt(run.last_attempt()).nodes) or {"steps": {}})["steps"]
             nodes = sorted({node for hosts in steps.values() for node in hosts})
             return cover_on_node(target.lab, chance.choice(nodes), folder) if folder and nodes else None
         except (OSError, ValueError):

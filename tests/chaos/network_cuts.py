@@ -88,7 +88,7 @@ def _steps(target: Target) -> dict[str, list[str]]:
     """Hosts of each step of the attempt in progress; empty before they are chosen."""
     run = RunDir(target.run_dir)
     try:
-        return dict(read_json(run.attempt(run.last_attempt()).nodes)["steps"])
+        return dict((read_json(run.attempt(run.last_attempt()).nodes) or {"steps": {}})["steps"])
     except (OSError, ValueError):
         return {}
 
