@@ -70,7 +70,9 @@ class HangWatch:
         self._every = min(HEARTBEAT_S, limit / 5)
         self._began: float | None = None
         self._looked = 0.0
-        self._woke = 0.0  # unix time at which this process last resumed, after a laptop or Slurm had suspended it
+        self._woke = 0.0
+        """Unix time at which this process last resumed, after a laptop or Slurm had suspended it, or its clock was set
+        back."""
         self._look: Look | None = None
         self._seen: dict[SlotName, _SeenSlot] = {}
 
@@ -79,6 +81,8 @@ class HangWatch:
         are started. Raises OSError."""
         if self._limit <= 0:
             return None
+        if now < self._looked:
+            self._set_back(now)
         if self._look is None and now >= self._looked + self._every:
             if self._began is None:
                 self._began = now
@@ -96,6 +100,11 @@ class HangWatch:
         if self._is_well(self._began, self._looked):
             return None
         return silent_rank(self.newest, self._began, self._looked, self._limit)
+
+    def _set_back(self, now: float) -> None:
+        """Begin the silence of all ranks again: what was seen lies in the future of a clock that was set back."""
+        self._looked = self._began = self._woke = now
+        self._seen = {name: seen._replace(at=now) for name, seen in self._seen.items()}
 
     @property
     def looking(self) -> bool:
