@@ -24,7 +24,7 @@ from launcher.host.slurm.call import SlurmRefused
 from megatron_rl.contract.attempt_records import Drain, Hang, RankError
 from megatron_rl.contract.codes import DRAIN_SIGNAL, LAST_MOMENT_S, SIGNALLED, STACKS_LIMIT_S, STACKS_SIGNAL
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import ABSENT, Unreadable, read, write
+from megatron_rl.contract.records import PATIENCE_S, Unreadable, read, write
 
 COMPLETIONS = 10  # queries for the cause and deadline that a request to leave lacks
 COMPLETE_EVERY_S = 1.0  # seconds between them
@@ -60,6 +60,7 @@ class AttemptRunner:
         self.tasks: list[Callable[[float], None]] = []
         self._grace = grace
         self._unwritten = False  # whether the request is not in its file yet
+        self._unreadable_since: float | None = None  # when the drain file became unreadable; None: it is not
         self._hangs = HangWatch(attempt, silence_limit)
         self._hang: Hang | None = None
         self._exits: list[RankExit] = []
@@ -147,8 +148,14 @@ class AttemptRunner:
             self.ask_to_leave(owner)
         found = read(Drain, self.attempt.drain)
         if isinstance(found, Unreadable):
-            self.request = self.request or Drain(SIGNALLED, f"somebody ({found})", now)
-        elif found is not ABSENT and found != self.request:
+            # A file system that fails for a moment would otherwise send ranks away whom nobody asked.
+            if self._unreadable_since is None or now < self._unreadable_since:
+                self._unreadable_since = now
+            if now >= self._unreadable_since + PATIENCE_S:
+                self.request = self.request or Drain(SIGNALLED, f"somebody ({found})", now)
+        else:
+            self._unreadable_since = None
+        if isinstance(found, Drain) and found != self.request:
             self._adopt(found)
         if self.request is not None and self.request.deadline is not None:
             limit = self.request.deadline - self.request.at

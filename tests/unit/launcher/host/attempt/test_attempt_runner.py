@@ -24,7 +24,7 @@ from megatron_rl.contract.attempt_records import AttemptEnd, Drain, Hang, Heartb
 from megatron_rl.contract.codes import HEARTBEAT_WAIT
 from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, write
 
 LIMIT = 1800.0
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -268,9 +268,20 @@ def test_what_slurm_says_is_added_unless_somebody_has_named_a_cause_meanwhile(wa
 def test_a_request_that_cannot_be_read_is_one_and_a_later_signal_is_passed_on(watched, content):
     watched.train().send_heartbeats(silent=0.0)
     watched.attempt.drain.write_text(content)
-    assert "SIGUSR1" in watched.poll(0, 1, 2)
+    assert watched.poll(0, PATIENCE_S - 1) == []
+    assert "SIGUSR1" in watched.poll(PATIENCE_S, PATIENCE_S + 1)
     watched.ask(deadline=watched.now + 20)
-    assert watched.poll(3, 15, 16)[-1] == "KILL"
+    assert watched.poll(PATIENCE_S + 2, 15, 16)[-1] == "KILL"
+
+
+def test_a_file_system_that_fails_for_moments_asks_nobody_to_leave(watched, monkeypatch):
+    watched.train().send_heartbeats(silent=0.0)
+    for moment in range(10):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner_module, "read", lambda _, path: Unreadable(str(path), "Input/output error"))
+            assert watched.poll(10 * moment, 10 * moment + PATIENCE_S - 1) == []
+        assert watched.poll(10 * moment + PATIENCE_S) == []
+    assert watched.runner.request is None
 
 
 def test_ranks_that_have_said_how_it_ended_are_not_asked_again(watched):
