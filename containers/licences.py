@@ -53,7 +53,7 @@ STRONG = re.compile(r"(?<!L)\bA?GPL|SSPL")
 TEXT = """# Licences
 
 This page lists the licences of mrl and of every package that its locks install. `make licences` writes it from the
-packages' metadata; it is no legal advice.
+packages' metadata; it is not legal advice.
 
 ## In mrl itself
 

@@ -9,7 +9,7 @@ from megatron_rl.recipe.extras import OURS, installed
 ROOT = Path(__file__).parents[1]
 """The clone, or the directory that mrl is installed into."""
 IN_A_WHEEL = ("share", "mrl")
-"""Where a wheel puts both, below the root of the environment."""
+"""Folder that a wheel puts both into, below the root of the environment."""
 
 
 def documents() -> Path | None:
