@@ -67,9 +67,8 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     vocab = config.model.padded_vocab_size(tokens)
     found = {one.teacher: files_of_teacher(one.teacher) for one in config.teachings.each if one.teacher != POLICY}
     held = [files for one in config.teachings.held if (files := found[one.teacher])]
-    teachers = RehearsedTeachers(
-        held, found[config.distill.teacher] if config.distill and sizes.teacher_nodes else None
-    )
+    replicated = config.distill if config.distill and config.distill.replicas else None
+    teachers = RehearsedTeachers(held, found.get(replicated.teacher) if replicated else None)
     done = rehearse(config, tokens, rehearsed_kinds(config, sizes, teachers), teachers)
     ours = as_rehearsed(config)
     ranks = [_row(one, rank_memory(ours, sizes, vocab, one.kind.role, one.kind.stage)) for one in done]
@@ -77,14 +76,14 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
     if as_json:
         click.echo(json.dumps({"ranks": ranks, "fits": fits}, indent=1))
     else:
-        for one in config.teachings.each:
-            if not one.server and one.teacher != POLICY and found[one.teacher] is None:
-                click.echo(f"note: the teacher is left out: {one.teacher} is not on this machine", err=True)
+        for teaching in config.teachings.each:
+            if not teaching.server and teaching.teacher != POLICY and found[teaching.teacher] is None:
+                click.echo(f"note: the teacher is left out: {teaching.teacher} is not on this machine", err=True)
         if elsewhere:
             click.echo(f"note: {OF_ENGINE[sizes.shares_devices].format(engine)}", err=True)
-        for one in sizes.fixed:
-            if one.starts_workers:
-                left_out = f"the replicas of the {one.name} are left out: vLLM divides their memory itself"
+        for model in sizes.fixed:
+            if model.starts_workers:
+                left_out = f"the replicas of the {model.name} are left out: vLLM divides their memory itself"
                 click.echo(f"note: {left_out}", err=True)
         show(config, name, ranks, limit)
     if not fits:

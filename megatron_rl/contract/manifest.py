@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import stat
@@ -89,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
         raw = json.loads(read_bytes(path))
         if not isinstance(raw, dict) or raw.pop("sha256", None) != _digest(raw):
             raise Mismatch("its SHA-256 differs")
-        if newer := sorted(raw.keys() - {field.name for field in dataclasses.fields(Manifest)}):
+        if newer := sorted(raw.keys() - {*Manifest._fields}):
             raise CheckpointError(
                 f"a newer mrl has written {path}, with fields that this one does not know ({', '.join(newer)}): "
                 "continue with that mrl, or a later one"
