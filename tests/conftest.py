@@ -72,7 +72,16 @@ NEED = {
         *("conversations", "endpoint", "endpoint_agent", "endpoint_refusals", "endpoint_responses"),
         *("first_rows", "published_templates", "rows", "turn_end"),
     ),
-    "datasets": ("datasets", "hf_dataset", "trial", "countdown", "math_environment", "reasoning_gym", "shipped_math"),
+    "datasets": (
+        "datasets",
+        "rows_fuzzed",
+        "hf_dataset",
+        "trial",
+        "countdown",
+        "math_environment",
+        "reasoning_gym",
+        "shipped_math",
+    ),
     "transformers": (
         *("tools", "hf_convert", "huggingface", "irregular_files", "text_stream", "parity", "model", "tokenizer"),
         *("server_chat", "server_completions", "server_connections", "server_guard", "server_readers"),

@@ -41,6 +41,7 @@ def file_batches(file: str, columns: Sequence[str] | None) -> Iterator[Any]:
             mapped.seek(0)
             batches = ipc.open_stream(mapped)
         for batch in batches:
+            batch.validate(full=True)  # pyarrow reads outside of a damaged file, which may end the process
             yield batch if columns is None else batch.select(list(columns))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from megatron_rl.agent.arrow_rows import arrow_rows, file_batches, file_columns
 from megatron_rl.agent.text_rows import as_text, holds_lines, text_rows, value_at
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
 from megatron_rl.recipe.extras import needed
 from megatron_rl.recipe.model import is_hub_name
@@ -153,10 +153,10 @@ def _files(source: DataSource, scratch: Path) -> list[str]:
             raise ValueError(f"unknown file type: supported are {', '.join([*COLUMNS, *TEXT])}")
         return [str(place)]
     if (splits := place / "dataset_dict.json").exists():
-        _check_split(source.split, json.loads(splits.read_text())["splits"])
+        _check_split(source.split, _saved(splits, "splits", str))
         place /= source.split
-    if (saved := place / "state.json").exists():  # by `save_to_disk`
-        return [str(place / one["filename"]) for one in json.loads(saved.read_text())["_data_files"]]
+    if (saved := place / "state.json").exists():
+        return [str(place / str(one.get("filename"))) for one in _saved(saved, "_data_files", dict)]
     if (script := place / f"{place.name}.py").exists():  # datasets before 4 offers to run it
         raise ValueError(f"{script.name} is a script, which is never run: write the rows as Parquet or JSON lines")
     # Imported here because it takes seconds; the launcher, which only checks the arguments, does not have it.
@@ -169,6 +169,18 @@ def _files(source: DataSource, scratch: Path) -> list[str]:
         raise ValueError(f"its files are of the kind {builder.name}: write them as Parquet or JSON lines")
     _check_split(source.split, files)
     return list(files[source.split])
+
+
+def _saved(file: Path, key: str, kind: type) -> list[Any]:
+    """Return the list at a key of a file that `save_to_disk` writes. Raises ValueError and OSError."""
+    try:
+        found = bounded_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}): save the data set again") from error
+    items = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(items, list) or not all(isinstance(each, kind) for each in items):
+        raise ValueError(f"{file} has no list {key}, which `save_to_disk` writes: save the data set again")
+    return items
 
 
 def _check_split(split: str, splits: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.recipe.data_files import PACKED, data_suffix
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -21,6 +22,8 @@ BOM = b"\xef\xbb\xbf"
 LINE_BYTES = 4096  # read at first to find one line
 LONGEST_ROW = 2**28  # characters; a row of a million tokens has a sixtieth of that
 LONGEST_LIST = 2**32  # characters of one list with all rows
+UNPACKERS = ("zlib", "_lzma", "zstandard", "zstd")
+"""Packages of errors about compressed files; others are OSErrors."""
 
 
 class SpelledNumber(float):
@@ -53,11 +56,18 @@ def text_rows(file: str) -> Iterator[TextRow]:
         ValueError: a row is not a JSON object; the message has its location.
     """
     kind = data_suffix(file)
-    with _opened(file) as opened:
-        if kind in DELIMITERS:
-            yield from _table(file, opened, DELIMITERS[kind])
-        else:
-            yield from _objects(file, opened)
+    try:
+        with _opened(file) as opened:
+            if kind in DELIMITERS:
+                yield from _table(file, opened, DELIMITERS[kind])
+            else:
+                yield from _objects(file, opened)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{_first_not_text(file)}: not UTF-8: {error.reason}; write the file as UTF-8") from error
+    except Exception as error:
+        if not isinstance(error, EOFError) and type(error).__module__.partition(".")[0] not in UNPACKERS:
+            raise
+        raise ValueError(f"{file}: cut short or damaged ({error}): fetch it again") from error
 
 
 def holds_lines(file: str) -> bool:
@@ -102,8 +112,8 @@ def as_text(value: Any) -> str | None:
 def parse_json(text: str, where: str) -> Any:
     """Parse JSON, with each number as it is spelled. Raises ValueError with the location."""
     try:
-        return json.loads(text, parse_float=SpelledNumber, parse_int=_integer, parse_constant=SpelledNumber)
-    except (ValueError, RecursionError) as error:
+        return bounded_json(text, parse_float=SpelledNumber, parse_int=_integer, parse_constant=SpelledNumber)
+    except ValueError as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from error
 
 
@@ -151,6 +161,18 @@ def _lines(file: str, opened: IO[str]) -> Iterator[str]:
         if len(line) == LONGEST_ROW:
             raise ValueError(f"{file}:{number}: a row of more than {LONGEST_ROW:,} characters")
         yield line
+
+
+def _first_not_text(file: str) -> str:
+    """Return the location of the first line that is not UTF-8."""
+    name = PACKED.get(Path(file).suffix)
+    with importlib.import_module(name).open(file) if name else Path(file).open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"{file}:{number}"
+    return file
 
 
 def _bom_bytes(file: str) -> int:

@@ -10,6 +10,7 @@
     plan_records     plan.json, and the steps of a plan on its nodes
     run_records      the types in the run directory, the user's index and the caches
     children         how one of our processes starts another, and ends with it
+    bounded_json     JSON that others wrote, which may be nested without end
     learning         whether anything is learned in a run, or something is lost: warnings by name
 
 Definitions belong here if two processes would disagree by defining them separately. Policy does not: the reader decides

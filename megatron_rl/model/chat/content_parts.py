@@ -64,7 +64,7 @@ def _piece(given: object, role: str, place: str) -> ContentPart:
         raise ConversationError(place, f"is {kind_of(given)}, not a part such as a text")
     fields = {name: value for name, value in said(given).items() if name not in PART_WITHOUT_MEANING}
     kind = fields.pop("type", "text")
-    if kind in TEXTS:
+    if isinstance(kind, str) and kind in TEXTS:
         found = ContentPart("text", checked_text(fields.pop(TEXTS[kind], None), f"{place}.{TEXTS[kind]}"))
     elif kind == "thinking" and role == "assistant":
         found = ContentPart("thought", checked_text(fields.pop("thinking", None), f"{place}.thinking"))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.model.chat.messages import ConversationError, Tool
 
 MOST_ITEMS = 10_000
@@ -28,8 +29,8 @@ RESULT_KEYS = ("return", "returns", "response")
 
 def parsed_json(text: str, place: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return bounded_json(text)
+    except ValueError as error:
         raise ConversationError(place, f"is not JSON: {error}") from error
 
 
