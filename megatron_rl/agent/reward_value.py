@@ -52,6 +52,15 @@ class WrongReward(ConfigurationError):
 
 def checked_reward(given: Any) -> float | dict[str, Any]:
     """Return a reward as a number, or as numbers by name and the list of rewards by turn. Raises WrongReward."""
+    try:
+        return _checked(given)
+    except (WrongReward, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise WrongReward(f"{_shown(given)}, which raises {type(error).__name__} when it is read: {WANTED}") from error
+
+
+def _checked(given: Any) -> float | dict[str, Any]:
     if not isinstance(given, Mapping):
         return _number(given, "")
     if not given:
@@ -148,7 +157,9 @@ def _number(value: Any, where: str) -> float:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - code of a library
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - code of a library
         text = ""
     text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
     return text if value is None or isinstance(value, float) else f"{text} ({type(value).__name__})"

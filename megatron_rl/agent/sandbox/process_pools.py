@@ -25,6 +25,7 @@ from typing import Any
 from megatron_rl.agent.sandbox.confined_child import LENGTH_DIGITS, OUT_OF_MEMORY
 from megatron_rl.agent.sandbox.confined_process import ConfinedProcess, OutputTooLarge
 from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits, ProcessResult
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.contract.children import how_ended
 
 logger = logging.getLogger(__name__)
@@ -184,9 +185,9 @@ def _as_text(output: bytes) -> ProcessResult:
 
 def _read(line: bytes) -> ProcessResult:
     try:
-        ending, content = json.loads(line)
+        ending, content = bounded_json(line)
         ending = Ending(ending)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return ProcessResult(Ending.WRONG_FORMAT, detail="its answer cannot be parsed")
     if ending not in (Ending.OK, Ending.ERROR, Ending.WRONG_FORMAT):  # a program may write anything
         return ProcessResult(Ending.WRONG_FORMAT, detail=f"it reports {ending}")

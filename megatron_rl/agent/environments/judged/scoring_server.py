@@ -17,11 +17,13 @@ import httpx
 
 from megatron_rl.agent.environments.judged.judged_arguments import ScoringModel
 from megatron_rl.agent.scoring import NotJudged
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.openai import FIRST_PAUSE_S, LONGEST_PAUSE_S, RETRIED, authorization
 from megatron_rl.generate.serving.plain_replies import PLAIN, ReplyRefused, plain
 
 Read = Callable[[Any], Any]
-"""Takes what is needed out of a response. May raise ValueError, LookupError or TypeError."""
+"""Takes what is needed out of a response. May raise an error of READING."""
+READING = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 LONGEST_BYTES = 10_000_000
 """Bytes of a response, at most; a verdict has thousands."""
 
@@ -104,14 +106,14 @@ class ScoringServer(CachedScorer):
                     async with asyncio.timeout(self.config.timeout_s):
                         replied = await client.post(path, json={"model": self._model, **body})
                     if replied.is_success:
-                        return read(json.loads(replied.content))
+                        return read(bounded_json(replied.content))
                     why = f"HTTP {replied.status_code}"
                     passing = replied.status_code in RETRIED
                 except ReplyRefused as error:
                     why, passing = str(error), False
                 except (httpx.TransportError, TimeoutError) as error:
                     why, passing = type(error).__name__, True
-                except (ValueError, LookupError, TypeError, RecursionError):
+                except (httpx.RequestError, *READING):
                     why, passing = "not in the expected form", False
                 if not (left and passing):
                     break

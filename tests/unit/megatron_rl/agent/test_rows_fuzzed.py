@@ -188,9 +188,9 @@ def test_arrow_file_whose_offsets_lead_outside_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(text_rows, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(text_rows, "LONGEST_ROW", 1000)
     said = refused(learned, tmp_path, name, b"question,answer\n" * name.endswith("csv") + b"x" * 1001)
-    assert said is not None and "the line is longer than 1,000 characters" in said
+    assert said is not None and "a row of more than 1,000 characters" in said
 
 
 @pytest.mark.parametrize("state", ["{", "[]", '{"_data_files": 1}', '{"_data_files": [1]}', "[" * 5000])
