@@ -1,0 +1,138 @@
+"""Servers answer requests of any shape: never with a server's error, never with another request's answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import httpx
+from endpoint_helpers import Opened, with_session
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from odd_values import as_json, changed, drawn, spoilt
+from server_helpers import SayingEngine, byte_tokenizer, client_of, running
+
+from megatron_rl.generate.engine.interface import GenerationRequest
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "4"},
+]
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "n": 2,
+    "stop": ["x"],
+    "seed": 1,
+    "max_tokens": 4,
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+BODIES: dict[str, list[Any]] = {
+    "completions": [
+        {"model": "tiny", "prompt": "ask", **SAMPLING, "logprobs": 2, "echo": True, "prompt_logprobs": 1},
+        {"prompt": [[1, 2], [3]], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
+    ],
+    "chat/completions": [
+        {"messages": TALK, "tools": [TOOL], "tool_choice": "auto", **SAMPLING, "logprobs": True, "top_logprobs": 2},
+        {"messages": TALK[:2], "response_format": FORM, "max_completion_tokens": 9, "chat_template_kwargs": {"a": 1}},
+        {"messages": TALK[:2], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"prompt_token_ids": [1, 2], "stream": True, "max_tokens": 3, "reasoning_effort": "low"},
+    ],
+}
+OF_ENDPOINT: dict[str, list[Any]] = {
+    **BODIES,
+    "responses": [
+        {"model": "policy", "input": "hi", "instructions": "be", "temperature": 1, "stream": True, "store": True},
+        {
+            "input": [
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "4"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+            "previous_response_id": None,
+        },
+    ],
+    "../inference/v1/generate": [
+        {"model": "policy", "token_ids": [1, 2], "sampling_params": {"temperature": 1.0, "n": 1, "max_tokens": 3}}
+    ],
+}
+METHODS = ("POST", "POST", "POST", "POST", "POST", "GET", "PUT", "HEAD")
+KINDS = ("application/json", "text/plain", "multipart/form-data; boundary=x", "application/json; charset=utf-7", "\\")
+
+
+class Sent(NamedTuple):
+    method: str
+    route: str
+    content: bytes
+    headers: dict[str, str]
+
+
+def sent_to(bodies: dict[str, list[Any]], random: Random) -> Sent:
+    route = random.choice([*bodies])
+    body = random.choice(bodies[route])
+    content = spoilt(as_json(body), random) if random.randrange(4) == 0 else as_json(changed(body, random))
+    headers = {"Content-Type": random.choice(KINDS)} if random.randrange(4) == 0 else {}
+    if random.randrange(10) == 0:
+        headers["Content-Encoding"] = random.choice(["gzip", "br", "x"])
+    return Sent(random.choice(METHODS), route, content, headers)
+
+
+def requests(bodies: dict[str, list[Any]]) -> st.SearchStrategy[list[Sent]]:
+    return st.lists(drawn(lambda random: sent_to(bodies, random)), min_size=8, max_size=8)
+
+
+def about(request: GenerationRequest, sample: int) -> str:
+    """Answer that tells its prompt."""
+    return f"{byte_tokenizer().decode(request.prompt_tokens)[-30:]}!"
+
+
+async def tried(http: httpx.AsyncClient, some: Sequence[Sent]) -> None:
+    """Send hostile requests, and among them good ones, which get their own answers."""
+
+    async def send(one: Sent) -> None:
+        method, route, content, headers = one
+        response = await http.request(method, route, content=content, headers=headers)
+        assert response.status_code < 500, (one, response.text)
+        if not response.is_success and method != "HEAD":
+            error = response.json()["error"]
+            assert error["message"].strip() and len(response.content) < 5000, (one, response.text)
+
+    async def good(number: int) -> None:
+        response = await http.post("completions", json={"prompt": f"number {number}", "max_tokens": 30})
+        assert response.json()["choices"][0]["text"].startswith(f"number {number}!"), response.text
+
+    await asyncio.gather(*map(send, some), *map(good, range(3)))
+
+
+@examples(4)
+@given(requests(BODIES))
+def test_server_answers_or_refuses_requests_of_any_shape(some: list[Sent]) -> None:
+    async def run() -> None:
+        async with running(SayingEngine(about)) as application, client_of(application) as http:
+            http.base_url = httpx.URL("http://server/v1/")
+            await asyncio.wait_for(tried(http, some), 60)
+
+    asyncio.run(run())
+
+
+@examples(4)
+@given(requests(OF_ENDPOINT))
+def test_endpoint_answers_or_refuses_requests_of_any_shape(some: list[Sent]) -> None:
+    async def program(one: Opened) -> None:
+        await tried(one.http, some)
+
+    def answers(prompt: str, sample: int) -> str:
+        return f"{prompt[-30:]}!"
+
+    with_session(program, answers, max_calls=1000, max_branches=1000, max_tokens=10**6)
