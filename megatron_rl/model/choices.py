@@ -52,6 +52,9 @@ def encode_choices(choices: Choices, base: Choices = []) -> list[Any]:  # noqa: 
 def decode_choices(body: Sequence[Any], base: Choices = []) -> Choices:  # noqa: B006
     """Decode what `encode_choices` has encoded with the same base. Raises ValueError."""
     shared, count, unknown, text = body
+    numbers = [shared, count, *unknown] if isinstance(unknown, list) else [-1]
+    if not (all(type(each) is int and each >= 0 for each in numbers) and isinstance(text, str)):
+        raise ValueError("choices are not two numbers of tokens, a list of such numbers and a text")
     if not 0 <= shared <= len(base):
         raise ValueError(f"{shared} of {len(base)} choices are to be shared")
     return base[:shared] + split(base64.b64decode(text, validate=True), count, unknown)

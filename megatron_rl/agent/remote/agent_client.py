@@ -23,6 +23,7 @@ from megatron_rl.agent.remote.agent_wire import (
     encode_completions,
     encode_refusal,
 )
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest
 from megatron_rl.generate.replicas.wire import REFUSED, Garbled, decode_request, encode_request
 from megatron_rl.generate.serving.plain_replies import PLAIN, plain, plain_blocking
@@ -227,8 +228,8 @@ class AgentClient:
         if not response.is_success:
             raise AgentUnavailable(f"{self._url}: HTTP {response.status_code}: {response.text[:200]}")
         try:
-            return response.json()
-        except (ValueError, RecursionError) as error:
+            return bounded_json(response.content)
+        except ValueError as error:
             raise AgentUnavailable(f"{self._url}: this is not JSON: {response.text[:100]}") from error
 
 

@@ -19,13 +19,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, Strict
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, Strict, TypeAdapter
 
 from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, FinishReason
-from megatron_rl.generate.replicas.wire import Garbled, Refusal, kind_of
+from megatron_rl.generate.replicas.wire import STRICT, Garbled, PolicyVersion, Refusal, TokenId, kind_of
 from megatron_rl.model.choices import decode_choices, encode_choices
 from megatron_rl.recipe.inference import Sampling
 
@@ -35,8 +35,6 @@ TRAINING = "training"
 EVALUATION = "evaluation/"
 POLL_S = 5.0
 """Seconds that a poll waits for something to report."""
-COMPLETION = 5
-"""Fields of a completion before its choices of experts and its grammar, which few have."""
 LISTS = ("tokens", "loss_mask", "logprobs", "versions")
 
 
@@ -56,7 +54,7 @@ class AgentDescription(BaseModel):
 class AgentRequest(BaseModel):
     set: str
     number: NonNegativeInt
-    samples: int
+    samples: PositiveInt
     sampling: Sampling
     key: int
     ordinal: int | None
@@ -73,7 +71,7 @@ class AgentAnswers(NamedTuple):
 
 
 class _Received(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = STRICT
 
 
 class _Sequence(_Received):
@@ -134,17 +132,30 @@ def encode_completions(completions: Sequence[Completion]) -> list[list[Any]]:
     ]
 
 
+class _Completed(NamedTuple):
+    tokens: list[TokenId]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    versions: list[PolicyVersion]
+    stop: str | None
+    choices: list[Any] = []  # few have them, and a grammar
+    grammar: str = ""
+
+    @property
+    def completion(self) -> Completion:
+        lists = self.tokens, self.logprobs, self.finish_reason, self.versions, self.stop
+        return Completion(*lists, choices=decode_choices(self.choices) if self.choices else [], grammar=self.grammar)
+
+
+_COMPLETIONS = TypeAdapter(list[_Completed], config=STRICT)
+
+
 def decode_completions(body: Any) -> list[Completion]:
+    """Raises Garbled."""
     try:
-        return [
-            Completion(*each[:COMPLETION])._replace(
-                choices=decode_choices(each[COMPLETION]) if each[COMPLETION:] else [],
-                grammar=each[COMPLETION + 1] if each[COMPLETION:] else "",
-            )
-            for each in body
-        ]
-    except (TypeError, ValueError) as error:
-        raise Garbled(f"completions: {error}") from error
+        return [each.completion for each in _COMPLETIONS.validate_python(body)]
+    except ValueError as error:
+        raise Garbled(f"completions: {error}"[:300]) from error
 
 
 def encode_refusal(error: Exception) -> dict[str, str]:
@@ -152,7 +163,7 @@ def encode_refusal(error: Exception) -> dict[str, str]:
 
 
 def decode_refusal(body: Mapping[str, Any]) -> Exception:
-    return Refusal("", body["kind"], body["message"]).error
+    return Refusal("", str(body["kind"]), str(body["message"])).error
 
 
 def encode_result(result: TrajectoryGroup) -> dict[str, Any]:

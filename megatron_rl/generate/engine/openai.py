@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.generate.serving.plain_replies import PLAIN, plain
 from megatron_rl.recipe.errors import ConfigurationError
@@ -79,8 +80,8 @@ class Server:
         """Score each token after the first. Raises EndpointError and ConfigurationError."""
         response = await self.post("completions", scoring_body(tokens, self.endpoint.model, top))
         try:
-            return scores(response.json(), tokens, top)
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            return scores(bounded_json(response.content), tokens, top)
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise EndpointError(
                 f"{self.endpoint.url}: the log-probs of a prompt are missing ({error!r}): {response.text[:200]}"
             ) from error
@@ -89,7 +90,7 @@ class Server:
         """Return the response to a request. Raises EndpointError and ConfigurationError."""
         try:
             response = await self._client.post(path, json=body)
-        except httpx.TransportError as gone:
+        except httpx.RequestError as gone:  # also a body that is not packed as its head says
             raise EndpointAway(f"{self.endpoint.url}: {gone!r}") from gone
         if not response.is_success:
             raise self._error(response)
@@ -224,7 +225,7 @@ def scoring_answer(tokens: Sequence[int], scored: Sequence[TokenScore]) -> dict[
 
 
 def scores(answer: Any, tokens: Sequence[int], top: int) -> list[TokenScore]:
-    """Parse the response to `scoring_body`. Raises KeyError, TypeError or ValueError."""
+    """Parse the response to `scoring_body`. Raises as `token_scores` does."""
     (choice,) = answer["choices"]
     return token_scores(choice["prompt_logprobs"], tokens, top)
 
@@ -234,25 +235,32 @@ def token_scores(given: Any, tokens: Sequence[int], top: int) -> list[TokenScore
 
     given: [seq] mappings of tokens as text to {"logprob": number}. The first is not read.
 
-    Raises KeyError, TypeError or ValueError.
+    Raises LookupError, TypeError, AttributeError, ValueError or OverflowError.
     """
     return [_token_score(at, token, top) for at, token in zip(given[1:], tokens[1:], strict=True)]
 
 
 def _token_score(at: Any, token: int, top: int) -> TokenScore:
-    own = float(at[str(token)]["logprob"])
+    own = _finite(at[str(token)])
     if not top:
         return TokenScore(own, [], [])
-    likeliest = sorted(((float(each["logprob"]), -int(its)) for its, each in at.items()), reverse=True)[:top]
+    likeliest = sorted(((_finite(each), -int(its)) for its, each in at.items()), reverse=True)[:top]
     if len(likeliest) < top:
         raise ValueError(f"{len(likeliest)} of {top} likeliest tokens")
     return TokenScore(own, [-negative for _, negative in likeliest], [logprob for logprob, _ in likeliest])
 
 
+def _finite(entry: Any) -> float:
+    logprob = float(entry["logprob"])
+    if not math.isfinite(logprob):
+        raise ValueError("a log-prob that is not finite")
+    return logprob
+
+
 def _message(response: httpx.Response) -> str:
     try:
-        found = response.json()
-    except (ValueError, RecursionError):
+        found = bounded_json(response.content)
+    except ValueError:
         return response.text[:500]
     error = found.get("error", found) if isinstance(found, dict) else found
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.replica.driver_inbox import DriverInbox
@@ -24,12 +25,19 @@ from megatron_rl.generate.replica.replica_leader import ReplicaLeader, TakesTurn
 from megatron_rl.generate.replicas.wire import (
     PROTOCOL,
     About,
+    AskBody,
     Garbled,
     News,
+    NewsBody,
+    ReceiveBody,
+    SwapBody,
+    decode,
     decode_request,
     encode_news,
 )
-from megatron_rl.generate.serving.access import with_token
+from megatron_rl.generate.serving.access import read_body, with_token
+from megatron_rl.generate.serving.api_errors import ApiError
+from megatron_rl.generate.serving.error_responses import response_to
 
 logger = logging.getLogger(__name__)
 
@@ -145,14 +153,16 @@ class ReplicaService:
         return self._state()
 
     async def _ask(self, body: Body) -> Body:
-        requests = [decode_request(each) for each in body["requests"]]
+        asked = decode(AskBody, body, "ask")
+        requests = [decode_request(each) for each in asked.requests]
         version = -1 if self.engine.version is None else self.engine.version
-        older = version if version < body["version"] else None
-        self._inbox.ask(body["driver"], requests, body["cancel"], older)
+        older = version if version < asked.version else None
+        self._inbox.ask(body["driver"], requests, asked.cancel, older)
         return self._state()
 
     async def _news(self, body: Body) -> Body:
-        last, pieces, refused = await self._inbox.news(body["driver"], body["seen"], body["wait_s"])
+        asked = decode(NewsBody, body, "news")
+        last, pieces, refused = await self._inbox.news(body["driver"], asked.seen, asked.wait_s)
         return encode_news(News(self.about(), last, [*pieces], [*refused]))
 
     async def _start(self, body: Body) -> Body:
@@ -174,7 +184,8 @@ class ReplicaService:
         return turns
 
     async def _receive(self, body: Body) -> Body:
-        version, epoch = asked = body["version"], body["epoch"]
+        wanted = decode(ReceiveBody, body, "receive")
+        version, epoch = asked = wanted.version, wanted.epoch
         async with self._receipts:
             before = self._transfer
             if epoch is None and (before is None or (before.done() and before.exception())):
@@ -190,8 +201,8 @@ class ReplicaService:
         return self._state()
 
     async def _swap(self, body: Body) -> Body:
-        version = body["version"]
-        probe = None if body["probe"] is None else Probe.decode(body["probe"])
+        wanted = decode(SwapBody, body, "swap")
+        version, probe = wanted.version, None if wanted.probe is None else Probe.decode(wanted.probe)
         # The rank repeats a request whose connection broke, while the first one may still be loading. The second then
         # waits here, finds the version in use, and answers as the first would have. Without the lock, both would load
         # it, and the second would find the received weights already used.
@@ -220,13 +231,18 @@ def _log_failure(transfer: asyncio.Future[None]) -> None:
         logger.warning("the weights do not arrive: %s", error)
 
 
+def _said(text: str, status: int) -> Response:
+    """Return a response with a text, which may quote half a character."""
+    return PlainTextResponse(text.encode("utf-8", "backslashreplace"), status)
+
+
 def application(service: ReplicaService, token: str) -> ASGIApp:
     """Return the service as an ASGI application, which admits requests with the run's token."""
 
     def route(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                body = await request.json()
+                body = bounded_json(await read_body(request))
                 if not isinstance(body, dict):
                     raise Garbled("the body is not a JSON object")
                 service.check(body)
@@ -239,14 +255,16 @@ def application(service: ReplicaService, token: str) -> ASGIApp:
                     if first:
                         service.heard_at = time.monotonic()
                 return JSONResponse(content)
+            except ApiError as error:
+                return response_to(error)
             except OtherRun as error:
-                return PlainTextResponse(str(error), 409)
+                return _said(str(error), 409)
             except NotThere as error:
-                return PlainTextResponse(str(error), 424)
+                return _said(str(error), 424)
             except EngineGone as error:
-                return PlainTextResponse(str(error), 503)
-            except (ValueError, KeyError, TypeError) as error:
-                return PlainTextResponse(repr(error), 400)
+                return _said(str(error), 503)
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
+                return _said(repr(error), 400)
 
         return answer
 

@@ -5,23 +5,33 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
+from pydantic import Field, NonNegativeInt
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.contract.paths import Replica
 from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.generate.engine.openai import scoring_answer
 from megatron_rl.generate.replica.lifecycle import Running, first_of
-from megatron_rl.generate.serving.access import with_token
+from megatron_rl.generate.replicas.wire import Received, TokenId, decode
+from megatron_rl.generate.serving.access import read_body, with_token
+from megatron_rl.generate.serving.api_errors import ApiError
+from megatron_rl.generate.serving.error_responses import response_to
 
 LOOK_S = 1.0
 """Seconds between two looks for the outcome of the run, in a shared folder."""
+
+
+class _Scored(Received):
+    prompt: Annotated[list[TokenId], Field(min_length=1)]
+    prompt_logprobs: NonNegativeInt
 
 
 class Scorer(Running, Protocol):
@@ -65,9 +75,11 @@ class FixedModelService(ABC):
 
     async def _answered(self, request: Request) -> Response:
         try:
-            return JSONResponse(await self.answer(await request.json()))
+            return JSONResponse(await self.answer(bounded_json(await read_body(request))))
         except EngineGone as error:
             return _error(503, error)
+        except ApiError as error:
+            return response_to(error)
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, error)
 
@@ -80,8 +92,8 @@ class ScoringService(FixedModelService):
         self._scorer = scorer
 
     async def answer(self, body: Any) -> dict[str, Any]:
-        tokens, top = [int(each) for each in body["prompt"]], int(body["prompt_logprobs"])
-        return scoring_answer(tokens, await self._scorer.score(tokens, top))
+        asked = decode(_Scored, body, "a request")
+        return scoring_answer(asked.prompt, await self._scorer.score(asked.prompt, asked.prompt_logprobs))
 
 
 class ClassifyingService(FixedModelService):

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.interface import GenerationRequest
 from megatron_rl.generate.replicas.paces import DecodePace
 from megatron_rl.generate.replicas.speeds import Report
@@ -189,6 +190,8 @@ class ReplicaLink:
                     raise ReplicaGone(f"{self.name} has been silent for {limit:g} s") from error
                 await asyncio.sleep(self._timings.retry_s)
                 continue
+            except httpx.RequestError as error:  # a body that is not packed as its head says, a redirection
+                raise self._refuses(f"{error!r}") from error
             return self._content(response)
 
     def _learn(self, about: About) -> None:
@@ -202,7 +205,7 @@ class ReplicaLink:
         if not response.is_success:
             raise ReplicaRefuses(f"{self.name} {REFUSED.get(code, f'fails with HTTP {code}')}: {text}")
         try:
-            content = response.json()
+            content = bounded_json(response.content)
         except ValueError as error:
             raise self._refuses(error) from error
         if not isinstance(content, dict):

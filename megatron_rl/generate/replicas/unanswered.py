@@ -59,13 +59,16 @@ class Unanswered:
 
         since: time when its replica last began to compute. Tokens before then count as none.
 
-        Raises ValueError if there is no such sample, or if it has ended, or has fewer tokens than the delta corrects.
+        Raises ValueError if there is no such sample, or if it has ended, or has fewer tokens than the delta corrects,
+        or more than were asked for.
         """
         if not 0 <= delta.sample < len(self._samples) or self._samples[delta.sample].finish_reason is not None:
             raise ValueError(f"sample {delta.sample} of {len(self._samples)} can have no further tokens")
         sample = self._samples[delta.sample]
         if (kept := len(sample.versions) + len(delta.tokens) - len(delta.versions)) < 0:
             raise ValueError(f"sample {delta.sample} has {len(sample.versions)} versions, and more are corrected")
+        if len(delta.tokens) > self._room(sample):
+            raise ValueError(f"sample {delta.sample} has more than {self.request.sampling.max_new_tokens} tokens")
         before, sample.updated_at = sample.updated_at, now
         sample.tokens += delta.tokens
         sample.logprobs += delta.logprobs

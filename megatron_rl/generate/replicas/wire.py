@@ -27,12 +27,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, create_model
 
 from megatron_rl.contract.files import read_bytes
-from megatron_rl.generate.engine.interface import AnswerPrefix, Delta, GenerationRequest, PromptTooLong, Unsupported
+from megatron_rl.generate.engine.interface import (
+    AnswerPrefix,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    PromptTooLong,
+    Unsupported,
+)
 from megatron_rl.model.choices import Choices, decode_choices, encode_choices
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
@@ -41,6 +50,13 @@ PROTOCOL = 9
 FEWEST_CHARACTERS = 32
 
 Body = Mapping[str, Any]
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""Of what is decoded: a number in quotes would be compared with numbers somewhere in the run."""
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+PolicyVersion = Annotated[int, Field(ge=-1, lt=2**63)]
+MOST_SAMPLES = 2**16
+LONGEST_WAIT_S = 600.0
 
 State = Literal["awake", "asleep", "down"]
 
@@ -66,7 +82,7 @@ class About:
     replica: int
     start: int
     ranks: int
-    version: int | None
+    version: PolicyVersion | None
     """Policy version of its weights; None before the first ones, and while it is not awake."""
     running: int
     """Samples being decoded, of all drivers."""
@@ -141,21 +157,83 @@ def encode_request(request: GenerationRequest) -> dict[str, Any]:
     }
 
 
-def decode_request(body: Body) -> GenerationRequest:
-    """Raises Garbled."""
+class Received(BaseModel):
+    """Base of bodies that are decoded. Others of a body's keys belong to other readers."""
+
+    model_config = STRICT | ConfigDict(extra="ignore")
+
+
+class AskBody(Received):
+    version: PolicyVersion
+    requests: list[Any]
+    cancel: list[str]
+
+
+class NewsBody(Received):
+    seen: NonNegativeInt
+    wait_s: Annotated[float, Field(ge=0, le=LONGEST_WAIT_S)]
+
+
+class ReceiveBody(Received):
+    version: PolicyVersion
+    epoch: dict[str, Any] | None
+
+
+class SwapBody(Received):
+    version: PolicyVersion
+    probe: dict[str, Any] | None
+
+
+AnyReceived = TypeVar("AnyReceived", bound=Received)
+
+
+def decode(kind: type[AnyReceived], body: Any, what: str) -> AnyReceived:
+    """Decode a body. Raises Garbled. what: names it, for errors."""
     try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        raise Garbled(f"{what}: {place}{first['msg']}") from error
+
+
+class _Prefix(NamedTuple):
+    tokens: list[TokenId]
+    logprobs: list[float]
+    versions: list[PolicyVersion]
+    choices: list[Any] = []  # never changed in place
+
+
+class _Request(Received):
+    id: str
+    prompt: list[TokenId]
+    samples: Annotated[int, Field(le=MOST_SAMPLES)]
+    sampling: Sampling
+    key: int
+    ordinal: int | None
+    grammar: str
+    known: dict[str, _Prefix]
+
+
+def decode_request(body: Any) -> GenerationRequest:
+    """Raises Garbled."""
+    asked = decode(_Request, body, "a request")
+    try:
+        known = {int(sample): _answer_prefix(its) for sample, its in asked.known.items()}
+        if known and not 0 <= min(known) <= max(known) < asked.samples:
+            raise ValueError(f"known tokens of a sample that is none of {asked.samples}")
         return GenerationRequest(
-            prompt_tokens=body["prompt"],
-            num_samples=body["samples"],
-            sampling=Sampling.model_validate(body["sampling"]),
-            key=body["key"],
-            ordinal=body["ordinal"],
-            grammar=body["grammar"],
-            known={int(sample): _prefix(*known) for sample, known in body["known"].items()},
-            id=body["id"],
+            prompt_tokens=asked.prompt,
+            num_samples=asked.samples,
+            sampling=asked.sampling,
+            key=asked.key,
+            ordinal=asked.ordinal,
+            grammar=asked.grammar,
+            known=known,
+            id=asked.id,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Garbled(f"a request: {error!r}") from error
+    except (TypeError, ValueError) as error:
+        raise Garbled(f"a request: {error}") from error
 
 
 def encode_news(news: News) -> dict[str, Any]:
@@ -171,23 +249,41 @@ def encode_news(news: News) -> dict[str, Any]:
     return {"about": asdict(news.about), "last": news.last, "pieces": pieces, "refused": news.refused}
 
 
+class _Piece(NamedTuple):
+    request: str
+    sample: int
+    tokens: list[TokenId]
+    logprobs: list[float]
+    versions: list[PolicyVersion]
+    finish_reason: FinishReason | None
+    stop: str | None
+    choices: list[Any] = []  # never changed in place
+
+
+class _News(Received):
+    last: NonNegativeInt
+    pieces: list[_Piece]
+    refused: list[Refusal]
+
+
 def decode_news(body: Body) -> News:
     """Raises Garbled."""
+    told = decode(_News, body, "news")
+    pieces = []
+    first: dict[str, Choices] = {}
     try:
-        pieces = []
-        first: dict[str, Choices] = {}
-        for name, sample, tokens, logprobs, versions, finish_reason, stop, *encoded in body["pieces"]:
-            if not len(tokens) == len(logprobs) <= len(versions):
+        for each in told.pieces:
+            if not len(each.tokens) == len(each.logprobs) <= len(each.versions):
                 raise ValueError("every token needs a log-prob and a version")
             choices: Choices = []
-            if encoded:
-                choices = decode_choices(encoded[0], first.get(name, []))
-                first.setdefault(name, choices)
-            end = (None, finish_reason, stop, None)
-            pieces.append((name, Delta(sample, tokens, logprobs, versions, *end, choices)))
-        return News(decode_about(body), int(body["last"]), pieces, [Refusal(*each) for each in body["refused"]])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Garbled(f"news: {error!r}") from error
+            if each.choices:
+                choices = decode_choices(each.choices, first.get(each.request, []))
+                first.setdefault(each.request, choices)
+            lists, end = (each.tokens, each.logprobs, each.versions), (None, each.finish_reason, each.stop, None)
+            pieces.append((each.request, Delta(each.sample, *lists, *end, choices)))
+    except ValueError as error:
+        raise Garbled(f"news: {error}") from error
+    return News(decode_about(body), told.last, pieces, told.refused)
 
 
 def _known(prefix: AnswerPrefix) -> list[Any]:
@@ -195,16 +291,18 @@ def _known(prefix: AnswerPrefix) -> list[Any]:
     return [prefix.tokens, prefix.logprobs, prefix.versions, *choices]
 
 
-def _prefix(tokens: list[int], logprobs: list[float], versions: list[int], *choices: Any) -> AnswerPrefix:
-    return AnswerPrefix(tokens, logprobs, versions, decode_choices(*choices) if choices else [])
+def _answer_prefix(its: _Prefix) -> AnswerPrefix:
+    return AnswerPrefix(its.tokens, its.logprobs, its.versions, decode_choices(its.choices) if its.choices else [])
+
+
+_TYPES = get_type_hints(About, include_extras=True)
+_FIELDS: Any = {
+    each.name: (_TYPES[each.name], ... if each.default is MISSING else each.default) for each in fields(About)
+}
+_About = create_model("_About", __base__=Received, **_FIELDS)  # pydantic takes only instances of a strict dataclass
 
 
 def decode_about(body: Body) -> About:
     """Raises Garbled."""
-    try:
-        about = About(**body["about"])
-        if about.state not in get_args(State):
-            raise ValueError(f"no state: {about.state!r}")
-        return about
-    except (KeyError, TypeError, ValueError) as error:
-        raise Garbled(f"about: {error!r}") from error
+    found: Any = decode(_About, body.get("about"), "about")
+    return About(**found.__dict__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 import httpx
 
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.interface import PromptTooLong, TokenScore
 from megatron_rl.generate.engine.openai import token_scores
 from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmRefused
@@ -27,6 +27,9 @@ CONNECT_S = 10.0
 """Seconds to connect to the socket, and for an answer that needs no computation."""
 CONTROL_S = 300.0
 """Seconds that a change of weights may take."""
+MOST_TOKENS = 2**31
+"""Tokens of a vocabulary, and of an answer."""
+LARGEST = 1e30
 LOWEST_LOGPROB = -9999.0
 """vLLM's log-prob of a token without a finite one."""
 
@@ -110,7 +113,7 @@ class VllmClient:
 
         Raises PromptTooLong if the request does not fit; ValueError if vLLM refuses it for another reason.
         """
-        left = samples  # answers that have not ended
+        left = {*range(samples)}  # answers that have not ended
         params, limit = sampling_params(sampling, ends, samples, known), httpx.Timeout(None, connect=CONNECT_S)
         if grammar:
             params["structured_outputs"] = {"grammar": grammar}
@@ -126,13 +129,16 @@ class VllmClient:
                     event = _json(data)
                     if "error" in event:
                         raise VllmGone(f"vLLM gave up an answer: {event['error']}")
-                    for choice in event.get("choices", ()):
-                        left -= choice.get("finish_reason") is not None
-                        yield piece_of(choice, form)
+                    for choice in _choices(event):
+                        piece = piece_of(choice, form)
+                        if piece.sample not in left:
+                            raise VllmGone(f"vLLM answers {samples} times, and also number {piece.sample}")
+                        left -= {piece.sample} if choice.get("finish_reason") is not None else set()
+                        yield piece
         except httpx.HTTPError as error:  # also in the middle of an answer
             raise _gone("/inference/v1/generate", error) from error
         if left:  # releases before 0.32 end the stream of an answer that they give up
-            raise VllmGone(f"vLLM gave up {left} of {samples} answers")
+            raise VllmGone(f"vLLM gave up {len(left)} of {samples} answers")
 
     async def score(self, tokens: Sequence[int], top: int = 0, limit_s: float = CONTROL_S) -> list[TokenScore]:
         """Score all tokens but the first, given those before each. The request precedes all waiting answers.
@@ -147,7 +153,7 @@ class VllmClient:
         )
         try:
             return token_scores(content["prompt_logprobs"], tokens, top)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise VllmGone(f"vLLM has scored no prompt: {error!r}") from error
 
     async def pause(self) -> None:
@@ -268,15 +274,15 @@ def sampling_params(sampling: Sampling, ends: Sequence[int], samples: int, known
 def piece_of(choice: dict[str, Any], form: ChoiceForm | None = None) -> NewTokens:
     """Parse a choice of `/inference/v1/generate`. form: of the experts that it may contain. Raises VllmGone."""
     try:
-        sample, tokens = int(choice["index"]), [int(token) for token in choice["token_ids"] or ()]
+        sample, tokens = _whole(choice["index"]), [_whole(token) for token in choice["token_ids"] or ()]
         scored = (choice.get("logprobs") or {}).get("content") or []
-        logprobs = [_logprob(float(each["logprob"])) for each in scored]
+        logprobs = [_logprob(_number(each["logprob"])) for each in scored]
         spans = choice.get("weight_versions")
         versions = None if spans is None else versions_in(spans)
         reason = choice.get("finish_reason")
         routed = choice.get("routed_experts")
         choices = choices_in(routed, form) if routed and form else []
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise VllmGone(f"vLLM's answer has no tokens or log-probs: {error!r}") from error
     if len(tokens) != len(logprobs):
         raise VllmGone(f"vLLM's answer has {len(tokens)} tokens and {len(logprobs)} log-probs")
@@ -286,11 +292,15 @@ def piece_of(choice: dict[str, Any], form: ChoiceForm | None = None) -> NewToken
 
 
 def versions_in(spans: Sequence[dict[str, Any]]) -> list[int]:
-    """Version of each token, from vLLM's spans [{"version": "7", "start": 0, "end": 10}]."""
+    """Version of each token, from vLLM's spans [{"version": "7", "start": 0, "end": 10}]. Raises LookupError, TypeError
+    or ValueError."""
     found: list[int] = []
     for span in spans:
         version = -1 if span["version"] == "default" else int(span["version"])
-        found += [version] * (int(span["end"]) - int(span["start"]))
+        length = _whole(span["end"]) - _whole(span["start"])
+        if not 0 <= length <= MOST_TOKENS - len(found):
+            raise ValueError(f"a version of {length} tokens")
+        found += [version] * length
     return found
 
 
@@ -303,10 +313,8 @@ def stats_in(text: str) -> VllmStats:
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0].removeprefix("vllm:")
         if name and not line.startswith("#"):
-            try:
-                found[name] = found.get(name, 0.0) + float(value)
-            except ValueError:
-                continue
+            with suppress(ValueError, OverflowError):
+                found[name] = found.get(name, 0.0) + _number(float(value))
     return VllmStats(
         int(found.get("num_requests_running", 0)),
         int(found.get("num_requests_waiting", 0)),
@@ -332,13 +340,33 @@ async def _refusal(response: httpx.Response) -> Exception:
     return VllmGone(f"vLLM answers HTTP {response.status_code}: {message}")
 
 
+def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
+    found = event.get("choices", [])
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise VllmGone("vLLM's answer has no list of choices")
+    return found
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MOST_TOKENS:
+        raise ValueError(f"{value!r:.50} is not the number of a token or an answer")
+    return value
+
+
+def _number(value: Any) -> float:
+    """Return a finite number; NaN is one of JSON for Python. Raises TypeError or ValueError."""
+    if not isinstance(value, int | float) or not abs(value) < LARGEST:
+        raise ValueError(f"{value!r:.50} is not a number")
+    return float(value)
+
+
 def _logprob(value: float) -> float:
     return float("-inf") if value <= LOWEST_LOGPROB else value
 
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = bounded_json(text)
     except ValueError as error:
         raise VllmGone(f"vLLM does not answer in JSON: {text[:200]!r}") from error
     if not isinstance(found, dict):
@@ -349,7 +377,7 @@ def _json(text: str) -> dict[str, Any]:
 def _message(text: str) -> str:
     """The message in the body of an error, in OpenAI's format or another."""
     try:
-        found = json.loads(text)
+        found = bounded_json(text)
         error = found.get("error", found.get("detail", text))
         return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
     except (ValueError, AttributeError):

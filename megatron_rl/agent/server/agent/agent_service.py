@@ -33,6 +33,7 @@ from megatron_rl.agent.remote.agent_wire import (
     encode_result,
 )
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.interface import Completion, GenerationRequest, InferenceInterface
 from megatron_rl.generate.replicas.wire import REFUSED, Garbled, encode_request
 from megatron_rl.generate.serving.access import read_body, with_token
@@ -245,7 +246,7 @@ def _answered(handler: Callable[[Request], Awaitable[Mapping[str, Any]]]) -> Cal
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
-    body = json.loads(await read_body(request))
+    body = bounded_json(await read_body(request))
     if not isinstance(body, dict):
         raise Garbled("the body is not a JSON object")
     return body

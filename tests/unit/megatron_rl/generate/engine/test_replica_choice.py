@@ -23,7 +23,8 @@ from megatron_rl.generate.replicas.wire import (
 )
 from megatron_rl.recipe.inference import Sampling
 
-TOKENS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0, allow_nan=False), st.integers(0, 9)))
+LOGPROB = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
+TOKENS = st.lists(st.tuples(st.integers(0, 2**31), LOGPROB, st.integers(0, 9)))
 
 
 def test_slow_replica_is_detected_beside_measured_ones() -> None:
