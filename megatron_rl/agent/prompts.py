@@ -123,8 +123,10 @@ def _plain(conversation: Conversation, config: PromptConfig) -> str:
 
 
 def check_characters(tokenizer: Tokenizer, prompt: str) -> None:
-    """Raise ValueError if a prompt has a character for which a tokenizer of characters has no token. Others have tokens
-    for every text."""
+    """Raise ValueError if a prompt has half a character, or one for which a tokenizer of characters has no token.
+    Others have tokens for every text."""
+    if not prompt.isascii():
+        prompt.encode()
     if isinstance(tokenizer, CharacterTokenizer):
         tokenizer.encode(prompt)
 

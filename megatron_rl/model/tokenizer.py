@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.contract.files import check_regular, read_bytes
 from megatron_rl.model.control_tokens import MARK, ControlTokens
 from megatron_rl.model.template_limits import bound_templates
@@ -186,6 +188,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.save_pretrained(folder)
 
     def encode(self, text: str) -> list[int]:
+        if not text.isascii():
+            text.encode()  # half a character is a UnicodeEncodeError, a ValueError; for tokenizers it is a TypeError
         if text.startswith(PROMPT_MARK):
             return self.encode_prompt(text.removeprefix(PROMPT_MARK))
         if MARK in text and self._control_tokens:
@@ -295,13 +299,25 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise ValueError(f"tokenizer.type huggingface needs {needed('huggingface')}: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer.path {path}: not a Hugging Face tokenizer: {error}") from error
-    _check_blanks(tokenizer, path)
-    known = tokenizer.get_vocab()
-    for name in config.end_tokens:
-        if name not in known:
-            raise ValueError(f"tokenizer.end_tokens: the tokenizer has no token {name!r}")
-    end_ids = [*_end_ids(folder, len(tokenizer)), *(known[name] for name in config.end_tokens)]
-    return HuggingFaceTokenizer(tokenizer, end_ids, config.date, config.renderer)
+    with _value_errors(f"tokenizer.path {path}: the tokenizer cannot be used"):
+        _check_blanks(tokenizer, path)
+        known = tokenizer.get_vocab()
+        for name in config.end_tokens:
+            if name not in known:
+                raise ValueError(f"tokenizer.end_tokens: the tokenizer has no token {name!r}")
+        end_ids = [*_end_ids(folder, len(tokenizer)), *(known[name] for name in config.end_tokens)]
+        return HuggingFaceTokenizer(tokenizer, end_ids, config.date, config.renderer)
+
+
+@contextmanager
+def _value_errors(what: str) -> Iterator[None]:
+    """Turn errors of the libraries about a tokenizer's files, of many kinds, into ValueErrors. what: failed."""
+    try:
+        yield
+    except (ValueError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust is not an Exception
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _check_blanks(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
@@ -327,7 +343,7 @@ def _end_ids(folder: Path, vocab_size: int) -> list[int]:
     if not file.exists():
         return []
     try:
-        found = json.loads(read_bytes(file)).get("eos_token_id")
+        found = bounded_json(read_bytes(file)).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: not a generation config: {error}") from error
     ids = [] if found is None else found if isinstance(found, list) else [found]
@@ -351,12 +367,10 @@ def load_pretrained_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     for path in [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]:
         if path.exists() and not path.is_dir():
             check_regular(path)
-    try:
+    with _value_errors("its files are damaged"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,  # the default asks at a terminal
         )
-    except Exception as error:  # many kinds, depending on what is wrong with the files
-        raise ValueError(error) from error
     return tokenizer

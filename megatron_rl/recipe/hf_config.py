@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.contract.files import read_bytes
 from megatron_rl.recipe.architectures.row import Architecture, HfNames, UnusableConfig
 from megatron_rl.recipe.architectures.rows import ARCHITECTURES
@@ -60,12 +61,12 @@ def read_hf_config(folder: Path) -> PublishedConfig:
     """
     path = folder / CONFIG_FILE
     try:
-        raw = json.loads(read_bytes(path))
+        raw = bounded_json(read_bytes(path))
     except FileNotFoundError:
         raise UnusableWeights(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model") from None
     except OSError as error:
         raise UnusableWeights(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UnusableWeights(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise UnusableWeights(f"{path} is not a JSON object")

@@ -112,7 +112,7 @@ def spoilt(original: bytes, random: Random, most: int = 3) -> bytes:
 
 
 def drawn(make: Callable[[Random], Found]) -> st.SearchStrategy[Found]:
-    """What a function makes of random numbers. An error shows it."""
+    """Values that a function makes of random numbers. An error shows them."""
 
     def made(seed: int) -> Found:
         found = make(Random(seed))

@@ -18,6 +18,7 @@ from megatron_rl.checkpoint.hf.fp8_blocks import fp8_weights
 from megatron_rl.checkpoint.hf.mxfp4 import mxfp4_weights
 from megatron_rl.checkpoint.hf.quantised import FindQuantised, QuantisedWeight
 from megatron_rl.checkpoint.hf.stacked import stacked_experts
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.contract.files import check_regular, names_in, read_bytes
 from megatron_rl.model.hf_mapping import HfTensor
 from megatron_rl.model.hf_weights import HF_OUTPUT
@@ -31,7 +32,7 @@ QUANTISED: Mapping[str, FindQuantised] = {"mxfp4": mxfp4_weights, "fp8": fp8_wei
 """Readers by the quant_method of quantization_config."""
 WHOLE_OR_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 """Names of weight files for transformers, which ignores others such as Mistral's consolidated.safetensors."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 MOST_MAPPED = 2**28  # bytes read before a mapped file is reopened: until then they stay in memory
 
 
@@ -190,8 +191,8 @@ class WeightsFolder:
                 self._open = file, safe_open(path, framework="pt")
             except FileNotFoundError:
                 raise UnusableWeights(f"{self.folder} is incomplete: {file} is missing") from None
-            except OSError as error:
-                raise UnusableWeights(f"{path} cannot be read: {error.strerror or error}") from error
+            except (OSError, ValueError) as error:  # ValueError: an impossible file name in the index
+                raise UnusableWeights(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
             except SafetensorError as error:
                 raise UnusableWeights(f"{path} is cut short or damaged ({error}): fetch it again") from error
         return self._open[1]
@@ -227,7 +228,7 @@ def _listed(folder: Path) -> dict[str, str]:
     """Tensor -> file by the index; empty for a single file without an index."""
     path = folder / INDEX
     try:
-        files = json.loads(read_bytes(path))["weight_map"]
+        files = bounded_json(read_bytes(path))["weight_map"]
     except FileNotFoundError:
         if (folder / SINGLE).exists():
             return {}
@@ -235,7 +236,7 @@ def _listed(folder: Path) -> dict[str, str]:
         raise UnusableWeights(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}{pickled}") from None
     except OSError as error:
         raise UnusableWeights(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UnusableWeights(f"{path} is not an index of safetensors: it has no JSON object weight_map") from error
     plain = isinstance(files, dict) and all(isinstance(file, str) and "/" not in file for file in files.values())
     if not plain or not files:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rl.checkpoint.hf.folder import WeightsFolder
 from megatron_rl.checkpoint.hf.torch_dist import TorchDistReader, skeleton
 from megatron_rl.checkpoint.initial_weights import checksum, checksum_text
+from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.contract.files import make_readable, read_bytes
 from megatron_rl.contract.manifest import Manifest, read_manifest
 from megatron_rl.model.hf_mapping import Weight
@@ -152,7 +153,7 @@ def published_name(base: str) -> str:
     if cached := re.search(r"/models--([^/]+)/snapshots/[^/]+/?$", base):
         return cached[1].replace("--", "/")
     try:
-        found = json.loads(read_bytes(Path(base) / CONFIG_FILE)).get("_name_or_path", "")
+        found = bounded_json(read_bytes(Path(base) / CONFIG_FILE)).get("_name_or_path", "")
     except (OSError, ValueError, AttributeError):
         return base
     return found if isinstance(found, str) and found and is_hub_name(found) else base

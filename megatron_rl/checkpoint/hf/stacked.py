@@ -22,7 +22,7 @@ def stacked_experts(shapes: Shapes) -> dict[str, QuantisedWeight]:
     found = {}
     for name, shape in shapes.items():
         layer, _, kind = name.rpartition(".")
-        if not layer.endswith(".mlp.experts") or kind not in _LINEARS or len(shape) != 3:
+        if not layer.endswith(".mlp.experts") or kind not in _LINEARS or len(shape) != 3 or 0 in shape:
             continue
         linears = _LINEARS[kind]
         experts, rows = shape[0], shape[1] // len(linears)

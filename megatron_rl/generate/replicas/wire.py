@@ -52,7 +52,7 @@ FEWEST_CHARACTERS = 32
 Body = Mapping[str, Any]
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""Of what is decoded: a number in quotes would be compared with numbers somewhere in the run."""
+"""Strictness of decoding: a number in quotes would be compared with numbers somewhere in the run."""
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 PolicyVersion = Annotated[int, Field(ge=-1, lt=2**63)]
 MOST_SAMPLES = 2**16

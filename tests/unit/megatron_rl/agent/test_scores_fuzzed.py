@@ -1,4 +1,4 @@
-"""What scores an answer may return, print or reply anything: it is a reward, or is refused with a sentence."""
+"""Scores of answers, whatever code, programs and judges return: a reward, or a refusal with a sentence."""
 
 from __future__ import annotations
 

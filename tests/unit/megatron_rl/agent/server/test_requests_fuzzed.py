@@ -93,7 +93,7 @@ def requests(bodies: dict[str, list[Any]]) -> st.SearchStrategy[list[Sent]]:
 
 
 def about(request: GenerationRequest, sample: int) -> str:
-    """Answer that tells its prompt."""
+    """Answer that contains its prompt."""
     return f"{byte_tokenizer().decode(request.prompt_tokens)[-30:]}!"
 
 
