@@ -279,8 +279,9 @@ def decode_news(body: Body) -> News:
             if each.choices:
                 choices = decode_choices(each.choices, first.get(each.request, []))
                 first.setdefault(each.request, choices)
-            lists, end = (each.tokens, each.logprobs, each.versions), (None, each.finish_reason, each.stop, None)
-            pieces.append((each.request, Delta(each.sample, *lists, *end, choices)))
+            lists = each.tokens, each.logprobs, each.versions
+            delta = Delta(each.sample, *lists, finish_reason=each.finish_reason, stop=each.stop, choices=choices)
+            pieces.append((each.request, delta))
     except ValueError as error:
         raise Garbled(f"news: {error}") from error
     return News(decode_about(body), told.last, pieces, told.refused)
