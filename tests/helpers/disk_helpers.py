@@ -109,7 +109,7 @@ class Disk:
         path = Path(file)
         if "w" in mode or not path.exists():
             self.change("open")
-        raw = _Raw(path, mode.replace("t", ""), self)
+        raw = _Raw(path, mode.replace("t", ""), self, options.pop("opener", None))
         buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
         return buffered if "b" in mode else io.TextIOWrapper(buffered, *text, **options)
 
@@ -122,9 +122,9 @@ class Disk:
 class _Raw(io.FileIO):
     """A file below all buffers."""
 
-    def __init__(self, path: Path, mode: str, disk: Disk) -> None:
+    def __init__(self, path: Path, mode: str, disk: Disk, opener: Callable[..., int] | None) -> None:
         new = "w" in mode or not path.exists()
-        super().__init__(path, mode)
+        super().__init__(path, mode, opener=opener)
         self.path = path
         self._disk = disk
         self._inode = os.fstat(self.fileno()).st_ino

@@ -289,7 +289,9 @@ class FaultyFiles:
 
     def _open(self, file: Any, mode: str = "r", buffering: int = -1, *text: Any, **options: Any) -> Any:
         path = self._path(file)
-        if path is None or options.get("opener") is not None:
+        opener = options.pop("opener", None)
+        if path is None or opener is not None:
+            options["opener"] = opener
             return _REAL_OPEN(file, mode, buffering, *text, **options)
         shown: Any = file
         if not isinstance(file, int):
