@@ -83,7 +83,7 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
         of_spans = of_spans * of_rewards[of_answer]
     # Without a penalty, bonus or teacher, every term of a token's loss is a multiple of its advantage.
     all_learn = torch.tensor([each.trains_all_answers for each in algorithms])[of_answers]
-    judged = torch.tensor([one is not None for one in teachings])[answers.group]
+    judged = torch.tensor([one is not None for one in teachings], dtype=torch.bool)[answers.group]
     learns = taught & (of_rewards != 0) | all_learn | judged
     return Credit(
         group=answers.group,
