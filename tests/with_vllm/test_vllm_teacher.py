@@ -66,7 +66,8 @@ def test_the_log_probs_of_vllm_are_those_of_the_frozen_teacher(
     teacher: Path, tmp_path: Path, platform: Any, groups: Any
 ) -> None:
     objective: Any = build_run(recipe(teacher, None), platform, groups).trainer.objective
-    frozen = objective.teacher.policy
+    (judge,) = objective.judges._judges
+    frozen = judge.teacher.policy
     asked = [one for group in random_groups(6, 4, longest=20) for one in group.trajectories]
     asked.append(trajectory([1], [place % (PADDED_VOCAB - 2) for place in range(LONGEST - 1)]))  # of full length
     expected, likeliest = [], []
