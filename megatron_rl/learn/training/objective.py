@@ -212,6 +212,7 @@ class Grpo(Objective):
         # One more, for the index -1.
         self._weights = torch.tensor([*(one.weight for one in teachings), 0.0])
         self._diverge = torch.tensor([*(one.divergence is not None for one in teachings), False])
+        self._reads_divergences = judges is not None and config.teachings.diverge
         self._policy, self._config, self._algorithms = policy, config, config.algorithms.each
         self._algorithm_of = int64([config.algorithms.index(id) for id in config.environment_ids])
         self.temperature = config.sampling.temperature
@@ -224,8 +225,8 @@ class Grpo(Objective):
             "rejected": all(each.rejection is None for each in self._algorithms),
             "teacher_kl": judges is None,
             "judged": judges is None,
-            "teacher_divergence": judges is None or not config.teachings.diverge,
-            "diverged": judges is None or not config.teachings.diverge,
+            "teacher_divergence": not self._reads_divergences,
+            "diverged": not self._reads_divergences,
             "by_environment": not config.environment_ids,
         }
         self.absent = [name for name, is_absent in absent.items() if is_absent]
@@ -263,8 +264,11 @@ class Grpo(Objective):
     def divergences(
         self, hidden: Tensor, output: OutputPart, scored: Scores, allowed: AllowedTokens | None
     ) -> Tensor | None:
+        if not self._reads_divergences:
+            return None
         found = [each.divergences(hidden, output, allowed) for each in scored.distributions]
-        return torch.stack(found).sum(0) if len(found) > 1 else next(iter(found), None)
+        # A batch may lack answers of the environments with divergences. All ranks must still report the same sums.
+        return torch.stack(found).sum(0) if found else torch.zeros(len(hidden), device=hidden.device)
 
     def loss(self, tokens: TrainedTokens, scored: Scores) -> tuple[Tensor, LossStats]:
         if len(self._algorithms) == 1:

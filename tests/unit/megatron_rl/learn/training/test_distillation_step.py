@@ -258,3 +258,16 @@ def test_each_environment_has_its_teacher_and_the_policy_may_read_a_hint(
     ours = published(run.trainer.policy, run.config.model, lambda weight: weight.main_grad)
     for name, weight in twin.named_parameters():
         torch.testing.assert_close(ours[name].double(), weight.grad, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_a_step_without_answers_that_diverge_reports_the_same_sums_as_others(
+    teacher: tuple[Path, Any], tmp_path: Path, platform: Any, groups: Any
+) -> None:
+    folder, _ = teacher
+    publish(tmp_path / "other", PUBLISHED["Qwen2"] | {"vocab_size": PADDED_VOCAB}, seed=3)
+    (tmp_path / "other" / "tokenizer.json").unlink()
+    run = run_with(folder, platform, groups, by_environment(folder, tmp_path / "other"))
+    seen = step(run, [replace(group, problem=Problem("", {}, "judged")) for group in GROUPS])
+    assert seen.loss is not None and seen.loss.judged == seen.loss.tokens
+    # Ranks that count nothing report these fields in every step, and all ranks must report the same ones.
+    assert (seen.loss.teacher_divergence, seen.loss.diverged) == (0.0, 0.0)
