@@ -72,8 +72,8 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
     signal = has_signal(answers.rewards, answers.group, len(groups))
     advantages = estimates(answers, algorithm, algorithms) if known is None else known
     taught, of_spans = advantages != 0, None
-    teaching_of = config.teachings.by_id
-    teachings = [teaching_of[group.problem.environment] for group in groups]
+    of_environments = config.teachings
+    teachings = [of_environments.by(group.problem.environment) for group in groups]
     of_rewards = torch.tensor([1.0 if one is None else one.reward_weight for one in teachings])[answers.group]
     if (of_turns := credit_of_turns(groups, answers, algorithm, algorithms, advantages)) is not None:
         of_answer, tokens, of_spans = spread(trajectories, of_turns, advantages)

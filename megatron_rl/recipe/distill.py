@@ -263,6 +263,14 @@ class Teachings:
         each = self.each
         return {id: -1 if one is None else each.index(one) for id, one in self.by_id.items()}
 
+    def key(self, id: str) -> str:
+        """Return the key in `by_id` of an environment that a problem names. A single environment has one teaching,
+        also if it is `multi-task`, whose problems name its members."""
+        return id if id in self.by_id else ""
+
+    def by(self, id: str) -> DistillConfig | None:
+        return self.by_id[self.key(id)]
+
     @property
     def held(self) -> list[DistillConfig]:
         """Teachings whose teachers the training ranks hold, one for each teacher."""

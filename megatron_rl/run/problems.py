@@ -169,7 +169,7 @@ def _check_own_teacher(environment: Environment, config: RunConfig) -> None:
     """Raise ConfigurationError where the policy would judge answers by what it has read itself, which teaches
     nothing."""
     for each in environment.training_sets():
-        teaching = config.teachings.by_id[each.environment]
+        teaching = config.teachings.by(each.environment)
         if teaching is not None and teaching.teacher == POLICY and each.problems[0].teacher_prompt is None:
             raise ConfigurationError(
                 f"environment {each.environment or config.task.name!r}: distill.teacher is policy, and its problems "

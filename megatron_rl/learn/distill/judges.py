@@ -56,7 +56,7 @@ class _Judges:
     ) -> None:
         self._judges, self._control, self._encode = judges, control, encode
         self._longest, self._temperature = config.sequence_length, config.sampling.temperature
-        self._teaching_of = config.teachings.indices
+        self._key_of, self._teaching_of = config.teachings.key, config.teachings.indices
         self._warned = False
 
     def __call__(self, first_pass: FirstPass) -> JudgedBatch:
@@ -94,7 +94,7 @@ class _Judges:
     def _teaching(self, batch: TrainingBatch, texts: Sequence[Branch]) -> torch.Tensor:
         """Return the index of each sequence's teaching in `Teachings.each`, -1 if nobody judges it, [sequences]."""
         known = frozenset().union(*(judge.indices for judge in self._judges))
-        teaching = [self._teaching_of[batch.problems[of].environment] for of in batch.trajectory.tolist()]
+        teaching = [self._teaching_of[self._key_of(batch.problems[of].environment)] for of in batch.trajectory.tolist()]
         too_long = [len(text.tokens) > self._longest for text in texts]
         if any(too_long) and not self._warned:
             self._warned = True

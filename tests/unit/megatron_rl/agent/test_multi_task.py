@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from bank_helpers import bank_in, drive
 from core_helpers import ALPHABET, build_run, tiny_run
+from pydantic import ValidationError
 
 from megatron_rl.agent.api import build_environment
 from megatron_rl.agent.multi_task import WeightedMultiTask
@@ -155,3 +156,16 @@ def test_record_of_a_step_distinguishes_environments(tmp_path: Any, platform: An
     evaluated = run.evaluate()
     assert {*evaluated} >= {"eval/apart/held_out/greedy_accuracy", "eval/plus/trained/greedy_accuracy"}
     assert evaluated["eval/prompt_format"] == "boxed"
+
+
+def test_environments_given_as_arguments_train_as_one(platform: Any, groups: Any) -> None:
+    task = run_config(PLUS, MINUS).task
+    config = tiny_run(environment=task.model_dump(), grpo={"prompts_per_step": 4})
+    run = build_run(config, platform, groups)
+    batch = run.driver.collect(0)
+    assert {group.problem.environment for group in batch.groups} == {"plus", "minus"}
+    assert run.trainer.train(batch, 1).environments == {}
+    [plus, minus] = task.args["environments"]
+    taught = {"environments": [plus, {**minus, "distill": {"weight": 0.5}}]}
+    with pytest.raises(ValidationError, match=r"environment.args.environments.1.distill has no effect there"):
+        tiny_run(environment={"name": MULTI_TASK, "args": taught}, distill={"teacher": "/t"})
