@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, read_weights
+from megatron_rl.contract.paths import TEACHER
 from megatron_rl.learn.distill.judges import judges_of
 from megatron_rl.learn.distill.on_ranks import TeacherOnRanks
 from megatron_rl.learn.training import warm_up
@@ -41,6 +42,7 @@ from megatron_rl.recipe.teacher_files import VOCABULARY_FILE, TeacherFiles, agai
 
 if TYPE_CHECKING:
     from megatron_rl.generate.engine.openai import Endpoint
+    from megatron_rl.generate.replicas.fixed_replicas import Running
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ def build_judges(config: RunConfig, policy: Policy, here: Here, tokenizer: Token
     """Load the teachers, or connect to their replicas or servers; None without `distill`. Collective.
 
     Raises ConfigurationError if a teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
-    NoTeacher if all replicas are given up; and LeaveAgreed if a rank is asked to leave while servers are awaited.
+    NoReplicaLeft if all replicas are given up; and LeaveAgreed if a rank is asked to leave while servers are awaited.
     """
     held: dict[str, Policy] = {}  # several teachings may share a teacher
 
@@ -253,11 +255,12 @@ def _load_teacher(config: RunConfig, files: TeacherFiles, here: Here, tokenizer:
 
 
 def _served_teacher(config: RunConfig, distill: DistillConfig, here: Here, tokenizer: Tokenizer) -> Teacher:
+    from megatron_rl.generate.replicas.fixed_replicas import running_replicas
     from megatron_rl.learn.distill import served  # its HTTP client is slow to import, and most runs have no teacher
 
-    servers: Sequence[Endpoint] | Callable[[], Sequence[Endpoint]]
+    servers: Sequence[Endpoint] | Running
     if distill.replicas is not None:
-        servers = served.replicas_of(here.run_dir, here.attempt, distill.replicas.answer_limit_s)
+        servers = running_replicas(here.run_dir, here.attempt, TEACHER, distill.replicas.answer_limit_s)
     else:
         assert distill.server is not None
         servers = served.endpoints_of(distill.server)

@@ -25,7 +25,8 @@ from vllm_front import PYTHON_VARIABLE, START_S, Front, LocalRun, is_there, unti
 
 from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.paths import TEACHER
-from megatron_rl.learn.distill.served import ServedTeacher, replicas_of
+from megatron_rl.generate.replicas.fixed_replicas import running_replicas
+from megatron_rl.learn.distill.served import ServedTeacher
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
@@ -66,7 +67,7 @@ def test_the_log_probs_of_vllm_are_those_of_the_frozen_teacher(
     teacher: Path, tmp_path: Path, platform: Any, groups: Any
 ) -> None:
     objective: Any = build_run(recipe(teacher, None), platform, groups).trainer.objective
-    (judge,) = objective.judges._judges
+    [judge] = objective.judges._judges
     frozen = judge.teacher.policy
     asked = [one for group in random_groups(6, 4, longest=20) for one in group.trajectories]
     asked.append(trajectory([1], [place % (PADDED_VOCAB - 2) for place in range(LONGEST - 1)]))  # of full length
@@ -80,7 +81,7 @@ def test_the_log_probs_of_vllm_are_those_of_the_frozen_teacher(
     run = prepare(tmp_path / "run", apart.model_dump())
     with Front(run, kind=TEACHER) as front:
         front.wait_until_it_answers()
-        roster = replicas_of(run, run.attempt(1), START_S)
+        roster = running_replicas(run, run.attempt(1), TEACHER, START_S)
         points = quiet_safe_points()
         served = ServedTeacher(roster, CharacterTokenizer(ALPHABET), groups, points, START_S, top_k=TOP)
         served.check()

@@ -267,9 +267,9 @@ def teacher_command(config: RunConfig, served: Served, sizes: ServeSizes, python
         "logprobs-mode": "raw_logprobs",
         "enable-prefix-caching": False,  # a prompt to be scored is computed whole
     }
-    divergence = config.distill.divergence if config.distill else None
-    if divergence is not None and divergence.top_k is not None:
-        further = {**further, "max-logprobs": str(divergence.top_k)}
+    divergences = [one.divergence for one in config.teachings.each if one.replicas is not None]
+    if largest := max((one.top_k or 0 for one in divergences if one is not None), default=0):
+        further = {**further, "max-logprobs": str(largest)}
     return serve_command(python, served, sizes, config.teacher_vllm, further, seed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from itertools import compress
 from pathlib import Path
@@ -18,11 +18,9 @@ from torch import Tensor
 
 from megatron_rl.agent.trajectories import Branch
 from megatron_rl.algorithms.divergences import TopTokens
-from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
 from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.generate.engine.openai import Endpoint, EndpointAway, EndpointError, ScoringServers
-from megatron_rl.generate.replicas.links import Roster
-from megatron_rl.generate.replicas.wire import digest_of
+from megatron_rl.generate.replicas.fixed_replicas import Running
 from megatron_rl.learn.training.objective import FirstPass, Judgement
 from megatron_rl.learn.training.training_batch import trained_index
 from megatron_rl.model.tokenizer import Tokenizer
@@ -45,35 +43,13 @@ def endpoints_of(servers: TeacherServers) -> list[Endpoint]:
     ]
 
 
-class NoTeacher(RuntimeError):
-    """No replica of the teacher is left."""
-
-
-def replicas_of(run_dir: RunDir, attempt: Attempt, answer_limit_s: float) -> Callable[[], list[Endpoint]]:
-    """Return a function that returns the endpoints of the teacher's replicas that run now; another start has another
-    one. It reads files, and raises NoTeacher if all replicas are given up.
-
-    answer_limit_s: seconds that one answer may take.
-    """
-    roster, digest = Roster(attempt, TEACHER), digest_of(run_dir.resolved)
-
-    def running() -> list[Endpoint]:
-        found = roster.read()
-        if found.given_up is not None:
-            raise NoTeacher(f"all replicas of the teacher are given up: {found.given_up}")
-        urls = (f"http://{each.host}:{each.port}/v1" for each in found.addresses if each.digest == digest)
-        return [Endpoint(url, "teacher", token_file=run_dir.token, timeout_s=answer_limit_s) for url in urls]
-
-    return running
-
-
 class ServedTeacher:
     """Asks servers for log-probs, those of others or replicas of the run. The first rank of each data-parallel replica
     asks for the replica's sequences, and the others get its answers."""
 
     def __init__(
         self,
-        servers: Sequence[Endpoint] | Callable[[], Sequence[Endpoint]],
+        servers: Sequence[Endpoint] | Running,
         tokenizer: Tokenizer,
         groups: Groups,
         safe_points: SafePoints,
@@ -84,7 +60,7 @@ class ServedTeacher:
     ) -> None:
         """
         servers: endpoints of the servers; or of the replicas that run now, which is asked again and again in a separate
-            thread, and raises NoTeacher if none will run any more.
+            thread, and raises NoReplicaLeft if none will run any more.
         limit_s: seconds that all servers may be away.
         top_k: likeliest tokens at each position whose log-probs are asked for too; None: none.
         transport: for tests.
@@ -191,7 +167,7 @@ class ServedTeacher:
         return task.result() if task is not None else []
 
     async def _looking(self, work: Coroutine[Any, Any, list[TokenScore]]) -> list[TokenScore]:
-        """Do the work, and use the replicas that run meanwhile. Raises NoTeacher."""
+        """Do the work, and use the replicas that run meanwhile. Raises NoReplicaLeft."""
         if self._running is None:
             return await work
         looks = asyncio.ensure_future(self._look(self._running))
@@ -203,7 +179,7 @@ class ServedTeacher:
             looks.cancel()
             works.cancel()
 
-    async def _look(self, running: Callable[[], Sequence[Endpoint]]) -> NoReturn:
+    async def _look(self, running: Running) -> NoReturn:
         while True:
             self._served.use(await asyncio.to_thread(running))
             await asyncio.sleep(LOOK_S)

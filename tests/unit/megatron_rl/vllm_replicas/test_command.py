@@ -17,6 +17,7 @@ from megatron_rl.generate.vllm.command import (
     seed_of,
     serve_command,
     sizes_of,
+    teacher_command,
     vllm_environment,
 )
 from megatron_rl.recipe.config import RunConfig
@@ -121,6 +122,26 @@ def test_a_vllm_on_a_cpu_has_no_sleep_mode() -> None:
 @pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.7, "processed_logprobs")])
 def test_log_probs_are_those_after_the_temperature(temperature: float, mode: str) -> None:
     assert options(run(sampling={"max_new_tokens": 3, "temperature": temperature}))["logprobs-mode"] == mode
+
+
+def test_a_teacher_returns_as_many_likeliest_tokens_as_any_environment_reads() -> None:
+    def likeliest(distill: dict[str, Any], *environments: dict[str, Any] | None) -> str | None:
+        replicas = {"nodes": 1, "engine": "vllm"}
+        listed = [
+            {"name": "arithmetic", "id": f"e{number}"} | ({} if each is None else {"distill": each})
+            for number, each in enumerate(environments)
+        ]
+        given = tiny_run().model_dump() | {"environment": None, "environments": listed}
+        given |= {"job": PARTITIONED["job"], "distill": {"teacher": "/t", "replicas": replicas} | distill}
+        sizes = ServeSizes(tiny_run().model, cpu=True, tp=1, longest=48, rows=4, prefill_tokens=16)
+        found = teacher_command(RunConfig.model_validate(given), SERVED, sizes, "python", 7)
+        return options_in(found).get("max-logprobs")
+
+    few, many = ({"divergence": {"kind": "js", "top_k": count}} for count in (4, 40))
+    assert likeliest({}, None) is None
+    assert likeliest(few, None, many) == likeliest({}, many, few) == "40"
+    assert likeliest(few, {"teacher": "/other", "divergence": None, "weight": 2.0}, None) == "4"
+    assert likeliest({}, {"teacher": "/other", **many}, None) is None
 
 
 def test_an_evaluation_starts_vllm_on_published_weights_with_the_options_of_its_run() -> None:

@@ -15,8 +15,9 @@ from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING
 from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
 from megatron_rl.contract.records import write
+from megatron_rl.generate.replicas.fixed_replicas import NoReplicaLeft, running_replicas
 from megatron_rl.generate.replicas.wire import PROTOCOL, digest_of
-from megatron_rl.learn.distill.served import NoTeacher, ServedTeacher, endpoints_of, replicas_of
+from megatron_rl.learn.distill.served import ServedTeacher, endpoints_of
 from megatron_rl.model.tokenizer import CharacterTokenizer
 from megatron_rl.recipe.distill import TeacherServers
 from megatron_rl.recipe.errors import ConfigurationError
@@ -98,7 +99,7 @@ def test_replicas_are_found_by_their_addresses_and_missed_once_all_are_given_up(
     attempt, digest = run.attempt(1), digest_of(run.resolved)
     servers = Servers()
     teacher = ServedTeacher(
-        replicas_of(run, attempt, 60.0),
+        running_replicas(run, attempt, TEACHER, 60.0),
         CharacterTokenizer(ALPHABET),
         groups,
         quiet_safe_points(),
@@ -114,7 +115,7 @@ def test_replicas_are_found_by_their_addresses_and_missed_once_all_are_given_up(
     servers.away.add("found")
     for number in (0, 1):
         write(attempt.replica(number, TEACHER).state, ReplicaState(number, REPLICA_GIVEN_UP, 6, 0.0, why="boom"))
-    with pytest.raises(NoTeacher, match="all replicas of the teacher are given up: boom"):
+    with pytest.raises(NoReplicaLeft, match="all replicas of the teacher are given up: boom"):
         teacher.judged(sequences(), CPU)[0]
 
 
