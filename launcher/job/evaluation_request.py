@@ -25,7 +25,7 @@ from launcher.recipe.published import find_published
 from launcher.recipe.written import RecipeFile, with_base
 from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.environment_section import EnvironmentConfig
+from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.registry import asks_reward_model, environment_class, registered, with_kept_files
 
@@ -91,9 +91,12 @@ def checked_environment(environment: EnvironmentConfig, option: str) -> Environm
     messages."""
     try:
         if asks_reward_model(environment):
+            server = "name a server, such as --env-args 'reward_model={url: http://node:8000, model: m}'"
+            if environment.name == MULTI_TASK:
+                server = f"choose one of the environments by --env ID, and {server} for one that asks it"
             raise BadInput(
                 f"{option}: environment {environment.name!r} asks the reward model that its run starts, and nothing "
-                "else does: name a server, such as --env-args 'reward_model={url: http://node:8000, model: m}'"
+                f"else does: {server}"
             )
         values = with_absolute_paths(environment.model_dump(), type(environment), lambda key, path: Path.cwd())
         return type(environment).model_validate(values)

@@ -22,7 +22,7 @@ from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment_section import Environments, WeightedEnvironment
-from megatron_rl.recipe.registry import check_files, required_datasets, required_extras, used_files
+from megatron_rl.recipe.registry import asks_reward_model, check_files, required_datasets, required_extras, used_files
 from megatron_rl.recipe.section import Section
 
 if TYPE_CHECKING:  # as in agent.api
@@ -39,6 +39,11 @@ class MultiTaskConfig(Section):
 
     def extras(self) -> list[str]:
         return sorted({*chain.from_iterable(map(required_extras, self.environments))})
+
+    @property
+    def asks_run(self) -> bool:
+        """Whether one of them asks the reward model that the run starts."""
+        return any(map(asks_reward_model, self.environments))
 
     def check_files(self) -> None:
         for one in self.environments:

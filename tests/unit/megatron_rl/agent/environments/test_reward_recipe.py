@@ -9,6 +9,7 @@ import pytest
 from launcher.cli.show.node_lines import legend, node_lines
 from launcher.errors import BadInput
 from launcher.fetch.needs import Need, needs
+from launcher.job.evaluation_request import checked_environment
 from launcher.plan.summary import make_plan, plan_json
 from launcher.recipe.load import load_recipe
 from megatron_rl.contract.paths import REWARD
@@ -52,6 +53,25 @@ def test_contradictions_are_refused_with_their_keys(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=error):
         make_plan_of(tmp_path, *overrides)
+
+
+def test_an_evaluation_of_environments_of_which_one_asks_the_reward_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its answers would be lost."""
+    monkeypatch.chdir(tmp_path)
+    judge = "{name: judge, args: {train: {path: questions.jsonl}, reward_model: {}}}"
+    several = ("environment=null", f"environments=[{judge}, {{name: arithmetic}}]", "curriculum=null")
+    config = loaded(tmp_path, *several, *REPLICAS)
+    with pytest.raises(
+        BadInput, match=r"--env: environment 'multi-task' asks .*: choose one .* by --env ID"
+    ):
+        checked_environment(config.task, "--env")
+    assert config.environments is not None
+    judged, sums = config.environments
+    with pytest.raises(BadInput, match=r"--env: environment 'judge' asks .*: name a server"):
+        checked_environment(judged, "--env")
+    assert checked_environment(sums, "--env") == sums
 
 
 def make_plan_of(folder: Path, *overrides: str) -> None:
