@@ -209,9 +209,10 @@ class Grpo(Objective):
         self.reference = reference
         self.judges = judges
         teachings = config.teachings.each
-        # One more, for the index -1.
-        self._weights = torch.tensor([*(one.weight for one in teachings), 0.0])
-        self._diverge = torch.tensor([*(one.divergence is not None for one in teachings), False])
+        # One more, for the index -1. On the device, because a copy in each loss would wait for it.
+        self._weights = torch.tensor([*(one.weight for one in teachings), 0.0], device=policy.device)
+        diverge = [*(one.divergence is not None for one in teachings), False]
+        self._diverge = torch.tensor(diverge, device=policy.device)
         self._reads_divergences = judges is not None and config.teachings.diverge
         self._policy, self._config, self._algorithms = policy, config, config.algorithms.each
         self._algorithm_of = int64([config.algorithms.index(id) for id in config.environment_ids])
@@ -298,9 +299,9 @@ class Grpo(Objective):
     def _loss(self, tokens: TrainedTokens, scored: Scores, grpo: GrpoConfig) -> tuple[Tensor, LossStats]:
         if scored.teacher is None:
             return grpo_loss(tokens, grpo)
-        device, teaching = scored.teacher.device, 0 if scored.teaching is None else scored.teaching
-        weights, diverges = self._weights.to(device)[teaching], self._diverge.to(device)[teaching]
-        return distillation_loss(tokens, Taught(scored.teacher, weights, diverges), grpo)
+        teaching = 0 if scored.teaching is None else scored.teaching
+        taught = Taught(scored.teacher, self._weights[teaching], self._diverge[teaching])
+        return distillation_loss(tokens, taught, grpo)
 
     def _current(self, batch: TrainingBatch) -> Tensor | None:
         """Return `Scores.current` of a batch."""
