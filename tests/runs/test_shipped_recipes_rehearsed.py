@@ -130,6 +130,16 @@ def test_environments_with_their_own_algorithms_are_rehearsed() -> None:
     assert rank["planned_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.1)
 
 
+def test_environments_with_teachers_and_divergences_are_rehearsed() -> None:
+    divergence = "distill: {divergence: {kind: js, top_k: 4}}"
+    listed = f"environments=[{{name: arithmetic, id: whole}}, {{name: arithmetic, id: top, {divergence}}}]"
+    taught = ("environment=null", listed, "distill={teacher: policy, divergence: {kind: forward}}")
+    result = CliRunner().invoke(command, ["demo", *taught, "--json"])
+    assert result.exit_code == 0, result.output
+    (rank,) = json.loads(result.output)["ranks"]
+    assert list(rank["phases"]) == ["build", "generate", "score", "train", "update"]
+
+
 @pytest.mark.slow
 def test_a_teacher_takes_part_on_the_training_ranks_and_on_its_replicas(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}

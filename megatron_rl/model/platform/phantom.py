@@ -60,7 +60,7 @@ class PhantomDevice(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device = ACCELERATOR, *, reads_ones: bool = False) -> None:
-        """reads_ones: the host reads ones from the device instead of raising."""
+        """reads_ones: the host reads ones from the device instead of raising, and finds all values nonzero."""
         super().__init__()
         self.device = device
         self._reads_ones = reads_ones
@@ -116,7 +116,10 @@ class PhantomDevice(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if self._reads_ones and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
-        out = func(*args, **kwargs)
+        if self._reads_ones and func is torch.ops.aten.nonzero.default:  # where all are ones
+            out = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        else:
+            out = func(*args, **kwargs)
         if func.overloadpacket in _COPIES and out is not args[0]:
             self._count_wait(args[0], out, _non_blocking(func, args, kwargs))
             if self._reads_ones and out.device.type == "cpu":

@@ -63,9 +63,7 @@ def test_an_evaluation_of_environments_of_which_one_asks_the_reward_model_is_ref
     judge = "{name: judge, args: {train: {path: questions.jsonl}, reward_model: {}}}"
     several = ("environment=null", f"environments=[{judge}, {{name: arithmetic}}]", "curriculum=null")
     config = loaded(tmp_path, *several, *REPLICAS)
-    with pytest.raises(
-        BadInput, match=r"--env: environment 'multi-task' asks .*: choose one .* by --env ID"
-    ):
+    with pytest.raises(BadInput, match=r"--env: environment 'multi-task' asks .*: choose one .* by --env ID"):
         checked_environment(config.task, "--env")
     assert config.environments is not None
     judged, sums = config.environments

@@ -97,6 +97,13 @@ def test_attention_holds_no_scores(device: PhantomDevice, dtype: torch.dtype, *,
     assert peak.bytes < 2**22
 
 
+def test_the_host_may_find_all_values_nonzero() -> None:
+    with PhantomDevice(reads_ones=True) as device, device.memory.watched() as peak:
+        index = (torch.empty(3, KIB, device=ACCELERATOR) > 0).nonzero()
+        assert (index.shape, index.dtype, index.device) == ((3 * KIB, 2), torch.int64, ACCELERATOR)
+    assert peak.bytes >= 8 * 2 * 3 * KIB
+
+
 def test_a_module_is_built_with_weights_of_the_device_and_type(device: PhantomDevice) -> None:
     built = PhantomCuda(device).build(lambda: Linear(8, 4), torch.bfloat16)
     assert (built.weight.device, built.weight.dtype, built.weight.requires_grad) == (ACCELERATOR, torch.bfloat16, True)
