@@ -248,7 +248,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, TURN, [], [], None, None, lineno=loop.lineno)
-        for parent in [tree, *tree.find_all(nodes.Node)]:
+        for parent in reversed([tree, *tree.find_all(nodes.Node)]):  # the inner ones first
             for field, value in parent.iter_fields():
                 if isinstance(value, list):
                     value[:] = [_measured(one) for one in value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -80,6 +81,24 @@ def test_a_template_without_bounds_ends_in_one_error(templates: tuple[str, ...],
     for template in templates:
         with pytest.raises((TemplateUnbounded, RecursionError, OverflowError)):  # the last one: of the sandbox's range
             pytest.fail(f"{template} wrote {len(rendered(template))} characters")
+
+
+def test_parts_of_an_expression_inside_another_are_counted_before_they_are_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(template_limits, "MOST_IN_ALL", 2**20)
+    joined = " ~ ".join(["x"] * 200)  # 50 MB
+    for expression in (joined, f"'a' ~ ({joined})", f"('a' ~ ({joined}))[1:]"):
+        template = BoundedEnvironment().from_string(
+            "{% set x = 'a' * 250000 %}{{ EXPRESSION }}".replace("EXPRESSION", expression)
+        )
+        tracemalloc.start()
+        try:
+            with pytest.raises(TemplateUnbounded):
+                template.render()
+            assert tracemalloc.get_traced_memory()[1] < 2**23
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_template_reaches_nothing_of_python() -> None:
