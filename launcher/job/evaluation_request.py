@@ -216,7 +216,7 @@ def job_recipe(evaluation: Evaluation, origin: CheckpointRun | None, cluster: st
         # The layout of the model; a job that only generates has no other setting for it.
         "placement": {"training": {"tp": evaluation.tp, "sequence_parallel": evaluation.tp > 1}},
         "grpo": {},
-        "distill": None,
+        **dict.fromkeys(("distill", "reward", "harvest", "profile")),
         "save": {},
         "logging": {},
         "environment": evaluation.environment.model_dump(),

@@ -132,7 +132,8 @@ class Sections(Section):
         """The environment, or several combined into one. Only if the run `generates`."""
         if self.environment is not None:
             return self.environment
-        members = [one.model_dump() for one in self.environments or ()]
+        # Teachers change no answer, so the bank of another teacher's run is as good.
+        members = [one.model_dump(exclude={"distill"}) for one in self.environments or ()]
         return EnvironmentConfig(name=MULTI_TASK, args={"environments": members})
 
     def environment_of(self, id: str) -> EnvironmentConfig:

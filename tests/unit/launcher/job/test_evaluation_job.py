@@ -11,6 +11,7 @@ import pytest
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
 from launcher.job.evaluation_request import CheckpointRun, job_recipe, refuse_ranks, requested
+from launcher.plan.summary import make_plan
 from launcher.recipe.load import Recipe, load_recipe
 from megatron_rl.contract.paths import CARRIED, RunDir
 from megatron_rl.recipe.config import RunConfig
@@ -34,6 +35,36 @@ def test_it_has_one_of_several_environments_of_a_run_without_what_is_for_trainin
     environment = requested(origin, "sums", [], {}, given).environment
     assert (environment.name, environment.args) == ("arithmetic", {"draws": 9})
     assert requested(origin, None, [], {}, given).environment == config.task
+
+
+TRAINING: dict[str, list[str]] = {
+    "a reward model": [
+        "environment=null",
+        "environments=[{name: judge, args: {train: {path: a/set}, reward_model: {}}}, {name: arithmetic}]",
+        "reward={model: some/classifier, replicas: {nodes: 1, tp: 2}}",
+        "job.nodes=3",
+    ],
+    "a teacher of an environment": [
+        "environment=null",
+        "environments=[{name: arithmetic}, {name: countdown, distill: {teacher: policy}}]",
+    ],
+    "replicas of idle nodes": [
+        "placement={mode: partitioned, inference: {nodes: 1}}",
+        "job.nodes=2",
+        "resume.partial=keep",
+        "harvest={partition: idle, max_replicas: 2}",
+    ],
+    "a profile of ranks": ["profile={steps: [1, 2], ranks: [1]}"],
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_it_needs_nothing_that_only_training_has(tmp_path: Path, name: str) -> None:
+    config = load_recipe("demo", [*TRAINING[name], "curriculum=null"]).config
+    origin, given = CheckpointRun(RunDir(tmp_path), config), {"checkpoint": str(tmp_path), "device": "cpu"}
+    chosen = "arithmetic" if config.reward else None
+    job = job_recipe(requested(origin, chosen, [], {}, given), origin, "h100", [])
+    assert make_plan(job, None).nodes == 1
 
 
 @pytest.mark.parametrize("recipe", ["qwen2.5-32b-dapo", "qwen3-30b-a3b-dapo"])
