@@ -18,7 +18,7 @@ from launcher.backends.probe import node as compute_node
 from launcher.backends.probe import rank as one_rank
 from launcher.backends.probe.vllm_probe import probe_in_container
 from launcher.backends.slurm import cluster_facts as slurm_facts
-from launcher.cli.arguments import OVERRIDES
+from launcher.cli.arguments import OVERRIDES, TRUST_RUN
 from launcher.cli.completion import complete_recipe
 from launcher.cluster.choice import load_clusters
 from launcher.cluster.profile import Profile
@@ -66,6 +66,7 @@ Exit codes:
 @click.option("--cluster", help="Cluster profile. [default: MRL_CLUSTER, the recipe's, or the one in clusters.yaml]")
 @click.option("--deep", is_flag=True, help="Also start a rank on a compute node; waits up to a minute for a free node.")
 @click.option("--json", "as_json", is_flag=True, help="Print {recipe, cluster, findings, counts} as JSON.")
+@TRUST_RUN
 @click.pass_context
 def command(
     context: click.Context,
@@ -74,10 +75,11 @@ def command(
     cluster: str | None,
     deep: bool,
     as_json: bool,
+    trust: bool,
 ) -> None:
     clusters = load_clusters()
     if recipe:
-        asked, name, profile = load_for(recipe, overrides, clusters, cluster, known_caches(clusters))
+        asked, name, profile = load_for(recipe, overrides, clusters, cluster, known_caches(clusters), trusted=trust)
     else:
         asked, (name, profile) = None, clusters.choose_profile(cluster, None)
     config = asked.config if asked else None

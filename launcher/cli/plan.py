@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from launcher.cli.arguments import RECIPE, Lags
+from launcher.cli.arguments import RECIPE, TRUST_RUN, Lags
 from launcher.cli.completion import complete_run
 from launcher.cluster.choice import load_clusters
 from launcher.errors import BadInput
@@ -65,6 +65,7 @@ HOURS = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--node-fails-every", type=HOURS, metavar="HOURS", help="Mean time between failures of one node.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: plan.json with `splits` and `runs`.")
+@TRUST_RUN
 @click.pass_context
 def command(
     context: click.Context,
@@ -80,6 +81,7 @@ def command(
     queue: float,
     node_fails_every: float | None,
     as_json: bool,
+    trust: bool,
 ) -> None:
     """Show the roles of the nodes, the arithmetic of batches, memory and checkpoints, how long a step takes: with all
     nodes training and generating in turn, and with each split of the nodes, and how long the run takes. Asks no
@@ -100,7 +102,7 @@ def command(
     if given and not preempt_every:
         raise BadInput(f"--{min(given)}: this option describes preemptions; add --preempt-every HOURS")
     clusters = load_clusters()
-    asked, name, profile = load_for(recipe, overrides, clusters, cluster, known_caches(clusters))
+    asked, name, profile = load_for(recipe, overrides, clusters, cluster, known_caches(clusters), trusted=trust)
     plan = make_plan(asked, profile)
     # Imported here because these are slow to import.
     from launcher.cli.show.layout import show

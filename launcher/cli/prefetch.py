@@ -8,16 +8,15 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.arguments import RECIPE
+from launcher.cli.arguments import RECIPE, TRUST_RUN
 from launcher.cli.show.terminal import echo
-from launcher.cluster.choice import Clusters, load_clusters
+from launcher.cluster.choice import load_clusters
 from launcher.errors import Failed
 from launcher.fetch.needs import Cache, Need, fetch, known_caches, needs, unreachable
 from launcher.plan.engine_choice import load_for
 from launcher.recipe.load import load_recipe
 from launcher.recipe.published import ShapeUnknown
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
-from megatron_rl.recipe.config import RunConfig
 
 
 @click.command("prefetch")
@@ -25,9 +24,16 @@ from megatron_rl.recipe.config import RunConfig
 @click.option("--cluster", help="Cluster whose cache is filled, instead of the recipe's.")
 @click.option("--check", is_flag=True, help="Only show what is there and what is missing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, for programs.")
+@TRUST_RUN
 @click.pass_context
 def command(
-    context: click.Context, recipe: str, overrides: tuple[str, ...], cluster: str | None, check: bool, as_json: bool
+    context: click.Context,
+    recipe: str,
+    overrides: tuple[str, ...],
+    cluster: str | None,
+    check: bool,
+    as_json: bool,
+    trust: bool,
 ) -> None:
     """Fetch the container image, model, tokenizer and data sets of RECIPE into the cluster's cache.
 
@@ -43,9 +49,13 @@ def command(
     """
     clusters = load_clusters()
     try:
-        config = load_for(recipe, overrides, clusters, cluster, known_caches(clusters))[0].config
+        config = load_for(recipe, overrides, clusters, cluster, known_caches(clusters), trusted=trust)[0].config
     except ShapeUnknown as unknown:
-        config = _with_its_model(unknown, recipe, overrides, cluster, clusters, check)
+        cache = Cache.of(clusters.choose_profile(cluster, unknown.cluster)[1])
+        if check:
+            raise
+        _fetch_all([Need("model", unknown.model)], cache)
+        config = load_recipe(recipe, overrides, [cache.huggingface], trusted=trust).config
     name, profile = clusters.choose_profile(cluster, config.cluster)
     cache, wanted = Cache.of(profile), needs(config, profile)
     if not check:
@@ -76,17 +86,6 @@ def _fetch_all(wanted: Sequence[Need], cache: Cache) -> None:
             continue
         echo(f"fetching {need}", err=True)
         fetch(need, cache)
-
-
-def _with_its_model(
-    unknown: ShapeUnknown, recipe: str, overrides: tuple[str, ...], cluster: str | None, clusters: Clusters, check: bool
-) -> RunConfig:
-    cache = Cache.of(clusters.choose_profile(cluster, unknown.cluster)[1])
-    need = Need("model", unknown.model)
-    if check:
-        raise unknown
-    _fetch_all([need], cache)
-    return load_recipe(recipe, overrides, [cache.huggingface]).config
 
 
 def table(found: Mapping[Need, Path | None]) -> list[str]:

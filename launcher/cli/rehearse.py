@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.backends.rehearsal import RehearsedRank, RehearsedTeachers, rehearse, rehearsed_kinds
-from launcher.cli.arguments import RECIPE
+from launcher.cli.arguments import RECIPE, TRUST_RUN
 from launcher.cluster.choice import load_clusters
 from launcher.doctor.preflight import refuse_unready
 from launcher.errors import BadInput
@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 @RECIPE
 @click.option("--cluster", help="Cluster profile whose GPUs it must fit, instead of the recipe's.")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ranks": [...], "fits": true}, sizes in bytes.')
+@TRUST_RUN
 @click.pass_context
-def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster: str | None, as_json: bool) -> None:
+def command(
+    ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster: str | None, as_json: bool, trust: bool
+) -> None:
     """Run one rank of each kind (pipeline stage, role) of RECIPE at its true size, on tensors with a shape, a type and
     a device but no data: it generates a token, scores, trains on the fullest micro-batch and updates the weights, with
     the code of a run. A teacher whose files are here takes part. Shows the peak memory of each phase and what holds it,
@@ -51,7 +54,7 @@ def command(ctx: click.Context, recipe: str, overrides: tuple[str, ...], cluster
       1  a rank fails, or needs more memory than its GPU has
       2  the recipe or the layout is impossible
     """
-    asked, name, profile = load_for(recipe, overrides, load_clusters(), cluster)
+    asked, name, profile = load_for(recipe, overrides, load_clusters(), cluster, trusted=trust)
     plan = make_plan(asked, profile)
     config, sizes = with_offload(asked.config, plan, profile), plan.sizes
     able = capabilities_of(engine := config.inference.engine)

@@ -18,16 +18,22 @@ from megatron_rl.recipe.engines import AUTO
 
 
 def load_for(
-    asked: str, overrides: Sequence[str], clusters: Clusters, cluster: str | None, caches: Sequence[Path] = ()
+    asked: str,
+    overrides: Sequence[str],
+    clusters: Clusters,
+    cluster: str | None,
+    caches: Sequence[Path] = (),
+    *,
+    trusted: bool,
 ) -> tuple[Recipe, str, Profile | None]:
     """Load a recipe for a cluster, with the engine that it will have there. Returns it with the cluster's name and
     profile; None for this machine. Raises BadInput.
 
     Args:
         cluster: name that the user gives, instead of the recipe's.
-        caches: as for `load_recipe`.
+        caches, trusted: as for `load_recipe`.
     """
-    recipe = load_recipe(asked, overrides, caches)
+    recipe = load_recipe(asked, overrides, caches, trusted=trusted)
     name, profile = clusters.choose_profile(cluster, recipe.config.cluster)
     return with_engine(recipe, profile, caches), name, profile
 

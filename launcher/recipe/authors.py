@@ -1,10 +1,11 @@
-"""Authors of a recipe: a file of another user may set values, and name code only where you trust it."""
+"""Authors of a recipe: a file of another user may set values, and name code or secrets only where you trust it."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,27 @@ from megatron_rl.recipe.registry import used_files
 
 _ROOT = 0
 _INCLUDED = ("code", "include")
-_CODE = ("code", "program", "image")
-"""Marks of keys that name code, a program or an image with both."""
-_COMMANDS = ("command", "function")
-"""Arguments of an environment that name a program or a function."""
+_FILES = ("code", "program")
+"""Marks of keys that name code or a program: a path, or what is installed."""
+_COMMANDS = (("notify", "command"), ("harvest", "sbatch"))
+_OF_ENVIRONMENTS = ("command", "function")
+"""Arguments of an environment, or of a member of one, that name a program or a function."""
+_OPTIONS = ("vllm", "args")
+_SECRETS = ("token_file", "token_variable")
+_RUNS, _IS_SENT = "would run as you", "would send a secret of yours to the server that is named beside it"
 
 
 def refuse_code_of_others(config: RunConfig, written: Written) -> None:
-    """Raise BadInput for each key of another user's file that names code, a program or options of one."""
+    """Raise BadInput for each key of another user's file that names code, a program, options of one, or a secret."""
     authors = {file.name: why for file in written.files if (why := _foreign(file)) is not None}
     if not authors:
         return
     problems = []
-    for key, value in _code_keys(config):
+    for key, value, effect in _doubtful_keys(config):
         file = written.file_of(key)
         if file is not None and file.name in authors:
             problems.append(
-                f"{written.locate(key)[0]}: {'.'.join(key)}: {value!r} would run as you, and {authors[file.name]}: "
+                f"{written.locate(key)[0]}: {'.'.join(key)}: {value!r} {effect}, and {authors[file.name]}: "
                 "read it, and then use a copy of your own, or give --trust"
             )
     if problems:
@@ -56,22 +61,32 @@ def _foreign(file: RecipeFile) -> str | None:
     return None
 
 
-def _code_keys(config: RunConfig) -> Iterator[tuple[KeyPath, Any]]:
+def _doubtful_keys(config: RunConfig) -> Iterator[tuple[KeyPath, Any, str]]:
+    """Yield the keys that a stranger must not set, their values, and what these would do."""
     files: set[str] = set()
-    for place, task in _tasks(config):
-        files.update(used_files(task))
-        for name in _COMMANDS:
-            if task.args.get(name):
-                yield (*place, "args", name), task.args[name]
+    for task in _tasks(config):
+        with suppress(ValueError):  # bad arguments are reported elsewhere
+            files.update(used_files(task))
     for named in named_paths(config):
-        if named.key[:2] == _INCLUDED or named.value in files or (named.mark.kind in _CODE and "/" in named.value):
-            yield named.key, named.value
-    if config.inference.vllm and config.inference.vllm.args:
-        yield ("inference", "vllm", "args"), config.inference.vllm.args
+        is_code = named.mark.kind == "image" or (named.mark.kind in _FILES and "/" in named.value)
+        if named.key[:2] == _INCLUDED or named.value in files or is_code:
+            yield named.key, named.value, _RUNS
+    for key, value in _given(config.model_dump()):
+        its_own = "args" in key[:-1] and key[0] in ("environment", "environments") and key[-1] in _OF_ENVIRONMENTS
+        if its_own or key in _COMMANDS or key[-3:-1] == _OPTIONS:
+            yield key, value, _RUNS
+        elif key[-1] in _SECRETS:
+            yield key, value, _IS_SENT
 
 
-def _tasks(config: RunConfig) -> Iterator[tuple[KeyPath, EnvironmentConfig]]:
-    if config.environment is not None:
-        yield ("environment",), config.environment
-    for number, one in enumerate(config.environments or ()):
-        yield ("environments", str(number)), one
+def _given(values: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield each key and its value, also those of mappings in lists; no value that is null or empty."""
+    pairs = values.items() if isinstance(values, Mapping) else enumerate(values) if isinstance(values, list) else ()
+    for name, value in pairs:
+        if value not in (None, "", [], {}):
+            yield (*key, str(name)), value
+            yield from _given(value, (*key, str(name)))
+
+
+def _tasks(config: RunConfig) -> list[EnvironmentConfig]:
+    return [*([config.environment] if config.environment else []), *(config.environments or ())]
