@@ -59,7 +59,7 @@ test: $(READY) ## lint, unit tests, whole runs here and, if its packages are ins
 
 tests: $(READY)
 	$(BIN)/pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder \
-	    --durations-file tests/durations.json tests/unit tests/runs tests/slurm tests/upgrades
+	    --durations-file tests/durations.json tests/unit tests/runs tests/slurm tests/upgrades tests/chaos
 
 test-slow: $(READY) ## tests that take minutes: whole runs, controls that must not learn, invariants at length
 	$(BIN)/pytest -m slow --timeout 3600 tests
@@ -155,8 +155,9 @@ $(DOCS_READY): $(READY) $(LOCKED)/docs.txt
 licences: $(READY) $(VLLM_READY) $(VERIFIERS_READY) $(CLIENTS_READY) $(DOCS_READY) ## write docs/licences.md from the packages of all environments
 	$(BIN)/python containers/licences.py .venv*/lib/python3*/site-packages
 
-# Of HEAD, so that uncommitted files do not matter. The commit is in the version unless HEAD has the release's tag.
-wheel: $(READY) ## dist/: wheel and source distribution of HEAD, with its commit in their version; the same bits each time
+# Of HEAD, so that uncommitted files do not matter. The commit is in the version unless HEAD has the release's tag. Earlier
+# ones are removed: commits have no order, and images take the newest by version.
+wheel: $(READY) ## dist/: wheel and source distribution of HEAD alone, with its commit in their version; the same bits each time
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	version=$$(git show HEAD:pyproject.toml | sed -n 's/^version = "\(.*\)"$$/\1/p'); \
 	git archive HEAD | tar -x -C "$$folder"; \
@@ -165,7 +166,7 @@ wheel: $(READY) ## dist/: wheel and source distribution of HEAD, with its commit
 	fi; \
 	export SOURCE_DATE_EPOCH=$$(git show --no-patch --format=%ct HEAD); \
 	(cd "$$folder" && "$(CURDIR)/$(BIN)/hatchling" build --directory built) >"$$folder/log" 2>&1 || { cat "$$folder/log" >&2; exit 1; }; \
-	mkdir -p dist; cp "$$folder"/built/* dist/; cd "$$folder/built"; ls | sed 's|^|dist/|'
+	mkdir -p dist; rm -f dist/mrl-*; cp "$$folder"/built/* dist/; cd "$$folder/built"; ls | sed 's|^|dist/|'
 
 locks: $(READY) ## write containers/locked: versions and hashes of every environment. OF=docs: one; OF=--upgrade: newest versions
 	$(BIN)/python -m venv --clear .venv-locks

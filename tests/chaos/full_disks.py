@@ -35,18 +35,18 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int = 200, inodes: int = 20_000) -> Iterator[Path]:
-    """Mount an ext4 file system in a file at this folder. Needs root."""
+    """Mount an ext4 file system in a file at this folder. Needs root. Raises FileNotFoundError without mkfs.ext4, and
+    CalledProcessError where nothing can be mounted, such as in containers without loop devices."""
     folder.mkdir(parents=True, exist_ok=True)
     image = folder.with_name(folder.name + ".ext4")
-    with image.open("wb") as file:
-        file.truncate(megabytes << 20)
-    _run("mkfs.ext4", "-q", "-m", "0", "-N", str(inodes), str(image))
-    _run("mount", "-o", "loop", str(image), str(folder))
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(image.unlink, missing_ok=True)
+        with image.open("wb") as file:
+            file.truncate(megabytes << 20)
+        _run("mkfs.ext4", "-q", "-m", "0", "-N", str(inodes), str(image))
+        _run("mount", "-o", "loop", str(image), str(folder))
+        undo.callback(_run, "umount", "--lazy", str(folder))
         yield folder
-    finally:
-        _run("umount", "--lazy", str(folder))
-        image.unlink()
 
 
 def is_small(folder: Path) -> bool:

@@ -22,8 +22,8 @@ def disk() -> Iterator[Path]:
         try:
             with small_disk(Path(folder, "disk"), 16, 500) as mounted:
                 yield mounted
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no disk can be mounted here: {error.stderr}")
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no disk can be mounted here: {getattr(error, 'stderr', None) or error}")
 
 
 def refusal(file: Path, size: int) -> str | None:
