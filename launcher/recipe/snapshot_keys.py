@@ -48,7 +48,8 @@ def _pairs(
         if name not in before:  # a former key, whose present one has the same value
             yield name, (value, value, value, value)
         elif name in after:
-            yield name, (value, before[name], after[name], lean.get(name, {}), f"{key}.{name}".lstrip("."))
+            left_out = after[name] if isinstance(after[name], list) else {}  # by `lean`, because it is the default
+            yield name, (value, before[name], after[name], lean.get(name, left_out), f"{key}.{name}".lstrip("."))
     for name in (name for name in after if name not in recorded):
         if name not in before:  # a name of the user's, such as an argument of an environment
             yield name, (None, None, lean.get(name, after[name]), lean.get(name))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from examples import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.errors import BadInput
@@ -18,6 +18,7 @@ from megatron_rl.recipe.config import RunConfig
 CHANGES = (
     *("training.steps=901", "optimizer.learning_rate=2e-3", "job.time_limit='2:00:00'", "placement.mode=colocated"),
     *("notify={command: [mail, me]}", "logging.wandb={project: p}", "save.keep_every=50", "logging.samples_every=5"),
+    *("notify={command: [a, b], on: [held]}", "notify={command: [a], on: [held, stalled, warning, restarted]}"),
 )
 
 
@@ -29,10 +30,12 @@ def recorded(*overrides: str) -> dict[str, Any]:
 
 
 @examples(10)
-@given(changes=st.lists(st.sampled_from(CHANGES), unique=True))
-def test_code_with_the_same_keys_reads_the_changed_recipe(changes: list[str]) -> None:
+@given(before=st.lists(st.sampled_from(CHANGES), unique=True), changes=st.lists(st.sampled_from(CHANGES), unique=True))
+@example(before=[CHANGES[-1]], changes=["notify={command: [a]}"])
+@example(before=[CHANGES[-2]], changes=["notify={command: [a]}"])
+def test_code_with_the_same_keys_reads_the_changed_recipe(before: list[str], changes: list[str]) -> None:
     now = load_recipe("demo", changes).config
-    assert RunConfig.model_validate(in_keys_of(recorded(), now)) == now
+    assert RunConfig.model_validate(in_keys_of(recorded(*before), now)) == now
 
 
 def test_the_record_stays_as_it_is_where_nothing_changes() -> None:
