@@ -114,7 +114,7 @@ class _Commands(click.Group):
 
         if folder := documents():
             formatter.write_paragraph()
-            formatter.write_text(f"Files that messages name, docs/... and containers/..., are in {folder}")
+            formatter.write_text(f"Files of docs/ and containers/ that messages name are in {folder}")
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:

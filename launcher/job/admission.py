@@ -123,6 +123,11 @@ def accepted_changes(run: RunDir, recipe: Recipe, change: bool) -> list[Change]:
     return with_remarks(found, before, config, reached)
 
 
+def keys_file(code_of: RunDir) -> Path | None:
+    """File with the recipe keys that a run's snapshot of the code knows; None if it has no snapshot."""
+    return code_of.resolved if code_of.code_record.exists() and code_of.resolved.exists() else None
+
+
 def _refuse(run: RunDir, found: Sequence[Change], advice: str) -> None:
     if found:
         raise BadInput([f"{run.root}: this run has other values: {one}" for one in found] + [advice])

@@ -19,12 +19,11 @@ from launcher.errors import BadInput
 from launcher.host.code.listing import SnapshotError
 from launcher.host.code.snapshot import plan_sources
 from launcher.host.slurm.formats import time_limit_s
-from launcher.job.admission import corrections, with_date
+from launcher.job.admission import corrections, keys_file, with_date
 from launcher.job.code_sources import code_sources
 from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import notes as notification_notes
 from launcher.job.notifications import refusals as notification_refusals
-from launcher.job.run_directory import keys_file
 from launcher.job.script import PlannedJob, render
 from launcher.job.steps import with_surroundings
 from launcher.job.tracker_notes import tracker_notes

@@ -13,7 +13,15 @@ from pathlib import Path
 from launcher.errors import BadInput
 from launcher.host.process.lock import RunIsOwned, RunLock
 from launcher.host.record.identity import identify
-from launcher.job.admission import accepted_changes, corrections, has_work, refuse_foreign, refuse_owned, with_date
+from launcher.job.admission import (
+    accepted_changes,
+    corrections,
+    has_work,
+    keys_file,
+    refuse_foreign,
+    refuse_owned,
+    with_date,
+)
 from launcher.job.directories import PRIVATE, clear, disk_errors, made
 from launcher.job.kept_files import keep_files
 from launcher.recipe.changes import Change, as_json
@@ -190,11 +198,6 @@ def _record_changes(run: RunDir, altered: Sequence[Change], attempt: int) -> Non
     append(run.changes, RecipeChange(attempt, as_json(altered), time.time(), getuser()))
     if any(one.key == "training.steps" or one.key.startswith("training.early_stop") for one in altered):
         run.done.unlink(missing_ok=True)  # before resolved.yaml: DONE must never stand beside unfinished steps
-
-
-def keys_file(code_of: RunDir) -> Path | None:
-    """File with the recipe keys that a run's snapshot of the code knows; None if it has no snapshot."""
-    return code_of.resolved if code_of.code_record.exists() and code_of.resolved.exists() else None
 
 
 def _write_recipe(run: RunDir, recipe: Recipe, keys_of: Path | None) -> None:

@@ -137,8 +137,8 @@ def test_a_run_without_a_step_has_a_page(run: RunDir):
 def test_damaged_records_leave_a_page_that_names_what_is_missing(run: RunDir):
     lines = run.metrics.read_text("utf-8").splitlines()
     run.metrics.write_text("\n".join([*lines[:9], '{"step": 10, "mean_reward": NaN}', *lines[10:], ""]), "utf-8")
-    append(run.attempts_ledger, AttemptStart(2, 1e300, ranks=2))
-    append(run.changes, RecipeChange(attempt=2, at=1e300, changes={"grpo.kl_beta": [0.1]}))
+    append(run.attempts_ledger, AttemptStart(2, 1e90, ranks=2))
+    append(run.changes, RecipeChange(attempt=2, at=1e90, changes={"grpo.kl_beta": [0.1]}))
     write(run.fork, Fork("/nowhere", 10, {}, at=900.0))
     run.recipe.unlink()
     said = " ".join(page_of(run).text.split())
