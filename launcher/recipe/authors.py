@@ -27,11 +27,15 @@ _OF_ENVIRONMENTS = ("command", "function")
 """Arguments of an environment, or of a member of one, that name a program or a function."""
 _OPTIONS = ("vllm", "args")
 _SECRETS = ("token_file", "token_variable")
-_RUNS, _IS_SENT = "would run as you", "would send a secret of yours to the server that is named beside it"
+_SERVERS = (("mlflow", "uri"), ("trackio", "server"))
+_RUNS = "would run as you"
+_IS_SENT = "would send a secret of yours to the server that is named beside it"
+_GETS = "would get your tracker's token and the metrics of the run"
 
 
 def refuse_code_of_others(config: RunConfig, written: Written) -> None:
-    """Raise BadInput for each key of another user's file that names code, a program, options of one, or a secret."""
+    """Raise BadInput for each key of another user's file that names code, a program, options of one, a secret, or
+    a server that gets one."""
     authors = {file.name: why for file in written.files if (why := _foreign(file)) is not None}
     if not authors:
         return
@@ -77,6 +81,8 @@ def _doubtful_keys(config: RunConfig) -> Iterator[tuple[KeyPath, Any, str]]:
             yield key, value, _RUNS
         elif key[-1] in _SECRETS:
             yield key, value, _IS_SENT
+        elif key[-2:] in _SERVERS:
+            yield key, value, _GETS
 
 
 def _given(values: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

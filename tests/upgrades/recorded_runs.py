@@ -58,7 +58,11 @@ def unpack(release: str, case: str, folder: Path) -> tuple[Path, Path]:
     with tarfile.open(HERE / f"{release}.tar.xz") as archive:
         wanted = [one for one in archive if case in one.name.split("/")]
         archive.extractall(folder, wanted, filter="data")
-    return folder / "runs" / case, folder / "undisturbed" / case
+    root = folder / "runs" / case
+    identity = root / "run.json"
+    here = {"path": str(root), "inode": root.stat().st_ino}  # elsewhere it would be a copy, which is another run
+    identity.write_text(json.dumps(json.loads(identity.read_text()) | here))
+    return root, folder / "undisturbed" / case
 
 
 def has_same_bits(release: str) -> bool:

@@ -80,13 +80,14 @@ def test_every_command_reads_a_run_of_an_earlier_release(tmp_path: Path, release
     mrl(tmp_path, "report", root)
     assert (root / "report.html").stat().st_size > 10_000
     assert "would fork" in mrl(tmp_path, "fork", root, "--dry-run").stdout
-    assert "would" in mrl(tmp_path, "resume", root, "training.steps=20", "--dry-run").stdout
+    assert "steps: 20" in mrl(tmp_path, "resume", root, "training.steps=20", "--dry-run").stdout
     result = json.loads(mrl(tmp_path, "evaluate", root, "--k", "1", "--prompts", "4", "--json").stdout)
-    assert result["step"] == status["step"]
+    assert result["settings"]["checkpoint"]["step"] == status["step"]
     if case != "supervised":
         groups = mrl(tmp_path, "rollouts", root, "--json").stdout.splitlines()
         group = json.loads(groups[0])
-        again = json.loads(mrl(tmp_path, "replay", root, str(group["step"]), str(group["ordinal"]), "--json").stdout)
+        answers = (root, str(group["step"]), str(group["ordinal"]))
+        again = json.loads(mrl(tmp_path, "replay", *answers, "--no-sample", "--json").stdout)
         assert again
 
 

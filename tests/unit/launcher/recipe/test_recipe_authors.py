@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ CODE = {
     f"reward: {{model: a/vllm, replicas: {VLLM % ''}}}",
 }
 SECRETS = {
+    "logging.mlflow.uri": "logging: {mlflow: {experiment: e, uri: 'https://example.org'}}",
+    "logging.trackio.server": "logging: {trackio: {project: p, server: 'http://example.org:7860'}}",
     "environment.args.judge.token_file": f"environment: {{{JUDGE}, "
     "judge: {url: 'http://example.org/v1', model: m, token_file: ~/.netrc}}}",
     "environment.args.reward_model.token_variable": f"environment: {{{JUDGE}, "
@@ -84,9 +87,9 @@ def test_code_that_it_names_is_refused_with_its_place(folder: Path, key: str) ->
 
 
 @pytest.mark.parametrize("key", SECRETS)
-def test_a_secret_that_it_names_is_sent_to_none_of_its_servers(folder: Path, key: str) -> None:
+def test_none_of_its_servers_gets_a_secret(folder: Path, key: str) -> None:
     asked = recipe(folder, f"extends: demo\n{SECRETS[key]}")
-    assert "would send a secret of yours to the server" in refusal(asked, key)
+    assert re.search("would (send a secret of yours to the server|get your tracker's token)", refusal(asked, key))
     load_recipe(asked, trusted=True)
 
 
