@@ -120,3 +120,8 @@ def test_a_bonus_of_one_environment_trains_all_of_its_answers_and_no_others(weig
     equal = [replace(each, trajectories=[replace(one, reward=1.0) for one in each.trajectories]) for each in groups]
     credit = assign_credit(equal, configured([{"entropy_coefficient": 0.1 * weight}, None]))
     assert credit.has_gradient == [weight > 0 and int(group) % 2 == 0 for group in credit.group]
+
+
+def test_a_driver_without_groups_has_no_credit() -> None:
+    assert assign_credit([], configured([None, {"kl_beta": 0.1}])).has_gradient == []
+    assert assign_credit([], alone({})).has_gradient == []
