@@ -283,6 +283,8 @@ class _Promise(Future[Any]):
 class _Policy:
     """weight: [1] int64. memory: [steps, prompts] int64, ordinals trained on in each step; -1: none."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.weight = torch.ones(1, dtype=torch.int64)
         self.memory = torch.full((STEPS, PROMPTS), -1)
