@@ -57,13 +57,14 @@ def text_rows(file: str) -> Iterator[TextRow]:
     """
     kind = data_suffix(file)
     try:
-        with _opened(file) as opened:
-            if kind in DELIMITERS:
-                yield from _table(file, opened, DELIMITERS[kind])
-            else:
-                yield from _objects(file, opened)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{_first_not_text(file)}: not UTF-8: {error.reason}; write the file as UTF-8") from error
+        try:
+            with _opened(file) as opened:
+                if kind in DELIMITERS:
+                    yield from _table(file, opened, DELIMITERS[kind])
+                else:
+                    yield from _objects(file, opened)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{_first_not_text(file)}: not UTF-8: {error.reason}; write the file as UTF-8") from error
     except Exception as error:
         if not isinstance(error, EOFError) and type(error).__module__.partition(".")[0] not in UNPACKERS:
             raise

@@ -253,7 +253,7 @@ def test_an_index_of_prompts_that_are_written_otherwise_now_is_not_used(
 ) -> None:
     path = rows(tmp_path, *"abc")
     build(path)
-    monkeypatch.setattr(Echo, "_prompt", lambda self, question: f"new {question.text}")
+    monkeypatch.setattr(Echo, "_prompt", lambda self, question, template: f"new {question.text}")
     assert build(path).training_problems()[0].prompt == "new a"
     assert "cannot be used" in caplog.messages[0]
 
