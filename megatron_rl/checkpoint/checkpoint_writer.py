@@ -27,7 +27,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_rl.checkpoint.plain_pickle import read_plain
 from megatron_rl.checkpoint.publish import SaveFailed, SaveOutcome, discard, publish
 from megatron_rl.checkpoint.shards import METADATA, Abandoned, Snapshot, WrittenPart, write_metadata, write_part
 from megatron_rl.contract.manifest import Manifest, read_saved
@@ -219,6 +218,8 @@ def _failure(rank: int) -> str:
 
 
 def _read_part(file: Path) -> WrittenPart:
+    from megatron_rl.checkpoint.plain_pickle import read_plain  # slow to import, and a run trains before it saves
+
     with file.open("rb") as content:
         part: WrittenPart = read_plain(content)
     return part

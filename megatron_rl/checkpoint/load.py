@@ -15,7 +15,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-from megatron_rl.checkpoint.plain_pickle import reason
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, MetricsLine
 from megatron_rl.contract.manifest import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
 from megatron_rl.contract.paths import RunDir
@@ -164,6 +163,8 @@ def read(
     except CheckpointingException as error:
         raise CheckpointError(f"{checkpoint.folder} does not fit this model: {error}") from error
     except UnpicklingError as error:
+        from megatron_rl.checkpoint.plain_pickle import reason  # slow to import
+
         raise CheckpointError(f"{checkpoint.folder / COMMON_STATE_FNAME}: {reason(error)}") from error
     return state, checkpoint.manifest.meta
 
