@@ -38,7 +38,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, platform: Any, group
     with torch.no_grad():
         expected = theirs(torch.tensor([SENTENCE])).logits[0]
     assert expected.std() > 0.3  # otherwise any two would be close
-    torch.testing.assert_close(full_forward(policy, SENTENCE), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(full_forward(policy, SENTENCE), expected, rtol=1e-4, atol=3e-4)
 
 
 def test_weights_are_converted_to_the_dtype_of_the_policy(tmp_path: Path, platform: Any, groups: Any) -> None:

@@ -288,6 +288,7 @@ def test_outstanding_tokens_are_those_of_unfinished_samples_and_their_prompt(
             work.begin_again(with_parts=True)
             ended = [False] * 3
         if not ended[sample]:
+            count = min(count, left[sample])
             work.take(Delta(sample, [1] * count, [0.0] * count, [0] * count, None, "stop" if ends else None), now=0.0)
             left[sample] -= count
             ended[sample] = ends

@@ -36,7 +36,7 @@ def asked(engine: Engine, *prompts: list[int], token: str = TOKEN) -> list[httpx
             scorer.running(),
             httpx.AsyncClient(transport=transport, base_url="http://t", headers=headers) as http,
         ):
-            bodies = [scoring_body(prompt, "teacher") for prompt in prompts]
+            bodies = [scoring_body(prompt, "teacher", 0) for prompt in prompts]
             return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
 
     return asyncio.run(run())
@@ -53,7 +53,8 @@ def test_log_probs_are_those_of_a_full_forward_up_to_the_last_position(engine: E
     for prompt, answer in zip(prompts, asked(engine, *prompts), strict=True):
         logprobs = torch.log_softmax(full_forward(engine.policy, prompt)[:-1].float(), -1)
         expected = logprobs.gather(1, torch.tensor(prompt[1:], device=CPU)[:, None])[:, 0]
-        assert scores(answer.json(), prompt) == pytest.approx(expected.tolist(), abs=1e-5)
+        found = [each.logprob for each in scores(answer.json(), prompt, 0)]
+        assert found == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_what_cannot_be_scored_is_refused_and_so_is_another_token(engine: Engine) -> None:

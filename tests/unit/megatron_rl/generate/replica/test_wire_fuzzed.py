@@ -19,7 +19,7 @@ from scripted_replica import DIGEST, TOKEN, ScriptedEngine, ScriptedWeights
 from megatron_rl.agent.remote.agent_wire import decode_completions, decode_result, encode_completions
 from megatron_rl.contract.attempt_records import ReplicaAddress
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, Delta, GenerationRequest
+from megatron_rl.generate.engine.interface import AnswerPrefix, Completion, Delta, GenerationRequest, TokenScore
 from megatron_rl.generate.engine.openai import Endpoint, EndpointError, ScoringServers, scoring_answer
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.replica.app import ReplicaService
@@ -262,14 +262,14 @@ async def generated(reply: bytes) -> None:
 async def scored_by_vllm(reply: bytes) -> None:
     client = vllm_replying(reply)
     try:
-        assert all(abs(each) < 1e30 for each in await client.score(TOKENS))
+        assert all(abs(each.logprob) < 1e30 for each in await client.score(TOKENS))
     finally:
         await client.close()
 
 
 async def scored_by_teacher(reply: httpx.Response) -> None:
     servers = ScoringServers([Endpoint("http://t/v1", "m")], -1.0, transport=httpx.MockTransport(lambda _: reply))
-    assert all(abs(each) < float("inf") for each in await servers.score(TOKENS))
+    assert all(abs(each.logprob) < float("inf") for each in await servers.score(TOKENS))
 
 
 def body(of: Any, random: Random) -> bytes:
@@ -304,7 +304,7 @@ def test_faults_found_in_replies_of_vllm_stay_mended(choice: dict[str, Any]) -> 
     assert stats_in("vllm:num_requests_running NaN\nvllm:num_requests_waiting 1e999\n") == stats_in("")
 
 
-@given(drawn(lambda random: body(scoring_answer(TOKENS, [-1.0, -2.0]), random)))
+@given(drawn(lambda random: body(scoring_answer(TOKENS, [TokenScore(-1.0, [], []), TokenScore(-2.0, [], [])]), random)))
 def test_replies_of_teachers_are_log_probs_or_an_error_of_the_server(reply: bytes) -> None:
     refusal(
         lambda: asyncio.run(scored_by_teacher(httpx.Response(200, content=reply))), EndpointError, ConfigurationError

@@ -39,7 +39,9 @@ async def no_pause(_: float) -> None:
 
 def judge(server: httpx.MockTransport) -> Coroutine[Any, Any, Any]:
     config = JudgeConfig(url="http://judge/v1", model="wise")
-    return ScoringServer(config, transport=server, sleep=no_pause).ask("chat/completions", {}, dict)
+    return ScoringServer(config, "http://judge/v1", "wise", transport=server, sleep=no_pause).ask(
+        "chat/completions", {}, dict
+    )
 
 
 def teacher(server: httpx.MockTransport) -> Coroutine[Any, Any, Any]:
