@@ -135,8 +135,8 @@ def reduce():
 
 
 def serve():
-    first_start = attempt.folder / "replica-{}-started".format(options.replica)
-    if asked.get("replica_dies", -1) == options.replica and not first_start.exists():
+    first_start = attempt.folder / "replica-{}-started".format(options.infer)
+    if asked.get("replica_dies", -1) == options.infer and not first_start.exists():
         first_start.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
