@@ -36,7 +36,7 @@ OF_CUDA = (
 
 @dataclass(frozen=True)
 class Locked:
-    """What an environment is asked to have."""
+    """Packages that one environment is asked to have."""
 
     extras: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()

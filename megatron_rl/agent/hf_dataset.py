@@ -157,7 +157,12 @@ class HFDatasetAgent(RewardOnlyAgent):
     def _problem(self, question: Question) -> Problem:
         """Return the problem of a question. Raises ValueError for a question that cannot be asked."""
         config = self.config
-        teachers = None if config.teacher_prompt is None else self._prompt(question, config.teacher_prompt)
+        teachers = None
+        if config.teacher_prompt is not None:
+            try:
+                teachers = self._prompt(question, config.teacher_prompt)
+            except ValueError as error:
+                raise ValueError(f"environment.args.teacher_prompt: {error}") from error
         return Problem(self._prompt(question, config.prompt), self.golden(question), teacher_prompt=teachers)
 
     def _prompt(self, question: Question, template: str) -> str:

@@ -57,10 +57,10 @@ class RecordedInference:
         return [self._ended(turns.popleft(), request) for _ in range(request.num_samples)]
 
     def _ended(self, turn: Completion, request: GenerationRequest) -> Completion:
-        """Return a turn with the reason of its end, of which the record has only that of the whole answer."""
+        """Return a turn with the reason why it ended. The record has only that of the whole answer."""
         sampling = request.sampling
         text = self._tokenizer.decode(turn.tokens)
         stop = next((each for each in sampling.stop if each in text), None)
-        ends = turn.tokens[-1] in self._tokenizer.end_ids.union(sampling.stop_tokens)
+        ends = not self._tokenizer.end_ids.union(sampling.stop_tokens).isdisjoint(turn.tokens[-1:])
         cut = self._cut_off and stop is None and not ends and not request.grammar
         return turn._replace(stop=stop, finish_reason="length" if cut else "stop", grammar=request.grammar)

@@ -65,7 +65,7 @@ def text_rows(file: str) -> Iterator[TextRow]:
                     yield from _objects(file, opened)
         except UnicodeDecodeError as error:
             raise ValueError(f"{_first_not_text(file)}: not UTF-8: {error.reason}; write the file as UTF-8") from error
-    except Exception as error:
+    except Exception as error:  # packages that unpack have their own errors, and may be absent
         if not isinstance(error, EOFError) and type(error).__module__.partition(".")[0] not in UNPACKERS:
             raise
         raise ValueError(f"{file}: cut short or damaged ({error}): fetch it again") from error

@@ -85,7 +85,7 @@ def grpo_loss(
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class TaughtTokens:
     """Knowledge of teachers about trained tokens."""
 
     logprobs: Tensor  # [tokens] log-probs of the teachers
@@ -93,7 +93,7 @@ class Taught:
     diverges: Tensor  # bool, [tokens] or scalar: whether the token's divergence teaches, instead of its advantage
 
 
-def distillation_loss(tokens: TrainedTokens, taught: Taught, config: GrpoConfig) -> tuple[Tensor, LossStats]:
+def distillation_loss(tokens: TrainedTokens, taught: TaughtTokens, config: GrpoConfig) -> tuple[Tensor, LossStats]:
     """Return `grpo_loss` with weight * `teacher_advantages` added to the advantages, or with weight * the tokens'
     divergences added to the loss where these teach. A divergence that is not finite is left out; tokens that
     `grpo.rejection` rejects keep theirs, which does not depend on the policy that sampled."""

@@ -49,7 +49,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-class _Reader(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _KNOWN.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -62,7 +62,7 @@ class _Reader(pickle.Unpickler):
 def read_plain(file: BinaryIO) -> Any:
     """Read a pickle of the types that the index of a checkpoint consists of. Raises OSError, pickle.UnpicklingError for
     any other name, and anything else where the file is damaged."""
-    return _Reader(file).load()
+    return _PlainUnpickler(file).load()
 
 
 def reason(error: pickle.UnpicklingError) -> str:

@@ -17,7 +17,7 @@ from megatron_rl.agent.api import Environment
 from megatron_rl.checkpoint.initial_weights import read_initial_weights, weights_checksum
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read, read_weights
 from megatron_rl.contract.paths import TEACHER
-from megatron_rl.learn.distill.judges import judges_of
+from megatron_rl.learn.distill.assigned_teachers import judges_of
 from megatron_rl.learn.distill.on_ranks import TeacherOnRanks
 from megatron_rl.learn.training import warm_up
 from megatron_rl.learn.training.objective import Judges, Teacher
@@ -217,7 +217,7 @@ def build_judges(config: RunConfig, policy: Policy, here: Here, tokenizer: Token
     """Load the teachers, or connect to their replicas or servers; None without `distill`. Collective.
 
     Raises ConfigurationError if a teacher cannot judge the policy's tokens, its files are missing, or servers refuse;
-    NoReplicaLeft if all replicas are given up; and LeaveAgreed if a rank is asked to leave while servers are awaited.
+    FixedModelLost if all replicas are given up; and LeaveAgreed if a rank is asked to leave while servers are awaited.
     """
     held: dict[str, Policy] = {}  # several teachings may share a teacher
 

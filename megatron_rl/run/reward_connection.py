@@ -18,7 +18,7 @@ def connect_reward_model(config: RunConfig, here: Here, environment: Environment
     """Wait until a replica of the reward model answers, if the run has one, and have the environment ask them all.
     Collective.
 
-    Raises NoReplicaLeft if all are given up, RuntimeError if none answers within job.silence_limit_s, and LeaveAgreed
+    Raises FixedModelLost if all are given up, RuntimeError if none answers within job.silence_limit_s, and LeaveAgreed
     if a rank is asked to leave.
     """
     if config.reward is None or environment is None:

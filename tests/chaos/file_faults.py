@@ -6,7 +6,7 @@ lab, because each maps the same file.
 
     folder = make(tmp_path / "file-faults")
     profile["environment"] = preloaded(folder)
-    set_faults(folder, [Rule(f"{run_dir}/*", ("read",), "EIO", chance=0.01)])
+    set_faults(folder, [Fail(f"{run_dir}/*", ("read",), "EIO", chance=0.01)])
     set_faults(folder)                                   # all is well again
 """
 
@@ -40,7 +40,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Rule:
+class Fail:
     """Fault of calls on some files. Patterns are those of fnmatch(3); `*` matches slashes too."""
 
     path: str
@@ -74,7 +74,7 @@ def preloaded(folder: Path) -> dict[str, str]:
 
 
 def set_faults(
-    folder: Path, rules: Sequence[Rule] = (), *, clock_s: float = 0.0, clock_host: str = "*", seed: int = 0
+    folder: Path, rules: Sequence[Fail] = (), *, clock_s: float = 0.0, clock_host: str = "*", seed: int = 0
 ) -> None:
     """Replace all rules, and move the wall clock of some hosts by `clock_s` seconds."""
     assert len(rules) <= RULES, f"at most {RULES} rules"
@@ -91,7 +91,7 @@ def hits(folder: Path) -> int:
     return int(struct.unpack_from("<Q", (folder / CONTROL).read_bytes(), HITS_AT)[0])
 
 
-def _packed(rule: Rule) -> tuple[bytes, bytes, bytes, int, int, int, int, int]:
+def _packed(rule: Fail) -> tuple[bytes, bytes, bytes, int, int, int, int, int]:
     texts = [text.encode() for text in (rule.path, rule.host, rule.command)]
     assert all(len(text) < size for text, size in zip(texts, (512, 64, 128), strict=True)), rule
     calls = sum(1 << CALLS.index(name) for name in set(rule.calls))
@@ -99,7 +99,7 @@ def _packed(rule: Rule) -> tuple[bytes, bytes, bytes, int, int, int, int, int]:
     return (*texts, calls, code, int(rule.delay_s * 1000), int(rule.short), int(rule.chance * 2**32))  # type: ignore[return-value]
 
 
-Choose = Callable[[Target, random.Random], Sequence[Rule]]
+Choose = Callable[[Target, random.Random], Sequence[Fail]]
 
 
 def _files(kind: str, choose: Choose) -> Fault:
@@ -144,24 +144,24 @@ def _on_one_node(target: Target, chance: random.Random) -> str:
 FAULTS = (
     _files(
         "some calls on the run's files fail with EIO",
-        lambda target, chance: [Rule(_all(target), CALLS, "EIO", 0.02, host=_on_one_node(target, chance))],
+        lambda target, chance: [Fail(_all(target), CALLS, "EIO", 0.02, host=_on_one_node(target, chance))],
     ),
     _files(
         "the run's files are stale",
         lambda target, chance: [
-            Rule(_all(target), ("open", "read", "stat", "list"), "ESTALE", 0.2, host=_on_one_node(target, chance))
+            Fail(_all(target), ("open", "read", "stat", "list"), "ESTALE", 0.2, host=_on_one_node(target, chance))
         ],
     ),
-    _files("no space is left for the run", lambda target, _: [Rule(_all(target), CHANGES, "ENOSPC")]),
+    _files("no space is left for the run", lambda target, _: [Fail(_all(target), CHANGES, "ENOSPC")]),
     _files(
-        "the user's quota is used up", lambda target, _: [Rule(_all(target), ("write", "fsync", "close"), "EDQUOT")]
+        "the user's quota is used up", lambda target, _: [Fail(_all(target), ("write", "fsync", "close"), "EDQUOT")]
     ),
     _files(
-        "checkpoints cannot be written", lambda target, _: [Rule(f"{target.run_dir}/checkpoints/*", CHANGES, "EIO")]
+        "checkpoints cannot be written", lambda target, _: [Fail(f"{target.run_dir}/checkpoints/*", CHANGES, "EIO")]
     ),
-    _files("files cannot be locked", lambda target, _: [Rule(_all(target), ("lock",), "ENOLCK")]),
-    _files("calls on the run's files take up to 5 s", lambda target, _: [Rule(_all(target), CALLS, None, 0.05, 5.0)]),
-    _files("writes are short", lambda target, _: [Rule(_all(target), ("write",), None, 0.5, short=True)]),
+    _files("files cannot be locked", lambda target, _: [Fail(_all(target), ("lock",), "ENOLCK")]),
+    _files("calls on the run's files take up to 5 s", lambda target, _: [Fail(_all(target), CALLS, None, 0.05, 5.0)]),
+    _files("writes are short", lambda target, _: [Fail(_all(target), ("write",), None, 0.5, short=True)]),
     _clock("the clock jumps forward", +1),
     _clock("the clock jumps back", -1),
 )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from file_faults import CALLS, CHANGES, HOUR_S, Rule, hits, make, preloaded, set_faults
+from file_faults import CALLS, CHANGES, HOUR_S, Fail, hits, make, preloaded, set_faults
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_each_call_fails_alone_and_only_below_its_path(kit: Path, tmp_path: Path
             file = tmp_path / f"{call}-{number}" / "here"
             file.parent.mkdir()
             file.write_text("content")
-            set_faults(kit, [Rule(f"{tmp_path}/*-{number}*" if path == "here" else f"*/{path}", calls, "EIO")])
+            set_faults(kit, [Fail(f"{tmp_path}/*-{number}*" if path == "here" else f"*/{path}", calls, "EIO")])
             found.append(told(kit, act, file))
         assert found == ["EIO", "", ""], call
 
@@ -88,7 +88,7 @@ def test_rules_end_while_a_process_runs(kit: Path, tmp_path: Path) -> None:
     )
     assert process.stdin is not None and process.stdout is not None
     said = []
-    for rules in ([], [Rule(str(file), ("open",), "ESTALE")], []):
+    for rules in ([], [Fail(str(file), ("open",), "ESTALE")], []):
         set_faults(kit, rules)
         print(file=process.stdin, flush=True)
         said.append(process.stdout.readline().strip())
@@ -101,7 +101,7 @@ def test_rules_end_while_a_process_runs(kit: Path, tmp_path: Path) -> None:
 def test_children_and_programs_that_they_become_are_hit_too(kit: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("content")
-    set_faults(kit, [Rule(str(file), ("open",), "EIO")])
+    set_faults(kit, [Fail(str(file), ("open",), "EIO")])
     code = "import subprocess; print(subprocess.run(['cat', sys.argv[1]], capture_output=True, text=True).stderr)"
     assert "Input/output error" in told(kit, code, file)
 
@@ -110,17 +110,20 @@ def test_rules_hold_for_hosts_and_commands(kit: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("content")
     host, look = os.uname().nodename, "print(open(sys.argv[1]).read())"
-    for rule in (Rule("*", ("open",), "EIO", host=f"not-{host}"), Rule("*", ("open",), "EIO", command="*rank_main*")):
+    for rule in (
+        Fail("*", ("open",), "EIO", host=f"not-{host}"),
+        Fail("*", ("open",), "EIO", command="*rank_main*"),
+    ):
         set_faults(kit, [rule])
         assert told(kit, look, file) == "content"
-    set_faults(kit, [Rule(str(file), ("open",), "EIO", host=host, command=f"*{file.name}*")])
+    set_faults(kit, [Fail(str(file), ("open",), "EIO", host=host, command=f"*{file.name}*")])
     assert told(kit, look, file) == "EIO"
 
 
 def test_full_disk_refuses_changes_and_nothing_else(kit: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("content")
-    set_faults(kit, [Rule(f"{tmp_path}/*", CHANGES, "ENOSPC")])
+    set_faults(kit, [Fail(f"{tmp_path}/*", CHANGES, "ENOSPC")])
     assert told(kit, "print(open(sys.argv[1]).read())", file) == "content"
     assert told(kit, "open(sys.argv[1], 'w')", tmp_path / "new") == "ENOSPC"
     assert told(kit, "os.unlink(sys.argv[1])", file) == ""
@@ -128,7 +131,7 @@ def test_full_disk_refuses_changes_and_nothing_else(kit: Path, tmp_path: Path) -
 
 def test_writes_fall_short_and_are_continued(kit: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
-    set_faults(kit, [Rule(str(file), ("write",), short=True)])
+    set_faults(kit, [Fail(str(file), ("write",), short=True)])
     written = "print(os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), b'x' * 1000))"
     assert 1 <= int(told(kit, written, file)) < 1000
     file.unlink()
@@ -139,7 +142,7 @@ def test_writes_fall_short_and_are_continued(kit: Path, tmp_path: Path) -> None:
 def test_calls_are_delayed(kit: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("content")
-    set_faults(kit, [Rule(str(file), ("stat",), delay_s=0.05)])
+    set_faults(kit, [Fail(str(file), ("stat",), delay_s=0.05)])
     code = "import time; t = time.monotonic()\nfor _ in range(20): os.stat(sys.argv[1])\nprint(time.monotonic() - t)"
     assert float(told(kit, code, file)) > 0.02, "twenty waits of at least a millisecond"
 
@@ -147,7 +150,7 @@ def test_calls_are_delayed(kit: Path, tmp_path: Path) -> None:
 def test_chance_is_kept(kit: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("content")
-    set_faults(kit, [Rule(str(file), ("stat",), "EIO", chance=0.3)], seed=7)
+    set_faults(kit, [Fail(str(file), ("stat",), "EIO", chance=0.3)], seed=7)
     code = "print(sum(not os.path.exists(sys.argv[1]) for _ in range(2000)))"
     assert 450 < int(told(kit, code, file)) < 750
 
@@ -172,13 +175,13 @@ def test_library_does_nothing_without_its_file(tmp_path: Path, kit: Path) -> Non
     file.write_text("content")
     for control in ("", str(tmp_path / "absent")):
         variables = {**os.environ, **preloaded(kit), "MRL_FILE_FAULTS": control}
-        set_faults(kit, [Rule("*", CALLS, "EIO")])
+        set_faults(kit, [Fail("*", CALLS, "EIO")])
         done = subprocess.run(["cat", file], env=variables, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (0, "content")
 
 
 def test_torch_computes_and_saves_under_it(kit: Path, tmp_path: Path) -> None:
-    set_faults(kit, [Rule(f"{tmp_path}/*", ("write",), short=True, chance=0.5)])
+    set_faults(kit, [Fail(f"{tmp_path}/*", ("write",), short=True, chance=0.5)])
     code = """
 import torch
 saved = torch.arange(100_000.0)

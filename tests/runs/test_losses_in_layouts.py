@@ -21,7 +21,7 @@ from megatron_rl.agent.api import build_environment
 from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
-from megatron_rl.learn.distill.judges import judges_of
+from megatron_rl.learn.distill.assigned_teachers import judges_of
 from megatron_rl.learn.distill.on_ranks import TeacherOnRanks
 from megatron_rl.learn.rollout.stream import shares
 from megatron_rl.learn.training.objective import FirstPass, JudgedBatch, Scores, objective_of

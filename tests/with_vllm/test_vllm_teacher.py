@@ -67,7 +67,7 @@ def test_the_log_probs_of_vllm_are_those_of_the_frozen_teacher(
     teacher: Path, tmp_path: Path, platform: Any, groups: Any
 ) -> None:
     objective: Any = build_run(recipe(teacher, None), platform, groups).trainer.objective
-    [judge] = objective.judges._judges
+    [judge] = objective.judges._teachers
     frozen = judge.teacher.policy
     asked = [one for group in random_groups(6, 4, longest=20) for one in group.trajectories]
     asked.append(trajectory([1], [place % (PADDED_VOCAB - 2) for place in range(LONGEST - 1)]))  # of full length

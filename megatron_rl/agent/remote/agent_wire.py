@@ -70,11 +70,11 @@ class AgentAnswers(NamedTuple):
     final_answers: Sequence[str | None]
 
 
-class _Received(BaseModel):
+class _AgentBody(BaseModel):
     model_config = STRICT
 
 
-class _Sequence(_Received):
+class _Sequence(_AgentBody):
     tokens: list[NonNegativeInt]
     loss_mask: list[bool]
     logprobs: list[float]
@@ -95,7 +95,7 @@ class _Sequence(_Received):
         return Branch(*lists, choices=choices, grammars=self.grammars)
 
 
-class _Answer(_Received):
+class _Answer(_AgentBody):
     sequences: list[_Sequence]
     text: str
     reward: float
@@ -118,7 +118,7 @@ class _Answer(_Received):
         return made.with_turn_scores(tuple(self.turn_scores))
 
 
-class _Result(_Received):
+class _Result(_AgentBody):
     answers: list[_Answer]
     failures: dict[str, int]
     final_answers: list[str | None]

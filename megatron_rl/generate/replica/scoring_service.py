@@ -29,7 +29,7 @@ LOOK_S = 1.0
 """Seconds between two looks for the outcome of the run, in a shared folder."""
 
 
-class _Scored(Received):
+class _ScoringBody(Received):
     prompt: Annotated[list[TokenId], Field(min_length=1)]
     prompt_logprobs: NonNegativeInt
 
@@ -92,7 +92,7 @@ class ScoringService(FixedModelService):
         self._scorer = scorer
 
     async def answer(self, body: Any) -> dict[str, Any]:
-        asked = decode(_Scored, body, "a request")
+        asked = decode(_ScoringBody, body, "a request")
         return scoring_answer(asked.prompt, await self._scorer.score(asked.prompt, asked.prompt_logprobs))
 
 

@@ -11,10 +11,10 @@ from megatron_rl.generate.replicas.wire import digest_of
 
 Running = Callable[[], Sequence[Endpoint]]
 """Returns the endpoints of the replicas that run now; another start of one has another endpoint. It reads files, and
-raises NoReplicaLeft."""
+raises FixedModelLost."""
 
 
-class NoReplicaLeft(RuntimeError):
+class FixedModelLost(RuntimeError):
     """All replicas of a model are given up: the run ends."""
 
 
@@ -25,7 +25,7 @@ def running_replicas(run_dir: RunDir, attempt: Attempt, kind: str, answer_limit_
     def running() -> list[Endpoint]:
         found = roster.read()
         if found.given_up is not None:
-            raise NoReplicaLeft(f"all replicas of the {FIXED[kind]} are given up: {found.given_up}")
+            raise FixedModelLost(f"all replicas of the {FIXED[kind]} are given up: {found.given_up}")
         urls = (f"http://{each.host}:{each.port}/v1" for each in found.addresses if each.digest == digest)
         return [Endpoint(url, kind, token_file=run_dir.token, timeout_s=answer_limit_s) for url in urls]
 

@@ -204,7 +204,7 @@ class _Prefix(NamedTuple):
     choices: list[Any] = []  # never changed in place
 
 
-class _Request(Received):
+class _RequestBody(Received):
     id: str
     prompt: list[TokenId]
     samples: Annotated[int, Field(le=MOST_SAMPLES)]
@@ -217,7 +217,7 @@ class _Request(Received):
 
 def decode_request(body: Any) -> GenerationRequest:
     """Raises Garbled."""
-    asked = decode(_Request, body, "a request")
+    asked = decode(_RequestBody, body, "a request")
     try:
         known = {int(sample): _answer_prefix(its) for sample, its in asked.known.items()}
         if known and not 0 <= min(known) <= max(known) < asked.samples:
@@ -260,7 +260,7 @@ class _Piece(NamedTuple):
     choices: list[Any] = []  # never changed in place
 
 
-class _News(Received):
+class _NewsBody(Received):
     last: NonNegativeInt
     pieces: list[_Piece]
     refused: list[Refusal]
@@ -268,7 +268,7 @@ class _News(Received):
 
 def decode_news(body: Body) -> News:
     """Raises Garbled."""
-    told = decode(_News, body, "news")
+    told = decode(_NewsBody, body, "news")
     pieces = []
     first: dict[str, Choices] = {}
     try:

@@ -96,7 +96,7 @@ class _Kept:
         self, output: OutputPart, context: dist.ProcessGroup, device: torch.device
     ) -> Distributions | None:
         """Return the distributions of all tokens; None if this rank was asked to leave before it heard any. Collective
-        over the context-parallel ranks, of which each has heard its part of the tokens."""
+        over the context-parallel ranks; each has heard its part of the tokens."""
         if context.size() > 1:
             for held in self._held:
                 rows = max(1, SLAB_BYTES // (held.shape[1] * held.element_size()))

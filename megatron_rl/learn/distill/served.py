@@ -60,7 +60,7 @@ class ServedTeacher:
     ) -> None:
         """
         servers: endpoints of the servers; or of the replicas that run now, which is asked again and again in a separate
-            thread, and raises NoReplicaLeft if none will run any more.
+            thread, and raises FixedModelLost if none will run any more.
         limit_s: seconds that all servers may be away.
         top_k: likeliest tokens at each position whose log-probs are asked for too; None: none.
         transport: for tests.
@@ -167,7 +167,7 @@ class ServedTeacher:
         return task.result() if task is not None else []
 
     async def _looking(self, work: Coroutine[Any, Any, list[TokenScore]]) -> list[TokenScore]:
-        """Do the work, and use the replicas that run meanwhile. Raises NoReplicaLeft."""
+        """Do the work, and use the replicas that run meanwhile. Raises FixedModelLost."""
         if self._running is None:
             return await work
         looks = asyncio.ensure_future(self._look(self._running))

@@ -16,7 +16,7 @@ from megatron_rl.agent.trajectories import Branch, TrajectoryGroup
 from megatron_rl.algorithms.allowed_tokens import AllowedTokens
 from megatron_rl.algorithms.credit import Credit, assign_credit, credit_of_rows
 from megatron_rl.algorithms.divergences import Distributions, JudgedTokens
-from megatron_rl.algorithms.loss import Taught, distillation_loss, grpo_loss, measured_kl, supervised_loss
+from megatron_rl.algorithms.loss import TaughtTokens, distillation_loss, grpo_loss, measured_kl, supervised_loss
 from megatron_rl.algorithms.loss_terms import answer_log_ratios
 from megatron_rl.algorithms.own_functions import own_baseline, own_policy_loss
 from megatron_rl.algorithms.packing import MicroBatch
@@ -300,7 +300,7 @@ class Grpo(Objective):
         if scored.teacher is None:
             return grpo_loss(tokens, grpo)
         teaching = 0 if scored.teaching is None else scored.teaching
-        taught = Taught(scored.teacher, self._weights[teaching], self._diverge[teaching])
+        taught = TaughtTokens(scored.teacher, self._weights[teaching], self._diverge[teaching])
         return distillation_loss(tokens, taught, grpo)
 
     def _current(self, batch: TrainingBatch) -> Tensor | None:

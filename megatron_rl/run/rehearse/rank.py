@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.generate.engine.engine import Engine
 from megatron_rl.generate.refit.rank_engine import build_engine, build_inference_policy
-from megatron_rl.learn.distill.judges import judges_of
+from megatron_rl.learn.distill.assigned_teachers import judges_of
 from megatron_rl.learn.distill.on_ranks import TeacherOnRanks
 from megatron_rl.learn.training.objective import Teacher, objective_of
 from megatron_rl.learn.training.offload import HostWeights

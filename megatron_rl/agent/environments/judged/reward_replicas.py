@@ -12,7 +12,7 @@ from megatron_rl.agent.environments.judged.judged_arguments import ScoringModel
 from megatron_rl.agent.environments.judged.scoring_server import CachedScorer, Read
 from megatron_rl.agent.scoring import NoScorer, NotJudged
 from megatron_rl.generate.engine.openai import EndpointError, ScoringServers
-from megatron_rl.generate.replicas.fixed_replicas import NoReplicaLeft, Running
+from megatron_rl.generate.replicas.fixed_replicas import FixedModelLost, Running
 from megatron_rl.recipe.errors import ConfigurationError
 
 LOOK_S = 1.0
@@ -45,7 +45,7 @@ class ScoringReplicas(CachedScorer):
             self._asked[loop] = _Asked(self._running, self._limit_s, self._limits.at_once)
         try:
             return read((await self._asked[loop].post(path, body)).json())
-        except NoReplicaLeft as error:
+        except FixedModelLost as error:
             raise NoScorer(str(error)) from error
         except (EndpointError, ConfigurationError) as error:
             raise NotJudged(f"the reward model did not answer: {error}") from error
@@ -62,7 +62,7 @@ class _Asked:
         self._looks = asyncio.ensure_future(self._look(running))
 
     async def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
-        """Return the response of a replica. Raises NoReplicaLeft, EndpointError and ConfigurationError."""
+        """Return the response of a replica. Raises FixedModelLost, EndpointError and ConfigurationError."""
         async with self._room:
             asks = self._servers.ask(lambda server: server.post(path, {"model": server.endpoint.model, **body}))
             asking = asyncio.ensure_future(asks)

@@ -60,7 +60,7 @@ def test_an_answer_and_a_refusal_in_a_chat_are_shown_escaped(capsys: pytest.Capt
     shown = capsys.readouterr()
     assert "\\x1b]52;c;ZXZpbA==\\x07" in shown.out and "\\x1b]52" in shown.err
     assert not CONTROLS & set(shown.out + shown.err)
-    assert talk._messages[-1]["content"] == HOSTILE, "the conversation goes on with what the model said"
+    assert talk._messages[-1]["content"] == HOSTILE, "the conversation keeps the text of the model"
 
 
 def test_errors_and_progress_are_shown_escaped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.engine.openai import Endpoint
 from megatron_rl.generate.engine.scripted import ScriptedInference
 from megatron_rl.generate.replica.scoring_service import ClassifyingService
-from megatron_rl.generate.replicas.fixed_replicas import NoReplicaLeft, running_replicas
+from megatron_rl.generate.replicas.fixed_replicas import FixedModelLost, running_replicas
 from megatron_rl.generate.replicas.wire import PROTOCOL, digest_of
 from megatron_rl.recipe.inference import Sampling
 
@@ -109,7 +109,7 @@ def test_a_group_whose_reward_model_is_given_up_ends_the_run() -> None:
     """Its answers would all be lost, step after step."""
 
     def running() -> Sequence[Endpoint]:
-        raise NoReplicaLeft("all replicas of the reward model are given up: boom")
+        raise FixedModelLost("all replicas of the reward model are given up: boom")
 
     async def group() -> TrajectoryGroup:
         environment = JudgedEnvironment(JudgedConfig(reward_model=RewardModelConfig()), CodePoints())
@@ -139,7 +139,7 @@ def test_replicas_are_found_by_their_addresses_and_missed_once_all_are_given_up(
     assert running() == [Endpoint("http://node0:80/v1", REWARD, token_file=run.token, timeout_s=9.0)]
     for number in range(2):
         write(run.attempt(1).replica(number, REWARD).state, ReplicaState(number, REPLICA_GIVEN_UP, 6, 0.0, why="boom"))
-    with pytest.raises(NoReplicaLeft, match="all replicas of the reward model are given up: boom"):
+    with pytest.raises(FixedModelLost, match="all replicas of the reward model are given up: boom"):
         running()
 
 

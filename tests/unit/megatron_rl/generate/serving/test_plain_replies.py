@@ -23,7 +23,7 @@ BLANKS = 2**24
 
 
 async def packed() -> AsyncIterator[bytes]:
-    """Spaces, of which each received byte stands for a thousand."""
+    """Spaces; each received byte stands for a thousand."""
     packer = zlib.compressobj(9, wbits=31)
     yield packer.compress(b" " * BLANKS) + packer.flush()
 

@@ -15,7 +15,7 @@ from megatron_rl.contract.attempt_records import ReplicaAddress, ReplicaState
 from megatron_rl.contract.codes import REPLICA_GIVEN_UP, REPLICA_RUNNING
 from megatron_rl.contract.paths import TEACHER, Attempt, RunDir
 from megatron_rl.contract.records import write
-from megatron_rl.generate.replicas.fixed_replicas import NoReplicaLeft, running_replicas
+from megatron_rl.generate.replicas.fixed_replicas import FixedModelLost, running_replicas
 from megatron_rl.generate.replicas.wire import PROTOCOL, digest_of
 from megatron_rl.learn.distill.served import ServedTeacher, endpoints_of
 from megatron_rl.model.tokenizer import CharacterTokenizer
@@ -115,7 +115,7 @@ def test_replicas_are_found_by_their_addresses_and_missed_once_all_are_given_up(
     servers.away.add("found")
     for number in (0, 1):
         write(attempt.replica(number, TEACHER).state, ReplicaState(number, REPLICA_GIVEN_UP, 6, 0.0, why="boom"))
-    with pytest.raises(NoReplicaLeft, match="all replicas of the teacher are given up: boom"):
+    with pytest.raises(FixedModelLost, match="all replicas of the teacher are given up: boom"):
         teacher.judged(sequences(), CPU)[0]
 
 

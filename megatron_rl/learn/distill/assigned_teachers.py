@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
+class _AssignedTeacher:
     teacher: Teacher
     teaching: DistillConfig  # one of those whose answers it judges: they agree in `judged_by`
     indices: frozenset[int]  # of all of them in `Teachings.each`
@@ -41,27 +41,31 @@ def judges_of(
         encode: of the policy's tokenizer.
         teacher_of: returns the teacher of a teaching; None leaves it out, and its answers are not judged.
     """
-    judges: list[_Judge] = []
+    judges: list[_AssignedTeacher] = []
     each = config.teachings.each
     for teaching in {one.judged_by: one for one in each}.values():
         if (teacher := teacher_of(teaching)) is not None:
             indices = frozenset(at for at, one in enumerate(each) if one.judged_by == teaching.judged_by)
-            judges.append(_Judge(teacher, teaching, indices))
-    return _Judges(config, control, encode, judges) if judges else None
+            judges.append(_AssignedTeacher(teacher, teaching, indices))
+    return _AssignedTeachers(config, control, encode, judges) if judges else None
 
 
-class _Judges:
+class _AssignedTeachers:
     def __init__(
-        self, config: RunConfig, control: Control, encode: Callable[[str], list[int]], judges: Sequence[_Judge]
+        self,
+        config: RunConfig,
+        control: Control,
+        encode: Callable[[str], list[int]],
+        judges: Sequence[_AssignedTeacher],
     ) -> None:
-        self._judges, self._control, self._encode = judges, control, encode
+        self._teachers, self._control, self._encode = judges, control, encode
         self._longest, self._temperature = config.sequence_length, config.sampling.temperature
         self._key_of, self._teaching_of = config.teachings.key, config.teachings.indices
         self._warned = False
 
     def __call__(self, first_pass: FirstPass) -> JudgedBatch:
         """Let each teacher judge its answers. Collective over all ranks."""
-        batch, [first, *others] = first_pass.batch, self._judges
+        batch, [first, *others] = first_pass.batch, self._teachers
         differ = any(problem.teacher_prompt is not None for problem in batch.problems)
         one_for_all = not others and set(self._teaching_of.values()) <= first.indices
         # All ranks must decide alike, and a rank knows its own answers alone.
@@ -71,7 +75,7 @@ class _Judges:
         texts = self._texts(batch)
         teaching = self._teaching(batch, texts)
         logprobs, distributions = torch.zeros_like(batch.inference_logprobs), []
-        for judge in self._judges:
+        for judge in self._teachers:
             own = [at for at, its in enumerate(teaching.tolist()) if its in judge.indices]
             of_own = first_pass.of(texts, own)
             judged = judge.teacher(of_own)
@@ -93,7 +97,7 @@ class _Judges:
 
     def _teaching(self, batch: TrainingBatch, texts: Sequence[Branch]) -> torch.Tensor:
         """Return the index of each sequence's teaching in `Teachings.each`, -1 if nobody judges it, [sequences]."""
-        known = frozenset().union(*(judge.indices for judge in self._judges))
+        known = frozenset().union(*(judge.indices for judge in self._teachers))
         teaching = [self._teaching_of[self._key_of(batch.problems[of].environment)] for of in batch.trajectory.tolist()]
         too_long = [len(text.tokens) > self._longest for text in texts]
         if any(too_long) and not self._warned:
@@ -105,7 +109,7 @@ class _Judges:
             )
         return int64([its if its in known and not long else -1 for its, long in zip(teaching, too_long, strict=True)])
 
-    def _judged(self, judge: _Judge, judged: Judgement, row: torch.Tensor | None) -> list[JudgedTokens]:
+    def _judged(self, judge: _AssignedTeacher, judged: Judgement, row: torch.Tensor | None) -> list[JudgedTokens]:
         if judged.distributions is None:
             return []
         assert judge.teaching.divergence is not None
