@@ -8,7 +8,7 @@ from difflib import get_close_matches
 KeyPath = tuple[str, ...]
 
 _MEANT = {
-    "environment": "dataset datasets env reward reward_function reward_funcs task train_files",
+    "environment": "dataset datasets env reward_function reward_funcs task train_files",
     "evaluation.every": "eval_every eval_freq eval_interval eval_steps test_freq val_interval val_period",
     "grpo.advantage_std": "norm_adv_by_std scale_rewards",
     "grpo.dual_clip": "clip_ratio_c",

@@ -43,7 +43,7 @@ profiler-config enable-sleep-mode structured-outputs-config nnodes node-rank mas
 pipeline-parallel-size data-parallel-size data-parallel-size-local data-parallel-start-rank data-parallel-address
 data-parallel-rpc-port data-parallel-hybrid-lb data-parallel-external-lb enable-expert-parallel all2all-backend
 distributed-executor-backend quantization speculative-config gpu-memory-utilization api-server-count
-enable-return-routed-experts
+enable-return-routed-experts max-logprobs
 """
 
 VARIABLES = """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.contract.attempt_records import ReplicaAddress
-from megatron_rl.generate.engine.interface import GenerationRequest
+from megatron_rl.generate.engine.interface import GenerationRequest, TokenScore
 from megatron_rl.generate.refit.probe import Probe, ProbeFailed
 from megatron_rl.generate.replica.app import NotThere, ReplicaService
 from megatron_rl.generate.vllm import running, vllm_turns
@@ -77,9 +77,9 @@ class Client:
     async def forget_prefixes(self) -> None:
         await self._ask("forget prefixes")
 
-    async def score(self, tokens: Any) -> list[float]:
+    async def score(self, tokens: Any) -> list[TokenScore]:
         await self._ask("score")
-        return self.scores
+        return [TokenScore(score, [], []) for score in self.scores]
 
     async def stats(self) -> VllmStats:
         await self._ask("stats")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from core_helpers import tiny_run
 from megatron_rl.algorithms.loss_terms import kl_penalty
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.learn.training.objective import Grpo, Scores
+from megatron_rl.rank.metrics.stats import BY_ENVIRONMENT
 from megatron_rl.recipe.config import RunConfig
 
 
@@ -22,7 +24,7 @@ def two_environments(**keys: Any) -> RunConfig:
 def test_tokens_without_a_penalty_or_weights_have_their_part_in_the_means() -> None:
     config = two_environments(kl_beta=0.1, importance={"upper": 2.0})
     reference: Any = object()
-    policy: Any = None
+    policy: Any = SimpleNamespace(device="cpu")
     generator = torch.Generator().manual_seed(0)
     old, inference, ref = -torch.rand(3, 8, generator=generator) - 0.5
     weights = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0])
@@ -43,5 +45,5 @@ def test_tokens_without_a_penalty_or_weights_have_their_part_in_the_means() -> N
     assert float(stats.kl) == pytest.approx(float(kl_penalty(old, ref, config.grpo.kl_estimator)[trained].sum()))
     ratios = torch.where(tokens.environment == 0, (old - inference).exp().clamp(max=2.0), 1.0)
     assert float(stats.importance_weight) == pytest.approx(float(ratios[trained].sum()))
-    kl_of_environments = stats.by_environment[:, -1].tolist()  # type: ignore[index]
+    kl_of_environments = stats.by_environment[:, BY_ENVIRONMENT.index("kl")].tolist()  # type: ignore[index]
     assert kl_of_environments[0] > 0 and kl_of_environments[1] == 0, "recorded where there is a penalty"
