@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from file_faults import CALLS, CHANGES, HOUR_S, Fail, hits, make, preloaded, set_faults
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:

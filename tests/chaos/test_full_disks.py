@@ -13,7 +13,7 @@ import pytest
 from full_disks import cover_on_node, fill, is_small, small_disk, use_up_inodes
 from lab import Cluster, missing
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")]
 
 
 @pytest.fixture(scope="module")

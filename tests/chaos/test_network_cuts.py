@@ -10,6 +10,8 @@ import pytest
 from lab import Cluster, LabError, listens, missing
 from network_cuts import cut, slow_down
 
+pytestmark = pytest.mark.slow
+
 SLURMD = 6818
 RECEIVER = """
 import socket, sys

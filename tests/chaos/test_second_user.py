@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from second_user import attack
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")]
 
 OPEN = """
 import http.server, sys

@@ -62,6 +62,7 @@ def test_run_that_left_during_generation_resumes_unfinished_answers(undisturbed:
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 32, "router_replay": "rollout"}
 
 
+@pytest.mark.slow
 def test_resumed_answers_and_groups_have_the_choices_of_experts_of_the_attempt_that_sampled_them(
     tmp_path: Path,
 ) -> None:

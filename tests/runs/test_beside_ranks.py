@@ -20,7 +20,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.job import Offload
 
 STEPS, PROMPTS = 8, 4
-LATER = ["sleep", "generate"]
+LATER = ["start", "sleep", "generate"]
 
 
 def recipe(offload: Offload, max_lag: int = 0) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_training_survives_deaths_of_all_engines_of_one_that_gets_weights_and_of
     assert len(fates(run)) == STEPS * PROMPTS
 
 
-@pytest.mark.parametrize("act", ["start", "receive", *(pytest.param(act, marks=pytest.mark.slow) for act in LATER)])
+@pytest.mark.parametrize("act", ["receive", *(pytest.param(act, marks=pytest.mark.slow) for act in LATER)])
 def test_ranks_that_are_asked_to_leave_in_any_act_save_the_last_step(
     tmp_path: Path, cache: Path, fronts: Callable[..., FrontBeside], act: str
 ) -> None:
@@ -164,6 +164,7 @@ def test_ranks_that_are_asked_to_leave_in_any_act_save_the_last_step(
     assert len(fates(run)) == STEPS * PROMPTS
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_fronts_leave_when_they_are_asked_to(
     tmp_path: Path, cache: Path, fronts: Callable[..., FrontBeside]
 ) -> None:

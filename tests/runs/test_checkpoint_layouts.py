@@ -169,24 +169,32 @@ class Outcome(NamedTuple):
 
 
 QUICK = (
-    *(Continued("bf16", "one", layout) for layout in ("cp2", "dp3", "tp2-pp2", "dp2-plain")),  # each way to cut a model
-    *(Continued("bf16", layout, "one") for layout in ("cp2", "tp2-pp2", "tp2-dp2-plain")),  # copies, each optimizer
+    *(Continued("bf16", "one", layout) for layout in ("cp2", "dp3", "tp2-pp2")),  # each way to cut a model
+    Continued("bf16", "tp2-dp2-plain", "one"),  # copies, each optimizer
     *(Continued("bf16", *pair) for pair in (("dp2", "dp2"), ("dp2-plain", "dp2-plain"), ("dp2-plain", "dp3-plain"))),
-    Continued("bf16", "tp2-dp2", "pp2"),
-    *(Continued("fp32", *pair) for pair in (("one", "tp2"), ("dp2", "dp2"))),
+    Continued("fp32", "one", "tp2"),
     Continued("tied", "tp2-pp2", "one"),  # the last stage of a pipeline has a copy of the embeddings
-    *(Continued("experts", "tp2-ep2", layout) for layout in ("one", "dp4-ep2-plain")),
-    *(Continued("adapters", "tp2-ep2", layout) for layout in ("one", "pp2")),
-    Continued("unlike layers", "tp2-ep2", "pp2"),
-    *(Continued(name, "tp2-ep2", "pp2") for name in ("latent", "latent adapters")),
+    Continued("experts", "tp2-ep2", "dp4-ep2-plain"),
+    *(Continued(name, "tp2-ep2", "pp2") for name in ("adapters", "unlike layers", "latent adapters")),
     Continued("predicting", "pp2", "tp2-ep2"),
-    *(Continued("delta nets", *pair) for pair in (("tp2-pp2", "one"), ("dp2", "tp2"))),
+    Continued("delta nets", "tp2-pp2", "one"),
 )
-"""Each way to cut a model, from it and to it. Other pairs combine these."""
+"""Each way to cut a model. Other pairs combine these."""
+OTHERS = (
+    Continued("bf16", "one", "dp2-plain"),
+    *(Continued("bf16", layout, "one") for layout in ("cp2", "tp2-pp2")),
+    Continued("bf16", "tp2-dp2", "pp2"),
+    Continued("fp32", "dp2", "dp2"),
+    Continued("experts", "tp2-ep2", "one"),
+    Continued("adapters", "tp2-ep2", "one"),
+    Continued("latent", "tp2-ep2", "pp2"),
+    Continued("delta nets", "dp2", "tp2"),
+)
 DENSE = [name for name, layout in LAYOUTS.items() if layout.ep == 1 and layout != ONE]
 ALL = dict.fromkeys(
     (
         *QUICK,
+        *OTHERS,
         *(Continued("bf16", "one", layout) for layout in DENSE),
         *(Continued("bf16", layout, "one") for layout in DENSE),
         *(Continued("fp32", "one", layout) for layout in ("dp3", "tp2-pp2")),

@@ -73,6 +73,7 @@ def option(words: list[str], name: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_follower_ends_its_start_and_the_next_one_meets_at_other_ports(
     run: RunDir, vllm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_generation_ahead_trains_each_prompt_once_and_no_token_beyond_the_bound(
     assert "scored groups and" in second.logs(), "answers from before the drain must be used"
 
 
+@pytest.mark.slow
 def test_training_ranks_answer_the_next_prompts_beside_the_last_of_a_batch(tmp_path: Path, cache: Path) -> None:
     """Two ranks are one engine; unfinished answers wait while they train."""
     changed = ahead(1) | {"placement": {"training": {"tp": 2}, "inference": {"tp": 2}}}

@@ -233,6 +233,7 @@ def mends_or_cheats(prompt: str, sample: int) -> str:
     return f"```sh\n{MENDS if 'test_median' in prompt else CHEATS}\n```"
 
 
+@pytest.mark.slow
 def test_an_agent_mends_a_repository_in_a_container_and_its_commands_cannot_report_its_reward(tmp_path: Path) -> None:
     tasks = [json.loads(line) for line in (EXAMPLES / "repair/tasks.jsonl").read_text().splitlines()][:2]
     found = rolled_out(

@@ -119,6 +119,7 @@ def test_rehearse_reports_the_memory_of_each_rank_in_every_phase() -> None:
     assert rank["planned_bytes"] == pytest.approx(rank["peak_bytes"], rel=0.1), "a rank has half of the answers"
 
 
+@pytest.mark.slow
 def test_environments_with_their_own_algorithms_are_rehearsed() -> None:
     own = "{name: arithmetic, id: own, grpo: {kl_beta: 0.1, importance: {level: sequence, upper: 2.0}}}"
     listed = f"environments=[{own}, {{name: arithmetic, id: plain}}]"

@@ -158,6 +158,7 @@ def test_an_evaluation_beside_training_is_shown_once_by_the_attempt_that_repeats
     assert [step for step, _, _ in curve(name, run, "loss")] == [*range(1, 10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACKED)
 def test_fork_is_another_run_of_the_tracker_with_the_steps_of_its_source(name: str, tmp_path: Path) -> None:
     source = a_run(tmp_path / "source", name)
@@ -310,6 +311,7 @@ def test_steps_that_a_full_disk_took_are_shown_later(
     assert rows == [(1,), (2,), (3,), (4,)]
 
 
+@pytest.mark.slow
 @needs("mlflow")
 def test_deleted_experiment_of_mlflow_is_refused_with_the_command_that_restores_it(tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine", "mlflow", experiment="gone")

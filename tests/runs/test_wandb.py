@@ -133,6 +133,7 @@ def test_run_of_several_attempts_is_one_wandb_run_with_one_value_a_step(server: 
     assert (identity(run).url or "").endswith(f"/runs/{identity(run).id}")
 
 
+@pytest.mark.slow
 def test_fork_is_another_wandb_run_with_the_steps_of_its_source(server: Server, tmp_path: Path) -> None:
     source = a_run(tmp_path / "source")
     write(source.tracker("wandb"), TrackerRun("of-the-source"))
@@ -149,6 +150,7 @@ def test_fork_is_another_wandb_run_with_the_steps_of_its_source(server: Server, 
     assert shown(server, target).config["fork"] == {"from": str(source.root), "step": 2}
 
 
+@pytest.mark.slow
 def test_offline_record_is_complete_and_uploaded_by_wandb_sync(server: Server, tmp_path: Path) -> None:
     run = a_run(tmp_path / "mine", mode="offline")
     for number in (1, 2, 3):

@@ -45,6 +45,7 @@ def test_job_without_a_spare_node_moves_to_other_nodes_and_avoids_the_bad_one(lo
     assert run.avoided() == {"node02"} | nodes_but(1, 3)
 
 
+@pytest.mark.slow
 @together
 def test_health_check_that_cannot_start_blames_no_node_and_is_repeated(login: Login) -> None:
     login.confine(6, 7)
@@ -60,6 +61,7 @@ def test_health_check_that_cannot_start_blames_no_node_and_is_repeated(login: Lo
     assert run.ends()[-1] == ("finished", None), run.log()
 
 
+@pytest.mark.slow
 @together
 def test_health_check_interrupted_by_a_drain_blames_no_node(login: Login) -> None:
     login.confine(8, 9)
@@ -73,6 +75,7 @@ def test_health_check_interrupted_by_a_drain_blames_no_node(login: Login) -> Non
     assert run.avoided() == nodes_but(8, 9)
 
 
+@pytest.mark.slow
 @together
 def test_health_check_that_slurm_never_starts_times_out(login: Login) -> None:
     """srun waits for busy nodes without end; what keeps them busy here goes with the job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from lab import wait_until
 from login import SECONDS, Login, Run
 from together import Together
@@ -30,6 +31,7 @@ def test_job_requeued_with_scontrol_restarts_once(login: Login) -> None:
     assert run.ends() == [("drained", "requeue")]
 
 
+@pytest.mark.slow
 @together
 def test_ranks_that_ignore_a_drain_lose_the_work_since_the_last_save_and_the_run_continues(login: Login) -> None:
     run = login.submit(*DEMO, stub={**LONG, "deaf": True})

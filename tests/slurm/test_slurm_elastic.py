@@ -49,6 +49,7 @@ def test_run_on_a_range_of_nodes_restarts_on_the_available_ones(login: Login) ->
     assert run.has_each_step_once()
 
 
+@pytest.mark.slow
 @together
 def test_run_on_a_range_of_nodes_starts_without_a_bad_node(login: Login) -> None:
     sick = login.program("python", 'case "$(hostname) $*" in node06*host.health*) exit 1 ;; esac\nexec python3 "$@"')

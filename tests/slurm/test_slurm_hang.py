@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from json_files import read_json
 from lab import wait_until
 from login import SECONDS, Login
@@ -9,6 +10,7 @@ from login import SECONDS, Login
 DEMO = ("demo", "--cluster", "stub", "job.nodes=2", "job.gpus_per_node=1")
 
 
+@pytest.mark.slow
 def test_hanging_run_is_ended_and_the_hanging_rank_named(login: Login) -> None:
     run = login.submit(*DEMO, "job.silence_limit_s=6", stub={"steps": 1000, "hangs_at": 3})
     wait_until("the attempt has ended", run.ends, SECONDS)

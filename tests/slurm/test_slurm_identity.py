@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
 from login import Login, Run
 
 STUB = ("demo", "--cluster", "stub", "job.nodes=1", "job.gpus_per_node=2")
@@ -44,6 +45,7 @@ def test_commands_for_a_copied_run_directory_leave_the_original_job_alone(login:
     run.wait("CANCELLED", "COMPLETED")
 
 
+@pytest.mark.slow
 def test_cancel_leaves_a_job_alone_whose_id_now_belongs_to_another_run(login: Login) -> None:
     first, second = (login.submit(*STUB, stub=LONG) for _ in range(2))
     second.wait("RUNNING")

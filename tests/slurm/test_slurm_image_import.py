@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
+import pytest
 from lab import wait_until
 from login import SECONDS, Login
 from together import Together
@@ -47,6 +48,7 @@ def test_drain_stops_an_image_import_and_the_next_start_repeats_it(login: Login)
     assert not run.seen()
 
 
+@pytest.mark.slow
 @together
 def test_mrl_cancel_drain_stops_an_image_import(login: Login) -> None:
     imported = Import(login, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 
+import pytest
 from lab import wait_until
 from login import SECONDS, Login
 
@@ -29,6 +30,7 @@ def test_one_of_four_simultaneous_jobs_owns_the_run(login: Login) -> None:
     assert json.loads(runs[owner].dir.job.read_text())["job_id"] == owner
 
 
+@pytest.mark.slow
 def test_second_submission_in_an_allocation_is_refused_while_the_first_runs(login: Login) -> None:
     root = login.share / "run"
     inside = " ".join(login.command("mrl-submit", *STUB, "--run-dir", root, "--in-allocation"))
@@ -59,6 +61,7 @@ def test_second_submission_in_an_allocation_is_refused_while_the_first_runs(logi
     assert run.has_each_step_once()
 
 
+@pytest.mark.slow
 def test_job_waits_until_a_cancelled_job_has_left_its_nodes(login: Login) -> None:
     """Its script is gone, and the nodes are still cleaned up."""
     login.share.mkdir()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lab import wait_until
 from login import SECONDS, Login, Run
 from records import resume
@@ -43,6 +44,7 @@ def is_saving(login: Login) -> Run:
     return run
 
 
+@pytest.mark.slow
 @together
 def test_preempted_job_cancelled_while_it_saves_stays_cancelled(login: Login) -> None:
     """Requeue at once: Slurm has not noticed that the grace time is over, nor we that it has begun."""
@@ -57,6 +59,7 @@ def test_preempted_job_cancelled_while_it_saves_stays_cancelled(login: Login) ->
     assert_away(run)
 
 
+@pytest.mark.slow
 @together
 def test_cancelled_job_stays_cancelled_although_slurm_prints_relative_times(login: Login) -> None:
     login.confine(1, 9)
@@ -94,6 +97,7 @@ def told(login: Login, run: str | Path) -> dict[str, Any]:
     return dict(json.loads(login.call("mrl", "status", run, "--json").stdout))
 
 
+@pytest.mark.slow
 @together
 def test_job_cancelled_during_the_health_check_stays_cancelled(login: Login) -> None:
     login.confine(1, 9)

@@ -101,6 +101,7 @@ def finish_after_starts(run: Run, starts: dict[str, str]) -> None:
     assert run.wait(limit=200) == "COMPLETED", run.log()
 
 
+@pytest.mark.slow
 @together
 def test_replicas_that_start_their_workers_are_one_process_in_an_image_of_their_own(login: Login) -> None:
     """The stub rank stands for the Python that has vLLM."""
@@ -129,6 +130,7 @@ def test_replicas_that_start_their_workers_are_one_process_in_an_image_of_their_
     assert images == {f"{ours}:no_exec": str(login.image), f"{ours}-infer:no_exec": str(image)}
 
 
+@pytest.mark.slow
 @together
 def test_vllms_beside_the_ranks_are_on_their_nodes_and_gpus_at_the_same_time(login: Login) -> None:
     login.confine(1, 8)

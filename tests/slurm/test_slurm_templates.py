@@ -50,6 +50,7 @@ def test_edited_colocated_template_trains_and_resumes_after_a_drain(login: Login
     runs_and_goes_on(login, "colocated")
 
 
+@pytest.mark.slow
 @together
 def test_edited_partitioned_template_trains_and_resumes_after_a_drain(login: Login) -> None:
     runs_and_goes_on(login, "partitioned")

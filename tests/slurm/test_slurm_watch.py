@@ -9,6 +9,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from commands import Command
 from json_files import read_json_lines
 from lab import wait_until
@@ -73,6 +74,7 @@ def test_ctrl_c_stops_watching_and_leaves_the_job_alone(login: Login) -> None:
     assert not run.attempt(1).drain.exists()
 
 
+@pytest.mark.slow
 @together
 def test_follow_reports_a_crash_with_its_rank_and_step(login: Login) -> None:
     crash = '{"steps": 3000, "crash_at": 3}'
@@ -112,6 +114,7 @@ def test_ctrl_c_inside_an_allocation_saves(login: Login) -> None:
     assert [line["outcome"] for line in outcome] == ["drained"], said
 
 
+@pytest.mark.slow
 @together
 def test_cancel_of_an_ended_run_keeps_the_users_allocation(login: Login) -> None:
     root = login.share / "run"
