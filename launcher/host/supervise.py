@@ -82,13 +82,13 @@ def _supervise_as_owner(run: RunDir, attempt: Attempt, options: argparse.Namespa
 def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace, notifier: Notifier) -> AttemptEnd | None:
     """Run the attempt to its end; this process holds the run's lock. Returns None where the run directory is gone.
     Raises OSError where the attempt could not begin."""
-    began = time.time()
-    conclude_lost(run, began, unseen="its supervisor was killed")
+    now, began = time.time(), time.monotonic()
+    conclude_lost(run, now, unseen="its supervisor was killed")
     host = socket.gethostname()
     replicas = [LocalReplicas(*json.loads(each)) for each in options.replicas]
     generating = sum(each.own_devices for each in replicas if each.kind == INFER)
     ranks = options.ranks + sum(each.own_devices for each in replicas)
-    write_line(run, AttemptStart(attempt.number, began, host, pid=os.getpid(), ranks=ranks, generating=generating))
+    write_line(run, AttemptStart(attempt.number, now, host, pid=os.getpid(), ranks=ranks, generating=generating))
     job = LocalJob(run, options.drain_limit, options.owner)
     settings = RankSettings(
         options.ranks, options.threads, options.device, options.silence_limit, options.grace, options.command, replicas
@@ -103,7 +103,7 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace, notifi
         runner.training = True
         runner.tasks.append(lambda now: None if runner.leaving else processes.replicas.poll(now))
         runner.tasks += notifier.watch(attempt)
-        runner.wait(lambda: len(runner.ended) == options.ranks or processes.are_stuck(time.time()))
+        runner.wait(lambda: len(runner.ended) == options.ranks or processes.are_stuck(time.monotonic()))
     except OSError as error:
         unready = f"the ranks could not be started: {error}"
     finally:

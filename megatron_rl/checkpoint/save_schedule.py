@@ -37,6 +37,7 @@ class SaveSchedule:
         self._checkpointer = checkpointer
         self._last = last
         self._clock = clock
+        self._unix = time.time() - clock()  # added to `clock`: a unix time that does not jump when the clock is set
         self._next_check = step + 1
         self._checked = step, clock()
         self._saved_at = clock()
@@ -77,7 +78,7 @@ class SaveSchedule:
             return True, step + 1
         ledger = read_lines(LEDGER, self._checkpointer.run_dir.attempts_ledger)
         # A ledger that cannot be read only makes the interval less accurate.
-        failing = failure_history([] if isinstance(ledger, Unreadable) else ledger.records, time.time())
+        failing = failure_history([] if isinstance(ledger, Unreadable) else ledger.records, self._unix + now)
         interval_s = best_interval_s(cost, failing.mean_time_between_failures_s)
         left_s = interval_s - (now - self._saved_at)
         due = left_s < pace_s / 2

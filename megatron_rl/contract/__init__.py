@@ -9,6 +9,7 @@
     heartbeat_files  heartbeats, which all ranks write every few seconds and one process reads
     plan_records     plan.json, and the steps of a plan on its nodes
     run_records      the types in the run directory, the user's index and the caches
+    steady           deadlines in records, kept by a clock that nobody sets
     children         how one of our processes starts another, and ends with it
     bounded_json     JSON that others wrote, which may be nested without end
     learning         whether anything is learned in a run, or something is lost: warnings by name

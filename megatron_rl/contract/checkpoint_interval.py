@@ -47,7 +47,8 @@ def failure_history(ledger: Iterable[AttemptStart | AttemptEnd], now: float) -> 
         if isinstance(line, AttemptStart):
             began[line.attempt] = line.at
         elif line.attempt in began:
-            running_s += max(0.0, line.at - began.pop(line.attempt))
+            lasted_s = max(0.0, line.at - began.pop(line.attempt))
+            running_s += lasted_s if line.seconds is None else line.seconds  # as a clock has it that nobody sets
             failures += line.outcome != FINISHED
     return FailureHistory(failures, running_s + sum(max(0.0, now - at) for at in began.values()))
 

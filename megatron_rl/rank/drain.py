@@ -15,6 +15,7 @@ from megatron_rl.contract.codes import DRAIN_SIGNAL, DRAINED, MARGIN_S, OUTCOME_
 from megatron_rl.contract.files import names_in, once_there_is_room
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import if_readable, read, write
+from megatron_rl.contract.steady import SteadyDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class DrainListener:
         """notifies_host: whether a request to ranks of this world alone makes the whole attempt leave."""
         self.asked = False
         self._files, self._notifies_host = files, notifies_host
-        self._signal = "a request"
+        self._signal, self._steady = "a request", SteadyDeadline()
 
     def listen(self, early: Callable[[], object]) -> None:
         """Notice signals from here on, even while the main thread waits for other ranks inside a library.
@@ -86,11 +87,10 @@ class DrainListener:
         except OSError as error:
             logger.warning("the host side cannot be notified that the ranks were asked to leave: %s", error)
 
-    def deadline(self) -> float | None:
-        """Unix time at which this process will be killed; None if unknown. A drain file that cannot be read is a
-        request without a deadline."""
-        request = if_readable(read(Drain, self._files.drain))
-        return None if request is None else request.deadline
+    def left_s(self) -> float | None:
+        """Seconds until this process will be killed; None if unknown. A drain file that cannot be read is a request
+        without a deadline."""
+        return self._steady.left_s(if_readable(read(Drain, self._files.drain)))
 
 
 def leave_early(files: RankFiles, rank: int, drain: DrainListener) -> None:
@@ -104,6 +104,6 @@ def leave_early(files: RankFiles, rank: int, drain: DrainListener) -> None:
         time.sleep(0.1)
 
 
-def fits(now: float, deadline: float | None, seconds: float) -> bool:
-    """Whether a task that took `seconds` last time can be repeated before `deadline` (unix time)."""
-    return deadline is None or now + FIT * seconds <= deadline - MARGIN_S
+def fits(left_s: float | None, seconds: float) -> bool:
+    """Whether a task that took `seconds` last time can be repeated in the `left_s` seconds until the deadline."""
+    return left_s is None or FIT * seconds <= left_s - MARGIN_S

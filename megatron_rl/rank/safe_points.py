@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -87,9 +86,7 @@ class SafePoints:
         # they go on. At the next safe point rank 0 knows of the request: it compares the 40 s with the deadline by its
         # own clock, and its `urgent` decides for all. Other ranks' clocks do not count: they could disagree.
         first = self._control.rank == 0
-        urgent = asked and (
-            unfinished_s is None or (first and not fits(time.time(), self.drain.deadline(), unfinished_s))
-        )
+        urgent = asked and (unfinished_s is None or (first and not fits(self.drain.left_s(), unfinished_s)))
         with self.phase("wait"):
             asked_anywhere, leave = self._control.any(asked, urgent)
         if asked_anywhere:

@@ -176,8 +176,8 @@ def finish_write(run: Run) -> None:
     safe_points, checkpointer = run.safe_points, run.checkpointer
     first = run.groups.control.rank == 0
     while checkpointer.saving is not None:
-        deadline = safe_points.drain.deadline() if first else None  # None while the host does not know it
-        if deadline is not None and time.time() > deadline - MARGIN_S:
+        left_s = safe_points.drain.left_s() if first else None  # None while the host does not know it
+        if left_s is not None and left_s < MARGIN_S:
             checkpointer.abandon("no time is left")
         checkpointer.wait(until=time.monotonic() + POLL_S)
         safe_points.poll()
@@ -189,10 +189,8 @@ def time_to_save(run_dir: RunDir, checkpointer: Checkpointer, drain: DrainListen
     plan = if_readable(read(PlanRecord, run_dir.plan))
     planned = plan and plan.checkpoint.seconds
     seconds = checkpointer.estimate_s() or planned or 0.0
-    deadline = drain.deadline()
-    can = fits(time.time(), deadline, seconds)
-    if not can and deadline is not None:
-        logger.warning(
-            "no time for a checkpoint: one takes about %.0f s, %.0f s are left", seconds, deadline - time.time()
-        )
+    left_s = drain.left_s()
+    can = fits(left_s, seconds)
+    if not can and left_s is not None:
+        logger.warning("no time for a checkpoint: one takes about %.0f s, %.0f s are left", seconds, left_s)
     return can

@@ -103,7 +103,7 @@ def test_stopped_real_rank_is_named_with_the_stack_of_the_other(tmp_path):
     try:
         until(lambda: _step_of(ranks.files, 1) >= 1, "a heartbeat of a step")
         os.kill(ranks.processes[1].pid, signal.SIGSTOP)
-        silent = until(lambda: hangs.poll(time.time()), "a rank is silent")
+        silent = until(lambda: hangs.poll(time.monotonic()), "a rank is silent")
         os.kill(ranks.processes[0].pid, signal.SIGQUIT)
         until(lambda: "train_rl.py" in ranks.files.stacks(0).read_text(), "a stack")
     finally:

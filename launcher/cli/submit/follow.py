@@ -44,7 +44,7 @@ class Follower:
                 raise NoSupervisor(f"{self._run.root} was removed or moved while it ran; its ranks were ended")
             if gone:
                 raise NoSupervisor("the supervisor ended without a record; its ranks ended with it")
-            if self._give_up_at is not None and time.time() > self._give_up_at:
+            if self._give_up_at is not None and time.monotonic() > self._give_up_at:
                 raise NoSupervisor(f"the supervisor, pid {self._supervisor.pid}, did not end in time")
             if self._handled < len(interruptions.names):
                 self._interrupt(interruptions.names[self._handled], reader.history.leaving_s())
@@ -69,7 +69,7 @@ class Follower:
         except OSError:
             return
         self._handled += 1
-        self._give_up_at = now + limit + END_LIMIT
+        self._give_up_at = time.monotonic() + limit + END_LIMIT
         if first:
             time_s = f"about {max(1.0, likely_s):.0f} s" if likely_s else f"the ranks are killed after {limit:.0f} s"
             echo(f"{cause}: saving, then ending: {time_s}. Another {cause} kills it without saving.")

@@ -54,14 +54,14 @@ def close(
     run: RunDir, attempt: Attempt, job: AttemptJob, observed: Observed, request: Drain | None, began: float
 ) -> AttemptEnd:
     """Judge the attempt, write its end into the ledger, and start the job again where it should. This process may have
-    failed to write the `request` to leave."""
+    failed to write the `request` to leave. `began` is the time.monotonic() of the attempt's start."""
     now = time.time()
     outcome = read(Outcome, attempt.outcome)
     drained = isinstance(outcome, Unreadable) or (isinstance(outcome, Outcome) and outcome.outcome == DRAINED)
     request = job.final_request(attempt, read_drain(attempt) or request, drained)
     verdict = _judge(attempt, observed, request)
     facts = job.facts(attempt, request)
-    seconds = round(now - began, 3)
+    seconds = round(time.monotonic() - began, 3)
     end = conclude(run, attempt, verdict, request, facts, EndContext(now, job.job_id, seconds=seconds))
     print(f"attempt {attempt.number}: {describe_end(end, now)}")
     job.bring_back(attempt, end, facts.returning)

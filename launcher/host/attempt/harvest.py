@@ -7,6 +7,7 @@ replica. The run uses the replicas that are there, so no failure here ends it: w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ class Harvest:
         self._complaint = ""
 
     def poll(self, now: float) -> None:
+        """Submit jobs, and note those that run or have ended. Never raises. now: time.monotonic()."""
         if not self._all or now < self._next_look:
             return
         self._next_look = now + LOOK_S
@@ -110,7 +112,7 @@ class Harvest:
             raise
         self._known.add(job)
         print(f"infer-{number}: submitted as job {job} to harvest idle nodes")
-        each.submitted(job, now)
+        each.submitted(job)
 
 
 def _name_of(run: RunDir) -> str:
@@ -125,14 +127,14 @@ class _HarvestedReplica:
         self.job: str | None = None
         self.starts = 0
         self.due = 0.0
-        self._began: float | None = None  # unix time at which its job was first seen running
+        self._began: float | None = None  # when its job was first seen running
         self._pause = 0.0  # seconds after its newest job, if that failed
 
-    def submitted(self, job: str, now: float) -> None:
+    def submitted(self, job: str) -> None:
         self.job = job
         self.starts += 1
         self._began = None
-        self._publish(REPLICA_WAITING, now, [])
+        self._publish(REPLICA_WAITING, [])
 
     def update(self, nodes: dict[str, str], now: float) -> None:
         """Note whether its job runs or has ended. Raises OSError, and ValueError where its nodes cannot be parsed."""
@@ -143,10 +145,11 @@ class _HarvestedReplica:
             self._pause = 0.0 if lived >= SHORT_S else min(max(PAUSE_S, 2 * self._pause), LONGEST_PAUSE_S)
             self.due = now + max(PAUSE_S, self._pause)
             self.job = None
-            self._publish(REPLICA_WAITING, now, [])
+            self._publish(REPLICA_WAITING, [])
         elif nodes[self.job] and self._began is None:
             self._began = now
-            self._publish(REPLICA_RUNNING, now, expand_hosts(nodes[self.job]))
+            self._publish(REPLICA_RUNNING, expand_hosts(nodes[self.job]))
 
-    def _publish(self, state: str, now: float, hosts: list[str]) -> None:
-        write(self.files.state, ReplicaState(self.files.number, state, self.starts, now, hosts=hosts, job=self.job))
+    def _publish(self, state: str, hosts: list[str]) -> None:
+        at = time.time()
+        write(self.files.state, ReplicaState(self.files.number, state, self.starts, at, hosts=hosts, job=self.job))

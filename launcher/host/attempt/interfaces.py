@@ -21,7 +21,10 @@ class Ranks(ABC):
 
     @abstractmethod
     def end(self, now: float, hurried: bool) -> None:
-        """End all processes, if `hurried` at once; called repeatedly until they have ended. Raises SlurmRefused."""
+        """End all processes, if `hurried` at once; called repeatedly until they have ended. Raises SlurmRefused.
+
+        now: time.monotonic().
+        """
 
 
 class Steps(Ranks):
@@ -41,7 +44,10 @@ class ReplicaRanks(Ranks):
 
     @abstractmethod
     def observed(self, now: float) -> Observed | None:
-        """How they ended; None while one of them runs. Once one has failed the others are ended."""
+        """How they ended; None while one of them runs. Once one has failed the others are ended.
+
+        now: time.monotonic().
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -56,7 +62,7 @@ class AttemptJob(ABC):
 
     @abstractmethod
     def request_for(self, signal_name: str, now: float) -> Drain:
-        """Request to leave that a signal to this process means."""
+        """Request to leave that a signal to this process means. now: unix time."""
 
     def request_of_owner(self, now: float) -> Drain | None:
         return None

@@ -107,9 +107,9 @@ class LocalRanks(Steps):
         self._training.close()
         replicas = self.replicas.ranks
         give_up = time.monotonic() + self._settings.grace + CLOSE_S
-        while any(world.observed(time.time()) is None for world in replicas) and time.monotonic() < give_up:
+        while any(world.observed(time.monotonic()) is None for world in replicas) and time.monotonic() < give_up:
             for world in replicas:
-                world.end(time.time(), hurried=False)
+                world.end(time.monotonic(), hurried=False)
             time.sleep(self.tick_s)
         for world in replicas:
             world.close()
@@ -169,7 +169,7 @@ class _Processes(ReplicaRanks):
         self._children: list[Child] = []
         self._exits: dict[int, RankExit] = {}
         self._by_themselves: list[RankExit] = []  # exits before this object ended any rank
-        self._terminated: float | None = None  # unix times: of SIGTERM, SIGKILL, the first exit
+        self._terminated: float | None = None  # time.monotonic() of SIGTERM, SIGKILL, the first exit
         self._killed: float | None = None
         self._left_at: float | None = None
 

@@ -55,7 +55,7 @@ class Notifier:
 
     def __init__(self, run: RunDir, settings: NotifySettings | None) -> None:
         self._run, self._settings = run, settings
-        self._began = time.time()
+        self._before = self._newest_end()  # of earlier starts of this process's work
         self._threads: list[threading.Thread] = []
         self._sent: set[str] | None = None  # keys; None: not read yet
 
@@ -67,9 +67,8 @@ class Notifier:
 
     def report_end(self) -> None:
         """Notify of the newest end in the ledger, if this process has seen it."""
-        lines = read_ledger_or_complain(self._run) if self._settings else []
-        end = lines[-1] if lines else None
-        if not isinstance(end, AttemptEnd) or end.at < self._began:
+        end = self._newest_end()
+        if end is None or end == self._before:
             return
         event = event_of(end)
         if event is not None:
@@ -94,6 +93,11 @@ class Notifier:
         give_up = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, give_up - time.monotonic()))
+
+    def _newest_end(self) -> AttemptEnd | None:
+        """The ledger's last line, if it is the end of an attempt and somebody wants to know."""
+        lines = read_ledger_or_complain(self._run) if self._settings else []
+        return lines[-1] if lines and isinstance(lines[-1], AttemptEnd) else None
 
     def _known(self) -> set[str]:
         if self._sent is None:
@@ -124,6 +128,7 @@ class RecordWatch:
         self._looked = 0.0
 
     def __call__(self, now: float) -> None:
+        """Look at the record, if it is time. now: time.monotonic()."""
         if now < self._looked + min(WATCH_S, self._stalled_s / 5):
             return
         if now > self._looked + SUSPENDED_S:

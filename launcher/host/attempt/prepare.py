@@ -97,14 +97,14 @@ class Preparation:
         mark(self._attempt, ready=time.time())
         return assignment
 
-    def forget_containers(self, request: Drain | None) -> None:
+    def forget_containers(self) -> None:
         """Remove the attempt's containers from the nodes that are alive, once its steps have ended, however it ended:
-        they would fill the disks there until the next job of ours. Must end before the request's deadline. Raises
-        OSError."""
+        they would fill the disks there until the next job of ours. Ends before the deadline of the request to leave.
+        Raises OSError."""
         if not self._has_containers:
             return
-        deadline = request.deadline if request is not None else None
-        left = FORGET_S if deadline is None else min(FORGET_S, deadline - CLOSE_S - time.time())
+        left_s = self._runner.deadlines.left_s(self._runner.request)
+        left = FORGET_S if left_s is None else min(FORGET_S, left_s - CLOSE_S)
         if left < SHORTEST_FORGET_S:
             return
         dead = dead_nodes(self._context.hosts)
@@ -223,6 +223,6 @@ class Preparation:
         self._leave_if_asked()
 
     def _leave_if_asked(self) -> None:
-        self._runner.poll(time.time())
+        self._runner.poll(time.monotonic())
         if self._runner.request is not None:
             raise AskedToLeave()

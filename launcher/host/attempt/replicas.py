@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Sequence
 from typing import Callable
 
@@ -45,7 +46,10 @@ class Replicas:
         self._all = [_Replica(each, start, silence_limit) for each in files]
 
     def poll(self, now: float) -> None:
-        """Start replicas that do not run, end those that hang. Raises the first OSError or SlurmRefused, after all."""
+        """Start replicas that do not run, end those that hang. Raises the first OSError or SlurmRefused, after all.
+
+        now: time.monotonic().
+        """
         errors: list[Exception] = []
         for replica in self._all:
             try:
@@ -65,7 +69,7 @@ class _Replica:
         self._files, self._start, self._silence_limit = files, start, silence_limit
         self.ranks: ReplicaRanks | None = None
         self._starts = self._used = 0
-        self._due: float | None = 0.0  # unix time of the next start; None: it runs, or is given up
+        self._due: float | None = 0.0  # when it starts next; None: it runs, or is given up
         self._began = 0.0
         self._watch = HangWatch(files, silence_limit)
         self._hang: Hang | None = None
@@ -91,7 +95,7 @@ class _Replica:
         self._starts += 1
         self._due, self._began = None, now
         self._hang, self._watch = None, HangWatch(self._files, self._silence_limit)
-        self._set_state(REPLICA_RUNNING, now)
+        self._set_state(REPLICA_RUNNING)
 
     def _check_hang(self, ranks: ReplicaRanks, now: float) -> None:
         if self._hang is None:
@@ -109,25 +113,25 @@ class _Replica:
         ranks.close()
         self.ranks = None
         if verdict.outcome == FINISHED:
-            self._set_state(REPLICA_FINISHED, now)
+            self._set_state(REPLICA_FINISHED)
             return
         restart = after_end(self._used, now - self._began, verdict)
         self._used = restart.used
         why = describe(self._files.role, verdict)
         if restart.pause_s is None:
             print(f"{why}; it is given up")
-            self._set_state(REPLICA_GIVEN_UP, now, why, verdict)
+            self._set_state(REPLICA_GIVEN_UP, why, verdict)
             return
         self._due = now + restart.pause_s
         print(f"{why}; it starts again in {restart.pause_s:.0f} s, restart {restart.used} of at most {RESTARTS}")
-        self._set_state(REPLICA_WAITING, now, why, verdict)
+        self._set_state(REPLICA_WAITING, why, verdict)
 
-    def _set_state(self, state: str, now: float, why: str | None = None, verdict: Verdict | None = None) -> None:
+    def _set_state(self, state: str, why: str | None = None, verdict: Verdict | None = None) -> None:
         self._state = ReplicaState(
             replica=self._files.number,
             state=state,
             starts=self._starts,
-            at=now,
+            at=time.time(),
             hosts=list(self.ranks.hosts) if self.ranks is not None else [],
             why=why or self._state.why,
             misconfigured=verdict is not None and verdict.outcome == MISCONFIGURED,

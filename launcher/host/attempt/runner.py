@@ -25,6 +25,7 @@ from megatron_rl.contract.attempt_records import Drain, Hang, RankError
 from megatron_rl.contract.codes import DRAIN_SIGNAL, LAST_MOMENT_S, SIGNALLED, STACKS_LIMIT_S, STACKS_SIGNAL
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import PATIENCE_S, Unreadable, read, write
+from megatron_rl.contract.steady import SteadyDeadline
 
 COMPLETIONS = 10  # queries for the cause and deadline that a request to leave lacks
 COMPLETE_EVERY_S = 1.0  # seconds between them
@@ -33,7 +34,7 @@ LEAVE_LIMIT_S = 60.0  # seconds that the other ranks have after the first one le
 
 
 class Deadline(NamedTuple):
-    at: float
+    at: float  # time.monotonic()
     reason: str
 
 
@@ -43,6 +44,7 @@ class AttemptRunner:
     Args:
         silence_limit: seconds after which a silent rank counts as hung; 0: never.
         grace: seconds that the other ranks have once one has failed, where nothing else ends them.
+        wall: clock of the times in records. Everything else is timed by time.monotonic(), which nobody sets.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class AttemptRunner:
         signals: Signals,
         silence_limit: float,
         grace: float = 0.0,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.attempt, self.steps, self.job, self.signals = attempt, steps, job, signals
         self.request: Drain | None = None
         self.training = False  # whether the ranks have been started, so that heartbeats and signals count
         self.tasks: list[Callable[[float], None]] = []
-        self._grace = grace
+        self._grace, self._wall = grace, wall
+        self.deadlines = SteadyDeadline(wall)
         self._unwritten = False  # whether the request is not in its file yet
         self._unreadable_since: float | None = None  # when the drain file became unreadable; None: it is not
         self._hangs = HangWatch(attempt, silence_limit)
@@ -77,7 +81,7 @@ class AttemptRunner:
     def wait(self, ended: Callable[[], bool], through_requests: bool = True) -> None:
         """Watch until `ended()` is true, or the attempt is asked to leave unless `through_requests`."""
         while not ended():
-            self.poll(time.time())
+            self.poll(time.monotonic())
             if self.request is not None and not through_requests:
                 return
             self.signals.wait(self.steps.tick_s)
@@ -89,6 +93,7 @@ class AttemptRunner:
         self.wait(lambda: time.monotonic() >= give_up, through_requests=False)
 
     def poll(self, now: float) -> None:
+        """Run all tasks once. now: time.monotonic()."""
         own = (
             self._check_directory,
             self._read_requests,
@@ -142,25 +147,26 @@ class AttemptRunner:
     def _read_requests(self, now: float) -> None:
         """Read requests to leave: from signals, the owner, and the drain file, which others may write and change."""
         for name in self.signals.take():
-            self.ask_to_leave(self.job.request_for(name, now))
-        owner = self.job.request_of_owner(now) if self.request is None else None
+            self.ask_to_leave(self.job.request_for(name, self._wall()))
+        owner = self.job.request_of_owner(self._wall()) if self.request is None else None
         if owner is not None:
             self.ask_to_leave(owner)
         found = read(Drain, self.attempt.drain)
         if isinstance(found, Unreadable):
             # A file system that fails for a moment would otherwise send ranks away whom nobody asked.
-            if self._unreadable_since is None or now < self._unreadable_since:
+            if self._unreadable_since is None:
                 self._unreadable_since = now
             if now >= self._unreadable_since + PATIENCE_S:
-                self.request = self.request or Drain(SIGNALLED, f"somebody ({found})", now)
+                self.request = self.request or Drain(SIGNALLED, f"somebody ({found})", self._wall())
         else:
             self._unreadable_since = None
         if isinstance(found, Drain) and found != self.request:
             self._adopt(found)
-        if self.request is not None and self.request.deadline is not None:
+        ends_at = self.deadlines.of(self.request, now)
+        if self.request is not None and self.request.deadline is not None and ends_at is not None:
             limit = self.request.deadline - self.request.at
             waited = f"; no save within {limit:.0f} s" if limit > 0 else ""
-            self._set_deadline(self.request.deadline - LAST_MOMENT_S, self.request.cause + waited)
+            self._set_deadline(ends_at - LAST_MOMENT_S, self.request.cause + waited)
         if self._unwritten and self.request is not None:
             write(self.attempt.drain, self.request)
             self._unwritten = False

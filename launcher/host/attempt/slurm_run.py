@@ -115,7 +115,7 @@ def supervise_attempt(
 ) -> AttemptEnd:
     """Run the next attempt to its end; `lock` is a descriptor. Raises OSError where it cannot begin."""
     attempt = _begun(context)
-    began, code, unready, unready_host = time.time(), None, None, None
+    began, code, unready, unready_host = time.monotonic(), None, None, None
     job = SlurmJob(context, settings.notice, settings.backoff, settings.outlives_nodes)
     steps = SlurmSteps(context, settings.script, attempt, lock)
     silence_limit = float(context.environ.get(SILENCE_VARIABLE, "0"))
@@ -154,7 +154,7 @@ def supervise_attempt(
         traceback.print_exc()
     steps.stop_all()
     try:
-        preparation.forget_containers(runner.request)
+        preparation.forget_containers()
     except (OSError, SlurmRefused) as error:
         print(f"containers of this attempt may have stayed on the nodes: {error}", file=sys.stderr)
     steps.stop_all()  # a removal that took too long
@@ -180,7 +180,7 @@ def _train(runner: AttemptRunner, steps: SlurmSteps, assignment: NodeAssignment)
     train = steps.start(TRAIN, assignment.steps[TRAIN], errors=str(errors))
     runner.training = True
     runner.wait(lambda: train.exit_code() is not None)
-    runner.poll(time.time())
+    runner.poll(time.monotonic())
     code = signed(train.exit_code() or 0)
     if code and not (runner.request or runner.attempt.outcome.exists() or runner.attempt.errors()):
         runner.wait_for_reason()

@@ -7,6 +7,7 @@ signals and deadlines do not wait for it.
 from __future__ import annotations
 
 import threading
+import time
 from functools import cache
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -59,7 +60,7 @@ def _take(asked: SimpleQueue[Look]) -> None:
 
 class _SeenSlot(NamedTuple):
     slot: bytes
-    at: float  # by this process's clock, when the slot was first seen
+    at: float  # when the slot was first seen
 
 
 class HangWatch:
@@ -70,19 +71,15 @@ class HangWatch:
         self._every = min(HEARTBEAT_S, limit / 5)
         self._began: float | None = None
         self._looked = 0.0
-        self._woke = 0.0
-        """Unix time at which this process last resumed, after a laptop or Slurm had suspended it, or its clock was set
-        back."""
+        self._woke = 0.0  # when this process last resumed, after Slurm or a person had suspended it
         self._look: Look | None = None
         self._seen: dict[SlotName, _SeenSlot] = {}
 
     def poll(self, now: float) -> Hang | None:
         """The rank that hangs, or was reported, if one did at the last look. May be called at any pace once the ranks
-        are started. Raises OSError."""
+        are started. Raises OSError. now: time.monotonic()."""
         if self._limit <= 0:
             return None
-        if now < self._looked:
-            self._set_back(now)
         if self._look is None and now >= self._looked + self._every:
             if self._began is None:
                 self._began = now
@@ -99,12 +96,8 @@ class HangWatch:
             return look.reported
         if self._is_well(self._began, self._looked):
             return None
-        return silent_rank(self.newest, self._began, self._looked, self._limit)
-
-    def _set_back(self, now: float) -> None:
-        """Begin the silence of all ranks again: what was seen lies in the future of a clock that was set back."""
-        self._looked = self._began = self._woke = now
-        self._seen = {name: seen._replace(at=now) for name, seen in self._seen.items()}
+        hang = silent_rank(self.newest, self._began, self._looked, self._limit)
+        return None if hang is None else hang._replace(at=time.time())
 
     @property
     def looking(self) -> bool:
@@ -113,7 +106,7 @@ class HangWatch:
 
     @property
     def newest(self) -> list[Heartbeat]:
-        """The last heartbeat of each rank, with times by this process's clock."""
+        """The last heartbeat of each rank, with times by this process's time.monotonic()."""
         found = [self._decoded(seen) for seen in self._seen.values()]
         return sorted(beat for beat in found if beat is not None)
 

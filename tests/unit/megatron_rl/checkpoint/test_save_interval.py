@@ -50,6 +50,11 @@ def test_every_end_but_the_finish_is_a_failure_and_only_running_time_counts() ->
     assert failure_history(ledger, 9999.0) == FailureHistory(failures=2, running_s=450.0)
 
 
+def test_an_attempt_counts_as_long_as_it_measured_itself_although_the_clock_was_set() -> None:
+    ledger = [AttemptStart(1, 100.0), AttemptEnd(1, 1e9, "crashed", seconds=60.0)]
+    assert failure_history(ledger, 1e9) == FailureHistory(failures=1, running_s=60.0)
+
+
 def test_a_running_attempt_counts_until_now() -> None:
     assert failure_history(
         [AttemptStart(1, 100.0), AttemptEnd(1, 200.0, "lost"), AttemptStart(2, 300.0)], 350.0

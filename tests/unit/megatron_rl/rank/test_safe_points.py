@@ -37,7 +37,7 @@ def attempt(tmp_path: Path) -> Attempt:
 def test_a_save_must_fit_one_and_a_half_times_into_the_remaining_time(
     left_s: float | None, seconds: float, fit: bool
 ) -> None:
-    assert fits(100.0, None if left_s is None else 100.0 + left_s, seconds) is fit
+    assert fits(left_s, seconds) is fit
 
 
 def test_a_rank_without_a_world_leaves_when_asked() -> None:
@@ -86,7 +86,7 @@ def test_rank_0s_clock_decides_whether_there_is_time_to_finish(
 
     monkeypatch.setattr(groups.control, "rank", rank)
     monkeypatch.setattr(groups.control, "any", any_of)
-    monkeypatch.setattr(safe_points.drain, "deadline", lambda: time.time() + 10)
+    monkeypatch.setattr(safe_points.drain, "left_s", lambda: 10.0)
     safe_points.drain.asked = True
     safe_points.agree(unfinished_s=3600.0)
     safe_points.agree(unfinished_s=0.1)
@@ -155,18 +155,25 @@ def test_work_is_cancelled_soon_after_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "deadline"),
-    [
-        ('{"cause": "preempted", "by": "Slurm", "at": 1.0, "deadline": 12.5}', 12.5),
-        ('{"cause": "preempted", "by": "Slurm", "at": 1.0}', None),
-        ('{"deadline": "soon"}', None),
-        ("[1]", None),
-        ("", None),
-    ],
+    "text", ['{"cause": "preempted", "by": "Slurm", "at": 1.0}', '{"deadline": "soon"}', "[1]", ""]
 )
-def test_an_unreadable_request_has_no_deadline(text: str, deadline: float | None, attempt: Attempt) -> None:
+def test_an_unreadable_request_has_no_deadline(text: str, attempt: Attempt) -> None:
     attempt.drain.write_text(text, encoding="utf-8")
-    assert DrainListener(attempt).deadline() == deadline
+    assert DrainListener(attempt).left_s() is None
+
+
+@pytest.mark.parametrize("jump", [-18000.0, 18000.0])
+def test_a_clock_that_is_set_does_not_move_the_deadline_of_the_ranks(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    now = time.time()
+    write(attempt.drain, Drain("preempted", "Slurm", now, deadline=now + 600.0))
+    drain = DrainListener(attempt)
+    first_s = drain.left_s()
+    monkeypatch.setattr(drain._steady, "_wall", lambda: now + jump)
+    left_s = drain.left_s()
+    assert first_s is not None and left_s is not None
+    assert 0.0 < left_s <= first_s <= 600.0
 
 
 def test_ranks_asked_alone_notify_the_host_side_and_keep_an_existing_request(attempt: Attempt) -> None:

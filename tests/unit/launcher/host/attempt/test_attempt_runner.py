@@ -27,6 +27,7 @@ from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import PATIENCE_S, Unreadable, if_readable, read, write
 
 LIMIT = 1800.0
+HOUR = 3600.0
 FULL = OSError(errno.ENOSPC, "No space left on device")
 SILENT = SlurmSilent("no answer")
 
@@ -78,19 +79,24 @@ class Watched:
         self.attempt = RunDir(root).attempt(1)
         self.attempt.heartbeats.mkdir(parents=True)
         self.now = time.time()
+        self.passed = self.jumped = 0.0  # seconds since then, and by which the wall clock was set forward
         self.signals = Signals([signal.SIGUSR2])
-        self.runner = AttemptRunner(self.attempt, self.asked, self.job, self.signals, LIMIT)
+        self.runner = AttemptRunner(self.attempt, self.asked, self.job, self.signals, LIMIT, wall=self.wall)
         self.send_heartbeats(silent=2000.0)
+
+    def wall(self) -> float:
+        return self.now + self.passed + self.jumped
 
     def send_heartbeats(self, silent: float) -> None:
         for rank, phase in enumerate([HEARTBEAT_WAIT, "generate"]):
-            beat = Heartbeat(rank, 2, "here", phase, 1, 1, self.now - silent, self.now, 10.0)
+            beat = Heartbeat(rank, 2, "here", phase, 1, 1, self.wall() - silent, self.wall(), 10.0)
             write_heartbeat(self.attempt.heartbeats, beat)
 
     def poll(self, *seconds: float) -> list[str]:
         """Poll at these times; return the new requests."""
         before = len(self.asked.calls)
         for after in seconds:
+            self.passed = after
             self.runner.poll(self.now + after)
         return self.asked.calls[before:]
 
@@ -99,7 +105,7 @@ class Watched:
         return self
 
     def ask(self, cause: str = "preempted", **facts: float) -> None:
-        write(self.attempt.drain, Drain(cause, "test", self.now, **facts))
+        write(self.attempt.drain, Drain(cause, "test", self.wall() - self.passed, **facts))
 
 
 @pytest.fixture
@@ -146,6 +152,46 @@ def test_of_two_requests_the_first_says_why_and_the_earlier_deadline_by_when(wat
     watched.train().send_heartbeats(silent=0.0)
     assert "KILL" not in watched.poll(0, 54)
     assert "KILL" in watched.poll(55)
+
+
+@pytest.mark.parametrize("jump", [-5 * HOUR, 5 * HOUR])
+def test_a_clock_that_is_set_moves_no_deadline_and_makes_nobody_silent(watched, jump):
+    watched.send_heartbeats(silent=0.0)
+    watched.train().ask(deadline=watched.now + 60)
+    assert "KILL" not in watched.poll(0, 1)
+    watched.jumped = jump
+    watched.send_heartbeats(silent=0.0)
+    assert "KILL" not in watched.poll(2, 10, 20, 54)
+    assert "KILL" in watched.poll(55)
+    assert watched.runner.observed().hang is None
+
+
+def test_a_deadline_that_is_asked_for_after_the_clock_was_set_counts_from_then(watched):
+    watched.send_heartbeats(silent=0.0)
+    watched.train().poll(0)
+    watched.jumped = 5 * HOUR
+    watched.ask(deadline=watched.wall() + 60)
+    assert "KILL" not in watched.poll(1, 54)
+    assert "KILL" in watched.poll(55)
+
+
+def test_a_clock_set_back_before_a_request_is_read_leaves_no_more_time_than_it_gave(watched):
+    watched.send_heartbeats(silent=0.0)
+    watched.train().ask(deadline=watched.now + 60)
+    watched.jumped = -5 * HOUR
+    assert "KILL" not in watched.poll(0, 54)
+    assert "KILL" in watched.poll(55)
+
+
+@pytest.mark.parametrize("jump", [-5 * HOUR, 5 * HOUR])
+def test_once_a_rank_has_left_a_clock_that_is_set_gives_the_others_their_minute(watched, jump):
+    watched.asked.end_together = watched.job.takes_nodes = False
+    watched.train().send_heartbeats(silent=0.0)
+    watched.asked.exits = lambda: [RankExit(1, 0)]
+    watched.poll(0)
+    watched.jumped = jump
+    assert "KILL" not in watched.poll(LEAVE_LIMIT_S - 1)
+    assert "KILL" in watched.poll(LEAVE_LIMIT_S)
 
 
 def test_a_request_that_somebody_has_replaced_stands_as_he_wrote_it(watched):

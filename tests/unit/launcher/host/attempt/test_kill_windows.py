@@ -94,7 +94,7 @@ class World:
         job = SlurmJob(self.context(), notice=60.0, backoff=30.0, outlives_nodes=False)
         job.unfit = self.unfit
         with contextlib.suppress(Killed):
-            conclude.close(self.run, self.run.attempt(1), job, Observed(code=code), None, time.time())
+            conclude.close(self.run, self.run.attempt(1), job, Observed(code=code), None, time.monotonic())
         self.cut = NEVER
 
     def start(self, restarts: int = 1, **named: Any) -> str:

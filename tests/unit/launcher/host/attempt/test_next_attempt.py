@@ -245,8 +245,10 @@ def test_containers_are_removed_from_the_nodes_that_live_if_there_is_time(
     (attempt.folder / "forgotten").unlink()  # those of earlier attempts
     now = time.time()
     for request in (None, Drain("preempted", "x", now), Drain("preempted", "x", now, deadline=now + 60.0)):
-        preparation.forget_containers(request)
-    preparation.forget_containers(Drain("preempted", "x", now, deadline=now + 15.0))
+        preparation._runner.request = request
+        preparation.forget_containers()
+    preparation._runner.request = Drain("preempted", "x", now, deadline=now + 15.0)
+    preparation.forget_containers()
     assert forgotten(attempt) == ["n1,n3"] * 3
 
 
@@ -264,7 +266,7 @@ def test_containers_of_an_attempt_that_leaves_while_it_unpacks_are_removed(
     with pytest.raises(AskedToLeave):
         preparation.run()
     before = forgotten(attempt)
-    preparation.forget_containers(None)
+    preparation.forget_containers()
     assert forgotten(attempt)[len(before) :] == (["n1,n2,n3"] if asked == "while unpacking" else [])
 
 
@@ -278,7 +280,7 @@ def test_containers_that_cannot_be_removed_are_told(
     fails += "echo 'srun: error: n1: task 0: Exited with exit code 127' >&2; exit 127"
     preparation = preparation_of(context, attempt, unpack, forgetting(attempt, fails))
     preparation.run()
-    preparation.forget_containers(None)
+    preparation.forget_containers()
     assert f"may have stayed on the nodes, where they use disk space: {complaint}" in capfd.readouterr().out
 
 
