@@ -32,6 +32,7 @@ from launcher.host.record.ledger import newest_known_checkpoint, point_latest, w
 from launcher.host.record.presence import describe_loss
 from megatron_rl.contract.attempt_records import AttemptEnd, AttemptStart, Drain
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
+from megatron_rl.contract.files import WRITE_PATIENCE_S
 from megatron_rl.contract.paths import INFER, Attempt, RunDir
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -88,7 +89,8 @@ def supervise(run: RunDir, attempt: Attempt, options: argparse.Namespace, notifi
     replicas = [LocalReplicas(*json.loads(each)) for each in options.replicas]
     generating = sum(each.own_devices for each in replicas if each.kind == INFER)
     ranks = options.ranks + sum(each.own_devices for each in replicas)
-    write_line(run, AttemptStart(attempt.number, now, host, pid=os.getpid(), ranks=ranks, generating=generating))
+    start = AttemptStart(attempt.number, now, host, pid=os.getpid(), ranks=ranks, generating=generating)
+    write_line(run, start, WRITE_PATIENCE_S)
     job = LocalJob(run, options.drain_limit, options.owner)
     settings = RankSettings(
         options.ranks, options.threads, options.device, options.silence_limit, options.grace, options.command, replicas

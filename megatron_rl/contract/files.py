@@ -22,7 +22,19 @@ T = TypeVar("T")
 AnyPath = Union[str, Path]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errno of a full disk or an exhausted quota
-ROOM_PATIENCE_S = 30.0  # seconds; a save that fills the disk frees the space when it fails
+PASSING = (
+    *FULL,  # a save that fills the disk frees the space when it fails
+    errno.EIO,
+    errno.ESTALE,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,  # of Lustre, after it has evicted this node
+    errno.EREMOTEIO,
+)
+"""Values of errno for which a write is tried again: a shared file system recovers from them."""
+WRITE_PATIENCE_S = 30.0  # seconds for which a record that a run needs is tried again
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +85,7 @@ def is_temporary(name: str) -> bool:
     return re.match(r"^\..+\.[0-9a-f]{32}\.tmp$", name) is not None
 
 
-def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
+def append_line(path: AnyPath, line: str, durable: bool = False, patience: float = 0.0) -> None:
     """Append one line in a single write, to a file with one writer at a time. A torn last line, left by a crash, is
     terminated first and stays a separate line.
 
@@ -82,59 +94,79 @@ def append_line(path: AnyPath, line: str, durable: bool = False) -> None:
     Args:
         line: without a line break.
         durable: whether it must survive a power failure.
+        patience: as for `until_written`.
     """
-    _append(path, (line + "\n").encode("utf-8"), durable, after=b"\n")
+    _append(path, (line + "\n").encode("utf-8"), durable, b"\n", patience)
 
 
-def append_bytes(path: AnyPath, data: bytes) -> None:
+def append_bytes(path: AnyPath, data: bytes, patience: float = 0.0) -> None:
     """Append to a file with one writer at a time, in a single write.
 
     Raises OSError and restores the file, so that the call can be repeated. If the restoration fails too, the data may
     be torn or, if only the flush failed, complete.
+
+    patience: as for `until_written`.
     """
-    _append(path, data, durable=False, after=b"")
+    _append(path, data, False, b"", patience)
 
 
-def _append(path: AnyPath, data: bytes, durable: bool, after: bytes) -> None:
+def _append(path: AnyPath, data: bytes, durable: bool, after: bytes, patience: float) -> None:
     """Append as `append_bytes` does. after: byte that must come before the data, unless the file is empty."""
     end: int | None = None
-    try:
+
+    def append() -> None:
+        nonlocal data, end
         with Path(path).open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
-            if size and after:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != after:
-                    data = after + data
-            end = size
-            while data:
-                data = data[file.write(data) :]  # one write, unless the disk fills up during it
+            if end is None:
+                if size and after:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != after:
+                        data = after + data
+                end = size
+            elif size > end:  # the last try has left a part, or all of it, and could not restore the file
+                file.truncate(end)
+            left = data
+            while left:
+                left = left[file.write(left) :]  # one write, unless the disk fills up during it
             if durable:
                 os.fsync(file.fileno())
-    except OSError:
-        if end is not None:
-            with contextlib.suppress(OSError):  # the first error counts
-                os.truncate(path, end)
-        raise
+
+    def append_or_restore() -> None:
+        try:
+            append()
+        except OSError:
+            if end is not None:
+                with contextlib.suppress(OSError):  # the first error counts
+                    os.truncate(path, end)
+            raise
+
+    until_written(path, append_or_restore, patience)
 
 
-def once_there_is_room(path: AnyPath, write: Callable[[], T], patience: float = ROOM_PATIENCE_S) -> T:
+def until_written(path: AnyPath, write: Callable[[], T], patience: float = WRITE_PATIENCE_S) -> T:
     """Call `write`, which writes `path`, until it succeeds; return its result.
 
     Args:
-        patience: seconds to wait for space on a full disk.
+        patience: seconds to try again after errors that pass, such as those of a full disk or a stale mount.
 
     Raises:
-        OSError: the disk stays full, or another error occurs.
+        OSError: with the file and the reason. The errors did not pass, or another one occurred.
     """
     give_up = time.monotonic() + patience
+    said: str | None = None
     while True:
         try:
             return write()
         except OSError as error:
             left = give_up - time.monotonic()
-            if error.errno not in FULL or left <= 0:
+            if error.errno is None:
                 raise
-            logger.warning("waiting for space to write %s: %s", path, error)
+            if error.errno not in PASSING or left <= 0:
+                raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write names no file
+            if said != error.strerror:
+                said = error.strerror
+                logger.warning("%s cannot be written for now: %s", path, said)
         time.sleep(min(1.0, left))
 
 

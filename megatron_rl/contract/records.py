@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Callable, Generic, NamedTuple, TypeVar, Union, overload
 
-from megatron_rl.contract.files import AnyPath, append_line, open_regular, read_bytes, write_atomic
+from megatron_rl.contract.files import AnyPath, append_line, open_regular, read_bytes, until_written, write_atomic
 from megatron_rl.contract.shapes import SHAPES, Mismatch, from_json, to_json
 
 T = TypeVar("T")
@@ -91,17 +91,19 @@ def if_readable(found: T | Absent | Unreadable) -> T | None:
     return None if isinstance(found, (Absent, Unreadable)) else found
 
 
-def write(path: AnyPath, value: Any, durable: bool = True) -> None:
+def write(path: AnyPath, value: Any, durable: bool = True, patience: float = 0.0) -> None:
     """Write a record to a file, whole or not at all.
 
     Args:
         durable: whether it must survive a power failure.
+        patience: as for `until_written`.
 
     Raises:
         OSError: the file is unchanged.
         ValueError: a field does not match its type, or a number is not finite.
     """
-    write_atomic(path, encode(value), durable)
+    text = encode(value)
+    until_written(path, lambda: write_atomic(path, text, durable), patience)
 
 
 def encode(value: Any) -> str:
@@ -119,12 +121,12 @@ def decode(kind: type[T], data: bytes, path: AnyPath) -> T | Unreadable:
         return Unreadable(str(path), str(error))
 
 
-def append(path: AnyPath, value: Any, durable: bool = False) -> None:
+def append(path: AnyPath, value: Any, durable: bool = False, patience: float = 0.0) -> None:
     """Append a record to a JSON-lines file. Raises OSError, and ValueError as `write` does.
 
-    durable: whether it must survive a power failure.
+    durable, patience: as for `write`.
     """
-    append_line(path, encode_line(value), durable)
+    append_line(path, encode_line(value), durable, patience)
 
 
 def encode_line(value: Any) -> str:

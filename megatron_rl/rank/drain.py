@@ -12,7 +12,7 @@ from types import FrameType
 
 from megatron_rl.contract.attempt_records import Drain, Outcome
 from megatron_rl.contract.codes import DRAIN_SIGNAL, DRAINED, MARGIN_S, OUTCOME_PATIENCE_S, SIGNALLED
-from megatron_rl.contract.files import names_in, once_there_is_room
+from megatron_rl.contract.files import names_in
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.contract.records import if_readable, read, write
 from megatron_rl.contract.steady import SteadyDeadline
@@ -98,7 +98,7 @@ def leave_early(files: RankFiles, rank: int, drain: DrainListener) -> None:
     Needs no collective, as each rank was asked."""
     if rank == 0:
         drain.notify_host(rank)
-        once_there_is_room(files.outcome, lambda: write(files.outcome, Outcome(DRAINED)), OUTCOME_PATIENCE_S)
+        write(files.outcome, Outcome(DRAINED), patience=OUTCOME_PATIENCE_S)
     give_up = time.monotonic() + OUTCOME_PATIENCE_S
     while files.outcome.name not in names_in(files.folder) and time.monotonic() < give_up:
         time.sleep(0.1)

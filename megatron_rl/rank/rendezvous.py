@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.contract.attempt_records import Address
+from megatron_rl.contract.files import WRITE_PATIENCE_S
 from megatron_rl.contract.records import write
 from megatron_rl.rank.addresses import BACKLOG, address_towards, await_address, own_address, pin_gloo_interface
 
@@ -27,7 +28,7 @@ def meet(address: Path, rank: int, size: int, timeout: timedelta) -> dist.Store:
     if rank == 0:
         store = open_store(timeout)
         address.parent.mkdir(parents=True, exist_ok=True)
-        write(address, Address(store.host, store.port))
+        write(address, Address(store.host, store.port), patience=WRITE_PATIENCE_S)
         return store
     found = await_address(address, timeout)
     pin_gloo_interface(address_towards(found.host))

@@ -12,7 +12,7 @@ import megatron_rl.model.platform.megatron_core  # noqa: F401  before the module
 from megatron_rl.checkpoint.save import Checkpointer
 from megatron_rl.contract.attempt_records import Outcome, UsedKernels
 from megatron_rl.contract.codes import DRAINED, FINISHED, MARGIN_S
-from megatron_rl.contract.files import names_in, once_there_is_room
+from megatron_rl.contract.files import WRITE_PATIENCE_S, names_in
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.plan_records import PlanRecord
 from megatron_rl.contract.records import if_readable, read, write
@@ -99,7 +99,7 @@ def carry_out(run: Run) -> str:
     if control.rank == 0:
         step = run.step if outcome == FINISHED else run.checkpointer.published
         record = Outcome(outcome, step, run.why_over if outcome == FINISHED else "")
-        once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, record))
+        write(attempt.outcome, record, patience=WRITE_PATIENCE_S)
     run.writer.close()
     control.barrier()  # no rank leaves before the outcome is on disk
     return outcome

@@ -25,10 +25,10 @@ from launcher.host.record.ledger import ends_in, read_ledger_or_complain
 from launcher.host.record.log_tails import LONG_TAIL, reason_of_step, reasons_of_step, signed, tail
 from megatron_rl.contract.attempt_records import Drain, NodeAssignment, Requeued
 from megatron_rl.contract.codes import BAD_NODES
-from megatron_rl.contract.files import names_in, write_atomic
+from megatron_rl.contract.files import names_in, until_written, write_atomic
 from megatron_rl.contract.paths import OF_REPLICAS, Attempt
 from megatron_rl.contract.plan_records import PlanRecord
-from megatron_rl.contract.records import read, read_or_raise, write
+from megatron_rl.contract.records import PATIENCE_S, read, read_or_raise, write
 
 FORGET_S = 60.0  # seconds to remove the containers at the end of an attempt
 CLOSE_S = 15.0  # seconds that must be left until a deadline after that
@@ -149,7 +149,8 @@ class Preparation:
         if fork.failed:
             reason = fork.text.strip().split("\n")[-1]
             raise NotReady(f"the container image is not there: {reason}")
-        write_atomic(self._attempt.replica_image if of else self._attempt.image, fork.text + "\n")
+        file = self._attempt.replica_image if of else self._attempt.image
+        until_written(file, lambda: write_atomic(file, fork.text + "\n"), PATIENCE_S)
         mark(self._attempt, image=time.time())
 
     def _check_and_assign(self, check: str, hosts: list[str]) -> NodeAssignment:
@@ -177,11 +178,11 @@ class Preparation:
         try:
             assignment = assign(plan, context.hosts, unfit, context.given)
         except NotEnoughNodes as error:
-            write(attempt.nodes, NodeAssignment(0, {}, [], unfit))
+            write(attempt.nodes, NodeAssignment(0, {}, [], unfit), patience=PATIENCE_S)
             self._runner.ask_to_leave(Drain(BAD_NODES, "the health check", time.time()))
             print(error, file=sys.stderr)
             raise
-        write(attempt.nodes, assignment)
+        write(attempt.nodes, assignment, patience=PATIENCE_S)
         return assignment
 
     def _failed_before(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from megatron_rl.contract.attempt_records import Drain, Marks, TimelineLine
 from megatron_rl.contract.heartbeat_files import read_heartbeat
 from megatron_rl.contract.paths import INFER, Attempt, RunDir
 from megatron_rl.contract.plan_records import PlanRecord, steps_of
-from megatron_rl.contract.records import Unreadable, UnreadableRecord, if_readable, read, write
+from megatron_rl.contract.records import PATIENCE_S, Unreadable, UnreadableRecord, if_readable, read, write
 from megatron_rl.contract.run_records import Owner
 from megatron_rl.contract.tail import read_ends
 
@@ -45,7 +45,7 @@ def read_usage(run: RunDir, now: float, running: bool = False, queued: bool = Fa
 def mark(attempt: Attempt, **times: float) -> None:
     """Record when the container image of an attempt was available (`image`), and when its nodes were chosen and its
     ranks about to start (`ready`). Raises OSError."""
-    write(attempt.marks, _marks(attempt)._replace(**times))
+    write(attempt.marks, _marks(attempt)._replace(**times), patience=PATIENCE_S)
 
 
 def generating_gpus(plan: PlanRecord) -> int:

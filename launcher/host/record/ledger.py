@@ -35,8 +35,8 @@ def newest_line(run: RunDir) -> LedgerLine | None:
     return lines[-1] if lines else None
 
 
-def write_line(run: RunDir, line: LedgerLine) -> None:
-    append(run.attempts_ledger, line, durable=True)
+def write_line(run: RunDir, line: LedgerLine, patience: float = 0.0) -> None:
+    append(run.attempts_ledger, line, durable=True, patience=patience)
 
 
 def starts_in(lines: list[LedgerLine]) -> list[AttemptStart]:

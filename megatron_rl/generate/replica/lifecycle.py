@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from megatron_rl.contract.attempt_records import Outcome, ReplicaAddress
 from megatron_rl.contract.codes import DRAINED, FINISHED
-from megatron_rl.contract.files import once_there_is_room
+from megatron_rl.contract.files import WRITE_PATIENCE_S
 from megatron_rl.contract.paths import Replica, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.generate.replicas.wire import PROTOCOL, digest_of, read_token
@@ -158,7 +158,8 @@ async def answering(service: Service, replica: Replica) -> AsyncIterator[None]:
         try:
             while not (server.started or serving.done()):
                 await asyncio.sleep(LISTENS_S)
-            write(replica.listener, service.address._replace(host=host, port=port, at=time.time()))
+            address = service.address._replace(host=host, port=port, at=time.time())
+            write(replica.listener, address, patience=WRITE_PATIENCE_S)
             logger.info("%s answers at %s:%d", replica.role, host, port)
             yield
         finally:
@@ -169,7 +170,7 @@ async def answering(service: Service, replica: Replica) -> AsyncIterator[None]:
 def recorded(replica: Replica, outcome: str) -> str:
     """Return how a replica leaves, FINISHED or DRAINED, once that is recorded."""
     with suppress(OSError):  # no decision depends on it
-        once_there_is_room(replica.outcome, lambda: write(replica.outcome, Outcome(outcome)))
+        write(replica.outcome, Outcome(outcome), patience=WRITE_PATIENCE_S)
     return outcome
 
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 
 from megatron_rl.contract.attempt_records import Address
-from megatron_rl.contract.files import names_in
+from megatron_rl.contract.files import WRITE_PATIENCE_S, names_in
 from megatron_rl.contract.paths import Replica
 from megatron_rl.contract.records import write
 from megatron_rl.generate.replica.lifecycle import RankWork, ReplicaRank
@@ -50,7 +50,7 @@ def met(here: ReplicaRank, parts: int) -> VllmMember | None:
         ports = _free_ports(host, len(files))
         for file, port in zip(files, ports, strict=True):
             file.parent.mkdir(parents=True, exist_ok=True)
-            write(file, Address(host, port))
+            write(file, Address(host, port), patience=WRITE_PATIENCE_S)
     else:
         limit = timedelta(seconds=here.config.job.silence_limit_s)
         found = [await_address(file, limit) for file in files]

@@ -18,6 +18,7 @@ from megatron_rl.algorithms.credit import Credit
 from megatron_rl.algorithms.turn_credit import spans
 from megatron_rl.contract.files import append_bytes
 from megatron_rl.contract.paths import Attempt
+from megatron_rl.contract.records import PATIENCE_S
 from megatron_rl.contract.rollout_records import (
     NOT_FINITE,
     PROMPT_LIMIT,
@@ -102,14 +103,13 @@ class RolloutRecord:
     def flush(self) -> None:
         """Write the groups that wait. Groups that cannot be written are left out with a warning."""
         waiting, self._waiting, self._flushed = self._waiting, {}, time.monotonic()
-        try:
-            if waiting:
+        for path, lines in waiting.items():
+            try:
                 self._attempt.rollouts.mkdir(parents=True, exist_ok=True)
-            for path, lines in waiting.items():
-                append_bytes(path, member("".join(lines)))
+                append_bytes(path, member("".join(lines)), patience=0.0 if self._left_out else PATIENCE_S)
                 self._unsynced.add(path)
-        except OSError as error:
-            self._warn(error)
+            except OSError as error:
+                self._warn(error)
 
     def _warn(self, error: OSError) -> None:
         if not self._left_out:

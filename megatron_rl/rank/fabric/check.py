@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.contract.attempt_records import Address, AllReduce
+from megatron_rl.contract.files import WRITE_PATIENCE_S
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import Absent, Unreadable, read, write
 from megatron_rl.contract.shapes import from_json, to_json
@@ -117,7 +118,7 @@ def run(
             pairs |= {edge: found[stage.name] for edge, stage in stages.items()}
     if rank == 0:
         report = findings(names, whole, pairs, slower_than, time.monotonic() - began, broken)
-        write(attempt.fabric, report)
+        write(attempt.fabric, report, patience=WRITE_PATIENCE_S)
         for line in summary(report):
             logger.info(line)
     board.leave(members, timeouts.slack)

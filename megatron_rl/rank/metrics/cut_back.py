@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.contract.attempt_records import MetricsLine
-from megatron_rl.contract.files import open_regular, read_bytes, write_atomic
+from megatron_rl.contract.files import open_regular, read_bytes, until_written, write_atomic
 from megatron_rl.contract.metrics_index import MetricsIndex, look_up, not_indexed
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, decode_lines, patiently
@@ -73,15 +74,21 @@ def cut_back(
     if found.further:
         data = read_bytes(path)
         kept = [text for text in data[begin:].split(b"\n") if _step_of(text, last_step) is not None]
-        write_atomic(path, (data[:begin] + b"".join(text + b"\n" for text in kept)).decode("utf-8"))
+        whole = (data[:begin] + b"".join(text + b"\n" for text in kept)).decode("utf-8")
+        until_written(path, lambda: write_atomic(path, whole))
     else:
         cut(path, found.end)
 
 
 def cut(path: Path, end: int) -> None:
     """Truncate a file if it is longer. Raises OSError."""
-    if path.exists() and path.stat().st_size > end:
-        os.truncate(path, end)
+
+    def shorten() -> None:
+        with suppress(FileNotFoundError):
+            if path.stat().st_size > end:
+                os.truncate(path, end)
+
+    until_written(path, shorten)
 
 
 def lines_from(path: Path, begin: int) -> Iterator[tuple[MetricsLine, int]]:

@@ -1,7 +1,7 @@
 """Writer of metrics.jsonl and one log line per step. Rank 0 alone writes; trackers read what it has written.
 
-On a full disk the record waits for room: a save that fills the disk frees the space when it fails. The timeline, which
-is only for people, is left out with a warning.
+A write that fails is tried again for WRITE_PATIENCE_S: a save that fills the disk frees the space when it fails, and a
+stale mount recovers. The timeline, which is only for people, is then left out with a warning.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine
-from megatron_rl.contract.files import append_line, once_there_is_room
+from megatron_rl.contract.files import WRITE_PATIENCE_S, append_line, until_written
 from megatron_rl.contract.learning import Hindrance
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import append, encode_line
+from megatron_rl.contract.records import PATIENCE_S, append, encode_line
 from megatron_rl.contract.time_total import RunningTotal
 from megatron_rl.rank.metrics.cut_back import cut_back, resume_record
 from megatron_rl.rank.metrics.names import check_name
@@ -97,14 +98,14 @@ class MetricsWriter(Writer):
             logger.info("step %d  %s %s", step, name, f"{value:.3f}" if isinstance(value, float) else value)
 
     def timeline(self, line: TimelineLine) -> None:
-        with self._optional("the timeline"):
-            append(self._timeline, self._total.add(line))
+        what = "the timeline"
+        with self._optional(what):
+            patience = 0.0 if what in self._left_out else PATIENCE_S
+            append(self._timeline, self._total.add(line), patience=patience)
 
     def sync(self) -> None:
         for path in (self._run_dir.metrics, self._run_dir.evaluations):
-            if path.exists():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+            until_written(path, partial(_flush, path))
 
     def close(self) -> None:
         close_all(self._mirrors)
@@ -129,8 +130,14 @@ class MetricsWriter(Writer):
 def _append(path: Path, line: MetricsLine) -> int:
     """Append a line; return its bytes with its line break."""
     text = encode_line(line)
-    once_there_is_room(path, lambda: append_line(path, text))
+    append_line(path, text, patience=WRITE_PATIENCE_S)
     return len(text.encode("utf-8")) + 1
+
+
+def _flush(path: Path) -> None:
+    """Flush a file to disk, if it exists."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:

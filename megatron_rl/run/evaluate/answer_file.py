@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.contract.evaluation_records import EvaluationSettings, ProblemAnswers, ProblemKey
-from megatron_rl.contract.files import append_line
-from megatron_rl.contract.records import Unreadable, encode_line, read_lines
+from megatron_rl.contract.files import WRITE_PATIENCE_S, append_line
+from megatron_rl.contract.records import Unreadable, append, encode_line, read_lines
 from megatron_rl.recipe.errors import ConfigurationError
 
 
@@ -22,18 +22,8 @@ class AnswerFile:
 
     def add(self, lines: Sequence[ProblemAnswers]) -> None:
         """Append answers durably. Raises OSError, leaving the file as it was."""
-        with naming(self.path):
-            append_line(self.path, "\n".join(map(encode_line, lines)), durable=True)
+        append_line(self.path, "\n".join(map(encode_line, lines)), durable=True, patience=WRITE_PATIENCE_S)
         self.known |= {(line.set, line.mode, line.problem): line for line in lines}
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError: the error of a full disk has none."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextmanager
@@ -70,8 +60,7 @@ def _read(path: Path, settings: Mapping[str, Any]) -> dict[ProblemKey, ProblemAn
     if not headers:
         if found.records or len(found.damaged) > 1:
             raise ConfigurationError(f"{path} is not a file of an evaluation's answers; give another --out")
-        with naming(path):
-            append_line(path, encode_line(EvaluationSettings(dict(settings))), durable=True)
+        append(path, EvaluationSettings(dict(settings)), durable=True, patience=WRITE_PATIENCE_S)
         return {}
     if different := differences(headers[0].settings, settings):
         raise ConfigurationError(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import megatron_rl.model.platform.megatron_core  # noqa: F401  before the modules below import megatron-core themselves
 from megatron_rl.contract.attempt_records import Outcome
 from megatron_rl.contract.codes import DRAINED, FINISHED
-from megatron_rl.contract.files import once_there_is_room
+from megatron_rl.contract.files import WRITE_PATIENCE_S
 from megatron_rl.contract.paths import Attempt, RunDir
 from megatron_rl.contract.records import write
 from megatron_rl.rank.activity import Activity
@@ -53,7 +53,7 @@ def run_evaluation(
         if not done:
             drain.notify_host(world.rank)
         outcome = Outcome(FINISHED if done else DRAINED, answered)
-        once_there_is_room(attempt.outcome, lambda: write(attempt.outcome, outcome))
+        write(attempt.outcome, outcome, patience=WRITE_PATIENCE_S)
 
     with asyncio.Runner() as loop:
 

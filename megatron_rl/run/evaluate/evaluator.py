@@ -18,7 +18,7 @@ from megatron_rl.agent.trajectories import Problem
 from megatron_rl.algorithms.evaluation_scores import average, result
 from megatron_rl.checkpoint.source import PolicySource, find_source
 from megatron_rl.contract.evaluation_records import SAMPLED, EvaluationResult, PassRate, ProblemAnswers, ProblemKey
-from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.files import WRITE_PATIENCE_S, until_written, write_atomic
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import encode_line, write
 from megatron_rl.generate.engine.opened_policy import MOST_POSITIONS, ROWS, open_policy
@@ -26,7 +26,7 @@ from megatron_rl.rank.standalone_world import StandaloneWorld
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.evaluation_job import Evaluation
 from megatron_rl.recipe.inference import InferenceConfig, Sampling
-from megatron_rl.run.evaluate.answer_file import kept_answers, naming
+from megatron_rl.run.evaluate.answer_file import kept_answers
 from megatron_rl.run.evaluate.blocks import BlockRunner, EvaluationProgress, OpenedEvaluation, RunBlock, Waits
 
 TRAINING = "training"  # name of the set of training problems
@@ -139,10 +139,9 @@ def _answered(runner: BlockRunner) -> tuple[EvaluationResult, Path] | None:
         if evaluation.keep:
             kept = out.with_suffix(PASS_RATES)
             found = found._replace(pass_rates=str(kept))
-            with naming(kept):
-                write_atomic(kept, "".join(f"{encode_line(line)}\n" for line in pass_rates(sets, answers.known)))
-        with naming(out):
-            write(out, found)
+            text = "".join(f"{encode_line(line)}\n" for line in pass_rates(sets, answers.known))
+            until_written(kept, lambda: write_atomic(kept, text))
+        write(out, found, patience=WRITE_PATIENCE_S)
     return found, out
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_rl.contract import files
-from megatron_rl.contract.files import names_in, once_there_is_room, write_atomic
+from megatron_rl.contract import files, records
+from megatron_rl.contract.files import PASSING, append_line, names_in, until_written, write_atomic
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.run_records import Done
 
 
 def test_two_nodes_with_equal_process_ids_may_write_one_file_concurrently(tmp_path, monkeypatch):
@@ -61,19 +66,71 @@ def test_failed_write_leaves_only_the_old_file(tmp_path, monkeypatch):
     assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
 
 
-def test_only_a_full_disk_is_waited_for(monkeypatch):
+def test_only_an_error_that_passes_is_waited_for(monkeypatch):
     monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
-    errors = [OSError(errno.ENOSPC, "full"), OSError(errno.EDQUOT, "quota")]
+    errors = [OSError(number, os.strerror(number)) for number in PASSING]
 
     def write() -> str:
         if errors:
             raise errors.pop()
         return "written"
 
-    assert once_there_is_room("f", write) == "written"
-    errors.append(OSError(errno.EIO, "Input/output error"))
-    with pytest.raises(OSError, match="Input/output"):
-        once_there_is_room("f", write)
+    assert until_written("f", write) == "written"
+    errors.append(OSError(errno.EACCES, "Permission denied"))
+    with pytest.raises(OSError, match="Permission denied: 'f'"):
+        until_written("f", write)
+
+
+class FailingFile(io.FileIO):
+    """A file on a mount that takes five bytes and then fails, a few times."""
+
+    fails: list[int] = []
+
+    def write(self, data: Any) -> int:
+        if not self.fails:
+            return super().write(data)
+        if len(data) > 5 and self.tell() % 2:  # not at once
+            return super().write(data[:5])
+        super().write(data[:5])
+        raise OSError(self.fails.pop(), "failed")
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_line_whose_write_failed_for_a_moment_is_neither_doubled_nor_torn(tmp_path, monkeypatch, number, restores):
+    path, line = tmp_path / "metrics.jsonl", json.dumps({"step": 2, "loss": 0.5})
+    path.write_text('{"step": 1}\n')
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(files.Path, "open", lambda path, mode, buffering: FailingFile(path, mode.replace("b", "")))
+    monkeypatch.setattr(FailingFile, "fails", [number] * 3)
+    if not restores:
+        monkeypatch.setattr(files.os, "truncate", lambda path, end: (_ for _ in ()).throw(OSError(number, "failed")))
+    append_line(path, line, patience=30.0)
+    append_line(path, line)
+    monkeypatch.undo()
+    assert path.read_text() == f'{{"step": 1}}\n{line}\n{line}\n'
+
+
+def test_a_line_that_reached_the_disk_although_the_flush_failed_is_not_doubled(tmp_path, monkeypatch):
+    path, fails = tmp_path / "ledger.jsonl", [errno.EIO, errno.ESTALE]
+    path.write_text("torn")
+
+    def fsync(descriptor: int) -> None:
+        if fails:
+            raise OSError(fails.pop(), "failed")
+
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(files.os, "truncate", lambda path, end: (_ for _ in ()).throw(OSError(errno.EIO, "failed")))
+    append_line(path, "whole", durable=True, patience=30.0)
+    assert path.read_text() == "torn\nwhole\n"
+
+
+def test_the_error_of_a_record_that_cannot_be_written_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "failed")))
+    for write_it in (records.write, partial(records.append, durable=True)):
+        with pytest.raises(OSError, match=r"failed: '.*/done\.json'"):
+            write_it(tmp_path / "done.json", Done(1, 2, 3.0))
 
 
 def test_wait_for_a_full_disk_ends_at_its_limit(monkeypatch):
@@ -90,10 +147,10 @@ def test_wait_for_a_full_disk_ends_at_its_limit(monkeypatch):
         raise OSError(errno.ENOSPC, "full")
 
     with pytest.raises(OSError, match="full"):
-        once_there_is_room("f", write, patience=2.5)
+        until_written("f", write, patience=2.5)
     assert sum(slept) == 2.5
     with pytest.raises(OSError, match="full"):
-        once_there_is_room("f", write, patience=0.0)
+        until_written("f", write, patience=0.0)
     assert sum(slept) == 2.5
 
 

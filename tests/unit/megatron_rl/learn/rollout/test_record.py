@@ -133,7 +133,7 @@ def test_a_log_prob_that_is_not_finite_is_recorded_as_such(run: RunDir):
 def test_groups_are_left_out_with_one_warning_while_the_disk_is_full(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def full(path: str, data: bytes) -> None:
+    def full(path: str, data: bytes, patience: float) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
     record = recorder(run)
