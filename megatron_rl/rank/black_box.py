@@ -36,7 +36,7 @@ from megatron_rl.contract.codes import (
 )
 from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import RankFiles
-from megatron_rl.contract.records import write
+from megatron_rl.contract.records import PATIENCE_S, write
 from megatron_rl.contract.text import printable_lines
 from megatron_rl.rank.activity import Activity
 from megatron_rl.recipe.errors import task_location, task_traceback
@@ -104,7 +104,7 @@ class BlackBox:
         )
         try:
             self._files.folder.mkdir(parents=True, exist_ok=True)
-            write(self._files.error(self._rank), report)
+            write(self._files.error(self._rank), report, patience=PATIENCE_S)
         except OSError as unwritten:
             logger.error("the error file cannot be written: %s. The error itself follows", unwritten)
         where = f"rank {self._rank} failed in step {activity.step} ({activity.doing})"

@@ -58,7 +58,7 @@ def answer_over_deaths(_rank: int, _world: int, run: RunDir, published: Path) ->
             for process in first.computing():
                 process.suspend()
             hangs = HangWatch(first.replica, HANG_S)
-            until(lambda: hangs.poll(time.time()) is not None, "the host notices a stopped engine")
+            until(lambda: hangs.poll(time.monotonic()) is not None, "the host notices a stopped engine")
             for process in first.computing():
                 process.resume()
             children, left = first.children(), first.folder()

@@ -2,8 +2,8 @@
 
 An exit code alone proves nothing: a good drain can end in 137 when the batch system cleans up, and a crash beside
 drained ranks can look like 75. So a rank that was killed without an error file, or first by NCCL's watchdog, is the
-cause of the errors that other ranks report. Otherwise error files count first, then rank 0's outcome, and exit codes
-only where there is neither.
+cause of the errors that other ranks report. So is one that failed and could write none, where they report a lost rank.
+Otherwise error files count first, then rank 0's outcome, and exit codes only where there is neither.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ NOT_STARTED = "it could not be started: "  # prefix of the reason why a rank's p
 _NOT_IN_IMAGE = re.compile(
     r"exec: [^/\s]+: not found$|ModuleNotFoundError: No module named '(?!(?:megatron_rl|launcher)\b)"
 )
+
+# Errors that another rank's end causes
+_LOST_PEER = re.compile(r"^PeerLost: |[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe")
 
 
 class RankExit(NamedTuple):
@@ -92,6 +95,7 @@ def verdict_of(evidence: AttemptEvidence) -> Verdict:
         _hung(evidence)
         or _killed_silently(evidence)
         or _timed_out(evidence)
+        or _failed_unreported(evidence)
         or _reported(evidence)
         or _died_before_drain(evidence)
         or _left_cleanly(evidence)
@@ -136,6 +140,19 @@ def _timed_out(evidence: AttemptEvidence) -> Verdict | None:
     if absent is not None:
         return absent._replace(error=f"{absent.error}: {collective}")
     return _by_exit(evidence, first)._replace(error=collective, node=None)
+
+
+def _failed_unreported(evidence: AttemptEvidence) -> Verdict | None:
+    """A rank failed and could write no report, because the disk was full or its quota used up. The others report that
+    they lost it."""
+    if not evidence.errors or _LOST_PEER.search(evidence.errors[0].error) is None:
+        return None
+    reported = {*evidence.unreadable_errors, *(error.rank for error in evidence.errors)}
+    for ended in evidence.exits:
+        # Of thousands of ranks that failed, only the reports of some were read: those with a last line.
+        if ended.code > 0 and ended.rank in evidence.last_lines and ended.rank not in reported:
+            return _by_exit(evidence, ended)
+    return None
 
 
 def _reported(evidence: AttemptEvidence) -> Verdict | None:

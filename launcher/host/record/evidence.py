@@ -78,7 +78,8 @@ def read_evidence(attempt: RankFiles, observed: Observed, drain: Drain | None) -
     # Ranks that were asked to leave are ended at this time; later errors are about lost peers.
     ended_at = math.inf if drain is None or drain.deadline is None else drain.deadline - LAST_MOMENT_S
     errors, unreadable = _read_errors(attempt, ended_at, {*suspected, *(ended.rank for ended in bad)})
-    silent = not errors and outcome is ABSENT and any(ended.bad for ended in exits)
+    reported = {*unreadable, *(error.rank for error in errors)}
+    silent = outcome is ABSENT and any(ended.rank not in reported for ended in bad)
     return AttemptEvidence(
         errors=errors,
         unreadable_errors=unreadable,

@@ -101,8 +101,9 @@ class Deaths:
         with suppress(psutil.Error):  # the guard has ended
             guard = psutil.Process(self._guard)
             living = guard.children(recursive=True)
-            if self._server is None and living:
-                self._server = min(guard.children(), key=psutil.Process.create_time).pid
+            if self._server is None:
+                server = min(guard.children(), key=psutil.Process.create_time, default=None)
+                self._server = None if server is None else server.pid  # None: it has ended since the look above
         for process in living:
             with suppress(OSError, psutil.Error, AttributeError):  # it has ended, or there is no pidfd
                 name = _name(process)  # asked again in each look: vLLM renames its processes after a while

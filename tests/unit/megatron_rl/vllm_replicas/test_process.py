@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from io import StringIO
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -132,6 +133,19 @@ def test_a_worker_that_the_guard_kills_after_the_server_is_not_the_reason(begin:
     server_of(process).send_signal(signal.SIGUSR1)
     assert process.explained(SILENT) == "vLLM has ended (exit code 3)"
     assert process._deaths.first is None
+
+
+def test_a_server_that_ends_between_two_looks_at_its_guard_ends_no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Guard(psutil.Process):
+        def children(self, recursive: bool = False) -> list[psutil.Process]:
+            return [psutil.Process()] if recursive else []
+
+    looks: list[list[int]] = []
+    monkeypatch.setattr(deaths, "SCAN_S", 0.02)
+    monkeypatch.setattr(deaths, "psutil", SimpleNamespace(Process=Guard, Error=psutil.Error))
+    watch = deaths.Deaths(os.getpid(), looks.append)
+    until(lambda: len(looks) > 1)
+    watch.close()
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:

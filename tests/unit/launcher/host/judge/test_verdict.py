@@ -85,6 +85,28 @@ def test_a_killed_rank_is_the_cause_of_the_errors_its_sisters_report():
     assert "SIGKILL" in verdict.error
 
 
+QUOTA = "OSError: [Errno 122] Disk quota exceeded: '/runs/mine/metrics.jsonl'"
+LOST_PEER = ERROR._replace(rank=1, error="PeerLost: rank 0 closed its connection: it has ended")
+
+
+def test_a_rank_whose_used_up_quota_kept_it_from_reporting_is_the_cause_of_what_its_peers_report():
+    rank, error = blamed(errors=[LOST_PEER], exits=exits({1: 1, 0: 1}), last_lines={0: QUOTA, 1: LOST_PEER.error})
+    assert (rank, error) == (0, f"it left with exit code 1 without an error report; its log ends: {QUOTA}")
+    full = "Disk quota exceeded: '/runs/mine'"
+    rank, error = blamed(errors=[LOST_PEER], exits=exits({1: 1, 0: 1}), last_lines={0: ""}, unwritable=full)
+    assert (rank, error) == (0, f"{full}; it left with exit code 1 without a report")
+
+
+@pytest.mark.parametrize(
+    ("first", "codes", "read"),
+    [(ERROR, {1: 1, 0: 1}, 2), (LOST_PEER, {1: 1, 0: -15}, 2), (LOST_PEER, {1: 1}, 2), (LOST_PEER, {1: 1, 0: 1}, 0)],
+    ids=["the report is about something else", "it was ended", "nobody else failed", "its report was not looked for"],
+)
+def test_otherwise_the_first_report_counts(first, codes, read):
+    last_lines = dict.fromkeys(range(read), "x")
+    assert blamed(errors=[first], exits=exits(codes), last_lines=last_lines) == (1, first.error)
+
+
 def test_an_abort_may_be_the_consequence_of_another_ranks_error():
     assert blamed(errors=[ERROR], exits=exits({1: 1, 0: -signal.SIGABRT})) == (1, "boom")
 

@@ -21,7 +21,7 @@ from megatron_rl.contract.attempt_records import Drain, Hang, Heartbeat, Outcome
 from megatron_rl.contract.codes import DRAINED, HEARTBEAT_WAIT, SIGNALLED
 from megatron_rl.contract.heartbeat_files import write_heartbeat
 from megatron_rl.contract.paths import Attempt, RunDir
-from megatron_rl.contract.records import append, write
+from megatron_rl.contract.records import append, encode, write
 
 
 @pytest.fixture
@@ -226,6 +226,10 @@ def test_where_no_rank_left_a_word_the_disk_is_tried(attempt, monkeypatch, numbe
     monkeypatch.setattr(os, "fsync", fsync)
     died = Observed(exits=[RankExit(0, 1)])
     assert read_evidence(attempt, died, None).unwritable == (why and f"{why}: '{attempt.folder}'")
+    lost = RankError(1, "n1", 7, "train", "PeerLost: rank 0 closed its connection: it has ended")
+    attempt.error(1).write_text(encode(lost))
+    assert read_evidence(attempt, died, None).unwritable == (why and f"{why}: '{attempt.folder}'"), "a peer's report"
+    attempt.error(1).unlink()
     append(attempt.timeline, TimelineLine(1.0, 41, {"train": 1.0}))
     append(attempt.timeline, TimelineLine(2.0, 42, {"train": 1.0}))
     assert read_evidence(attempt, died, None).trained == 42
