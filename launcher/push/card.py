@@ -1,7 +1,12 @@
-"""Text of a model card. Pure: the same record gives the same card, so a second push changes nothing."""
+"""Text of a model card. Pure: the same record gives the same card, so a second push changes nothing.
+
+Names in a recipe, a data set or a model may be somebody else's text. The hub renders a card as Markdown with HTML, so
+those that could be more than a name are set as code.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +14,15 @@ from typing import Any
 import yaml
 
 from launcher.report.run_report import ResultRow
+from megatron_rl.contract.text import printable
 
 MARK = "<!-- Made by mrl push, which replaces this card unless this line is deleted. -->"
 
 ACCURACY = "greedy accuracy "
 """Beginning of the names of accuracies in a curve, which follow the other metrics."""
+
+_PLAIN = re.compile(r"(?i)(?!.*(?:://|www\.|@.*\.))[\w ,.:;/+()%=±@-]*")
+"""Text that Markdown shows as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +56,14 @@ def text_of(card: ModelCard) -> str:
     """Return the card, a README.md of the hub."""
     parts = [
         f"---\n{_yaml(_head(card))}---\n{MARK}\n",
-        f"# {card.name}\n",
+        f"# {_shown(card.name)}\n",
         _summary(card),
         *_results(card),
         *_curve(card),
         "## Training\n",
         _table(["", ""], [[name, value] for name, value in card.totals.items()]),
         "Keys of the recipe that differ from their defaults:\n",
-        f"```yaml\n{_yaml(dict(card.recipe))}```\n",
+        _fenced(_yaml(dict(card.recipe))),
     ]
     return "\n".join(parts)
 
@@ -84,10 +93,10 @@ def _indexed(row: ResultRow) -> dict[str, Any]:
 
 def _summary(card: ModelCard) -> str:
     what = "Adapters (LoRA) of" if card.adapters else "Weights that began as"
-    origin = f"{what} {card.base}" if card.base else "Weights that began as random numbers"
-    commit = f", commit {card.commit}" if card.commit else ""
-    trained = f" on {', '.join(card.environments)}" if card.environments else ""
-    sets = f" Data: {', '.join(card.datasets)}." if card.datasets else ""
+    origin = f"{what} {_shown(card.base)}" if card.base else "Weights that began as random numbers"
+    commit = f", commit {_shown(card.commit)}" if card.commit else ""
+    trained = f" on {', '.join(map(_shown, card.environments))}" if card.environments else ""
+    sets = f" Data: {', '.join(map(_shown, card.datasets))}." if card.datasets else ""
     return (
         f"{origin}, trained for {card.step:,} steps by {card.method}{trained} with mrl {card.version}{commit}.{sets}\n"
     )
@@ -120,7 +129,25 @@ def _curve(card: ModelCard) -> list[str]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(_shown(cell).replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _shown(text: str) -> str:
+    """Text in which nothing is a link, a tag or an image, and which does not end its line or span."""
+    if _PLAIN.fullmatch(text):
+        return text
+    fence = _longer_than_in(text, "`")
+    return f"{fence} {printable(text)} {fence}"
+
+
+def _fenced(text: str) -> str:
+    fence = _longer_than_in(text, "```")
+    return f"{fence}yaml\n{text}{fence}\n"
+
+
+def _longer_than_in(text: str, fence: str) -> str:
+    """Backticks, at least `fence`, and more than stand in a row anywhere in the text."""
+    return max([fence, *(found + "`" for found in re.findall("`+", text))], key=len)
 
 
 def _yaml(value: Mapping[str, Any]) -> str:

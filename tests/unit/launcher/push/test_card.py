@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from optional import needs
 from run_helpers import make_run
 
 from launcher.push.card import MARK, ModelCard, text_of
 from launcher.push.card_facts import licence_of, read_card
+from launcher.report.run_report import ResultRow
 from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.evaluation_records import EvaluationResult, MeanScore, SetResult
 from megatron_rl.contract.paths import RunDir
@@ -72,6 +75,38 @@ def test_card_has_all_scores_of_the_evaluation_during_training(run: RunDir) -> N
     append(run.evaluations, MetricsLine(50, values))
     rows = [(row.set, row.score, row.value) for row in card_of(run, step=50).results]
     assert rows == [("hard", "pass@1", 0.5), ("hard", "pass@16", 0.75), ("held_out_rows", "loss", 1.5)]
+
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "[model](https://evil.example)",
+    "https://evil.example/weights",
+    "www.evil.example",
+    "x\n---\nlicense: mit\n---\n# Mine",
+    "`` `<b>",
+    "a\n```\n<script>alert(1)</script>\n```",
+    "a | <b>",
+]
+
+
+@needs("markdown_it")
+def test_no_name_of_a_recipe_a_model_or_a_data_set_becomes_a_link_or_a_tag_of_the_card(run: RunDir) -> None:
+    from markdown_it import MarkdownIt
+
+    plain = card_of(run)
+    for hostile in HOSTILE:
+        row = ResultRow("final", hostile, hostile, 0.5, None, 10)
+        card = replace(plain, name=hostile, base=hostile, datasets=[hostile], environments=[hostile], results=[row])
+        text = text_of(replace(card, recipe={"environment.args.train": hostile}))
+        front, body = yaml.safe_load(text.split("\n---\n")[0].removeprefix("---\n")), text.partition(MARK)[2]
+        assert (front["model-index"][0]["name"], front["datasets"]) == (hostile, [hostile])
+        assert "license" not in front
+        rendered = MarkdownIt("commonmark").enable("table").parse(body)
+        tokens = [token for block in rendered for token in [block, *(block.children or [])]]
+        assert not {token.type for token in tokens} & {"html_block", "html_inline", "link_open", "image", "hr"}
+        assert len([token for token in tokens if token.type == "code_inline"]) == 6, hostile
+        (recipe,) = [token for token in tokens if token.type == "fence"]
+        assert yaml.safe_load(recipe.content) == {"environment.args.train": hostile}
 
 
 def test_card_of_a_mix_names_the_data_sets_that_it_trained_on(tmp_path: Path) -> None:
