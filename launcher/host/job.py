@@ -17,11 +17,13 @@ import time
 
 from launcher.host.process.output import QuietStream
 from launcher.host.process.signals import Signals
+from megatron_rl.contract.files import only_owner_writes
 
 REQUESTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEARD_VARIABLE = "MRL_HEARD"  # names of signals that the script received before this process
 
 
+@only_owner_writes()
 def main(arguments: list[str] | None = None) -> int:
     signals = Signals(REQUESTS)  # first of all: until here they are ignored
     options = _parse(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import stat
 from contextlib import suppress
@@ -77,16 +78,30 @@ def refuse_others(run: RunDir, trusted: bool) -> None:
             continue
         except OSError as error:
             raise BadInput(f"{path}: its owner is unknown: {error.strerror}; try again, or give --trust") from error
-        if path == run.root and found.st_mode & stat.S_IWOTH:
+        writers = _other_writers(found) if path == run.root else None
+        if writers is not None:
             raise BadInput(
-                f"{path}: all users can write there, and replace code and checkpoints that run as you: "
-                f"chmod o-w {path}, or give --trust"
+                f"{path}: {writers} can write there, and replace code and checkpoints that run as you: "
+                f"chmod go-w {path}, or give --trust"
             )
         if found.st_uid not in (os.geteuid(), ROOT):
             raise BadInput(
                 f"{path}: belongs to {owner_name(found.st_uid)}, and the code of that run would run as you: "
                 "give --trust if you trust its author"
             )
+
+
+def _other_writers(found: os.stat_result) -> str | None:
+    """Who else can write into a directory; None if nobody can. Many users have a group to themselves, by their name."""
+    if found.st_mode & stat.S_IWOTH:
+        return "all users"
+    if not found.st_mode & stat.S_IWGRP:
+        return None
+    try:
+        group = grp.getgrgid(found.st_gid).gr_name
+    except KeyError:
+        group = str(found.st_gid)
+    return None if group == owner_name(found.st_uid) else f"the group {group}"
 
 
 def warning_of_readers(root: Path) -> str | None:

@@ -11,6 +11,7 @@ from launcher.errors import BadInput
 from launcher.recipe.sweep import count
 from launcher.start.planned import check_directories, remarks_of
 from launcher.start.request import PlannedRun, Request, plan_runs
+from megatron_rl.contract.files import only_owner_writes
 
 
 class Started(NamedTuple):
@@ -18,6 +19,7 @@ class Started(NamedTuple):
     notes: tuple[str, ...]
 
 
+@only_owner_writes()
 def start_quietly(request: Request) -> Started:
     """Submit a run, or start it on this machine, where it outlives this process. Raises BadInput, Unsure or Failed."""
     if (runs := count(request.overrides)) > 1:
@@ -31,6 +33,7 @@ def start_quietly(request: Request) -> Started:
     return submit_quietly(planned, request, clusters.profile(cluster), notes)
 
 
+@only_owner_writes()
 def submit_quietly(planned: PlannedRun, request: Request, profile: Profile, notes: tuple[str, ...]) -> Started:
     """Submit a planned run. `notes`: earlier remarks. Raises BadInput or Unsure."""
     from launcher.start.on_slurm import draft_of, submissions

@@ -222,6 +222,24 @@ def compiler_cache() -> str:
         return tempfile.mkdtemp(prefix="mrl-compiled-")
 
 
+@contextlib.contextmanager
+def only_owner_writes() -> Iterator[None]:
+    """Create files that only their owner can write, in this process and those that it starts.
+
+    Many clusters have the umask 002: in a run directory that a group may read, the group could otherwise replace code
+    that runs as the owner. Slurm gives tasks the umask in SLURM_UMASK.
+    """
+    before = os.umask(0o077)
+    mask = before | stat.S_IWGRP | stat.S_IWOTH
+    os.umask(mask)
+    if "SLURM_UMASK" in os.environ:
+        os.environ["SLURM_UMASK"] = f"{mask:04o}"
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def seen(look: Callable[[], bool]) -> bool:
     """Return the result of a look at a path, such as `path.is_file`; False for a name that no file can have or that
     cannot be looked at, which the reader of the path reports."""

@@ -52,6 +52,21 @@ def test_another_user_reads_and_writes_nothing_of_a_run(shared: Path) -> None:
     assert not succeeds("mv", run / "resolved.yaml", run / "moved")
 
 
+def test_a_group_that_may_read_a_run_can_write_nothing_in_it(shared: Path) -> None:
+    run = shared / "run"
+    run.mkdir()
+    run.chmod(0o2750)
+    before = os.umask(0o002)
+    try:
+        done = submit(run)
+    finally:
+        os.umask(before)
+    assert done.returncode == 0, done.stderr
+    made = [path for path in run.rglob("*") if not path.is_symlink()]
+    assert len(made) > 5
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+
+
 def test_a_directory_that_others_can_read_is_warned_of(shared: Path) -> None:
     run = shared / "run"
     run.mkdir(mode=0o755)

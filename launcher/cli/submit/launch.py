@@ -11,8 +11,10 @@ from launcher.cluster.choice import LOCAL, load_clusters
 from launcher.errors import Failed
 from launcher.start.planned import check_directories, remarks_of
 from launcher.start.request import Request, large_sweep, plan_runs, why_local
+from megatron_rl.contract.files import only_owner_writes
 
 
+@only_owner_writes()
 def launch(request: Request) -> int:
     clusters = load_clusters()
     cluster, planned = plan_runs(_confirmed(request), clusters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -14,8 +15,10 @@ from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.serve import make_token_file
 from launcher.errors import BadInput
 from launcher.host.record.identity import note_submission
+from launcher.runs import owner as owner_module
 from launcher.runs.owner import refuse_others
 from launcher.runs.policy_path import prepare_policy
+from megatron_rl.contract.files import owner_name
 from megatron_rl.contract.paths import RunDir
 
 
@@ -86,6 +89,18 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(Path, "stat", stat)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return run
+
+
+@pytest.mark.parametrize(("group", "refused"), [("lab", True), (owner_name(os.geteuid()), False)])
+def test_a_directory_that_a_group_can_write_is_refused(tmp_path, monkeypatch, group, refused):
+    """The umask 002 is common; a group of the user's own name has no other members."""
+    tmp_path.chmod(0o2775)
+    monkeypatch.setattr(owner_module.grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=group))
+    run = RunDir(tmp_path)
+    if refused:
+        with pytest.raises(BadInput, match=r"the group lab can write there, .*: chmod go-w"):
+            refuse_others(run, trusted=False)
+    refuse_others(run, trusted=refused)
 
 
 def test_what_another_user_wrote_is_refused(theirs):
