@@ -118,8 +118,11 @@ def why_not_contained(container: ProgramContainer, folder: Path) -> str | None:
     os.close(writable)
     with os.fdopen(readable, "rb") as said:
         why = said.read().decode()
-    os.waitpid(pid, 0)
-    return why or None
+    _, status = os.waitpid(pid, 0)
+    if why or status == 0:
+        return why or None
+    code = os.waitstatus_to_exitcode(status)
+    return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
 
 
 def leave_keys() -> None:
