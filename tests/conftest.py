@@ -70,7 +70,7 @@ NEED = {
     "trl": ("rows_of_peers", "supervised_step", "trl_parity"),
     "openai": (
         *("conversations", "endpoint", "endpoint_agent", "endpoint_refusals", "endpoint_responses"),
-        *("first_rows", "published_templates", "rows", "turn_end"),
+        *("first_rows", "published_templates", "raw_requests", "rows", "turn_end"),
     ),
     "datasets": (
         "datasets",

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.agent.server.serving import allow_connections, refused, run_server, serve
+from megatron_rl.agent.server.serving import refused, run_server, serve
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.recipe.extras import install_command
 
@@ -83,7 +83,6 @@ def _open_and_serve(options: argparse.Namespace, tokens: list[str], listener: so
                 tokens=tokens,
                 limits=limits,
             )
-            allow_connections()
             gc.collect()
             gc.freeze()  # collecting torch's many objects would take longer than some answers
             asyncio.run(

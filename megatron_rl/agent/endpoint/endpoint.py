@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from megatron_rl.agent.endpoint.routes import Routes
 from megatron_rl.agent.endpoint.session import RolloutSession, session_ended
-from megatron_rl.agent.server.serving import BACKLOG, allow_connections
+from megatron_rl.agent.server.serving import BACKLOG
 from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.generate.serving.access import Access
 from megatron_rl.generate.serving.api_errors import ApiError
@@ -117,7 +117,6 @@ class PolicyEndpoint:
         """Listen, and serve in the running loop. Raises ConfigurationError if the job has no interface, or the recipe
         names a renderer that does not fit."""
         await asyncio.to_thread(partial(chat.check, continues=True))
-        allow_connections()
         host = LOOPBACK if config.listen == "loopback" else own_address()
         return cls(chat, config, socket.create_server((host, 0), backlog=BACKLOG))
 

@@ -10,7 +10,6 @@ import asyncio
 import errno
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -88,12 +87,6 @@ def run_server(token_file: Path, host: str, port: int, work: Callable[[list[str]
 
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def allow_connections() -> None:
-    """Raise the limit of open files to the maximum: each connection is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def serve(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_rl.generate.serving.api_errors import ApiError
@@ -87,6 +87,8 @@ async def read_body(request: Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_S):
             return await request.body()
+    except ClientDisconnect:
+        raise ApiError(499, "the client left before its body was complete") from None  # nobody reads it
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s", headers={"Connection": "close"}) from None
 

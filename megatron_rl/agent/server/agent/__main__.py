@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.agent.server.serving import allow_connections, refused, run_server, serve
+from megatron_rl.agent.server.serving import refused, run_server, serve
 from megatron_rl.contract.codes import EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.extras import install_command
@@ -54,7 +54,6 @@ def _build_and_serve(options: argparse.Namespace, tokens: list[str], listener: s
     except ValueError as error:
         return refused(f"environment {config.name}: {error}", EXIT_USAGE)
     service = AgentService(config.name, environment)
-    allow_connections()
     asyncio.run(
         serve(
             application(service, tokens),
