@@ -75,6 +75,7 @@ def generate_elsewhere(
     """Set up the refit of the replicas, which generate with the weights of the policy once they are published.
     Collective."""
     pool, engines = replicas.pool, replicas.engines
+    pool.know_vocabulary(lesson.tokenizer.vocab_size)
     measure = None
     if capabilities_of(config.inference.engine).probed:
         prompts = (problem.prompt for problem in lesson.sets[0].problems)

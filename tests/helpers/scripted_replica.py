@@ -4,6 +4,7 @@ are functions of the request's key."""
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 import time
@@ -67,6 +68,8 @@ class ScriptedEngine:
         self.fails: Exception | None = None
         self.asleep = False
         """Whether it samples nothing."""
+        self.impossible_at: int | None = None
+        """Place of a token in each answer whose log-prob is -inf."""
         self._open: dict[str, list[Transcript]] = {}
         self._answered: dict[str, list[Completion]] = {}
 
@@ -106,7 +109,8 @@ class ScriptedEngine:
                 place = len(each.tokens)
                 if each.finish_reason is None and (self.hold_at is None or place < self.hold_at):
                     token = token_at(each.request, each.sample, place)
-                    each.extend(RowAnswer(0, [token], [-float(place)]), self.policy_version)
+                    logprob = -math.inf if place == self.impossible_at else -float(place)
+                    each.extend(RowAnswer(0, [token], [logprob]), self.policy_version)
                     self.sampled += 1
             if all(each.finish_reason for each in samples):
                 self._answered[request_id] = [each.completion() for each in self._open.pop(request_id)]

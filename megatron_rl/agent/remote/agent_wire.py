@@ -8,8 +8,9 @@
     DELETE /sessions/ID                       the caller no longer waits
 
 The ranks send all requests, even for generation, so the ranks need not be reachable. Problems stay with the agent and
-are named by set and index; the ranks know only the prompts. Each request carries the token. Each body that begins a
-session carries PROTOCOL and the digest of the prompts: an agent with other problems rejects it.
+are named by set and index; the ranks know only the prompts. A log-prob that is not finite is null. Each request carries
+the token. Each body that begins a session carries PROTOCOL and the digest of the prompts: an agent with other problems
+rejects it.
 """
 
 from __future__ import annotations
@@ -25,17 +26,26 @@ from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, FinishReason
-from megatron_rl.generate.replicas.wire import STRICT, Garbled, PolicyVersion, Refusal, TokenId, kind_of
+from megatron_rl.generate.replicas.wire import (
+    STRICT,
+    Garbled,
+    PolicyVersion,
+    Refusal,
+    TokenId,
+    decode_logprobs,
+    encode_logprobs,
+    kind_of,
+)
 from megatron_rl.model.choices import decode_choices, encode_choices
 from megatron_rl.recipe.inference import Sampling
 
-PROTOCOL = 8
+PROTOCOL = 9
 TRAINING = "training"
 """Name of the training set; the others are evaluation/NAME."""
 EVALUATION = "evaluation/"
 POLL_S = 5.0
 """Seconds that a poll waits for something to report."""
-LISTS = ("tokens", "loss_mask", "logprobs", "versions")
+LISTS = ("tokens", "loss_mask", "versions")
 
 
 class AgentDescription(BaseModel):
@@ -77,7 +87,7 @@ class _AgentBody(BaseModel):
 class _Sequence(_AgentBody):
     tokens: list[NonNegativeInt]
     loss_mask: list[bool]
-    logprobs: list[float]
+    logprobs: list[float | None]
     versions: list[int]
     turns: list[Annotated[tuple[int, int], Strict(False)]]
     choices: list[Any] = []
@@ -91,7 +101,7 @@ class _Sequence(_AgentBody):
             raise ValueError("a turn outside the tokens")
         turns = [range(*turn) for turn in self.turns]
         choices = decode_choices(self.choices) if self.choices else []
-        lists = self.tokens, self.loss_mask, self.logprobs, self.versions, turns
+        lists = self.tokens, self.loss_mask, decode_logprobs(self.logprobs), self.versions, turns
         return Branch(*lists, choices=choices, grammars=self.grammars)
 
 
@@ -126,7 +136,7 @@ class _Result(_AgentBody):
 
 def encode_completions(completions: Sequence[Completion]) -> list[list[Any]]:
     return [
-        [one.tokens, one.logprobs, one.finish_reason, one.versions, one.stop]
+        [one.tokens, encode_logprobs(one.logprobs), one.finish_reason, one.versions, one.stop]
         + ([encode_choices(one.choices), one.grammar] if one.choices or one.grammar else [])
         for one in completions
     ]
@@ -134,7 +144,7 @@ def encode_completions(completions: Sequence[Completion]) -> list[list[Any]]:
 
 class _Completed(NamedTuple):
     tokens: list[TokenId]
-    logprobs: list[float]
+    logprobs: list[float | None]
     finish_reason: FinishReason
     versions: list[PolicyVersion]
     stop: str | None
@@ -143,7 +153,7 @@ class _Completed(NamedTuple):
 
     @property
     def completion(self) -> Completion:
-        lists = self.tokens, self.logprobs, self.finish_reason, self.versions, self.stop
+        lists = self.tokens, decode_logprobs(self.logprobs), self.finish_reason, self.versions, self.stop
         return Completion(*lists, choices=decode_choices(self.choices) if self.choices else [], grammar=self.grammar)
 
 
@@ -183,7 +193,8 @@ def _encode_sequence(one: Branch) -> dict[str, Any]:
     choices = {"choices": encode_choices(one.choices)} if one.choices else {}
     turns = [(turn.start, turn.stop) for turn in one.turns]
     grammars = {"grammars": one.grammars} if one.grammars else {}
-    return {name: getattr(one, name) for name in LISTS} | {"turns": turns} | choices | grammars
+    lists = {name: getattr(one, name) for name in LISTS} | {"logprobs": encode_logprobs(one.logprobs)}
+    return lists | {"turns": turns} | choices | grammars
 
 
 def decode_result(body: Any, vocab_size: int) -> AgentAnswers:

@@ -21,7 +21,7 @@ from megatron_rl.generate.replicas.paces import DecodePace, too_slow
 from megatron_rl.generate.replicas.requests_in_flight import KeptWeights
 from megatron_rl.generate.replicas.shard import Shard
 from megatron_rl.generate.replicas.speeds import speeds
-from megatron_rl.generate.replicas.wire import OTHER_VERSION, News, State
+from megatron_rl.generate.replicas.wire import OTHER_VERSION, Garbled, News, State
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ class Dispatch:
         self.policy_version = -1
         """Requests go to replicas with weights of this version or a newer one. Other threads may set it, before
         `begin_version`."""
+        self.vocab_size = math.inf
+        """Tokens of the run's vocabulary, once it is known, which is before the first request. Embedding a token beyond
+        it would end a rank by an index error. Other threads may set it."""
         self.starved = False
         self.busy_s = 0.0
         self.given_up: str | None = None
@@ -147,6 +150,8 @@ class Dispatch:
     def _take_news(self, link: ReplicaLink, news: News) -> None:
         now = time.monotonic()
         for request_id, delta in news.pieces:
+            if (highest := max(delta.tokens, default=-1)) >= self.vocab_size:
+                raise Garbled(f"it answers with token {highest}, and the vocabulary has {self.vocab_size} tokens")
             if (work := self._assignment.requests.asked(request_id, link)) is not None:
                 link.pace = link.pace.plus(*work.unanswered.take(delta, now, self._version_began))
                 work.count()

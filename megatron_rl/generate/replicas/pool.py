@@ -63,6 +63,10 @@ class ReplicaPool:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._dispatch.begin_version)
 
+    def know_vocabulary(self, vocab_size: int) -> None:
+        """Give up replicas that answer with other tokens than those of the run's tokenizer."""
+        self._dispatch.vocab_size = vocab_size
+
     @property
     def busy_s(self) -> float:
         """Seconds in which replicas computed, or were waited for."""

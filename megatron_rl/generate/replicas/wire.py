@@ -19,6 +19,8 @@ A replica beside training ranks is `down` until its engine has started. Then it 
 `awake`, and again after each /sleep, which forgets the version. Only an engine that is asleep receives weights. Other
 replicas are always awake, and answer /start and /sleep with HTTP 424.
 
+A log-prob that is not finite is null, since JSON has no number for it; training leaves out such a token and counts it.
+
 Each request carries the run's token, and repeating it changes nothing. All bodies contain PROTOCOL and the digest of
 the configuration: a replica of another start of the run, or with other code, refuses them.
 """
@@ -26,6 +28,7 @@ the configuration: a replica of another start of the run, or with other code, re
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -46,7 +49,7 @@ from megatron_rl.model.choices import Choices, decode_choices, encode_choices
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.inference import Sampling
 
-PROTOCOL = 9
+PROTOCOL = 10
 FEWEST_CHARACTERS = 32
 
 Body = Mapping[str, Any]
@@ -197,9 +200,19 @@ def decode(kind: type[AnyReceived], body: Any, what: str) -> AnyReceived:
         raise Garbled(f"{what}: {place}{first['msg']}") from error
 
 
+def encode_logprobs(logprobs: list[float]) -> list[float] | list[float | None]:
+    if math.isfinite(sum(logprobs)):  # far faster than a look at each of them
+        return logprobs
+    return [each if math.isfinite(each) else None for each in logprobs]
+
+
+def decode_logprobs(logprobs: list[float | None]) -> list[float]:
+    return [-math.inf if each is None else each for each in logprobs]
+
+
 class _Prefix(NamedTuple):
     tokens: list[TokenId]
-    logprobs: list[float]
+    logprobs: list[float | None]
     versions: list[PolicyVersion]
     choices: list[Any] = []  # never changed in place
 
@@ -242,7 +255,7 @@ def encode_news(news: News) -> dict[str, Any]:
     first: dict[str, Choices] = {}  # of each request, the first choices in the message
     for name, each in news.pieces:
         end = (each.finish_reason, each.stop)
-        pieces.append([name, each.sample, each.tokens, each.logprobs, each.versions, *end])
+        pieces.append([name, each.sample, each.tokens, encode_logprobs(each.logprobs), each.versions, *end])
         if each.choices:
             pieces[-1].append(encode_choices(each.choices, first.get(name, [])))
             first.setdefault(name, each.choices)
@@ -253,7 +266,7 @@ class _Piece(NamedTuple):
     request: str
     sample: int
     tokens: list[TokenId]
-    logprobs: list[float]
+    logprobs: list[float | None]
     versions: list[PolicyVersion]
     finish_reason: FinishReason | None
     stop: str | None
@@ -279,7 +292,7 @@ def decode_news(body: Body) -> News:
             if each.choices:
                 choices = decode_choices(each.choices, first.get(each.request, []))
                 first.setdefault(each.request, choices)
-            lists = each.tokens, each.logprobs, each.versions
+            lists = each.tokens, decode_logprobs(each.logprobs), each.versions
             delta = Delta(each.sample, *lists, finish_reason=each.finish_reason, stop=each.stop, choices=choices)
             pieces.append((each.request, delta))
     except ValueError as error:
@@ -289,11 +302,12 @@ def decode_news(body: Body) -> News:
 
 def _known(prefix: AnswerPrefix) -> list[Any]:
     choices = [encode_choices(prefix.choices)] if prefix.choices else []
-    return [prefix.tokens, prefix.logprobs, prefix.versions, *choices]
+    return [prefix.tokens, encode_logprobs(prefix.logprobs), prefix.versions, *choices]
 
 
 def _answer_prefix(its: _Prefix) -> AnswerPrefix:
-    return AnswerPrefix(its.tokens, its.logprobs, its.versions, decode_choices(its.choices) if its.choices else [])
+    choices = decode_choices(its.choices) if its.choices else []
+    return AnswerPrefix(its.tokens, decode_logprobs(its.logprobs), its.versions, choices)
 
 
 _TYPES = get_type_hints(About, include_extras=True)

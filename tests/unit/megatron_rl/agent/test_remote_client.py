@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -292,6 +293,17 @@ def test_invalid_trajectories_are_never_trained_on(result: dict[str, Any]) -> No
 
     with pytest.raises(AgentFailed, match="invalid response"):
         nonsense(handler)
+
+
+def test_log_probs_that_are_not_finite_pass_through_the_agent_and_back() -> None:
+    class Unlikely(ScriptedInference):
+        async def generate(self, request: GenerationRequest) -> list[Completion]:
+            return [
+                answer._replace(logprobs=[-math.inf] * len(answer.tokens)) for answer in await super().generate(request)
+            ]
+
+    found = run(service(), engine=Unlikely(TOKENIZER, ["5", "6"]))
+    assert {each for one in found.trajectories for each in one.logprobs} == {0.0, -math.inf}
 
 
 def test_the_valid_result_of_these_is_accepted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -132,6 +133,37 @@ def test_requests_of_a_dead_replica_get_the_same_answers_from_another(attempt: A
     assert [{len(known.tokens) for known in each.known.values()} for each in repeated] == [
         {11} if resumes else set()
     ] * 2
+
+
+def test_log_probs_that_are_not_finite_arrive_and_resume(attempt: Attempt, two) -> None:
+    """Training leaves such tokens out. JSON has no number for them."""
+    with pool_of(attempt) as pool:
+        there(pool, 2)
+        for each in two:
+            each.engine.hold_at, each.engine.impossible_at = 11, 3
+
+        def kill() -> None:
+            until(lambda: [len(each.prefix.tokens) for each in pool.partial_answers()] == [11] * 4, "11 tokens of each")
+            two[0].die()
+            two[1].engine.hold_at = None
+
+        found = asking(pool, [request(key) for key in range(2)], kill)
+    for answer in [answer for group in found for answer in group]:
+        assert answer.logprobs == [-math.inf if place == 3 else -float(place) for place in range(20)]
+
+
+def test_replica_that_answers_with_a_token_outside_the_vocabulary_is_given_up(
+    attempt: Attempt, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = answers(request(1))[0].tokens[0]
+    with ScriptedReplica(attempt, 0), pool_of(attempt, limit_s=0.2) as pool:
+        there(pool, 1)
+        pool.know_vocabulary(997)
+        assert asking(pool, [request(1)]) == [answers(request(1))]
+        pool.know_vocabulary(token)
+        (error,) = asking(pool, [request(1)])
+    assert isinstance(error, NoReplica)
+    assert f"violates the protocol: it answers with token {token}" in caplog.text
 
 
 def test_silent_replica_counts_as_lost(attempt: Attempt, two) -> None:
