@@ -33,6 +33,10 @@ SHAPE_KEYS = tuple(key for key in _FIELDS[: _FIELDS.index("fp32_output")] if key
 """Keys of ModelConfig that published weights determine."""
 
 
+MOST_DIGITS = 19
+"""Digits of the whole numbers that a config.json may have, as in recipes."""
+
+
 class UnusableWeights(ConfigurationError):
     """A directory of Hugging Face weights cannot be used. The message says which, why and what to do."""
 
@@ -61,19 +65,26 @@ def read_hf_config(folder: Path) -> PublishedConfig:
     """
     path = folder / CONFIG_FILE
     try:
-        raw = bounded_json(read_bytes(path))
+        raw = bounded_json(read_bytes(path), parse_int=_whole)
     except FileNotFoundError:
         raise UnusableWeights(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model") from None
     except OSError as error:
         raise UnusableWeights(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise UnusableWeights(f"{path} is not JSON: {error}") from error
+        raise UnusableWeights(f"{path} is not JSON of a model: {error}") from error
     if not isinstance(raw, dict):
         raise UnusableWeights(f"{path} is not a JSON object")
     try:
         return published_config(raw)
     except UnusableConfig as error:
         raise UnusableWeights(f"{path}: {error}") from error
+
+
+def _whole(text: str) -> int:
+    """Parse a whole number. Sizes beyond floats would end the arithmetic of shapes and memory by an OverflowError."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"it has a number of {len(text)} digits")
+    return int(text)
 
 
 def published_config(raw: Mapping[str, Any]) -> PublishedConfig:

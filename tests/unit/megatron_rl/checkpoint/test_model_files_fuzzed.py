@@ -95,7 +95,11 @@ def headed(**tensors: Any) -> dict[str, bytes]:
 
 EMPTY = {"dtype": "BF16", "shape": [10**12, 0, 0], "data_offsets": [0, 0]}
 FOUND: list[tuple[dict[str, bytes], str]] = [
-    (files(**{"config.json": b"[" * DEEP}), "config.json is not JSON: it has more than 100 lists"),
+    (files(**{"config.json": b"[" * DEEP}), "config.json is not JSON of a model: it has more than 100 lists"),
+    (
+        files(**{"config.json": as_json(CONFIG | {"head_dim": 10**400})}),
+        "config.json is not JSON of a model: it has a number of 401 digits",
+    ),
     (
         {"config.json": as_json(CONFIG), INDEX: as_json({"weight_map": {NORM: "a\0b"}})},
         "cannot be read: embedded null byte",
