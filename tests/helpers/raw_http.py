@@ -7,6 +7,7 @@ import gzip
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from random import Random
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Asked(NamedTuple):
         return head + b"\r\n" + (self.body if body is None else body)
 
 
+@cache
 def hostile_requests(asked: Asked) -> dict[str, list[bytes]]:
     """Names of requests, and the pieces in which they are sent."""
     line, admitted, length, sent = asked.line, asked.admitted, asked.length, asked.sent

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.generate.engine.interface import Delta, PromptScores, TopLogprobs
+from megatron_rl.generate.engine.interface import LOWEST_LOGPROB, Delta, PromptScores, TopLogprobs
 from megatron_rl.model.chat.chat import Chat
 from megatron_rl.model.chat.messages import ToolCall
 from megatron_rl.model.text_stream import StopFilter, TextStream
@@ -124,7 +124,7 @@ class AnswerReader:
             reasoning if self._reading.reasoning else "",
             calls,
             list(delta.tokens),
-            list(delta.logprobs),
+            [each if each > LOWEST_LOGPROB else LOWEST_LOGPROB for each in delta.logprobs],
             list(delta.versions),
             list(delta.top_logprobs or []),
             reason,

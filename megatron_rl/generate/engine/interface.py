@@ -122,6 +122,10 @@ class GenerationRequest:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be between 0 and {MOST_TOP_LOGPROBS}")
 
 
+LOWEST_LOGPROB = -9999.0
+"""Log-prob that OpenAI's API and vLLM write for a token without a finite one, for which JSON has no number."""
+
+
 class Completion(NamedTuple):
     tokens: list[int]
     """If `finish_reason` is `stop`, the last token is an end token or the one that completes the stop string."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import httpx
 
 from megatron_rl.contract.bounded_json import bounded_json
-from megatron_rl.generate.engine.interface import PromptTooLong, TokenScore
+from megatron_rl.generate.engine.interface import LOWEST_LOGPROB, PromptTooLong, TokenScore
 from megatron_rl.generate.engine.openai import token_scores
 from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmRefused
 from megatron_rl.generate.vllm.returned_choices import choices_in
@@ -30,8 +30,6 @@ CONTROL_S = 300.0
 MOST_TOKENS = 2**31
 """Tokens of a vocabulary, and of an answer."""
 LARGEST = 1e30
-LOWEST_LOGPROB = -9999.0
-"""vLLM's log-prob of a token without a finite one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import server_helpers
 from server_helpers import EOS, SayingEngine, ask, byte_tokenizer, completion, encode, events, logprob
 
 from megatron_rl.agent.server.samples import TokenNames
@@ -45,6 +47,13 @@ def test_defaults_are_those_of_openai() -> None:
     assert answer["system_fingerprint"] is None
     keys = {completion(engine) and engine.asked[-1].key for _ in range(3)}
     assert len(keys) == 3, "without a seed each request must get its own random numbers"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_prob_that_json_has_no_number_for_is_the_lowest_one(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(server_helpers, "logprob", lambda token: -math.inf)
+    response = ask(SayingEngine(), ROUTE, {"prompt": "ask", "logprobs": 0, "max_tokens": 2, "stream": stream})
+    assert response.status_code == 200 and response.text.count("-9999.0") == 2
 
 
 def test_text_ends_before_the_stop_string_and_tokens_with_it() -> None:
