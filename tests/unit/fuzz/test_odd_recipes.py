@@ -9,14 +9,36 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from examples import examples
-from hostile import ODD_TEXTS, places_in
+from hostile import ODD_TEXTS, damaged_bytes, odd_bytes, places_in
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli.mrl_submit import main as mrl_submit
+from launcher.cluster.choice import load_clusters
+from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from launcher.recipe.located_yaml import Located, YamlProblems, dump, read
 
+PROFILE: dict[str, Any] = {
+    "gpus_per_node": 8,
+    "run_root": "$HOME/mrl",
+    "partition": "gpu",
+    "mail": {"to": "me@x", "when": ["END"]},
+    "gres": "gpu",
+    "gpu_memory_gib": 80.0,
+    "time_limit": "4:00:00",
+    "srun": ["--mpi=none"],
+    "signal_s": 120,
+    "wrapper": {"command": ["nsys", "--x"], "ranks": [0]},
+    "vllm": {"python": "/opt/python"},
+    "secrets": ["TOKEN"],
+    "container": {"image": "a.sqsh", "mounts": ["$USER:/x"], "workdir": "/x"},
+    "environment": {"A": "$USER"},
+    "prolog": ["module load x"],
+    "sbatch": ["--exclusive"],
+    "fs_bandwidth": 1.5,
+    "readable_by": "group",
+}
 SIGNS = "ab:-[]{},#&*!|>'\"%@`?~"
 PARTS = [
     *SIGNS,
@@ -97,3 +119,36 @@ def test_a_recipe_with_odd_values_is_planned_or_refused(home, name, chance, clus
         raise done.exception
     assert done.exit_code in (0, 2)
     assert done.exit_code == 0 or "error: " in done.stderr
+
+
+SHAPES = (
+    lambda values: {"default": "lab", "clusters": {"lab": values, "other": values}},
+    lambda values: {"default": "lab", "lab": values},
+    lambda values: {"lab": values},
+    lambda values: {"clusters": [values]},
+    lambda values: [values],
+)
+
+
+@examples(40)
+@given(shape=st.sampled_from(SHAPES), chance=st.randoms(use_true_random=False), in_bytes=st.booleans())
+def test_profiles_of_any_shape_are_read_or_refused(home, shape, chance, in_bytes):
+    tree = copy.deepcopy(shape(PROFILE))
+    for _ in range(chance.randint(0, 3)):
+        places = places_in(tree)
+        container, key = chance.choice(places) if places else (None, None)
+        if container is not None:
+            container[key] = chance.choice([*ODD, tree if chance.random() < 0.1 else None])
+            tree = copy.deepcopy(tree)
+    data = damaged_bytes(dump(tree).encode("utf-8", "surrogatepass"), chance) if in_bytes else dump(tree).encode()
+    Path("odd.yaml").write_bytes(odd_bytes(chance) if chance.random() < 0.1 else data)
+    environ = {
+        "HOME": "/home/me",
+        "USER": chance.choice(ODD_TEXTS),
+        "MRL_CLUSTER": chance.choice(["", "lab", "\ud800"]),
+    }
+    try:
+        clusters = load_clusters(Path("odd.yaml"), environ)
+        clusters.choose_profile(None, chance.choice([None, "lab", ""]))
+    except BadInput as error:
+        assert error.problems and all(error.problems)
