@@ -20,13 +20,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, NonNegativeInt, PositiveInt, Strict, TypeAdapter
+from pydantic import BaseModel, Field, NonNegativeInt, Strict, TypeAdapter
 
 from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
 from megatron_rl.agent.trajectories import Branch, Trajectory, TrajectoryGroup
 from megatron_rl.generate.engine.interface import Completion, FinishReason
 from megatron_rl.generate.replicas.wire import (
+    MOST_SAMPLES,
     STRICT,
     Garbled,
     PolicyVersion,
@@ -64,7 +65,7 @@ class AgentDescription(BaseModel):
 class AgentRequest(BaseModel):
     set: str
     number: NonNegativeInt
-    samples: PositiveInt
+    samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     sampling: Sampling
     key: int
     ordinal: int | None

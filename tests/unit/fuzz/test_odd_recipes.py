@@ -138,8 +138,7 @@ def test_profiles_of_any_shape_are_read_or_refused(home, shape, chance, in_bytes
         places = places_in(tree)
         container, key = chance.choice(places) if places else (None, None)
         if container is not None:
-            container[key] = chance.choice([*ODD, tree if chance.random() < 0.1 else None])
-            tree = copy.deepcopy(tree)
+            container[key] = copy.deepcopy(chance.choice([*ODD, tree]))
     data = damaged_bytes(dump(tree).encode("utf-8", "surrogatepass"), chance) if in_bytes else dump(tree).encode()
     Path("odd.yaml").write_bytes(odd_bytes(chance) if chance.random() < 0.1 else data)
     environ = {

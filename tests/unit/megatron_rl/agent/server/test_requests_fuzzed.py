@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import cache
 from random import Random
 from typing import Any, NamedTuple
+from unittest import mock
 
 import httpx
 from endpoint_helpers import Opened, with_session
@@ -13,9 +15,15 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from odd_values import as_json, changed, drawn, spoilt
-from server_helpers import SayingEngine, byte_tokenizer, client_of, running
+from server_helpers import TOKEN, SayingEngine, byte_tokenizer, client_of, running
 
+from megatron_rl.agent.api import build_environment
+from megatron_rl.agent.remote.agent_wire import PROTOCOL
+from megatron_rl.agent.server.agent import agent_service
+from megatron_rl.agent.server.agent.agent_service import AgentService, application
 from megatron_rl.generate.engine.interface import GenerationRequest
+from megatron_rl.recipe.environment_section import EnvironmentConfig
+from megatron_rl.recipe.inference import Sampling
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
@@ -136,3 +144,54 @@ def test_endpoint_answers_or_refuses_requests_of_any_shape(some: list[Sent]) -> 
         return f"{prompt[-30:]}!"
 
     with_session(program, answers, max_calls=1000, max_branches=1000, max_tokens=10**6)
+
+
+LIMITS = {"timeout_s": 60.0, "retries": 1, "rollout_s": 5.0}
+SAMPLING_OF_RUN = Sampling(max_new_tokens=4).model_dump()
+ROLLOUT = {"set": "training", "number": 0, "samples": 2, "sampling": SAMPLING_OF_RUN, "key": 7, "ordinal": 0}
+COMPLETED = [[5], [-1.0], "stop", [0], None]
+
+
+@cache
+def arithmetic() -> AgentService:
+    return AgentService("arithmetic", build_environment(EnvironmentConfig(name="arithmetic"), byte_tokenizer()))
+
+
+def sent_to_agent(session: str, asked: str, random: Random) -> tuple[str, bytes]:
+    begin = {"protocol": PROTOCOL, "digest": arithmetic().about.digest, "request": {**ROLLOUT, "limits": LIMITS}}
+    bodies: dict[str, Any] = {
+        "/rollouts": begin,
+        f"/sessions/{session}/poll": {"known": [asked]},
+        f"/sessions/{session}/answers": {
+            "answers": {asked: random.choice([[COMPLETED], {"kind": "value", "message": ""}])}
+        },
+    }
+    path = random.choice([*bodies])
+    body = bodies[path]
+    if random.randrange(4) == 0:
+        return path, spoilt(as_json(body), random)
+    if path == "/rollouts" and random.randrange(2):
+        return path, as_json({**body, "request": changed(body["request"], random)})
+    return path, as_json(changed(body, random))
+
+
+@examples(4)
+@given(st.integers(0, 2**32))
+def test_agent_server_answers_or_refuses_requests_of_any_shape(seed: int) -> None:
+    async def run() -> None:
+        service, random = arithmetic(), Random(seed)
+        transport = httpx.ASGITransport(application(service, [TOKEN]))
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        good = {"protocol": PROTOCOL, "digest": service.about.digest, "request": {**ROLLOUT, "limits": LIMITS}}
+        async with httpx.AsyncClient(transport=transport, base_url="http://t", headers=headers) as http:
+            opened = (await http.post("/rollouts", json=good)).json()["session"]
+            (asked,) = (await http.post(f"/sessions/{opened}/poll", json={"known": []})).json()["asks"]
+            for _ in range(8):
+                path, content = sent_to_agent(opened, asked["id"], random)
+                response = await http.post(path, content=content)
+                assert response.status_code in (200, 400, 404, 409), (path, content, response.text)
+        for each in [*service._sessions]:
+            await service.end(each)
+
+    with mock.patch.object(agent_service, "POLL_S", 0.01):
+        asyncio.run(run())
