@@ -19,7 +19,7 @@ from megatron_rl.contract import files, metrics_index, time_total
 from megatron_rl.contract.attempt_records import MetricsLine, TimelineLine, TimeTotal
 from megatron_rl.contract.metrics_index import look_up
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.contract.records import Lines, Unreadable, append, read_lines
+from megatron_rl.contract.records import PATIENCE_S, Lines, Unreadable, append, read_lines
 from megatron_rl.rank.metrics.cut_back import cut_back
 from megatron_rl.rank.metrics.metric import StepReport
 from megatron_rl.rank.metrics.names import STEP_METRICS, TIMED, check_name, metrics_of
@@ -464,14 +464,20 @@ def test_the_record_waits_for_room_and_optional_files_are_left_out(
     with ballast.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: ballast.unlink())
-    monkeypatch.setattr(files, "time", clock)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if sum(slept) > PATIENCE_S:
+            ballast.unlink()
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=sleep))
     record.timeline(TimelineLine(1.0, 2, {}))
     record.step(2, line(mean_reward=0.75, reward_std="x" * 5000))
     record.sync()
     record.close()
     assert [each.step for each in lines(RunDir(small_disk).metrics)] == [1, 2]
-    assert "waiting for space" in caplog.text
+    assert "metrics.jsonl cannot be written for now: No space left" in caplog.text
     assert "the timeline is left out: [Errno 28]" in caplog.text
 
 
