@@ -324,5 +324,6 @@ class Bout:
         """Cancel the jobs of a run that failed, and move its directory where nothing fills the disk."""
         if self.login.jobs:
             self.arena.lab.run("scancel", "--quiet", *self.login.jobs, check=False)
-        shutil.copytree(self.share, self.home / "share", symlinks=True, dirs_exist_ok=True)
+        with contextlib.suppress(shutil.Error):  # of files that vanish meanwhile; the others are copied
+            shutil.copytree(self.share, self.home / "share", symlinks=True, dirs_exist_ok=True)
         shutil.rmtree(self.share, ignore_errors=True)
