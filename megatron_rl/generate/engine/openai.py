@@ -230,6 +230,10 @@ def scores(answer: Any, tokens: Sequence[int], top: int) -> list[TokenScore]:
     return token_scores(choice["prompt_logprobs"], tokens, top)
 
 
+LARGEST = 1e30
+"""Number that is still finite in 32 bits, with room for sums."""
+
+
 def token_scores(given: Any, tokens: Sequence[int], top: int) -> list[TokenScore]:
     """Parse log-probs by position and token, as OpenAI's API and vLLM's own return them.
 
@@ -252,8 +256,8 @@ def _token_score(at: Any, token: int, top: int) -> TokenScore:
 
 def _finite(entry: Any) -> float:
     logprob = float(entry["logprob"])
-    if not math.isfinite(logprob):
-        raise ValueError("a log-prob that is not finite")
+    if not abs(logprob) < LARGEST:
+        raise ValueError("a log-prob that is not finite in 32 bits")
     return logprob
 
 

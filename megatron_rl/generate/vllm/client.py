@@ -13,7 +13,7 @@ import httpx
 
 from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.interface import LOWEST_LOGPROB, PromptTooLong, TokenScore
-from megatron_rl.generate.engine.openai import token_scores
+from megatron_rl.generate.engine.openai import LARGEST, token_scores
 from megatron_rl.generate.vllm.process import VllmClosed, VllmGone, VllmRefused
 from megatron_rl.generate.vllm.returned_choices import choices_in
 from megatron_rl.model.choice_form import ChoiceForm
@@ -29,7 +29,6 @@ CONTROL_S = 300.0
 """Seconds that a change of weights may take."""
 MOST_TOKENS = 2**31
 """Tokens of a vocabulary, and of an answer."""
-LARGEST = 1e30
 
 
 @dataclass(frozen=True, slots=True)

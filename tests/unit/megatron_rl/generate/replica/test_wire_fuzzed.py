@@ -311,7 +311,9 @@ def test_replies_of_teachers_are_log_probs_or_an_error_of_the_server(reply: byte
     )
 
 
-@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), 10**400, "x", None, []], ids=lambda one: str(one)[:9])
+@pytest.mark.parametrize(
+    "logprob", [float("nan"), float("inf"), 1e308, 10**400, "x", None, []], ids=lambda one: str(one)[:9]
+)
 def test_teacher_without_finite_log_probs_is_an_error_of_the_server(logprob: Any) -> None:
     scored = [{"2": {"logprob": logprob}}, {"3": {"logprob": -1.0}}]
     for content in (as_json({"choices": [{"prompt_logprobs": [None, *scored]}]}), b"[" * DEEP):
