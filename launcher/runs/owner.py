@@ -92,7 +92,8 @@ def refuse_others(run: RunDir, trusted: bool) -> None:
 
 
 def _other_writers(found: os.stat_result) -> str | None:
-    """Who else can write into a directory; None if nobody can. Many users have a group to themselves, by their name."""
+    """Others who can write into a directory; None if there are none. Many users have a group to themselves, by their
+    name."""
     if found.st_mode & stat.S_IWOTH:
         return "all users"
     if not found.st_mode & stat.S_IWGRP:
