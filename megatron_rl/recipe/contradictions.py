@@ -45,11 +45,12 @@ def _of_environments(config: Sections) -> Iterator[str]:
         yield "environments and environment are both given: set one of them to null"
     members = config.environment.args.get("environments") if config.environment is not None else None
     for number, one in enumerate(members if isinstance(members, list) else ()):
-        if isinstance(one, dict) and one.get("distill") is not None:
-            yield (
-                f"environment.args.environments.{number}.distill has no effect there: list the environments under the "
-                "key `environments` of the recipe"
-            )
+        for key in ("grpo", "distill"):
+            if isinstance(one, dict) and one.get(key) is not None:
+                yield (
+                    f"environment.args.environments.{number}.{key} has no effect there: list the environments under "
+                    "the key `environments` of the recipe"
+                )
     for number, one in enumerate(config.environments or ()):
         if one.grpo is not None and config.supervised:
             yield (

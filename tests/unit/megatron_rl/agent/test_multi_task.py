@@ -166,6 +166,7 @@ def test_environments_given_as_arguments_train_as_one(platform: Any, groups: Any
     assert {group.problem.environment for group in batch.groups} == {"plus", "minus"}
     assert run.trainer.train(batch, 1).environments == {}
     [plus, minus] = task.args["environments"]
-    taught = {"environments": [plus, {**minus, "distill": {"weight": 0.5}}]}
-    with pytest.raises(ValidationError, match=r"environment.args.environments.1.distill has no effect there"):
-        tiny_run(environment={"name": MULTI_TASK, "args": taught}, distill={"teacher": "/t"})
+    for key, value in (("distill", {"weight": 0.5}), ("grpo", {"kl_beta": 0.5})):
+        taught = {"environments": [plus, {**minus, key: value}]}
+        with pytest.raises(ValidationError, match=rf"environment.args.environments.1.{key} has no effect there"):
+            tiny_run(environment={"name": MULTI_TASK, "args": taught}, distill={"teacher": "/t"})
