@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.extras import needed
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a login node, which checks recipes, has neither
+    import numpy as np
     from llguidance import LLMatcher, LLTokenizer
+    from numpy.typing import NDArray
 
 MOST_CHARACTERS = 100_000
 """Characters of a grammar. Larger ones are refused unread."""
@@ -59,6 +58,8 @@ class Grammars:
     def allowed(self, grammar: str, tokens: Sequence[int]) -> NDArray[np.uint8]:
         """Return the tokens that were allowed where each token of an answer was drawn, [tokens, bytes], as
         `AnswerState.allowed`."""
+        import numpy as np
+
         state = self.begin(grammar)
         found = np.empty((len(tokens), state.allowed.size), dtype=np.uint8)
         for row, token in zip(found, tokens, strict=True):
@@ -85,6 +86,8 @@ class AnswerState:
     """Place in a grammar behind the tokens of one answer."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer) -> None:
+        import numpy as np
+
         self._matcher, self._end = matcher, tokenizer.eos_id
         words = -(-tokenizer.vocab_size // 32)
         self._bits = np.zeros(words, dtype=np.int32)
@@ -94,7 +97,7 @@ class AnswerState:
     def allowed(self) -> NDArray[np.uint8]:
         """Tokens that may follow, [bytes]: token t is bit t % 8 of byte t // 8. Never none: where the grammar has no
         way out that the vocabulary can spell, or one that takes too long to find, the answer ends."""
-        return self._bits.view(np.uint8)
+        return self._bits.view("uint8")
 
     def take(self, token: int) -> None:
         self._matcher.consume_token(token)
@@ -107,7 +110,7 @@ class AnswerState:
         alive = bool(self._bits.any()) and not self._matcher.is_error()
         if not alive:
             self._bits[:] = 0
-            self._bits.view(np.uint8)[self._end // 8] = 1 << self._end % 8
+            self.allowed[self._end // 8] = 1 << self._end % 8
         return alive
 
 

@@ -92,14 +92,39 @@ def test_no_files_import_one_another_in_a_circle():
     assert not waiting, "each of these modules is in a circle, or imports one that is"
 
 
-def test_the_launcher_checks_a_recipe_without_torch():
+def test_the_launcher_checks_recipes_with_the_packages_of_a_login_node():
+    """These are what mrl depends on without an extra; everything else is as good as not installed."""
     program = """
 import sys
+from importlib.metadata import distribution, packages_distributions
+from packaging.requirements import Requirement
+
+login, waiting = set(), {"mrl"}
+while waiting:
+    found = distribution(waiting.pop())
+    login.add(found.name.lower())
+    wanted = [Requirement(text) for text in found.requires or ()]
+    names = {one.name.lower() for one in wanted if not one.marker or one.marker.evaluate({"extra": ""})}
+    waiting |= names - login
+owners = packages_distributions()
+tried = set()
+
+class OnLogin:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in owners and not login & {owner.lower() for owner in owners[top]}:
+            tried.add(top)
+            raise ModuleNotFoundError(f"a login node has no {name}", name=name)
+
+sys.meta_path.insert(0, OnLogin)
 from launcher.recipe.load import load_recipe
+from megatron_rl.recipe.registry import environment_class, environment_names
 import launcher.cli.main, launcher.cli.mrl_submit, launcher.cli.environments, launcher.backends.local, launcher.api
 load_recipe("demo")
-heavy = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "transformers", "apex"})
-print(" ".join(heavy) or "light")
+for name in environment_names():
+    environment_class(name)
+print(" ".join(tried & {"torch", "megatron", "transformers", "apex"}) or "light")
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert run.stdout.strip() == "light", run.stderr
