@@ -114,7 +114,8 @@ class _Commands(click.Group):
 
         if folder := documents():
             formatter.write_paragraph()
-            formatter.write_text(f"Files of docs/ and containers/ that messages name are in {folder}")
+            formatter.write_text("Files of docs/ and containers/ that messages name are in")
+            formatter.write(f"  {folder}\n")  # never wrapped, so that it can be copied
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
