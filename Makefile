@@ -152,8 +152,12 @@ $(DOCS_READY): $(READY) $(LOCKED)/docs.txt
 	.venv-docs/bin/python $(BY_LOCK) $(LOCKED)/docs.txt --quiet
 	@touch $@
 
-licences: $(READY) $(VLLM_READY) $(VERIFIERS_READY) $(CLIENTS_READY) $(DOCS_READY) ## write docs/licences.md from the packages of all environments
-	$(BIN)/python containers/licences.py .venv*/lib/python3*/site-packages
+# With a newer pip than in .venv, because older ones leave SPDX expressions out of their reports.
+licences: $(READY) ## write docs/licences.md: from the environments that are here, and from the package index
+	$(BIN)/python -m venv --clear .venv-locks
+	.venv-locks/bin/python $(PIP) --quiet pip==26.3
+	.venv-locks/bin/python containers/licences.py $$(ls -d .venv*/lib/python3*/site-packages | grep -v locks)
+	@rm -r .venv-locks
 
 # Of HEAD, so that uncommitted files do not matter. The commit is in the version unless HEAD has the release's tag. Earlier
 # ones are removed: commits have no order, and images take the newest by version.
