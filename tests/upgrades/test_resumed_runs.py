@@ -81,8 +81,12 @@ def test_every_command_reads_a_run_of_an_earlier_release(tmp_path: Path, release
     assert (root / "report.html").stat().st_size > 10_000
     assert "would fork" in mrl(tmp_path, "fork", root, "--dry-run").stdout
     assert "steps: 20" in mrl(tmp_path, "resume", root, "training.steps=20", "--dry-run").stdout
-    result = json.loads(mrl(tmp_path, "evaluate", root, "--k", "1", "--prompts", "4", "--json").stdout)
-    assert result["settings"]["checkpoint"]["step"] == status["step"]
+    evaluate = ("evaluate", root, "--k", "1", "--prompts", "4", "--json")
+    if case == "lora":  # of a base that demo initialises
+        assert "adapters of a base that its run has initialised itself" in mrl(tmp_path, *evaluate, code=2).stderr
+    else:
+        result = json.loads(mrl(tmp_path, *evaluate).stdout)
+        assert result["settings"]["checkpoint"]["step"] == status["step"]
     if case != "supervised":
         groups = mrl(tmp_path, "rollouts", root, "--json").stdout.splitlines()
         group = json.loads(groups[0])

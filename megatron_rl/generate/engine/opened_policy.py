@@ -149,7 +149,10 @@ def load_policy(source: PolicySource, platform: Device, groups: Groups) -> tuple
     check_adapters(source.folder, meta, trainable.lora)
     if not trainable.everything:
         if read_initial_weights(policy, source.model, groups) is None:
-            raise ConfigurationError(f"{source.folder} holds adapters, and no file has the base that they belong to")
+            raise ConfigurationError(
+                f"{source.folder} holds adapters of a base that its run has initialised itself, which no file has, "
+                "so only that run can use them; its own evaluations are in evaluations.jsonl"
+            )
         check_base(source.folder, meta, weights_checksum(policy, source.model, groups.control))
         _copy_to_replicas(policy, source.model)
     read_weights(policy, checkpoint, trainable.trained, groups.data_context, groups.expert_data)
