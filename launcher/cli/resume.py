@@ -28,7 +28,7 @@ Exit codes: as of mrl-submit; 2 also if a live job owns the run
 @click.command("resume", help=HELP)
 @click.argument("run", default="-", shell_complete=complete_run)
 @OVERRIDES
-@click.option("--update-code", is_flag=True, help="Take a new snapshot of the code from its source.")
+@click.option("--update-code", is_flag=True, help="Take a new snapshot, of this mrl and of what the run includes.")
 @click.option("--cluster", help="Cluster to resume on, instead of the run's.")
 @TRUST_RUN
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted; write nothing.")

@@ -33,8 +33,8 @@ def code_sources(recipe: Recipe, directory: Path) -> list[CodeSource]:
     if missing:
         raise refusal(recipe, [f"code.include: {path}: no such directory on {gethostname()}" for path in missing])
     try:
-        installed = _installed(recipe.config, include)
-        return plan_sources([str(path) for path in installed], [str(path) for path in include])
+        packages = importable_code(recipe.config, include)
+        return plan_sources([str(path) for path in packages], [str(path) for path in include])
     except SnapshotError as error:
         raise refusal(recipe, [f"code.include: {error}"]) from error
 
@@ -64,7 +64,9 @@ def included(recipe: Recipe, directory: Path) -> list[Path]:
     return [Path(tree.top)] if tree and file.resolve().is_relative_to(Path(tree.top).resolve()) else []
 
 
-def _installed(config: RunConfig, include: list[Path]) -> list[Path]:
+def importable_code(config: RunConfig, include: list[Path]) -> list[Path]:
+    """Directories of mrl's packages and of those that the recipe names, as this process imports them, and of their
+    metadata."""
     packages = {name: _package(name) for name in OURS}
     entries = entry_points_of(config.task) if config.generates else []
     metadata = [metadata_of(installed(OUR_DISTRIBUTION)), *(metadata_of(entry.dist) for entry in entries)]

@@ -20,7 +20,7 @@ from launcher.host.code.listing import SnapshotError
 from launcher.host.code.snapshot import plan_sources
 from launcher.host.slurm.formats import time_limit_s
 from launcher.job.admission import corrections, keys_file, with_date
-from launcher.job.code_sources import code_sources
+from launcher.job.code_sources import code_sources, importable_code
 from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import notes as notification_notes
 from launcher.job.notifications import refusals as notification_refusals
@@ -103,7 +103,7 @@ def in_directory(job: PlannedJob, root: Path) -> PlannedJob:
 
 
 def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]:
-    """Sources of the code. A run that has a snapshot keeps its sources, wherever it is resumed from."""
+    """Sources of the code. A run that has a snapshot keeps what it includes, wherever it is resumed from."""
     taken = read(CodeSnapshot, run.code_record)
     if taken is ABSENT or corrections(run, recipe):
         return code_sources(recipe, Path.cwd())
@@ -111,10 +111,11 @@ def _sources(recipe: Recipe, run: RunDir, update_code: bool) -> list[CodeSource]
         raise BadInput(f"{taken}, so the run's code is unknown")
     if not update_code:
         return taken.sources
-    ours = [source.path for source in taken.sources if source.kind in ("package", "metadata")]
-    included = [source.path for source in taken.sources if source.path not in ours]
+    # The packages of the mrl that runs now, which may lie elsewhere: it writes the recipe, in the keys of its own code.
+    included = [source.path for source in taken.sources if source.kind not in ("package", "metadata")]
+    packages = importable_code(recipe.config, [Path(path) for path in included])
     try:
-        return plan_sources(ours, included)
+        return plan_sources([str(path) for path in packages], included)
     except SnapshotError as error:
         raise BadInput(f"--update-code: {error}") from error
 

@@ -20,6 +20,8 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import encode_line, read, write
 from megatron_rl.contract.run_records import Owner, RunIdentity
 
+ROOT = Path(__file__).parents[2]
+
 SQUEUE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"  # the job has ended
 
 
@@ -166,7 +168,11 @@ def test_run_of_an_older_snapshot_keeps_its_keys(cluster, tmp_path):
     assert commands.run(["mrl", "resume", "r", "training.steps=901"]).returncode == 0
     values["training"]["steps"] = 901
     assert yaml.safe_load(run.resolved.read_text()) == values
-    assert commands.run(["mrl", *newer, "--update-code"]).returncode == 0
+    code = run.code_record  # of an mrl that was installed elsewhere, and is gone
+    code.write_text(code.read_text().replace(f'"{ROOT}/', f'"{tmp_path}/gone/'))
+    done = commands.run(["mrl", *newer, "--update-code"])
+    assert done.returncode == 0, done.stderr
+    assert f'"{ROOT}/megatron_rl"' in run.code_record.read_text()
     now = yaml.safe_load(run.resolved.read_text())
     assert (now["model"]["norms"], now["save"]["keep_every"]) == ("before", 50)
 

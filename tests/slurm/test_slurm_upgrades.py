@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from json_files import read_json
 from login import Login
 from record import SUBMIT, install
 from recorded_runs import CHANGELOG, RELEASES
-from records import RECIPE, WAIT, finish, record, resume
+from records import RECIPE, WAIT, finish, kill_rank, record, resume
 
 from megatron_rl.contract.paths import RunDir
 
@@ -41,14 +42,19 @@ def test_a_job_of_an_earlier_release_resumes_with_its_code(
     subprocess.run(command, cwd=login.home, env=login.env, check=True, timeout=WAIT)
     run = login.adopt(root)
     login.jobs.append(run.job)
-    run.wait_for_step(5, WAIT)
-    login.call("mrl", "cancel", "--drain", root)
+    run.wait_for_step(3, WAIT)
+    assert kill_rank(run, 0, signum=signal.SIGSTOP)  # or the run would be over before mrl has started
+    try:
+        login.call("mrl", "cancel", "--drain", root)
+    finally:
+        kill_rank(run, 0, signum=signal.SIGCONT)
     run.wait(limit=WAIT)
+    assert run.ends() == [("stopped", "cancelled")]
     code = read_json(run.dir.code_record)
 
     resumed = resume(login, run)
     finish(resumed)
-    assert [outcome for outcome, _ in resumed.ends()] == ["drained", "finished"]
+    assert [outcome for outcome, _ in resumed.ends()] == ["stopped", "finished"]
     assert read_json(run.dir.code_record) == code
     steps, evaluations = record(run.dir)
     expected = record(undisturbed)
