@@ -1,20 +1,20 @@
-"""Each extra of mrl does what it promises beside `train` alone, without what other extras bring by chance."""
+"""Each extra of mrl does what it promises in an environment with nothing else, installed as the locks say."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 from chat_templates import QWEN3, tokenizer_of
+from locked_environment import PROJECT, ROOT, build, environment, install_locked
 
-ROOT = Path(__file__).parents[2]
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OF_DEVELOPERS = {"bench", "browser", "dev", "verifiers"}
 """Extras for tests, and one whose packages have their own interpreter (`make test-verifiers`)."""
+BESIDE_TRAIN = {"mlflow", "program", "trackio", "wandb"}
+"""Extras of which only ranks make use, so that they need `train` too."""
 MRL = "import sys; from launcher.cli.entry import mrl; sys.argv[0] = 'mrl'; sys.exit(mrl())"
 SUBMIT = "import sys; from launcher.cli.entry import mrl_submit; sys.argv[0] = 'mrl-submit'; sys.exit(mrl_submit())"
 UPLOAD = "import runpy; runpy.run_module('megatron_rl.rank.metrics.trackers.upload', run_name='__main__')"
@@ -37,7 +37,7 @@ PROMISES: dict[str, list[list[str]]] = {
         [
             "from megatron_rl.model.chat.chat import Chat\n"
             "from megatron_rl.model.chat.conversation import conversation_of\n"
-            "from megatron_rl.recipe.model import TokenizerConfig\n"
+            "from megatron_rl.recipe.tokenizer_section import TokenizerConfig\n"
             "from megatron_rl.model.tokenizer import build_tokenizer\n"
             "chat = Chat(build_tokenizer(TokenizerConfig(path='./tokenizer')))\n"
             "assert chat.prompt(conversation_of([{'role': 'user', 'content': 'Hi'}]))"
@@ -78,35 +78,20 @@ def test_each_extra_of_users_promises_something() -> None:
     assert PROMISES.keys() == EXTRAS.keys() - OF_DEVELOPERS
 
 
-def install(python: Path, *requirements: str) -> None:
-    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", "install", "--no-compile"]
-    constraints = str(ROOT / "containers" / "constraints-cpu.txt")
-    subprocess.run([*pip, "-c", constraints, *requirements], check=True, timeout=1500)
-
-
-def environment(folder: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
-    return folder / "bin" / "python"
-
-
 @pytest.fixture(scope="module")
-def trains(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Interpreter with `train` alone."""
-    python = environment(tmp_path_factory.mktemp("train") / "env")
-    install(python, "-e", f"{ROOT}[train]")
-    return python
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    build(ROOT, folder, "--target", "wheel")
+    (found,) = folder.glob("mrl-*.whl")
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", PROMISES)
-def test_an_extra_does_what_it_promises_beside_train_alone(trains: Path, tmp_path: Path, extra: str) -> None:
-    python = trains
-    if extra != "train":
-        python = environment(tmp_path / "env")
-        (packages,) = (trains.parents[1] / "lib").glob("python3*/site-packages")
-        (own,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
-        (own / "train.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
-        install(python, *EXTRAS[extra])
+def test_an_extra_does_what_it_promises(wheel: Path, tmp_path: Path, extra: str) -> None:
+    python = environment(tmp_path / "env", wheel)
+    beside = EXTRAS["train"] if extra in BESIDE_TRAIN else []
+    install_locked(python, [*PROJECT["dependencies"], *beside, *EXTRAS[extra]])
     (tmp_path / "sums.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
     (tmp_path / "agent.py").write_text(AGENT)
     tokenizer_of(QWEN3)._tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -5,34 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import sysconfig
 import tarfile
 import threading
-import tomllib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
+from locked_environment import PROJECT, ROOT, build, environment, install_locked
 
-ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHORT = ("training.steps=2", "model.supervised.steps=2", "evaluation.every=0")
 pytestmark = pytest.mark.slow
-
-
-PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input")
-
-
-def build(source: Path, target: Path, *only: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "--directory", str(target), *only],
-        cwd=source,
-        check=True,
-        capture_output=True,
-        timeout=600,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +24,6 @@ def built(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     build(ROOT, folder)
     return folder
-
-
-def environment(folder: Path, wheel: Path) -> Path:
-    """Create a virtual environment with the wheel, without its dependencies, and return its `bin`."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
-    python = folder / "bin" / "python"
-    subprocess.run([str(python), *PIP, "install", "--no-deps", "--no-index", str(wheel)], check=True, timeout=300)
-    return python.parent
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +35,16 @@ def wheel(built) -> Path:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory, wheel) -> Path:
     """Folder bin of an environment with the wheel and its dependencies, as a login node has them."""
-    found = environment(tmp_path_factory.mktemp("wheel") / "env", wheel)
-    pins = ROOT / "containers" / "locked" / "cpu.txt"
-    names = {Requirement(text).name for text in PROJECT["dependencies"]}
-    wanted = [line for line in pins.read_text().splitlines() if line.split("==")[0] in names]
-    pinned = [line.removesuffix(" \\") for line in wanted]
-    subprocess.run([str(found / "python"), *PIP, "install", *pinned], check=True, timeout=900)
-    return found
+    python = environment(tmp_path_factory.mktemp("wheel") / "env", wheel)
+    install_locked(python, PROJECT["dependencies"])
+    return python.parent
 
 
 @pytest.fixture(scope="module")
 def trains(tmp_path_factory, wheel) -> Path:
     """Folder bin of an environment with the wheel, beside the packages of this one, in which nobody can write."""
     folder = tmp_path_factory.mktemp("trains") / "env"
-    found = environment(folder, wheel)
+    found = environment(folder, wheel).parent
     (own,) = (folder / "lib").glob("python3*/site-packages")
     # A plain path: files *.pth in it, such as that of the clone, are not read.
     (own / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
