@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -73,8 +74,20 @@ def install_command(*extras: str) -> str:
         wanted = f"[{','.join(extras)}]"
         folder, how = unquote(urlsplit(record["url"]).path), "-e " * bool(record["dir_info"].get("editable"))
     except (KeyError, TypeError, ValueError, AttributeError):
-        return "pip install " + shlex.join(dict.fromkeys(one for extra in extras for one in requirements(extra)))
+        wanted = shlex.join(dict.fromkeys(one for extra in extras for one in requirements(extra)))
+        return f"{_installer()} {wanted}"
     return f"pip install {how}{shlex.quote(folder + wanted)}"
+
+
+def _installer() -> str:
+    """Return the command that adds packages to the environment of mrl. If pipx or uv made it, a shell's pip does not
+    reach it."""
+    environment = Path(sys.prefix)
+    if (environment / "pipx_metadata.json").exists():
+        return f"pipx inject {OURS}"
+    if (environment / "uv-receipt.toml").exists():
+        return f"uv pip install --python {shlex.quote(str(environment))}"
+    return "pip install"
 
 
 def installed(name: str) -> Distribution | None:

@@ -73,6 +73,15 @@ def test_command_without_a_record_never_installs_mrl_from_an_index(site, record)
     assert words == ["pip", "install", "red-paint>=1", "blue_paint[thick]<3,>=2", "click>=8"]
 
 
+@pytest.mark.parametrize(
+    ("file", "command"), [("pipx_metadata.json", "pipx inject mrl"), ("uv-receipt.toml", "uv pip install --python {}")]
+)
+def test_the_command_reaches_the_environment_of_a_tool(site, tmp_path, monkeypatch, file, command):
+    monkeypatch.setattr(extras.sys, "prefix", str(tmp_path))
+    (tmp_path / file).touch()
+    assert extras.install_command("brushes") == command.format(tmp_path) + " 'click>=8'"
+
+
 def test_in_a_container_the_advice_is_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extras.needed("math") == f"`{extras.install_command('math')}`"
     monkeypatch.setenv(IMAGE_VARIABLE, "/images/a.sqsh")
