@@ -26,7 +26,7 @@ OF_THE_LIBRARY = "torch's store answers"
 """Known gap: torch.distributed's store, by which ranks meet, has no way to ask a client who it is."""
 SHARED = ("/dev/shm", "/tmp", "/var/tmp")
 OF_THE_TESTS = "/file-faults/control"
-"""File by which the faults of file_faults.py reach the processes of a run, whoever they run as."""
+"""File by which the faults of file_faults.py reach the processes of a run, of any user."""
 LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""
 
