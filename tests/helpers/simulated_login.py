@@ -87,7 +87,7 @@ class LoginNode(FaultySlurm):
         patch.chdir(root)
         patch.setattr(tempfile, "tempdir", str(root / "tmp"))
         patch.setattr(snapshot, "_flush", lambda folder: None)
-        patch.setattr(sources, "_installed", lambda config, include: [root / "mine"])  # not three hundred files
+        patch.setattr(sources, "importable_code", lambda config, include: [root / "mine"])  # not three hundred files
         patch.setattr(find, "LOOKERS", 1)  # so that operations always come in the same order
         patch.setattr(local, "Supervisor", self._supervise)
         for module in (call, submit_module, jobs_module):

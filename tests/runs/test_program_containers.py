@@ -297,7 +297,8 @@ def _words(process: psutil.Process) -> list[str]:
 
 def test_nothing_is_left_after_the_limit(tmp_path: Path, root: Path) -> None:
     ended = run(program(tmp_path, root, STAYS), limit_s=1.0)
-    assert (ended.over_limit, ended.code) == (True, -signal.SIGKILL)
+    assert ended.over_limit
+    assert ended.code in (-signal.SIGKILL, -signal.SIGTERM), "SIGTERM on a busy machine, before it ignores that"
     assert not contained(str(tmp_path))
 
 
