@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -308,6 +309,18 @@ def test_a_function_that_can_never_run_ends_the_run_with_its_reason(
     (tmp_path / "agent.py").write_text(source)
     with pytest.raises(ConfigurationError, match=message):
         run(Program(None, function, [str(tmp_path / "agent.py")]))
+
+
+def test_a_full_disk_of_the_node_is_no_fault_of_the_recipe(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the run starts again, and is not held."""
+    code = small_disk / "agent.py"
+    code.write_text("async def rollout(client, problem): return 1\n" * 1000)
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while True:
+            ballast.write(bytes(4096))
+    with pytest.raises(RuntimeError, match="has ended: exit code 1"):
+        run(Program(None, "agent:rollout", [str(code)]))
 
 
 def test_a_working_directory_that_cannot_be_made_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,9 @@ START_S = 300.0
 HAND_OVER_S = 10.0
 """Seconds for a nursery, which only forks, to take a job."""
 LEAVE_S = 15.0
+PASSING = (1, -signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a nursery that may work next time: an error of its own, such as a full disk, or a signal from outside.
+Errors of the user's module it reports."""
 
 
 class ProgramRunner:
@@ -97,7 +100,10 @@ class ProgramRunner:
             why_not = await self._prepared(self._control)
             if why_not is not None:
                 code = await asyncio.to_thread(_end, nursery)
-                raise ConfigurationError(why_not or f"the process of the program has ended: {how_ended(code)}")
+                ended = f"the process that starts programs has ended: {how_ended(code)}"
+                if not why_not and code in PASSING:
+                    raise RuntimeError(f"{ended}; its last lines stand above this in the log")
+                raise ConfigurationError(why_not or ended)
         except BaseException:  # such as the cancellation by a drain
             nursery.close()
             self._remove_folder()
