@@ -14,8 +14,8 @@ from lab import Cluster, LabError
 DAEMONS = {"slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "slurmscriptd", "unshare"}
 LISTENING = "0A"
 SLURMD_PORT = 6818
-EXPECTED = {"runs", "torchinductor_0"}
-"""Folders in /tmp: for temporary files of each run, and a cache of a fixed name that vLLM's torch keeps."""
+EXPECTED = {"runs", "torchinductor_0", "mrl-compiled-0"}
+"""Folders in /tmp: for temporary files of each run, and caches of code that torch compiles, which later runs use."""
 SETTLED_S = 90.0
 """Seconds in which processes on their way out may still end."""
 
