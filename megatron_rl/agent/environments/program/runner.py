@@ -29,8 +29,8 @@ HAND_OVER_S = 10.0
 """Seconds for a nursery, which only forks, to take a job."""
 LEAVE_S = 15.0
 PASSING = (1, -signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a nursery that may work next time: an error of its own, such as a full disk, or a signal from outside.
-Errors of the user's module it reports."""
+"""Exit codes of a nursery that may work next time: an error such as a full disk, or a signal from outside. It reports
+errors of the user's module."""
 
 
 class ProgramRunner:
