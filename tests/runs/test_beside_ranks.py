@@ -19,6 +19,8 @@ from megatron_rl.contract.codes import DRAINED, EXIT_DRAINED
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.job import Offload
 
+pytestmark = pytest.mark.slow
+
 STEPS, PROMPTS = 8, 4
 LATER = ["start", "sleep", "generate"]
 

@@ -22,6 +22,8 @@ from server_helpers import byte_backend
 from launcher.host.record.evidence import read_replicas
 from megatron_rl.contract.paths import TEACHER, RunDir
 
+pytestmark = pytest.mark.slow
+
 STEPS, LIMIT_S = 24, 240.0
 CLOSE = {"rel": 5e-3, "abs": 1e-3}
 """Tolerances: Adam amplifies rounding, since it divides by the size of the gradient."""

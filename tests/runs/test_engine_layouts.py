@@ -39,6 +39,8 @@ from megatron_rl.rank.groups import Groups
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.inference import Sampling
 
+pytestmark = pytest.mark.slow
+
 GREEDY = Sampling(temperature=0.0, max_new_tokens=7)
 CUT = Sampling(temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, max_new_tokens=7)
 TOKENIZER = CharacterTokenizer(ALPHABET)

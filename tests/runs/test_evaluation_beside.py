@@ -18,6 +18,8 @@ from megatron_rl.contract.codes import EXIT_DRAINED
 from megatron_rl.contract.manifest import read_manifest
 from megatron_rl.contract.paths import RunDir
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 

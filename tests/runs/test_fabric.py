@@ -20,6 +20,8 @@ from megatron_rl.rank.fabric.check import FabricTimeouts
 from megatron_rl.rank.fabric.findings import findings, summary, whole_nodes
 from megatron_rl.recipe.job import JobConfig
 
+pytestmark = pytest.mark.slow
+
 JOB = JobConfig(device="cpu", gpus_per_node=1)
 LIMITS = FabricTimeouts(meet=20.0, stage=15.0, slack=10.0)
 

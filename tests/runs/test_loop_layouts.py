@@ -15,6 +15,8 @@ from launcher.host.record.heartbeats import HangWatch
 from megatron_rl.contract.codes import DRAINED, EXIT_CRASHED, EXIT_DRAINED, SILENCE_VARIABLE
 from megatron_rl.contract.paths import RunDir
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 CLOSE = {"rel": 1e-3, "abs": 1e-4}
 """Tolerances: Adam amplifies rounding, since it divides by the size of the gradient."""

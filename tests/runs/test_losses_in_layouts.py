@@ -38,6 +38,8 @@ from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.distill import POLICY, DistillConfig
 from megatron_rl.run.models import build_models, build_part
 
+pytestmark = pytest.mark.slow
+
 OWN = """
 def loss(tokens, config):
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()

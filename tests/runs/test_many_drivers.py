@@ -107,7 +107,7 @@ def with_slow_ones(replica: int) -> float:
     return 0.05 if replica % 100 == 9 else 0.002
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("max_lag", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_run_with_faults_and_a_drain_trains_on_what_a_quiet_run_of_few_drivers_trains_on(
     tmp_path: Path, platform: Any, max_lag: int
 ) -> None:

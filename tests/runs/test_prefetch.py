@@ -40,6 +40,8 @@ from launcher.fetch.needs import (
 )
 from launcher.recipe.load import load_recipe
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("huggingface_hub", reason="an extra of mrl")
 
 SMALL = "smollm2-135m-chain-sum"

@@ -23,7 +23,10 @@ from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED, EXIT_USAGE
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import append
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx2")  # huggingface_hub's use of it
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx2"),  # huggingface_hub's use of it
+]
 
 
 @pytest.fixture

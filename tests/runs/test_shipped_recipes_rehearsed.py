@@ -28,6 +28,8 @@ from launcher.recipe.shipped import shipped_recipes
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.teacher_files import teacher_files
 
+pytestmark = pytest.mark.slow
+
 Rehearse = Callable[..., list[tuple[RehearsedRank, RankMemory]]]
 
 LAYOUTS = {

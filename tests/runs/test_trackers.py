@@ -35,6 +35,8 @@ from megatron_rl.recipe.config import read_config
 from megatron_rl.recipe.extras import is_installed
 from megatron_rl.recipe.trackers import PACKAGES
 
+pytestmark = pytest.mark.slow
+
 KEYS = {"mlflow": "experiment", "trackio": "project"}
 ADDRESSES = {"mlflow": "uri", "trackio": "server"}
 

@@ -36,6 +36,8 @@ from megatron_rl.model.platform.select import select
 from megatron_rl.model.policy import Policy, build_policy
 from megatron_rl.rank.engine_ranks import EngineRanks
 
+pytestmark = pytest.mark.slow
+
 LIMIT = timedelta(seconds=300)
 """Timeout of a transfer: longer than a test may take, so that no transfer reaches it."""
 OF_TEST_S = 120.0

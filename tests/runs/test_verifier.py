@@ -17,7 +17,7 @@ from optional import needs
 from megatron_rl.agent.environments.math.verifier import MathVerdict, Verifier
 from megatron_rl.agent.scoring import NotJudged
 
-pytestmark = needs("math_verify")
+pytestmark = [pytest.mark.slow, needs("math_verify")]
 
 HANGS = r"\gcd(9^{9^{9}}, 3)"
 """Formula left to sympy, which would evaluate it for longer than the age of the universe."""

@@ -30,6 +30,8 @@ from megatron_rl.rank.metrics.trackers.record_rows import RecordReader, RecordRo
 from megatron_rl.rank.metrics.writer import MetricsWriter
 from megatron_rl.recipe.logs import LoggingConfig, WandbConfig
 
+pytestmark = pytest.mark.slow
+
 KEY = "5ec2e7" * 7
 OF_ANOTHER_RUN = {
     "SWEEP_ID": "other",
