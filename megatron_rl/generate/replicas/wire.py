@@ -273,7 +273,7 @@ class _Piece(NamedTuple):
     choices: list[Any] = []  # never changed in place
 
 
-class _NewsBody(Received):
+class _Told(Received):
     last: NonNegativeInt
     pieces: list[_Piece]
     refused: list[Refusal]
@@ -281,7 +281,7 @@ class _NewsBody(Received):
 
 def decode_news(body: Body) -> News:
     """Raises Garbled."""
-    told = decode(_NewsBody, body, "news")
+    told = decode(_Told, body, "news")
     pieces = []
     first: dict[str, Choices] = {}
     try:

@@ -41,13 +41,13 @@ def judges_of(
         encode: of the policy's tokenizer.
         teacher_of: returns the teacher of a teaching; None leaves it out, and its answers are not judged.
     """
-    judges: list[_AssignedTeacher] = []
+    teachers: list[_AssignedTeacher] = []
     each = config.teachings.each
     for teaching in {one.judged_by: one for one in each}.values():
         if (teacher := teacher_of(teaching)) is not None:
             indices = frozenset(at for at, one in enumerate(each) if one.judged_by == teaching.judged_by)
-            judges.append(_AssignedTeacher(teacher, teaching, indices))
-    return _AssignedTeachers(config, control, encode, judges) if judges else None
+            teachers.append(_AssignedTeacher(teacher, teaching, indices))
+    return _AssignedTeachers(config, control, encode, teachers) if teachers else None
 
 
 class _AssignedTeachers:
@@ -56,9 +56,9 @@ class _AssignedTeachers:
         config: RunConfig,
         control: Control,
         encode: Callable[[str], list[int]],
-        judges: Sequence[_AssignedTeacher],
+        teachers: Sequence[_AssignedTeacher],
     ) -> None:
-        self._teachers, self._control, self._encode = judges, control, encode
+        self._teachers, self._control, self._encode = teachers, control, encode
         self._longest, self._temperature = config.sequence_length, config.sampling.temperature
         self._key_of, self._teaching_of = config.teachings.key, config.teachings.indices
         self._warned = False
@@ -75,13 +75,13 @@ class _AssignedTeachers:
         texts = self._texts(batch)
         teaching = self._teaching(batch, texts)
         logprobs, distributions = torch.zeros_like(batch.inference_logprobs), []
-        for judge in self._teachers:
-            own = [at for at, its in enumerate(teaching.tolist()) if its in judge.indices]
+        for assigned in self._teachers:
+            own = [at for at, its in enumerate(teaching.tolist()) if its in assigned.indices]
             of_own = first_pass.of(texts, own)
-            judged = judge.teacher(of_own)
+            judged = assigned.teacher(of_own)
             logprobs += judged.logprobs
             assert of_own.row is not None
-            distributions += self._judged(judge, judged, of_own.row.to(logprobs.device))
+            distributions += self._judged(assigned, judged, of_own.row.to(logprobs.device))
         of_tokens = teaching.repeat_interleave(batch.lengths).to(logprobs.device)
         return JudgedBatch(logprobs, of_tokens, distributions)
 
@@ -97,7 +97,7 @@ class _AssignedTeachers:
 
     def _teaching(self, batch: TrainingBatch, texts: Sequence[Branch]) -> torch.Tensor:
         """Return the index of each sequence's teaching in `Teachings.each`, -1 if nobody judges it, [sequences]."""
-        known = frozenset().union(*(judge.indices for judge in self._teachers))
+        known = frozenset().union(*(assigned.indices for assigned in self._teachers))
         teaching = [self._teaching_of[self._key_of(batch.problems[of].environment)] for of in batch.trajectory.tolist()]
         too_long = [len(text.tokens) > self._longest for text in texts]
         if any(too_long) and not self._warned:
@@ -109,12 +109,12 @@ class _AssignedTeachers:
             )
         return int64([its if its in known and not long else -1 for its, long in zip(teaching, too_long, strict=True)])
 
-    def _judged(self, judge: _AssignedTeacher, judged: Judgement, row: torch.Tensor | None) -> list[JudgedTokens]:
+    def _judged(self, assigned: _AssignedTeacher, judged: Judgement, row: torch.Tensor | None) -> list[JudgedTokens]:
         if judged.distributions is None:
             return []
-        assert judge.teaching.divergence is not None
-        temperature = judge.teaching.divergence.temperature or self._temperature
-        return [JudgedTokens(judged.distributions, judge.teaching.divergence, temperature, row)]
+        assert assigned.teaching.divergence is not None
+        temperature = assigned.teaching.divergence.temperature or self._temperature
+        return [JudgedTokens(judged.distributions, assigned.teaching.divergence, temperature, row)]
 
 
 def _behind(sequence: Branch, prompt: Sequence[int], teachers: Sequence[int]) -> Branch:
