@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -19,6 +18,7 @@ from launcher.errors import BadInput
 from launcher.recipe.load import load_recipe
 from launcher.runs.policy_path import prepare_policy
 from megatron_rl.contract.files import seen
+from megatron_rl.contract.owned_folders import owned_folder
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.text import printable_lines
 from megatron_rl.recipe.environment_section import EnvironmentConfig
@@ -143,9 +143,9 @@ def try_(name: str, problems: int, env_args: tuple[str, ...], as_json: bool, **o
 
     trial = _trial(name, problems, env_args, options)
     found: list[dict[str, Any]] = []
-    with TemporaryDirectory(prefix="mrl-copies-") as folder:
+    with owned_folder("copies") as folder:
         # As in a run, the user's code is copied first, so that what fails in a run fails here.
-        copies = RunDir(Path(folder))
+        copies = RunDir(folder)
         copy_files(copies, used_files(trial.environment), renew=False)
         environment = with_kept_files(trial.environment, copies)
         for one in tried(trial.model_copy(update={"environment": environment})):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -20,6 +19,7 @@ from launcher.recipe.load import Recipe, load_recipe
 from launcher.runs.find import find, names_run
 from megatron_rl.contract.codes import EXIT_CRASHED, EXIT_FINISHED
 from megatron_rl.contract.files import seen
+from megatron_rl.contract.owned_folders import owned_folder
 from megatron_rl.contract.paths import RunDir
 
 HELP = """Show the first rows or problems of RECIPE as the model sees them in training.
@@ -89,7 +89,7 @@ def command(
 def _copies(recipe: Recipe, run: RunDir | None, stack: ExitStack) -> RunDir | None:
     if run is not None or not own_files(recipe.config):
         return run
-    copies = RunDir(Path(stack.enter_context(TemporaryDirectory(prefix="mrl-copies-"))))
+    copies = RunDir(stack.enter_context(owned_folder("copies")))
     keep_files(copies, recipe, renew=True)
     return copies
 

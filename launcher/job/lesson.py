@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
@@ -25,6 +24,7 @@ from launcher.recipe.load import Recipe
 from launcher.recipe.paths import named_paths
 from launcher.recipe.problems import where_named
 from megatron_rl.contract.codes import EXIT_FINISHED
+from megatron_rl.contract.owned_folders import owned_folder
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import KeptFiles
@@ -120,7 +120,7 @@ class LessonCheck:
         """Copy the user's code as the run will have it; None if there is none."""
         if not own_files(self._recipe.config):
             return None
-        copies = RunDir(Path(stack.enter_context(TemporaryDirectory(prefix="mrl-copies-"))))
+        copies = RunDir(stack.enter_context(owned_folder("copies")))
         source = self._run if self._run is not None and has_work(self._run) else None
         keep_files(copies, self._recipe, renew=self._change or source is None, source=source)
         return copies

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice, starmap
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from megatron_rl.agent.arrow_rows import arrow_rows, file_batches, file_columns
 from megatron_rl.agent.text_rows import as_text, holds_lines, text_rows, value_at
 from megatron_rl.contract.bounded_json import bounded_json
+from megatron_rl.contract.owned_folders import owned_folder
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
 from megatron_rl.recipe.extras import needed
 from megatron_rl.recipe.model import is_hub_name
@@ -84,8 +84,8 @@ def read_rows(source: DataSource, columns: Sequence[str] | None = None) -> Itera
     Raises ValueError if the data is missing, unreadable, or has none of one of the columns.
     """
     found: dict[str, None] = {}
-    with _errors_of(source), TemporaryDirectory(prefix="mrl-datasets-") as scratch:
-        for row in limited(_of_files(_files(source, Path(scratch)), columns)):
+    with _errors_of(source), owned_folder("datasets") as scratch:
+        for row in limited(_of_files(_files(source, scratch), columns)):
             found |= dict.fromkeys(row.values)
             yield row
         if not found:
@@ -97,12 +97,12 @@ def read_rows(source: DataSource, columns: Sequence[str] | None = None) -> Itera
 def files_of_lines(source: DataSource, least: int) -> list[str]:
     """Return the files of a data set of at least `least` bytes whose rows can be read alone; none if it is smaller or
     has other files. Raises ValueError as `read_rows` does."""
-    with _errors_of(source), TemporaryDirectory(prefix="mrl-datasets-") as scratch:
+    with _errors_of(source), owned_folder("datasets") as scratch:
         place = _on_this_machine(source.path)
         found = [place] if place.is_file() else place.rglob("*")
         if sum(file.stat().st_size for file in found if is_text_file(file.name)) < least:
             return []  # said without `datasets`, whose import takes seconds
-        files = _files(source, Path(scratch))
+        files = _files(source, scratch)
         large = sum(Path(file).stat().st_size for file in files) >= least
         return files if large and all(is_text_file(file) and holds_lines(file) for file in files) else []
 

@@ -26,6 +26,7 @@ from megatron_rl.contract.codes import (
     KILLED_TOO_S,
 )
 from megatron_rl.contract.files import compiler_cache
+from megatron_rl.contract.owned_folders import remove_ownerless
 from megatron_rl.contract.paths import RankFiles
 from megatron_rl.rank.activity import Activity
 from megatron_rl.rank.black_box import BlackBox, LogFormatter
@@ -68,6 +69,8 @@ def run_rank(files: RankFiles, world: World, load: Callable[[], Work], *, notifi
     activity = Activity(files, published=world.rank == 0)
     box = BlackBox(files, world.rank, world.size, activity, world.local_rank)
     box.start()
+    if world.local_rank == 0:
+        remove_ownerless()  # such as the folders of programs of a run whose step Slurm has killed here
     drain = DrainListener(files, notifies_host=notifies_host)
 
     def exit_early() -> None:

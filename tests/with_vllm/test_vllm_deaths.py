@@ -19,8 +19,8 @@ from vllm_front import START_S, Front, is_there, until
 from vllm_training import CLOSE, PROMPT, SERVED, Trainer, prepare_run, probe_of
 
 from launcher.host.record.heartbeats import HangWatch
+from megatron_rl.contract.owned_folders import NOTE
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.generate.vllm.private_folder import NOTE
 from megatron_rl.recipe.inference import Sampling
 
 LONG = 1500

@@ -17,7 +17,7 @@ from typing import TextIO
 import psutil
 
 from megatron_rl.generate.vllm.deaths import Deaths
-from megatron_rl.generate.vllm.private_folder import note_segments
+from megatron_rl.generate.vllm.private_folder import note_shared_memory
 from megatron_rl.rank.processes.guard import END, code_of, guarded
 
 PREFIX = "vllm | "
@@ -89,7 +89,7 @@ class VllmProcess:
         )
         self._reader = threading.Thread(target=self._read, name="vllm-log", daemon=True)
         self._reader.start()
-        self._deaths = Deaths(self._guard.pid, self._note_segments)
+        self._deaths = Deaths(self._guard.pid, self._note_shared_memory)
 
     @property
     def code(self) -> int | None:
@@ -127,15 +127,15 @@ class VllmProcess:
         why = reason_in([line for _, line in lines])
         return message if why is None or why in message else f"{message}: {why}"
 
-    def _note_segments(self, processes: Sequence[int]) -> None:
+    def _note_shared_memory(self, processes: Sequence[int]) -> None:
         with suppress(OSError):  # on a full disk they stay if all processes are killed at once
             if self._folder is not None:
-                note_segments(self._folder, processes)
+                note_shared_memory(self._folder, processes)
 
     def end(self) -> None:
         self._deaths.close()
         with suppress(psutil.Error):
-            self._note_segments([each.pid for each in psutil.Process(self._guard.pid).children(recursive=True)])
+            self._note_shared_memory([each.pid for each in psutil.Process(self._guard.pid).children(recursive=True)])
         if self._guard.poll() is None:
             os.kill(self._guard.pid, END)
         self._guard.wait()

@@ -6,10 +6,8 @@ import asyncio
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Mapping
 
 from megatron_rl.agent.endpoint.agent import RolloutLost
@@ -17,11 +15,11 @@ from megatron_rl.agent.environments.program.nursery_wire import MESSAGE_BYTES, R
 from megatron_rl.agent.sandbox.image_root import UNPACK_S
 from megatron_rl.contract.child import Child
 from megatron_rl.contract.children import how_ended, module_command
+from megatron_rl.contract.owned_folders import OwnedFolder
 from megatron_rl.recipe.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "mrl-programs-"
 NURSERY = "megatron_rl.agent.environments.program.nursery"
 START_S = 300.0
 """Seconds for a nursery to import the user's module, perhaps from a slow shared file system."""
@@ -39,7 +37,7 @@ class ProgramRunner:
         self._program, self._variables = program, variables
         self._nursery: Child | None = None
         self._control: socket.socket | None = None
-        self._folder: str | None = None
+        self._folder: OwnedFolder | None = None
         self._starting = asyncio.Lock()
 
     async def run(self, job: ProgramJob) -> ProgramEnd:
@@ -91,10 +89,10 @@ class ProgramRunner:
             self._nursery.close()
         if self._control is not None:
             self._control.close()
-        self._folder = self._folder or tempfile.mkdtemp(prefix=FOLDER)
+        self._folder = self._folder or OwnedFolder("programs")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), self._folder]
+            command = [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), str(self._folder.path)]
             nursery = Child(command, self._variables, inherited=[theirs.fileno()])
         try:
             why_not = await self._prepared(self._control)
@@ -113,7 +111,7 @@ class ProgramRunner:
     def _remove_folder(self) -> None:
         """Delete the working directories of runs whose supervisors were killed; the others are gone."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
         self._folder = None
 
     async def _prepared(self, control: socket.socket) -> str | None:

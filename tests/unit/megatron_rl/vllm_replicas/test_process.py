@@ -18,7 +18,7 @@ import pytest
 
 from megatron_rl.generate.vllm import deaths
 from megatron_rl.generate.vllm.command import Served, vllm_environment
-from megatron_rl.generate.vllm.private_folder import note_segments, private_folder
+from megatron_rl.generate.vllm.private_folder import note_shared_memory, private_folder
 from megatron_rl.generate.vllm.process import VllmGone, VllmProcess
 from megatron_rl.generate.vllm.start import started
 from megatron_rl.recipe.errors import ConfigurationError
@@ -202,7 +202,7 @@ def test_shared_memory_of_others_stays(tmp_path: Path, monkeypatch: pytest.Monke
     again = None
     try:
         with private_folder(for_sockets=False) as folder:
-            note_segments(folder, [os.getpid()])
+            note_shared_memory(folder, [os.getpid()])
             assert ours.name in (folder / "shared-memory.json").read_text()
             ours.unlink()
             again = SharedMemory(ours.name, create=True, size=64)
