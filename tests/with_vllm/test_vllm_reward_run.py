@@ -43,7 +43,12 @@ def test_rewards_are_those_of_transformers_while_the_reward_model_dies_and_the_r
         *("demo", "placement.mode=partitioned", "job.nodes=3", "job.gpus_per_node=1", "placement.inference.nodes=1"),
         f"environment={{name: judge, args: {{train: {{path: {questions}}}, reward_model: {{text: {TEXT}}}}}}}",
         f"reward={{model: {classifier}, replicas: {{nodes: 1, vllm: {{python: {os.environ[PYTHON_VARIABLE]}}}}}}}",
-        *("model.init=from-scratch", f"grpo.prompts_per_step={PROMPTS}", f"grpo.group_size={SAMPLES}"),
+        *(
+            "model.init=from-scratch",
+            f"grpo.prompts_per_step={PROMPTS}",
+            f"grpo.group_size={SAMPLES}",
+            "sampling.max_new_tokens=12",
+        ),
         *(f"training.steps={STEPS}", "evaluation.every=0", "save.every=20", f"job.silence_limit_s={int(2 * START_S)}"),
         *(f"environment.reward_timeout_s={START_S}", "logging.samples_every=1", f"logging.samples={PROMPTS}"),
     )
@@ -63,8 +68,13 @@ def test_rewards_are_those_of_transformers_while_the_reward_model_dies_and_the_r
     assert [end.outcome for end in ends_in(read_ledger(run.dir))] == ["drained", "finished"]
     assert len(fates(run.dir)) == STEPS * PROMPTS
     assert not any(line.get("failed_rollouts") for line in lines_of(run.dir.metrics))
-    groups = [group for group in recorded_groups(run.dir, None) if group.answers]
-    texts = [group.prompt + answer.text for group in groups for answer in group.answers]
-    assert len(texts) >= 10 * SAMPLES
-    rewards = [reward for group in groups for reward in group.rewards]
-    assert rewards == pytest.approx(classified(classifier, texts), abs=CLOSE)
+    answers = [
+        (group.prompt + answer.text, reward, finish_reason)
+        for group in recorded_groups(run.dir, (1, STEPS))
+        for answer, reward, finish_reason in zip(group.answers, group.rewards, group.finish_reasons, strict=True)
+    ]
+    assert len(answers) == STEPS * PROMPTS * SAMPLES
+    whole = [answer for answer in answers if answer[2] == "stop"]
+    assert len(whole) >= STEPS * SAMPLES
+    assert [reward for _, reward, _ in whole] == pytest.approx(classified(classifier, [w[0] for w in whole]), abs=CLOSE)
+    assert {reward for _, reward, finish_reason in answers if finish_reason == "length"} <= {0.0}, "cut_reward"
