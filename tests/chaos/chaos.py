@@ -60,8 +60,9 @@ BROKEN = (
 """Errors that fail one run, beside which the others go on."""
 INSIDE = "MRL_CHAOS_FOLDER"
 """Environment variable with the folder of the chaos, for the process that has its own /tmp."""
-GENTLE = ("replica", "program", "slurmctld", "slurmdbd", "up to 5 s", "second user")
-"""Parts of the names of faults that a run's training ranks and batch process survive."""
+GENTLE = ("the network", "SIGSTOP of a replica", "supervisor", "slurmctld", "slurmdbd", "up to 5 s", "second user")
+"""Parts of the names of faults that all watched processes of a run survive. The end of a nursery is none: it loses all
+answers of a small step, after which the run starts again."""
 
 
 def arguments() -> argparse.Namespace:

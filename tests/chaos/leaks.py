@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,13 +34,25 @@ def baseline(lab: Cluster, temporary: Path) -> Baseline:
 
 
 def leaks(lab: Cluster, before: Baseline, temporary: Path) -> list[str]:
-    """Return what is left in the end, one line each. temporary: /tmp, which nothing but the lab uses."""
+    """Return what is left in the end, one line each, after what the next run on each node would do. temporary: /tmp,
+    which nothing but the lab uses."""
+    sweep(lab, temporary)
     limit = time.monotonic() + SETTLED_S
     while left := found(lab, before, temporary):
         if time.monotonic() > limit:
             break
         time.sleep(2.0)
     return left
+
+
+def sweep(lab: Cluster, temporary: Path) -> None:
+    """Remove the folders of killed owners on each node, as the first rank of the next run there does."""
+    program = (
+        "import sys; from pathlib import Path; from megatron_rl.contract.owned_folders import remove_ownerless\n"
+        "for folder in Path(sys.argv[1]).glob('runs/*'): remove_ownerless(folder)"
+    )
+    for node, _ in _slurmds(lab):
+        lab.run("srun", f"--nodelist={node}", "--immediate=30", sys.executable, "-c", program, temporary)
 
 
 def found(lab: Cluster, before: Baseline, temporary: Path) -> list[str]:
