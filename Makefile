@@ -74,9 +74,12 @@ test-slurm-24-short: $(READY)
 	$(IN_TRIXIE) $(BIN)/pytest -m "not slow" --numprocesses 2 --dist loadfile \
 	    tests/slurm/test_slurm_preempted_often.py tests/slurm/test_slurm_commands.py
 
-# With vLLM in one kind of run where `make test-vllm` has installed it.
+# Where `make test-vllm` has installed it.
+VLLM_IF_THERE = $(or $(MRL_VLLM_PYTHON),$(if $(wildcard $(VLLM_READY)),$(CURDIR)/$(VLLM)/bin/python))
+
+# With vLLM in one kind of run.
 test-chaos: $(READY) ## an hour of runs under faults of all kinds on a real Slurm, with a report. CHAOS_SECONDS=600 CHAOS_SEED=7
-	MRL_VLLM_PYTHON=$(or $(MRL_VLLM_PYTHON),$(if $(wildcard $(VLLM_READY)),$(CURDIR)/$(VLLM)/bin/python)) \
+	MRL_VLLM_PYTHON=$(VLLM_IF_THERE) \
 	    $(if $(CHAOS_SLURM),$(IN_TRIXIE)) $(BIN)/python tests/chaos/chaos.py \
 	    --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --report $(CHAOS_REPORT)
 
@@ -90,8 +93,9 @@ test-vllm: $(READY) $(VLLM_READY) ## tests with the real vLLM, which is installe
 test-verifiers: $(READY) $(VERIFIERS_READY) ## tests with the real verifiers, which is installed into .venv-verifiers; minutes
 	MRL_VERIFIERS_PYTHON=$(CURDIR)/.venv-verifiers/bin/python $(BIN)/pytest --timeout 1800 tests/with_verifiers
 
-test-clients: $(READY) $(CLIENTS_READY) ## agents of pydantic-ai, LangChain and the Agents SDK, in .venv-clients; minutes
-	MRL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python $(BIN)/pytest --timeout 1800 tests/with_clients
+test-clients: $(READY) $(CLIENTS_READY) ## agents of pydantic-ai, LangChain and the Agents SDK, in .venv-clients; minutes, with vLLM half an hour
+	MRL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python MRL_VLLM_PYTHON=$(VLLM_IF_THERE) \
+	    $(BIN)/pytest --timeout 1800 tests/with_clients
 
 test-browser: $(READY) ## pages in a real browser: Debian's chromium, or MRL_CHROMIUM; two minutes
 	$(BIN)/python $(BY_LOCK) $(LOCKED)/browser.txt --quiet

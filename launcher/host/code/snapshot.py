@@ -2,7 +2,7 @@
 
     code -> code-001            link, which moves only to a complete snapshot
     code-001/SNAPSHOT.json      sources of all files, and the folders for PYTHONPATH
-             launcher/  megatron_rl/  mrl-0.1.0.dist-info/
+             launcher/  megatron_rl/  mrl-0.2.0.dist-info/
              1-mine/            files of the first `code.include`, with uncommitted changes
     code-002/                   after `mrl resume --update-code`; the earlier one stays, for the attempts that ran it
 
