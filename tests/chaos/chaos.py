@@ -31,6 +31,7 @@ import full_disks
 import network_cuts
 import process_faults
 import psutil
+import pytest
 import second_user
 import slurm_faults
 import torn_records
@@ -43,6 +44,7 @@ from full_disks import small_disk
 from kinds import Kind, kinds, marathon
 from lab import Cluster, LabError, missing
 from leaks import baseline, leaks
+from small_root import make_small_root
 
 FAMILIES = (process_faults, slurm_faults, file_faults, network_cuts, torn_records, full_disks, second_user)
 MEGABYTES = 500
@@ -110,7 +112,7 @@ class Chaos:
         families = [[fault for fault in each.FAULTS if given.only in fault.kind] for each in FAMILIES]
         self.families = [family for family in families if family]
         vllm = os.environ.get("MRL_VLLM_PYTHON")
-        kept = kinds(vllm if vllm and Path(vllm).exists() else None)
+        kept = kinds(vllm if vllm and Path(vllm).exists() else None, image_for_containers(folder / "image"))
         self.kinds = [kind for name, kind in kept.items() if given.runs in name]
         self.undisturbed: dict[str, Path] = {}
 
@@ -120,7 +122,7 @@ class Chaos:
 
     def run(self) -> None:
         before = baseline(self.lab, Path("/tmp"))
-        twins = {kind.like: kind for kind in kinds(None).values() if kind.like == kind.name}
+        twins = {kind.like: kind for kind in kinds(None, None).values() if kind.like == kind.name}
         needed = [kind for name, kind in twins.items() if name in {each.like for each in self.kinds}]
         arena = self.arena(0.0, [])
         with ThreadPoolExecutor(len(twins)) as pool:
@@ -211,6 +213,14 @@ def main() -> int:
             print(text)
     steep = [growth for growth in chaos.growths if not growth.is_flat()]
     return 1 if chaos.book.failures or chaos.book.leaks or steep else 0
+
+
+def image_for_containers(root: Path) -> Path | None:
+    """Return a root file system with an interpreter, or None where the kernel allows no containers."""
+    try:
+        return make_small_root(root)
+    except pytest.skip.Exception:
+        return None
 
 
 def disk_at(folder: Path, stack: contextlib.ExitStack) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from exactly_once import NotExactlyOnce, fates
 from records import OVERRIDES, record
+from small_root import PYTHON
 
 from launcher.recipe.shipped import SHIPPED
 from megatron_rl.contract.paths import RunDir
@@ -31,6 +32,7 @@ PROGRAM = (
 FEW = ("grpo.prompts_per_step=2", "grpo.group_size=2")
 """Answers of programs, each of which starts a process."""
 SUPERVISED = ("training.steps=40", "evaluation.every=20", "data.examples_per_step=32")
+CONTAINED = Path(__file__).with_name("contained_stock.py")
 ASLEEP = "answer = await complete(client, prompt)"
 
 
@@ -44,8 +46,11 @@ class Kind:
     """Kind whose undisturbed record it has; None: each prompt is settled once, whatever the answers are."""
 
 
-def kinds(vllm: str | None) -> dict[str, Kind]:
-    """All kinds that run here. vllm: interpreter that has vLLM."""
+def kinds(vllm: str | None, image: Path | None) -> dict[str, Kind]:
+    """All kinds that run here.
+
+    vllm: interpreter that has vLLM. image: root file system for containers with an interpreter.
+    """
     demo = ("demo", "--cluster", "real", *SHORT)
     apart = ("job.nodes=2", *REPLICA, *AHEAD)
     found = [
@@ -56,6 +61,10 @@ def kinds(vllm: str | None) -> dict[str, Kind]:
         Kind("program", (*PROGRAM, *FEW, f"training.steps={STEPS}"), "program"),
         Kind("supervised", ("demo-supervised", "--cluster", "real", *JOB, "save.every=10", *SUPERVISED), "supervised"),
     ]
+    if image is not None:
+        program = ("environment.args.function=null", f"environment.args.command=['{PYTHON}','contained_stock.py']")
+        code = (f"environment.args.code=['{CONTAINED}']", f"environment.args.container='{image}'")
+        found.append(Kind("container", (*PROGRAM, *program, *code, *FEW, f"training.steps={STEPS}"), "program"))
     if vllm is not None:
         engine = ("inference.engine=vllm", "inference.max_batch=16", f"inference.vllm.python={vllm}")
         shape = ("model.hidden_size=64", "model.num_attention_heads=2", "model.num_query_groups=2")  # of vLLM on CPUs

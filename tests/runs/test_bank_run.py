@@ -35,6 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run_dir
 
 
+@pytest.mark.slow
 def test_run_that_left_during_generation_resumes_unfinished_answers(undisturbed: RunDir, tmp_path: Path) -> None:
     run_dir = prepare(tmp_path / "run", loop_recipe(**RECIPE))
     first = Attempt(run_dir, tmp_path, sabotage=_generate_slowly)

@@ -157,7 +157,9 @@ def expected(whole_shapes: dict[str, tuple[int, ...]], fields: dict[str, Any], v
     return composed_tensors(whole, parts)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case.startswith("experts") else pytest.mark.slow) for case in CASES]
+)
 def test_workers_get_each_version_bit_for_bit_from_any_layout(case: str, tmp_path: Path) -> None:
     layout, workers, fields = CASES[case]
     fronts = [*range(RANKS // workers)]

@@ -172,7 +172,6 @@ QUICK = (
     *(Continued("bf16", "one", layout) for layout in ("cp2", "dp3", "tp2-pp2")),  # each way to cut a model
     Continued("bf16", "tp2-dp2-plain", "one"),  # copies, each optimizer
     *(Continued("bf16", *pair) for pair in (("dp2", "dp2"), ("dp2-plain", "dp2-plain"), ("dp2-plain", "dp3-plain"))),
-    Continued("fp32", "one", "tp2"),
     Continued("tied", "tp2-pp2", "one"),  # the last stage of a pipeline has a copy of the embeddings
     Continued("experts", "tp2-ep2", "dp4-ep2-plain"),
     *(Continued(name, "tp2-ep2", "pp2") for name in ("adapters", "unlike layers", "latent adapters")),
@@ -197,7 +196,7 @@ ALL = dict.fromkeys(
         *OTHERS,
         *(Continued("bf16", "one", layout) for layout in DENSE),
         *(Continued("bf16", layout, "one") for layout in DENSE),
-        *(Continued("fp32", "one", layout) for layout in ("dp3", "tp2-pp2")),
+        *(Continued("fp32", "one", layout) for layout in ("dp3", "tp2", "tp2-pp2")),
         Continued("tied", "tp2-dp2", "one"),
         *(Continued("experts", "ep2", layout) for layout in ("one", "dp4-ep2-plain")),
         *(Continued("experts", "dp4-ep2-plain", layout) for layout in ("one", "dp4-ep2-plain")),

@@ -33,6 +33,7 @@ def run(command: Sequence[str | Path], cwd: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_example_environment_installs_and_can_be_tried(python: Path, tmp_path: Path) -> None:
     """Everything runs in one directory, in which the folder of the package has the name of the imported module."""
     shutil.copytree(EXAMPLES / "environments" / "riddles", tmp_path / "riddles")

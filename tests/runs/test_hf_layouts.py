@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from checkpoint_helpers import run_ranks
 from hf_helpers import PUBLISHED, VOCAB, model_of, publish
@@ -52,6 +53,7 @@ def differing(rank: int, world_size: int, folders: dict[str, Path]) -> dict[str,
     return found
 
 
+@pytest.mark.slow
 def test_every_layout_reads_its_own_slices(tmp_path: Path) -> None:
     folders = {name: tmp_path / str(number) for number, (name, _) in enumerate(CASES.values())}
     for name, folder in folders.items():

@@ -97,6 +97,7 @@ def test_ls_lists_runs_and_logs_prints_the_log_of_a_rank(call):
     assert said == "error: first: no log of the role nobody; the roles are: supervisor, train\n"
 
 
+@pytest.mark.slow
 def test_resume_accepts_only_the_documented_changes(call):
     call("mrl-submit", "demo", "training.steps=5", "--run-dir", "r", script="train")
     assert "already finished" in call("mrl", "resume", "r").stdout
@@ -105,6 +106,7 @@ def test_resume_accepts_only_the_documented_changes(call):
     assert "changed: training.steps: 5 -> 7" in said
 
 
+@pytest.mark.slow
 def test_fork_that_cannot_start_leaves_nothing(call):
     call("mrl-submit", "demo", "training.steps=5", "--run-dir", "r", script="train")
     run = RunDir("r")

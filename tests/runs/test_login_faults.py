@@ -277,7 +277,7 @@ def sweep_slurm(site: Site, name: str, lengths: tuple[float, ...]) -> Tally:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "fork" else ())  # submits as `submit` and `resume` do
+        pytest.param(name, marks=pytest.mark.slow if name in ("fork", "resume") else ())  # they submit as `submit` does
         for name in CASES_OF_SLURM
     ],
 )

@@ -131,6 +131,7 @@ def test_finished_run_has_an_outcome_and_its_last_checkpoint(undisturbed: RunDir
 # Interruptions
 
 
+@pytest.mark.slow
 def test_run_killed_at_any_moment_leaves_the_same_record(undisturbed: RunDir, tmp_path: Path, cache: Path) -> None:
     """All ranks are killed twice, each at a random moment after some step; then the run finishes. Profiled steps
     too have the same record."""

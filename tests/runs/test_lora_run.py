@@ -62,6 +62,7 @@ def with_engine_apart(inference_tp: int, **placement: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_replicas_with_adapters_answer_as_the_training_ranks_would(tmp_path: Path, cache: Path) -> None:
     """The base reaches an engine of another layout once, and each replica that joins, also after a kill."""
     alone = Attempt(prepare(tmp_path / "alone", with_engine_apart(1)), cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoint_helpers import run_ranks
 from core_helpers import full_forward
@@ -36,6 +37,7 @@ def logits(rank: int, world_size: int, folders: dict[str, Path]) -> dict[str, tu
     return found
 
 
+@pytest.mark.slow
 def test_ranks_together_compute_what_transformers_does(tmp_path: Path, platform: Any, groups: object) -> None:
     folders = {name: tmp_path / str(number) for number, name in enumerate(CASES)}
     published = {name: publish(folders[name], PUBLISHED[name]) for name in CASES if name in PUBLISHED}

@@ -11,11 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 LIMIT_S = 290
 
 
+@pytest.mark.slow
 def test_tests_of_equal_bits_pass_with_the_kernels_of_an_older_processor() -> None:
     files = [file for file in (TESTS / "unit").rglob("test_*.py") if "pytest.mark.bits" in file.read_text("utf-8")]
     assert files

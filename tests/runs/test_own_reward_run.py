@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from exactly_once import fates
 from loop_helpers import Attempt, loop_recipe, outcome_of, prepare, read_error, reproducible
 from optional import needs
@@ -57,6 +58,7 @@ def recipe(folder: Path, **sections: Any) -> dict[str, Any]:
     return values | sections
 
 
+@pytest.mark.slow
 def test_a_partitioned_run_drained_in_the_middle_of_an_answer_has_the_record_of_a_colocated_one(tmp_path: Path) -> None:
     values = recipe(tmp_path)
     alone = Attempt(prepare(tmp_path / "alone", values), tmp_path / "cache", ranks=1)

@@ -108,6 +108,7 @@ def test_killed_replicas_and_a_drain_during_generation_leave_the_record_unchange
 AHEAD_STEPS, PROMPTS = 14, 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_generation_ahead_trains_each_prompt_once_and_no_token_beyond_the_bound(
     tmp_path: Path, cache: Path, max_lag: int

@@ -13,6 +13,7 @@ from launcher.api import BadInput, Run
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "python" / "runs.ipynb"
 
 
+@pytest.mark.slow
 def test_the_example_notebook_runs_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     served.kill()
 
 
+@pytest.mark.slow
 def test_run_with_restarted_agent_has_the_curve_of_a_local_run(agent: Agent, tmp_path: Path) -> None:
     """The agent serves one of two environments; the rank is killed once too, and resumes."""
     here = prepare(tmp_path / "here", recipe({"name": "arithmetic", "args": ARGUMENTS}))

@@ -103,6 +103,7 @@ def test_attach_runs_beside_the_rank_in_its_container(login: Login) -> None:
     assert "has 2 ranks" in login.call("mrl", "attach", "--rank", "2", code=2).stderr
 
 
+@pytest.mark.slow
 def test_status_of_a_queued_run_names_the_job_it_waits_for(owner: Login, run: Run) -> None:
     second = owner.submit(*STUB, "--after", run.dir.root.name, stub={"steps": 2})
     status = told(owner, "status")

@@ -18,6 +18,7 @@ exec "$@"
 """
 
 
+@pytest.mark.slow
 def test_ranks_connect_although_the_name_of_their_node_resolves_to_loopback(lab: Cluster, tmp_path: Path) -> None:
     if lab.isolation != "net":
         pytest.skip("the lab's nodes share one loopback")

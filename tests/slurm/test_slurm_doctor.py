@@ -97,6 +97,7 @@ def small(accounting_lab: Cluster) -> Iterator[Cluster]:
     yield accounting_lab
 
 
+@pytest.mark.slow
 def test_working_accounting_is_reported(small: Cluster) -> None:
     answer = doctor(small, "demo", "--cluster", "lab")
     assert told(answer, "accounting").startswith("ok: sacct works")

@@ -22,6 +22,7 @@ def comes_back(run: Run) -> None:
     assert run.has_each_step_once()
 
 
+@pytest.mark.slow
 @together
 def test_job_requeued_with_scontrol_restarts_once(login: Login) -> None:
     run = login.submit(*DEMO, stub=LONG)

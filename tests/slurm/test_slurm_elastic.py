@@ -27,6 +27,7 @@ def out_of_service(lab: Cluster, *nodes: str) -> Iterator[None]:
         lab.run("scontrol", "update", f"NodeName={names}", "State=RESUME")
 
 
+@pytest.mark.slow
 @together
 def test_run_on_a_range_of_nodes_restarts_on_the_available_ones(login: Login) -> None:
     login.confine(1, 4)

@@ -36,6 +36,7 @@ class Import:
         wait_until("the import has ended", lambda: not self.goes_on(), SOON)
 
 
+@pytest.mark.slow
 @together
 def test_drain_stops_an_image_import_and_the_next_start_repeats_it(login: Login) -> None:
     imported = Import(login, 1)

@@ -55,6 +55,7 @@ def test_run_that_crashes_after_a_new_checkpoint_restarts_later_and_then_on_othe
     assert run.avoided() == {ends[0]["node"], *(f"node{number:02d}" for number in range(4, 11))}
 
 
+@pytest.mark.slow
 @together
 def test_job_that_cannot_be_requeued_submits_a_successor(login: Login) -> None:
     login.confine(7, 9)

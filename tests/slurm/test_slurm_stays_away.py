@@ -27,6 +27,7 @@ def assert_away(run: Run) -> None:
     assert run.ends() in ([], [("stopped", "cancelled")])  # none where Slurm was faster
 
 
+@pytest.mark.slow
 @together
 def test_draining_job_cancelled_by_mrl_with_a_save_stays_cancelled(login: Login) -> None:
     run = is_saving(login)

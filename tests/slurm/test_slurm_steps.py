@@ -62,6 +62,7 @@ def runs_in_containers_on_8_nodes(login: Login, gpus: int, *changes: str) -> Non
         assert len([step for step in steps if step["step"] == number]) == 8
 
 
+@pytest.mark.slow
 @together
 def test_each_replica_of_a_partitioned_run_has_a_step_of_its_own(login: Login) -> None:
     login.confine(1, 8)

@@ -159,6 +159,7 @@ def test_logs_prints_the_log_of_the_requested_rank(user: Login, submitted: Run) 
     assert str(log) in json.loads(said("--list", "--json"))["files"]
 
 
+@pytest.mark.slow
 def test_fork_starts_from_the_checkpoint_of_its_source(user: Login, submitted: Run) -> None:
     make_checkpoint(submitted.dir, 3)
     there = set(user.share.glob("*/resolved.yaml"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from login import Login
 
 SWEEP = ("demo", "--cluster", "stub", "training.seed=1,2,3", "--json")
 
 
+@pytest.mark.slow
 def test_sweep_submits_a_run_for_each_value_and_limits_simultaneous_jobs(login: Login) -> None:
     stub = json.dumps({"steps": 20, "seconds": 0.1})
     said = json.loads(login.call("mrl-submit", *SWEEP, "--max-running", "2", MRL_STUB=stub).stdout)["runs"]

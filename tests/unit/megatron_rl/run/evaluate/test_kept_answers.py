@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
+from fault_injection import Clock
 
 from megatron_rl.contract.evaluation_records import SAMPLED, ProblemAnswers, ScoredAnswer
 from megatron_rl.recipe.errors import ConfigurationError
@@ -79,6 +80,7 @@ def test_full_disk_is_reported_with_the_file_and_loses_nothing(tmp_path: Path, m
         answers.add([line(0)])
         before = file.read_bytes()
         with monkeypatch.context() as patched, pytest.raises(OSError, match=str(file)):
+            Clock(patched)
             patched.setattr("megatron_rl.contract.files.os.fsync", full)
             answers.add([line(1)])
         assert file.read_bytes() == before
