@@ -59,15 +59,19 @@ def prefix_of(kind: str) -> str:
 
 
 def remove_ownerless(base: Path | None = None) -> None:
-    """Remove this user's folders of this host whose owners have ended, of all kinds. base: default $TMPDIR."""
-    for folder in (base or Path(tempfile.gettempdir())).glob(f"mrl-{_host()}-*"):
+    """Remove this user's folders of this host whose owners have ended, of all kinds. base: default $TMPDIR. What cannot
+    be looked at now stays for the next one who calls this."""
+    found: list[Path] = []
+    with suppress(OSError):
+        found += (base or Path(tempfile.gettempdir())).glob(f"mrl-{_host()}-*")
+    for folder in found:
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
             continue  # gone, no folder, or of another user
         try:
-            found = os.fstat(lock)
-            if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700:
+            facts = os.fstat(lock)
+            if facts.st_uid == os.geteuid() and stat.S_IMODE(facts.st_mode) == 0o700:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(folder)
         except OSError:
@@ -123,7 +127,7 @@ def _remove(folder: Path) -> None:
 
 def _noted(folder: Path) -> dict[str, int]:
     try:
-        found: dict[str, int] = json.loads((folder / NOTE).read_text(encoding="ascii"))
+        found = json.loads((folder / NOTE).read_text(encoding="ascii"))
     except (OSError, ValueError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}

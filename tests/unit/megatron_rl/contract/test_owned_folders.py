@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from megatron_rl.contract.owned_folders import owned_folder, prefix_of, remove_ownerless
+import pytest
+
+from megatron_rl.contract.owned_folders import NOTE, owned_folder, prefix_of, remove_ownerless
 
 OWNER = """
 import sys
@@ -49,3 +53,17 @@ def test_a_sweep_alone_removes_them_too(tmp_path: Path) -> None:
     assert len([*tmp_path.iterdir()]) == 1
     remove_ownerless(tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_cannot_be_listed_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: object = ".") -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "scandir", broken)
+    remove_ownerless(tmp_path)
+
+
+def test_damaged_notes_of_shared_memory_go_with_their_folder(tmp_path: Path) -> None:
+    with owned_folder("vllm", tmp_path) as folder:
+        (folder / NOTE).write_text("[1]")
+    assert not folder.exists()
