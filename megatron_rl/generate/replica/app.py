@@ -20,7 +20,7 @@ from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.refit.probe import Probe
 from megatron_rl.generate.replica.driver_inbox import DriverInbox
-from megatron_rl.generate.replica.lifecycle import first_of
+from megatron_rl.generate.replica.lifecycle import BODY_BYTES, first_of
 from megatron_rl.generate.replica.replica_leader import ReplicaLeader, TakesTurns
 from megatron_rl.generate.replicas.wire import (
     PROTOCOL,
@@ -269,4 +269,4 @@ def application(service: ReplicaService, token: str) -> ASGIApp:
         return answer
 
     routes = [Route(path, route(handler), methods=["POST"]) for path, handler in service.handlers.items()]
-    return with_token(Starlette(routes=routes), [token])
+    return with_token(Starlette(routes=routes), [token], BODY_BYTES)

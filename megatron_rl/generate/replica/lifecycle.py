@@ -37,6 +37,8 @@ from megatron_rl.recipe.config import RunConfig, read_config
 
 logger = logging.getLogger("megatron_rl")
 
+BODY_BYTES = 2**30
+"""Most bytes of a request: those of thousands of prompts with a hundred thousand tokens each."""
 GRACE_S = 2
 """Seconds in which open requests must end."""
 LISTENS_S = 0.1

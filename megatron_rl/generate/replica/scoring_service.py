@@ -19,7 +19,7 @@ from megatron_rl.contract.paths import Replica
 from megatron_rl.generate.engine.engine_thread import EngineGone
 from megatron_rl.generate.engine.interface import TokenScore
 from megatron_rl.generate.engine.openai import scoring_answer
-from megatron_rl.generate.replica.lifecycle import Running, first_of
+from megatron_rl.generate.replica.lifecycle import BODY_BYTES, Running, first_of
 from megatron_rl.generate.replicas.wire import Received, TokenId, decode
 from megatron_rl.generate.serving.access import read_body, with_token
 from megatron_rl.generate.serving.api_errors import ApiError
@@ -58,7 +58,8 @@ class FixedModelService(ABC):
 
     def __init__(self, engine: Running, replica: Replica, address: ReplicaAddress, token: str) -> None:
         self.address = address
-        self.app = with_token(Starlette(routes=[Route(self.path, self._answered, methods=["POST"])]), [token])
+        routes = [Route(self.path, self._answered, methods=["POST"])]
+        self.app = with_token(Starlette(routes=routes), [token], BODY_BYTES)
         self.engine, self._replica = engine, replica
         self.over = False
 

@@ -21,11 +21,11 @@ class Access:
     """ASGI middleware that admits requests and limits their bodies."""
 
     def __init__(
-        self, app: ASGIApp, admit: Callable[[Scope], Scope], body_bytes: int | None, discarded_bytes: int = 0
+        self, app: ASGIApp, admit: Callable[[Scope], Scope], body_bytes: int, discarded_bytes: int = 0
     ) -> None:
         """
         admit: returns the scope for the application, or raises ApiError.
-        body_bytes: most bytes of a body; None: unlimited.
+        body_bytes: most bytes of a body.
         discarded_bytes: most bytes of a refused body that are read: a client that is still sending when its connection
             closes reads no answer.
         """
@@ -44,16 +44,16 @@ class Access:
             await self._discard(receive)
             await response_to(error)(scope, receive, send)
         else:
-            await self._app(admitted, receive if self._body_bytes is None else self._counted(receive), send)
+            await self._app(admitted, self._counted(receive), send)
 
     def _check_length(self, scope: Scope) -> None:
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if self._body_bytes is not None and (not length.isdigit() or int(length) > self._body_bytes):
+        if not length.isdigit() or int(length) > self._body_bytes:
             raise self._too_large()
 
     def _counted(self, receive: Receive) -> Receive:
         """Limit also bodies without a Content-Length: the result raises ApiError beyond the limit."""
-        size, most = 0, self._body_bytes or 0
+        size, most = 0, self._body_bytes
 
         async def count() -> Message:
             nonlocal size
@@ -93,7 +93,7 @@ async def read_body(request: Request) -> bytes:
         raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s", headers={"Connection": "close"}) from None
 
 
-def with_token(app: ASGIApp, tokens: Sequence[str], body_bytes: int | None = None) -> ASGIApp:
+def with_token(app: ASGIApp, tokens: Sequence[str], body_bytes: int) -> ASGIApp:
     allowed = [token.encode() for token in tokens]
 
     def admit(scope: Scope) -> Scope:

@@ -83,7 +83,7 @@ def test_bodies_do_not_wait_for_the_acknowledgement_of_their_heads() -> None:
     """Otherwise sockets that come from a given listener delay small segments."""
 
     async def connected() -> int:
-        server = HttpServer(with_token(PlainTextResponse("ok"), []), lifespan="off")
+        server = HttpServer(with_token(PlainTextResponse("ok"), [], 1000), lifespan="off")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             _, writer = await asyncio.open_connection(*listener.getsockname())

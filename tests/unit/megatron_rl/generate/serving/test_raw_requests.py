@@ -126,6 +126,15 @@ def test_requests_of_strangers(serving: Serving, log: pytest.LogCaptureFixture) 
     check_log(log, 1)
 
 
+@pytest.mark.parametrize("serving", GOOD, ids=lambda each: each.__name__)
+def test_a_body_beyond_the_limit_is_refused_by_every_server(serving: Serving) -> None:
+    async def answered() -> bytes:
+        async with serving() as (port, asked):
+            return await reply_to(port, [asked.sent(b"Content-Length: %d\r\n" % 2**40, b"{")], half=True)
+
+    assert asyncio.run(asyncio.wait_for(answered(), 30)).startswith(b"HTTP/1.1 413 ")
+
+
 @examples(1, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([*GOOD]), st.integers(0, 2**32))
 def test_spoilt_requests_of_strangers(log: pytest.LogCaptureFixture, serving: Serving, seed: int) -> None:
