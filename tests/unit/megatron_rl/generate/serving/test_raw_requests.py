@@ -126,11 +126,13 @@ def test_requests_of_strangers(serving: Serving, log: pytest.LogCaptureFixture) 
     check_log(log, 1)
 
 
-@pytest.mark.parametrize("serving", GOOD, ids=lambda each: each.__name__)
-def test_a_body_beyond_the_limit_is_refused_by_every_server(serving: Serving) -> None:
+@pytest.mark.parametrize("serving", [openai_server, replica, teacher, agent_server], ids=lambda each: each.__name__)
+def test_a_body_beyond_the_limit_is_refused_unread(serving: Serving) -> None:
+    """The policy's endpoint reads a part of it first, because its clients would miss the answer otherwise."""
+
     async def answered() -> bytes:
         async with serving() as (port, asked):
-            return await reply_to(port, [asked.sent(b"Content-Length: %d\r\n" % 2**40, b"{")], half=True)
+            return await reply_to(port, [asked.sent(b"Content-Length: %d\r\n" % 2**40, b"{")])
 
     assert asyncio.run(asyncio.wait_for(answered(), 30)).startswith(b"HTTP/1.1 413 ")
 
