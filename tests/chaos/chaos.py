@@ -62,9 +62,9 @@ BROKEN = (
 """Errors that fail one run, beside which the others go on."""
 INSIDE = "MRL_CHAOS_FOLDER"
 """Environment variable with the folder of the chaos, for the process that has its own /tmp."""
-GENTLE = ("the network", "SIGSTOP of a replica", "supervisor", "slurmctld", "slurmdbd", "up to 5 s", "second user")
+GENTLE = ("the network", "SIGSTOP of a replica", "supervisor", "slurmctld", "slurmdbd", "up to 5 s")
 """Parts of the names of faults that all watched processes of a run survive. The end of a nursery is none: it loses all
-answers of a small step, after which the run starts again."""
+answers of a small step, after which the run starts again. Nor is the second user, who ends srun of Slurm 22.05."""
 
 
 def arguments() -> argparse.Namespace:
