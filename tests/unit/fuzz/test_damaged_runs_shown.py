@@ -135,7 +135,7 @@ def test_a_damaged_run(home, command, chance, local, finished, state):
             (root / "DONE").touch()
         name_run(RunDir(root))
         places = sorted(path.relative_to(root) for path in root.rglob("*"))
-        for place in chance.choices(places, k=chance.randint(1, 2)):
+        for place in chance.sample(places, k=chance.randint(1, 2)):
             spoil(root / place, chance)
         tried([word.replace(HERE, str(root)) for word in command.split()])
 
