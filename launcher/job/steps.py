@@ -38,6 +38,7 @@ OURS = (
     "PYTHONPATH",
     "PYTHONNOUSERSITE",
     "PYTHONUNBUFFERED",
+    "PYTHONDONTWRITEBYTECODE",
     "HF_HOME",
     "HF_HUB_OFFLINE",
 )
@@ -160,6 +161,8 @@ def variables(config: RunConfig, profile: Profile) -> dict[str, str]:
     return {
         "PYTHONNOUSERSITE": "1",  # packages in a home directory would precede those of the image
         "PYTHONUNBUFFERED": "1",
+        # Python keeps a compiled file that a full disk has cut, and then no attempt could import the snapshot again.
+        "PYTHONDONTWRITEBYTECODE": "1",
         SILENCE_VARIABLE: str(config.job.silence_limit_s),
         "HF_HOME": f"{profile.run_root}/cache/huggingface",
         "HF_HUB_OFFLINE": "1",

@@ -87,6 +87,8 @@ def test_submitted_run_finishes(submitted: Run, lab: Cluster) -> None:
     assert owner["job_id"] == submitted.job
     assert f"ClusterName={owner['slurm_cluster']}\n" in lab.conf.read_text()
     assert "finished after step 5" in submitted.dir.batch_log.read_text()
+    compiled = [*submitted.dir.root.glob("code-*/**/*.pyc")]
+    assert not compiled, "one that a full disk has cut would end each attempt"
 
 
 def test_every_rank_runs_the_snapshot_on_its_own_node(submitted: Run) -> None:

@@ -18,8 +18,8 @@ SOCKET_NAME_BYTES = 36
 """Bytes of the names that vLLM gives its sockets."""
 MOST_BYTES = SOCKET_BYTES - SOCKET_NAME_BYTES - 1
 """Bytes of a folder's path with which its sockets still have valid paths."""
-NAMES = ("psm_", "vllm_dist_")
-"""Beginnings of the names that Python and vLLM give their segments."""
+NAMES = ("psm_", "sem.mp-", "vllm_dist_")
+"""Beginnings of the names that Python and vLLM give their segments and semaphores."""
 
 
 def private_folder(*, for_sockets: bool = True) -> AbstractContextManager[Path]:
@@ -50,17 +50,16 @@ def note_shared_memory(folder: Path, processes: Iterable[int]) -> None:
 
     processes: process ids.
     """
-    note_segments(folder, {name: inode for process in processes for name, inode in _segments(process).items()})
+    mapped = {inode for process in processes for inode in _mapped(process)}
+    with os.scandir(PLACE) as files:
+        note_segments(folder, {f.name: f.inode() for f in files if f.name.startswith(NAMES) and f.inode() in mapped})
 
 
-def _segments(process: int) -> dict[str, int]:
+def _mapped(process: int) -> set[int]:
+    """Inodes of the segments that a process uses. The C library maps a semaphore under another name before it gives it
+    that which others open."""
     try:
         lines = Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return {}  # it has ended
-    found = {}
-    for line in lines:
-        _, _, name = line.partition(PLACE)
-        if name.startswith(NAMES) and not name.endswith("(deleted)"):
-            found[name] = int(line.split()[4])
-    return found
+        return set()  # it has ended
+    return {int(line.split()[4]) for line in lines if PLACE in line}

@@ -46,9 +46,11 @@ time.sleep(60)
 """
 SHARES = """
 import sys, time
+from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
 segment = SharedMemory(create=True, size=4096)
-print("Error: " + segment.name, flush=True)
+semaphore = get_context("spawn").Semaphore()
+print(f"Error: {segment.name} sem.{semaphore._semlock.name[1:]}", flush=True)
 time.sleep(60)
 """
 
@@ -187,11 +189,12 @@ def test_shared_memory_of_killed_processes_ends_with_the_folder(begin: Callable[
     with private_folder() as folder:
         process = begin(SHARES, folder=folder)
         until(lambda: process._lines)
-        segment = Path("/dev/shm") / process._lines[0][1].removeprefix("Error: ")
+        segments = [Path("/dev/shm", name) for name in process._lines[0][1].removeprefix("Error: ").split()]
+        assert [*map(Path.exists, segments)] == [True, True]
         until((folder / "shared-memory.json").exists)
         server_of(process).kill()
         process.end()  # also kills Python's tracker of such memory
-    assert not segment.exists()
+    assert [*map(Path.exists, segments)] == [False, False]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no files")
