@@ -79,7 +79,7 @@ VLLM_IF_THERE = $(or $(MRL_VLLM_PYTHON),$(if $(wildcard $(VLLM_READY)),$(CURDIR)
 
 # With vLLM in one kind of run.
 test-chaos: $(READY) ## an hour of runs under faults of all kinds on a real Slurm, with a report. CHAOS_SECONDS=600 CHAOS_SEED=7
-	MRL_VLLM_PYTHON=$(VLLM_IF_THERE) \
+	MRL_VLLM_PYTHON=$(if $(CHAOS_SLURM),,$(VLLM_IF_THERE)) \
 	    $(if $(CHAOS_SLURM),$(IN_TRIXIE)) $(BIN)/python tests/chaos/chaos.py \
 	    --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --report $(CHAOS_REPORT)
 

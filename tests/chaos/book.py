@@ -29,6 +29,8 @@ class Book:
     """Kind of run -> result -> how many."""
     attempts: Counter[str] = field(default_factory=Counter)
     """Outcome and cause of each attempt -> how many."""
+    shared_at: float = float("-inf")
+    """Time of the monotonic clock of the last fault that hit what all runs share."""
     failures: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)

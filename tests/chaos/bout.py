@@ -39,6 +39,9 @@ EMPTY_CACHE = 0.3
 SOON_S = 10.0
 EVERY_S = 1.5
 """Seconds between two questions to Slurm."""
+SHARED = ("slurmctld", "slurmdbd")
+"""Beginnings of the names of faults that hit what all runs share. A controller that is killed forgets what it did last,
+and may call a job pending whose script runs (seen with 24.11)."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 T = TypeVar("T")
@@ -79,7 +82,8 @@ class Bout:
     hit: list[str] = field(default_factory=list)
     hastened: float = 0.0
     since_submitted: int = 0
-    """Faults since the run was last submitted: without any it must not be held."""
+    """Faults since the run was last submitted: without any, also of what all runs share, it must not be held."""
+    submitted_at: float = 0.0
 
     def __post_init__(self) -> None:
         arena = self.arena
@@ -147,6 +151,7 @@ class Bout:
         self.target = Target(
             self.arena.lab, self.login, self.run, self.run.dir.root, self.phase, self.files if self.faults else None
         )
+        self.submitted_at = time.monotonic()
         self.note("submitted", job=self.run.job, kind=self.kind.name)
 
     def calm(self) -> bool:
@@ -167,6 +172,8 @@ class Bout:
                 self.arena.book.hit[fault.kind][phase] += 1
                 self.hit.append(fault.kind)
                 self.since_submitted += 1
+                if fault.kind.startswith(SHARED):
+                    self.arena.book.shared_at = time.monotonic()
                 self.note("fault", kind=fault.kind, phase=phase, step=self.steps())
                 return lambda: self.ended(fault.kind, undo)
         return None
@@ -254,12 +261,12 @@ class Bout:
         said = json.loads(self.patiently(lambda: self.login.call("mrl", "status", self.run.dir.root, "--json")).stdout)
         reason = f"{said['state']}: {said['reason'] or 'as its user asked'}"
         self.note("stays away", reason=reason)
-        if not self.since_submitted:
+        if not self.since_submitted and self.arena.book.shared_at < self.submitted_at:
             raise ChaosFailure(f"it stays away although nothing hit it: {reason}")
         if not said["reason"] and said["state"] not in ("stopped", "cancelled"):
             raise ChaosFailure(f"it stays away without a reason: {said}")
         self.arena.book.resumed[reason] += 1
-        self.since_submitted = 0
+        self.since_submitted, self.submitted_at = 0, time.monotonic()
         answer = self.patiently(lambda: self.login.call("mrl", "resume", self.run.dir.root, "--json"))
         job = json.loads(answer.stdout)["job_id"]
         self.login.jobs.append(job)

@@ -137,7 +137,7 @@ def _on_a_node(kind: str, folder_of: Callable[[Target], Path | None]) -> Fault:
             steps = (read_json(run.attempt(run.last_attempt()).nodes) or {"steps": {}})["steps"]
             nodes = sorted({node for hosts in steps.values() for node in hosts})
             return cover_on_node(target.lab, chance.choice(nodes), folder) if folder and nodes else None
-        except (OSError, ValueError):
+        except (OSError, ValueError, subprocess.CalledProcessError):
             return None  # no attempt has nodes, or the node is off
 
     return Fault(kind, apply)
