@@ -319,6 +319,25 @@ esac
         assert f"{old} is not a Python 3.9 or later; nothing is lost" in run.stderr
         assert told[1] == "requeue 7"
 
+    @pytest.mark.parametrize("failures", [2, 99])
+    def test_code_that_cannot_be_read_for_a_moment_is_read_again(self, start, tmp_path, failures):
+        python = tmp_path / "python"
+        python.write_text(f"""#!/bin/sh
+case "$*" in
+    -m*) echo started ;;
+    *import\\ launcher*) echo >>{tmp_path}/tries
+        [ $(wc -l <{tmp_path}/tries) -gt {failures} ] || {{ echo "OSError: [Errno 5]" >&2; exit 1; }} ;;
+esac
+""")
+        python.chmod(0o755)
+        (tmp_path / "bin" / "sleep").symlink_to("/bin/true")
+        run, told = start(0, python=str(python))
+        if failures == 2:
+            assert (run.stdout, run.stderr, told) == ("started\n", "", [])
+        else:
+            assert "code cannot be imported: OSError: [Errno 5]; nothing is lost" in run.stderr
+            assert told[1] == "requeue 7"
+
     def test_but_not_for_ever(self, start):
         run, told = start(4)
         assert (run.returncode, told) == (1, [])
