@@ -102,7 +102,10 @@ def _locked_folder(base: Path, prefix: str) -> tuple[Path, int | None]:
     either."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # somebody has removed it, which no lock has kept so far
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if folder.exists():  # nobody has removed it before it was locked

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,28 @@ def test_folders_of_killed_owners_are_removed_and_those_of_living_ones_stay(tmp_
 
 
 def test_a_sweep_alone_removes_them_too(tmp_path: Path) -> None:
-    owner = f"import os; exec({OWNER!r}.replace('sys.stdin.read()', 'os._exit(9)'))"
-    subprocess.run([sys.executable, "-c", owner, "programs", tmp_path], check=False, stdout=subprocess.DEVNULL)
+    dies = OWNER.replace("sys.stdin.read()", "__import__('os')._exit(9)")
+    subprocess.run([sys.executable, "-c", dies, "programs", tmp_path], check=False, stdout=subprocess.DEVNULL)
     assert len([*tmp_path.iterdir()]) == 1
     remove_ownerless(tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept, make = [], tempfile.mkdtemp
+
+    def and_sweep(prefix: str, dir: Path) -> str:
+        folder = make(prefix=prefix, dir=dir)
+        if not swept:
+            swept.append(folder)
+            remove_ownerless(tmp_path)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", and_sweep)
+    with owned_folder("programs", tmp_path) as folder:
+        assert [*tmp_path.iterdir()] == [folder] != [*map(Path, swept)]
 
 
 def test_a_folder_that_cannot_be_listed_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
