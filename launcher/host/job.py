@@ -1,7 +1,7 @@
 """The host side of a Slurm job: one process that starts the steps of the script, watches them and decides about the
 job. The script ends with
 
-    exec python3 -m launcher.host.job run --script SCRIPT --notice 600 ...
+    exec python3 -c "... from launcher.host.job import main ..." run --script SCRIPT --notice 600 ...
 
 Slurm's variables identify the job, MRL_RUN_DIR and MRL_CLUSTER the run.
 """
@@ -15,9 +15,16 @@ import signal
 import sys
 import time
 
+from launcher.host.attempt.harvest import HarvestSettings
+from launcher.host.attempt.job_context import JobRefused, context_of
+from launcher.host.attempt.notify import NotifySettings
+from launcher.host.attempt.prepare import Checks
+from launcher.host.attempt.slurm_run import JobSettings, run_job
 from launcher.host.process.output import QuietStream
 from launcher.host.process.signals import Signals
+from megatron_rl.contract.codes import EXIT_USAGE
 from megatron_rl.contract.files import only_owner_writes
+from megatron_rl.contract.paths import OF_REPLICAS
 
 REQUESTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEARD_VARIABLE = "MRL_HEARD"  # names of signals that the script received before this process
@@ -25,29 +32,18 @@ HEARD_VARIABLE = "MRL_HEARD"  # names of signals that the script received before
 
 @only_owner_writes()
 def main(arguments: list[str] | None = None) -> int:
-    signals = Signals(REQUESTS)  # first of all: until here they are ignored
-    options = _parse(arguments)
+    signals = Signals(REQUESTS)
     for name in os.environ.pop(HEARD_VARIABLE, "").split():
         signals.add(name)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)  # those that came while this module was imported
+    options = _parse(arguments)
     environ = dict(os.environ)
     _use_zone_of_host()
     with contextlib.redirect_stdout(QuietStream(sys.stdout)), contextlib.redirect_stderr(QuietStream(sys.stderr)):
-        try:
-            return _run(options, environ, signals)
-        except (ImportError, SyntaxError) as error:  # the code is incomplete, or this Python cannot read it
-            return _leave_to_script(options.script, f"{sys.executable}: {error}")
+        return _run(options, environ, signals)
 
 
 def _run(options: argparse.Namespace, environ: dict[str, str], signals: Signals) -> int:
-    # Imported here, where signals are queued already and an import error can be reported.
-    from launcher.host.attempt.harvest import HarvestSettings
-    from launcher.host.attempt.job_context import JobRefused, context_of
-    from launcher.host.attempt.notify import NotifySettings
-    from launcher.host.attempt.prepare import Checks
-    from launcher.host.attempt.slurm_run import JobSettings, run_job
-    from megatron_rl.contract.codes import EXIT_USAGE
-    from megatron_rl.contract.paths import OF_REPLICAS
-
     images = {"": options.image, OF_REPLICAS: options.replica_image}
     images = {of: reference for of, reference in images.items() if reference is not None}
     checks = Checks(images, options.image_cache, options.unpack, options.health, options.fabric)
@@ -69,14 +65,8 @@ def _use_zone_of_host() -> None:
         time.tzset()
 
 
-def _leave_to_script(script: str, why: str) -> int:
-    """Become the script's function that sends the job to another host."""
-    print(f"error: {why}", file=sys.stderr)
-    os.execvp("bash", ["bash", script, "elsewhere", why])
-
-
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python3 -m launcher.host.job", description="The host side of a Slurm job.")
+    parser = argparse.ArgumentParser(prog="launcher.host.job", description="The host side of a Slurm job.")
     commands = parser.add_subparsers(dest="command")
     commands.required = True
     run = commands.add_parser("run", help="run the attempts of this job's run")
@@ -94,7 +84,3 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--health", action="store_true", help="check the nodes first")
     run.add_argument("--fabric", action="store_true", help="check the network between the nodes")
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

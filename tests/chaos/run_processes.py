@@ -13,7 +13,6 @@ OTHER = "helper process"
 MODULES = {
     "megatron_rl.rank_main": RANK,
     "megatron_rl.replica_main": REPLICA,
-    "launcher.host.job": BATCH,
 }
 NURSERY_MODULE = "megatron_rl.agent.environments.program.nursery"
 
@@ -54,6 +53,8 @@ def _role(process: psutil.Process) -> str:
     words = process.cmdline()
     if process.name() == "srun":
         return SRUN
+    if "from launcher.host.job import main" in " ".join(words) and "sh" not in words[0][-4:]:
+        return BATCH
     return next((MODULES[word] for word in words if word in MODULES and "sh" not in words[0][-4:]), OTHER)
 
 

@@ -319,23 +319,31 @@ esac
         assert f"{old} is not a Python 3.9 or later; nothing is lost" in run.stderr
         assert told[1] == "requeue 7"
 
+    MODULE = """
+import os, signal, time
+from pathlib import Path
+tries = Path(__file__).with_name("tries")
+tries.write_text("." + (tries.read_text() if tries.exists() else ""))
+if len(tries.read_text()) <= FAILURES:
+    time.sleep = lambda seconds: None
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise OSError(5, "Input/output error")
+def main():
+    print("started after", len(tries.read_text()), [int(each) for each in signal.sigpending()])
+"""
+
     @pytest.mark.parametrize("failures", [2, 99])
-    def test_code_that_cannot_be_read_for_a_moment_is_read_again(self, start, tmp_path, failures):
-        python = tmp_path / "python"
-        python.write_text(f"""#!/bin/sh
-case "$*" in
-    -m*) echo started ;;
-    *import\\ launcher*) echo >>{tmp_path}/tries
-        [ $(wc -l <{tmp_path}/tries) -gt {failures} ] || {{ echo "OSError: [Errno 5]" >&2; exit 1; }} ;;
-esac
-""")
-        python.chmod(0o755)
-        (tmp_path / "bin" / "sleep").symlink_to("/bin/true")
-        run, told = start(0, python=str(python))
+    def test_code_that_cannot_be_read_for_a_moment_is_read_again(self, start, failures):
+        folder = start.root / "code" / "launcher" / "host"
+        folder.mkdir(parents=True)
+        for package in (folder.parent, folder):
+            (package / "__init__.py").touch()
+        (folder / "job.py").write_text(self.MODULE.replace("FAILURES", str(failures)))
+        run, told = start(0, python=sys.executable)
         if failures == 2:
-            assert (run.stdout, run.stderr, told) == ("started\n", "", [])
+            assert (run.stdout, run.stderr, told) == ("started after 3 [15]\n", "", [])
         else:
-            assert "code cannot be imported: OSError: [Errno 5]; nothing is lost" in run.stderr
+            assert "code cannot be imported: OSError(5, 'Input/output error'); nothing is lost" in run.stderr
             assert told[1] == "requeue 7"
 
     def test_but_not_for_ever(self, start):
@@ -626,7 +634,7 @@ def test_the_options_of_a_harvested_replicas_job_reach_the_host_side_word_for_wo
     odd = "--comment=it's $HOME `id` 100% ;"
     harvest = f'harvest={{partition: idle, max_replicas: 2, sbatch: ["{odd}"]}}'
     script = render(a_job("qwen2.5-32b-dapo-partitioned", harvest))
-    (start,) = re.findall(r"-m launcher\.host\.job run .*?\n(.*?)\n +elsewhere", script, re.DOTALL)
+    (start,) = re.findall(r'-c "\$start" run .*?\n(.*?)\n +elsewhere', script, re.DOTALL)
     shown = subprocess.run(["bash", "-c", f'printf "%s\\0" {start}'], capture_output=True, text=True, check=True).stdout
     words = shown.split("\0")
     assert words[words.index("--harvest") + 1] == "2"
