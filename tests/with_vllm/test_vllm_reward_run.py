@@ -74,7 +74,6 @@ def test_rewards_are_those_of_transformers_while_the_reward_model_dies_and_the_r
         for answer, reward, finish_reason in zip(group.answers, group.rewards, group.finish_reasons, strict=True)
     ]
     assert len(answers) == STEPS * PROMPTS * SAMPLES
-    whole = [answer for answer in answers if answer[2] == "stop"]
-    assert len(whole) >= STEPS * SAMPLES
-    assert [reward for _, reward, _ in whole] == pytest.approx(classified(classifier, [w[0] for w in whole]), abs=CLOSE)
-    assert {reward for _, reward, finish_reason in answers if finish_reason == "length"} <= {0.0}, "cut_reward"
+    assert {finish_reason for *_, finish_reason in answers} == {"stop", "length"}
+    texts, rewards, _ = zip(*answers, strict=True)
+    assert list(rewards) == pytest.approx(classified(classifier, texts), abs=CLOSE)

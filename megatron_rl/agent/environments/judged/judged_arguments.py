@@ -221,14 +221,22 @@ class JudgedConfig(HFDatasetConfig):
     """The model that judges in words. Give it or `reward_model`."""
     reward_model: RewardModelConfig | None = None
     """The classifier that scores."""
-    cut_reward: float = 0.0
-    """Reward of an answer that was cut off by the length limit; nobody is asked, and it takes part in no comparison."""
+    cut_reward: float | None = None
+    """Reward of an answer that was cut off by the length limit; nobody is asked, and it takes part in no comparison.
+    Default: 0, the lowest, with a judge or a probability. Logits have no lowest value, so a reward model of logits
+    scores cut answers too."""
 
     @model_validator(mode="after")
     def _one_scores(self) -> JudgedConfig:
         if (self.judge is None) == (self.reward_model is None):
             raise ValueError("give either judge or reward_model")
         return self
+
+    @property
+    def reward_of_cut(self) -> float | None:
+        """Reward of a cut answer that nobody is asked about; None: it is scored as a whole one is."""
+        logits = self.reward_model is not None and not self.reward_model.activation
+        return self.cut_reward if self.cut_reward is not None or logits else 0.0
 
     @property
     def asks_run(self) -> bool:

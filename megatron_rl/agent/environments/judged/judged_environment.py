@@ -56,11 +56,15 @@ class JudgedEnvironment(HFDatasetAgent):
         return {"question": question.text, "answer": question.answer}
 
     async def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> Reward:
-        if finish_reason == "length":
-            return self.config.cut_reward
+        if (cut := self._reward_of_cut(finish_reason)) is not None:
+            return cut
         if self._compares is not None:
             return await self._compares.match(golden["question"], response, golden["answer"], golden["answer"])
         return await self._scorer.score(golden["question"], response, golden["answer"])
+
+    def _reward_of_cut(self, finish_reason: FinishReason) -> float | None:
+        """Reward of a cut answer that nobody is asked about, or None."""
+        return self.config.reward_of_cut if finish_reason == "length" else None
 
     async def rescore(self, problem: Problem, answer: RecordedAnswer, limits: RolloutLimits) -> CheckedReward | str:
         """Raises NotImplementedError where a reward is relative to the other answers of a group."""
@@ -82,13 +86,14 @@ class JudgedEnvironment(HFDatasetAgent):
         import asyncio
 
         texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-        whole = [place for place, completion in enumerate(completions) if completion.finish_reason != "length"]
+        cut = [self._reward_of_cut(completion.finish_reason) for completion in completions]
+        whole = [place for place, reward in enumerate(cut) if reward is None]
         contesting = self._contest(self._compares, problem, [texts[place] for place in whole], request.key)
         contest = asyncio.ensure_future(contesting)
 
         async def outcome(place: int) -> Reward:
-            if place not in whole:
-                return self.config.cut_reward
+            if (reward := cut[place]) is not None:
+                return reward
             found = (await asyncio.shield(contest))[whole.index(place)]
             if isinstance(found, NotJudged):
                 raise found

@@ -418,6 +418,29 @@ def test_a_classifier_gives_its_value_for_the_messages_or_for_a_text() -> None:
         value()
 
 
+LOGITS = {"url": "http://node", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("given", "reward"),
+    [
+        ({"judge": CONFIG}, 0.0),
+        ({"judge": CONFIG, "cut_reward": -1.0}, -1.0),
+        ({"reward_model": {**LOGITS, "activation": True}}, 0.0),
+        ({"reward_model": LOGITS}, -3.5),
+        ({"reward_model": LOGITS, "cut_reward": -9.0}, -9.0),
+    ],
+)
+def test_a_cut_answer_gets_the_lowest_reward_and_is_scored_where_there_is_none(
+    given: dict[str, object], reward: float
+) -> None:
+    environment = JudgedEnvironment(JudgedConfig.model_validate(given), CodePoints())
+    logit = httpx.MockTransport(lambda _: httpx.Response(200, json={"data": [{"probs": [-3.5]}]}))
+    if environment.config.reward_model is not None:
+        environment._scorer = RewardModel(environment.config.reward_model, transport=logit, sleep=no_pause)
+    assert asyncio.run(environment.get_reward("2 +", QUESTION.golden, "length")) == reward
+
+
 def test_one_scores() -> None:
     for arguments in ({}, {"judge": CONFIG.model_dump(), "reward_model": {"url": "http://node", "model": "m"}}):
         with pytest.raises(ValidationError, match="give either judge or reward_model"):
