@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from book import Book
-from fault import Fault, Target, Undo
+from fault import Fault, Target, Undo, nothing_to_undo
 from file_faults import make, preloaded
 from kinds import Kind, complaint
 from lab import Cluster, LabError
@@ -167,7 +167,11 @@ class Bout:
             fault = self.chance.choice(self.chance.choice(self.arena.faults))
             self.arena.book.drawn[fault.kind] += 1
             phase = self.phase() or "starting"
-            undo = fault.apply(self.target, self.chance)
+            try:
+                undo = fault.apply(self.target, self.chance)
+            except OSError as error:  # the first of two faults is in its way, such as a full disk
+                self.note("fault is cut short", kind=fault.kind, why=str(error))
+                undo = nothing_to_undo
             if undo is not None:
                 self.arena.book.hit[fault.kind][phase] += 1
                 self.hit.append(fault.kind)

@@ -34,3 +34,7 @@ class Fault:
     kind: str
     apply: Callable[[Target, random.Random], Undo | None]
     """Hits the run now, and returns the function that ends the fault; None if there is nothing to hit now."""
+
+
+def nothing_to_undo() -> None:
+    """End a fault from which the run itself recovers."""

@@ -96,7 +96,7 @@ def use_up_inodes(folder: Path) -> Undo:
 
 def cover_on_node(lab: Cluster, node: str, folder: Path) -> Undo:
     """Let a node see a full disk at a folder, as if that were its own. Files that are open stay as they are."""
-    inside = ["nsenter", "--mount", "--pid", f"--target={_first_process(lab, node)}"]
+    inside = ["nsenter", "--mount", "--pid", "--root", f"--target={_first_process(lab, node)}"]
     # Programs read /proc, which shows the processes of the node alone.
     _run(*inside, "mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "full", str(folder))
     _run(*inside, "sh", "-c", 'head -c 4096 /dev/zero >"$0/full"', str(folder))

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-from fault import Fault, Target, Undo
+from fault import Fault, Target, Undo, nothing_to_undo
 from lab import LabError, wait_until
 from records import preempt
 
@@ -75,25 +75,21 @@ def _undrained(target: Target, node: str) -> bool:
 
 
 def requeue(target: Target, chance: random.Random) -> Undo | None:
-    return _nothing if _obeyed(target, "scontrol", "requeue", target.run.job) else None
+    return nothing_to_undo if _obeyed(target, "scontrol", "requeue", target.run.job) else None
 
 
 def ask_to_requeue(target: Target, chance: random.Random) -> Undo | None:
     with contextlib.suppress(AssertionError):  # it cannot be asked now, and says why
         target.login.call("mrl", "requeue", target.run_dir)
-        return _nothing
+        return nothing_to_undo
     return None
 
 
 def cancel_with_a_save(target: Target, chance: random.Random) -> Undo | None:
     with contextlib.suppress(AssertionError):
         target.login.call("mrl", "cancel", "--drain", target.run_dir)
-        return _nothing
+        return nothing_to_undo
     return None
-
-
-def _nothing() -> None:
-    pass
 
 
 def take_the_nodes(target: Target, chance: random.Random) -> Undo | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fault import Fault, Target, Undo
+from fault import Fault, Target, Undo, nothing_to_undo
 from json_files import read_json_lines
 
 from megatron_rl.contract.manifest import MANIFEST
@@ -177,7 +177,7 @@ def processes_of(run: RunDir, module: str) -> list[int]:
 
 def _live(record: Record) -> Fault:
     def apply(target: Target, chance: random.Random) -> Undo | None:
-        return _nothing if damage(RunDir(target.run_dir), record, chance) else None
+        return nothing_to_undo if damage(RunDir(target.run_dir), record, chance) else None
 
     return Fault(f"damage the {record.name} during the run", apply)
 
@@ -195,13 +195,9 @@ def _at_a_crash(record: Record) -> Fault:
                 os.kill(rank, signal.SIGKILL)
         leave_debris(run, chance)
         damage(run, record, chance)
-        return _nothing
+        return nothing_to_undo
 
     return Fault(f"kill the ranks and damage the {record.name}", apply)
-
-
-def _nothing() -> None:
-    """Undo nothing: the run itself recovers."""
 
 
 FAULTS = (*(_live(record) for record in RECORDS if record.live), *map(_at_a_crash, RECORDS))
