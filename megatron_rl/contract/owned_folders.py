@@ -35,6 +35,12 @@ class OwnedFolder:
         remove_ownerless(base)
         self.path, self._lock = _locked_folder(base, prefix_of(kind))
 
+    def is_gone(self) -> bool:
+        """Return whether somebody has removed it, such as a cleaner of temporary files."""
+        with suppress(OSError):
+            return not self.path.exists()
+        return False
+
     def close(self) -> None:
         """Remove the folder and the shared memory that is noted in it."""
         _remove(self.path)

@@ -16,6 +16,7 @@ from typing import TypeVar
 from book import Book
 from fault import Fault, Target, Undo, nothing_to_undo
 from file_faults import make, preloaded
+from full_disks import FULL_TEMPORARY
 from kinds import Kind, complaint
 from lab import Cluster, LabError
 from login import Login, Run
@@ -212,7 +213,8 @@ class Bout:
         self.wait_until_job_ended()
         for outcome, cause in self.run.ends():
             self.arena.book.attempts[f"{outcome}: {cause}" if cause else outcome] += 1
-        lost = [kind for kind in self.hit if kind in MAY_LOSE_ANSWERS]
+        may_lose = MAY_LOSE_ANSWERS | ({FULL_TEMPORARY} if self.kind.like == "program" else set())
+        lost = [kind for kind in self.hit if kind in may_lose]
         if (wrong := complaint(self.kind, self.run.dir, self.arena.undisturbed, lost)) is not None:
             raise ChaosFailure(wrong)
         if "Traceback" in self.run.dir.batch_log.read_text(errors="replace"):

@@ -149,10 +149,12 @@ def _temporary(target: Target) -> Path | None:
     return Path(named) if named else None
 
 
+FULL_TEMPORARY = "fill a node's temporary folder"
+"""Programs that run there lose their files."""
 FAULTS = (
     _shared("fill the shared disk", fill),
     _shared("fill the shared disk except 100 kB", lambda folder: fill(folder, 100_000)),
     _shared("use up the inodes of the shared disk", use_up_inodes),
-    _on_a_node("fill a node's temporary folder", _temporary),
+    _on_a_node(FULL_TEMPORARY, _temporary),
     _on_a_node("fill a node's shared memory", lambda target: SHARED_MEMORY),
 )

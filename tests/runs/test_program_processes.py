@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -105,7 +106,8 @@ def test_a_command_gets_the_problem_its_variables_and_a_clean_folder_with_its_co
 def test_a_shell_script_of_the_code_is_executable(tmp_path: Path) -> None:
     (tmp_path / "agent.sh").write_text("#!/bin/sh\nread -r problem\necho problem: $problem >&2\necho 0.5\n")
     ended = run(Program(["./agent.sh"], None, [str(tmp_path / "agent.sh")]), job({"a": 1}))
-    assert (ended.code, ended.ending, ended.output) == (0, "0.5\n", 'problem: {"a": 1}\n0.5\n')
+    assert (ended.code, ended.ending) == (0, "0.5\n")
+    assert sorted(ended.output.splitlines()) == ["0.5", 'problem: {"a": 1}']  # two pipes, read when both have something
 
 
 def test_of_ten_megabytes_of_output_the_end_is_kept(tmp_path: Path) -> None:
@@ -327,14 +329,33 @@ def test_a_working_directory_that_cannot_be_made_is_the_reason(tmp_path: Path, m
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
 
-    async def without_its_parent(runner: ProgramRunner) -> ProgramEnd:
+    async def in_no_folder(runner: ProgramRunner) -> ProgramEnd:
         assert (await runner.run(job())).code == 0
         (folder,) = (tmp_path / "scratch").iterdir()
         folder.rmdir()
+        folder.touch()
         return await runner.run(job())
 
-    ended = with_runner(python(tmp_path, "print(1)"), without_its_parent)
-    assert ended.code == 1 and "No such file or directory" in ended.unstarted
+    ended = with_runner(python(tmp_path, "print(1)"), in_no_folder)
+    assert ended.code == 1 and "Not a directory" in ended.unstarted
+
+
+def test_programs_whose_folder_is_removed_get_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleaner of temporary files ends no run, and what a function imports late is there again."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "late.py").write_text("VALUE = 3")
+    (tmp_path / "agent.py").write_text("async def rollout(client, problem):\n    import late\n    return late.VALUE\n")
+
+    async def cleaned(runner: ProgramRunner) -> list[int]:
+        first = await runner.run(job(**SESSION))
+        (folder,) = (tmp_path / "scratch").iterdir()
+        shutil.rmtree(folder)
+        return [first.returned, (await runner.run(job(**SESSION))).returned]
+
+    program = Program(None, "agent:rollout", [str(tmp_path / name) for name in ("agent.py", "late.py")])
+    assert with_runner(program, cleaned) == [3, 3]
+    assert [*(tmp_path / "scratch").iterdir()] == []
 
 
 def test_a_nursery_that_cannot_fork_loses_that_rollout_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def prepare(program: Program, folder: str) -> PreparedProgram:
     if program.function is None:
         return PreparedProgram(program.command, None, files, folder)
     code = Path(folder, "code")
-    code.mkdir(exist_ok=True)  # an earlier nursery was killed
+    code.mkdir()
     for name, content in files.items():
         (code / name).write_bytes(content)
     sys.dont_write_bytecode = True

@@ -77,19 +77,27 @@ class ProgramRunner:
     async def _hand_over(self, connection: socket.socket) -> None:
         """Give the nursery the end of a connection for one job. Raises OSError if it cannot take it."""
         async with self._starting:
-            if self._nursery is None or self._nursery.exit_code() is not None:
+            if self._nursery is not None and (why := self._why_useless(self._nursery)) is not None:
+                logger.warning("the process that starts programs %s; it is started again", why)
+                self._nursery.close()
+                self._remove_folder()
+                self._nursery = None
+            if self._nursery is None:
                 await self._start()
             assert self._control is not None  # it was started
             socket.send_fds(self._control, [b"1"], [connection.fileno()])
 
+    def _why_useless(self, nursery: Child) -> str | None:
+        if (code := nursery.exit_code()) is not None:
+            return f"has ended ({how_ended(code)})"
+        if self._folder is not None and self._folder.is_gone():
+            return f"has lost its folder {self._folder.path}, which somebody has removed"
+        return None
+
     async def _start(self) -> None:
-        if self._nursery is not None:
-            how = how_ended(self._nursery.exit_code() or 0)
-            logger.warning("the process that starts programs has ended (%s); it is started again", how)
-            self._nursery.close()
         if self._control is not None:
             self._control.close()
-        self._folder = self._folder or OwnedFolder("programs")
+        self._folder = OwnedFolder("programs")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), str(self._folder.path)]
